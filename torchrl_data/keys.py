@@ -1,0 +1,59 @@
+"""The entry names of a batch, in one place: shape, dtype and who writes them.
+
+Shape legend: B rollouts, T tokens of a rollout (ragged), M messages of a rollout (ragged).
+"""
+
+from typing import Final
+
+from tensordict import NestedKey
+
+HISTORY: Final = "history"
+"""Group of ``prompt``, ``response`` and ``full`` conversations, ``[B]`` of M messages each."""
+TEXT: Final = "text"
+"""Group of ``prompt``, ``response`` and ``full`` strings, one per row."""
+TOKENS: Final = "tokens"
+"""Group of ``prompt``, ``response`` and ``full`` token ids, int64, ragged ``[B, T]``."""
+LOG_PROBS: Final = "log_probs"
+"""Group aligned with the tokens, float32, in nats, of the distribution that was sampled from."""
+MASKS: Final = "masks"
+"""Group of the masks over ``("tokens", "full")``, bool, ragged ``[B, T]``."""
+
+PROMPT: Final = "prompt"
+RESPONSE: Final = "response"
+FULL: Final = "full"
+
+HISTORY_PROMPT: Final[NestedKey] = (HISTORY, PROMPT)
+HISTORY_RESPONSE: Final[NestedKey] = (HISTORY, RESPONSE)
+HISTORY_FULL: Final[NestedKey] = (HISTORY, FULL)
+TOKENS_FULL: Final[NestedKey] = (TOKENS, FULL)
+LOG_PROBS_FULL: Final[NestedKey] = (LOG_PROBS, FULL)
+ATTENTION_MASK: Final[NestedKey] = (MASKS, "all_attention_mask")
+"""True where a token is real (not padding). Written by the policy."""
+ASSISTANT_MASK: Final[NestedKey] = (MASKS, "all_assistant_mask")
+"""True on the tokens that the policy sampled, stop token included. Written by the policy."""
+REF_LOG_PROBS_FULL: Final[NestedKey] = ("next", "ref_log_probs", FULL)
+"""Log-probs under a reference model, float32, aligned with the tokens. Written by ``RetrieveKL``."""
+
+QUERY: Final = "query"
+"""What starts a conversation: a string or a list of messages per row. Written by data loading."""
+ROW: Final = "row"
+"""The dataset row of each rollout, a ``dict`` per row. Written by data loading."""
+GROUP_ID: Final = "group_id"
+"""int64 ``[B]``: equal for the rollouts of one prompt draw. Written by data loading."""
+SEED: Final = "seed"
+"""int64 ``[B]``: the seed of the group, equal within it. Written by data loading."""
+REWARD: Final = "reward"
+"""float32 ``[B, 1, 1]``, or ``[B, T, 1]`` when dense. Written by the reward transforms."""
+SCORABLE: Final = "scorable"
+"""bool ``[B, 1]``: False where no reward could be given. Written by the reward transforms."""
+ADVANTAGE: Final = "advantage"
+"""float32 ``[B, 1, 1]`` or ``[B, T, 1]``. Written by ``MCAdvantage``."""
+POLICY_VERSION: Final = "policy_version"
+"""int64 ``[B]``: the policy version when the trajectory began. Written by the collector."""
+TOKEN_POLICY_VERSION: Final[NestedKey] = ("policy_versions", FULL)
+"""int64, ragged ``[B, T]``: the version that sampled the token, -1 elsewhere."""
+DONE: Final = "done"
+TERMINATED: Final = "terminated"
+TRUNCATED: Final = "truncated"
+STOP_REASON: Final = "stop_reason"
+"""Why the episode ended, a string per row. Written by whatever ended it."""

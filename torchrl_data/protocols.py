@@ -1,0 +1,49 @@
+"""What packages ask of each other's objects, so that they need not import each other.
+
+Shape legend: N packed tokens, B sequences, K target tokens (the ``True`` entries of a mask).
+"""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+class TokenScores(NamedTuple):
+    """Per-target-token results of a scorer, in the order of the packed tokens."""
+
+    log_prob: Tensor
+    """float32 ``[K]``, in nats, differentiable in the model's parameters."""
+    entropy: Tensor | None = None
+    """float32 ``[K]``, in nats; only when asked for."""
+
+
+@runtime_checkable
+class TokenScorer(Protocol):
+    """Something that gives the log-probability of tokens in packed sequences.
+
+    ``TransformersWrapper`` is one; a loss takes any.
+    """
+
+    def score_packed(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """Score the masked tokens of packed sequences, each given the tokens before it.
+
+        Args:
+            ids: int64 ``[N]``, the sequences one after the other, without padding.
+            lengths: int64 ``[B]``, tokens of each sequence; sums to N.
+            target_mask: bool ``[N]``; the tokens to score. The first token of a sequence has
+                nothing before it and cannot be a target.
+            temperature: the logits are divided by it before the softmax.
+            entropy: also give the entropy of the distribution that each target was drawn from.
+
+        Returns:
+            The K scores in packed order.
+        """
+        ...
