@@ -32,7 +32,7 @@ ATTENTION_MASK: Final[NestedKey] = (MASKS, "all_attention_mask")
 ASSISTANT_MASK: Final[NestedKey] = (MASKS, "all_assistant_mask")
 """True on the tokens that the policy sampled, stop token included. Written by the policy."""
 REF_LOG_PROBS_FULL: Final[NestedKey] = ("next", "ref_log_probs", FULL)
-"""Log-probs under a reference model, float32, aligned with the tokens. Written by ``RetrieveKL``."""
+"""Log-probs under a reference model, float32, aligned with tokens. Written by ``RetrieveKL``."""
 
 QUERY: Final = "query"
 """What starts a conversation: a string or a list of messages per row. Written by data loading."""
