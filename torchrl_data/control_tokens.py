@@ -45,7 +45,7 @@ class ControlTokenGuard:
         if backend is None:
             raise TypeError(
                 f"{type(tokenizer).__name__} has no fast backend, which is needed to encode "
-                "content apart from control tokens. Load it with AutoTokenizer.from_pretrained(...)."
+                "content apart from control tokens. Load it with AutoTokenizer."
             )
         self.control_ids: dict[str, int] = {
             str(token): index for index, token in tokenizer.added_tokens_decoder.items()

@@ -229,7 +229,7 @@ class Conversations:
         """True on sampled tokens, stop token included; bool ``[T]``."""
         return self.sources(row) == Source.MODEL
 
-    def _copy(self, buffer: array[Any] | bytearray, row: int, dtype: Any) -> Tensor:
+    def _copy(self, buffer: array | bytearray, row: int, dtype: Any) -> Tensor:
         # The slice is a copy, so the record can go on growing.
         return torch.from_numpy(np.frombuffer(buffer[: self._positions[row].num_tokens], dtype))
 
