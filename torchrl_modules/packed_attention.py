@@ -1,0 +1,125 @@
+"""Causal attention over packed sequences, without a mask and without padding.
+
+Registered with Transformers as the attention ``"packed_sdpa"``: on packed input each segment
+attends to itself alone; on any other input it is Transformers' own ``"sdpa"``.
+
+Shape legend: N packed tokens, H heads, G key-value heads, D head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+PACKED_SDPA: Final = "packed_sdpa"
+_is_packed: ContextVar[bool] = ContextVar("is_packed", default=False)
+
+
+def packed_sdpa_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segment_lengths: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each segment of one packed row.
+
+    Args:
+        module: the attention layer.
+        query: ``[1, H, N, D]``.
+        key: ``[1, G, N, D]``.
+        value: ``[1, G, N, D]``.
+        attention_mask: used only when the input is not packed.
+        dropout: probability.
+        scaling: factor on the scores; 1/sqrt(D) when ``None``.
+        sliding_window: a token sees at most this many tokens, itself included.
+        segment_lengths: tokens of each segment, summing to N; ``None`` when not packed.
+        **kwargs: passed on when the input is not packed.
+
+    Returns:
+        ``[1, N, H, D]`` and ``None``.
+    """
+    if segment_lengths is None:
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **kwargs,
+        )
+    lengths = list(segment_lengths)
+    outputs = []
+    for q, k, v in zip(
+        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+    ):
+        window = _window_mask(q.shape[2], sliding_window, q.device)
+        outputs.append(
+            scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=window,
+                dropout_p=dropout,
+                scale=scaling,
+                is_causal=window is None,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    if window is None or length <= window:
+        return None
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    return None if _is_packed.get() else sdpa_mask(*args, **kwargs)
+
+
+@contextmanager
+def packed_input() -> Iterator[None]:
+    """Inside, a model with this attention builds no mask: its input is one packed row."""
+    token = _is_packed.set(True)
+    try:
+        yield
+    finally:
+        _is_packed.reset(token)
+
+
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Switch a model to this attention, if it can take a registered one.
+
+    Args:
+        model: changed in place; its results on ordinary input stay the same.
+
+    Returns:
+        Whether the model now takes packed input.
+    """
+    if model.config._attn_implementation == PACKED_SDPA:
+        return True
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
+    AttentionInterface.register(PACKED_SDPA, packed_sdpa_forward)
+    AttentionMaskInterface.register(PACKED_SDPA, _mask)
+    model.set_attn_implementation(PACKED_SDPA)
+    return True

@@ -1,0 +1,160 @@
+"""What every policy does, whatever its engine: read prompts, generate, write the layout.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_data.conversation import Conversations, Message
+from torchrl_data.encoder import ConversationEncoder
+from torchrl_data.keys import FULL, HISTORY, HISTORY_FULL, HISTORY_PROMPT, PROMPT
+from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.rows import conversation_rows
+
+from .engine import Engine, Generation
+from .sampling import SamplingParameters
+
+FINISH_REASON = "finish_reason"
+"""Why each row's turn ended, a string per row: stop, length, or ``error: ...``."""
+
+
+class LLMWrapperBase(TensorDictModuleBase):
+    """A policy: reads ``prompt``, samples, and writes ``response``, ``full``, masks and log-probs.
+
+    Args:
+        engine: draws the tokens.
+        tokenizer: a fast tokenizer.
+        generate_kwargs: sampling parameters by name, see
+            :class:`~torchrl_modules.sampling.SamplingParameters`.
+        sampling: the same as an object; give one of the two.
+        chat_template: Jinja source with ``{% generation %}`` marks.
+        chat_template_name: name of a built-in template.
+        chat_template_kwargs: passed to the template.
+        write_tokens: also write ``tokens``, ``log_probs`` and ``masks`` as ragged rows. A collector
+            switches it off, because it reads the same from the conversations once, at the end.
+
+    Raises:
+        ValueError: a sampling parameter is out of range, both forms are given, or the template is
+            not generation-marked.
+        TypeError: a sampling parameter is not known, or the tokenizer has no fast backend.
+    """
+
+    in_keys: Sequence[NestedKey] = (HISTORY_PROMPT,)
+    out_keys: Sequence[NestedKey] = (HISTORY_FULL, FINISH_REASON)
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        sampling: SamplingParameters | None = None,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        write_tokens: bool = True,
+    ) -> None:
+        super().__init__()
+        if generate_kwargs is not None and sampling is not None:
+            raise ValueError(f"{type(self).__name__}: give generate_kwargs or sampling, not both.")
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.encoder = ConversationEncoder(
+            tokenizer,
+            chat_template=chat_template,
+            chat_template_name=chat_template_name,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        sampling = sampling or SamplingParameters.from_kwargs(dict(generate_kwargs or {}))
+        if sampling.stop_token_ids is None:
+            sampling = replace(sampling, stop_token_ids=self.encoder.stop_token_ids)
+        self.sampling = sampling
+        self.write_tokens = write_tokens
+        self.policy_version = 0
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sample one turn for every row.
+
+        Args:
+            tensordict: ``("history", "prompt")``, ``[B]``.
+
+        Returns:
+            The same TensorDict with ``response``, ``full`` and ``finish_reason`` added.
+
+        Raises:
+            MissingEntryError: there is no prompt.
+        """
+        who = type(self).__name__
+        prompt = read_conversations(tensordict, PROMPT, who=who)
+        prompt, full, reasons = self.respond(prompt)
+        write_conversations(tensordict, PROMPT, prompt)
+        write_conversations(tensordict, FULL, full)
+        tensordict.set(FINISH_REASON, NonTensorData(reasons, batch_size=tensordict.batch_size))
+        if self.write_tokens:
+            rows = lazy_stack(conversation_rows(full)).reshape(tensordict.batch_size)
+            tensordict.update(rows.exclude(HISTORY))
+        return tensordict
+
+    def respond(
+        self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
+    ) -> tuple[Conversations, Conversations, list[str]]:
+        """Encode what waits in the conversations and sample a turn for each.
+
+        Args:
+            prompt: B conversations.
+            max_new_tokens: a budget per row that overrides the sampling parameters'.
+
+        Returns:
+            The encoded prompts, the conversations with the policy's turn (a row that could not be
+            generated is left as it was), and why each turn ended.
+        """
+        prompt = self.encoder.encode_waiting(prompt)
+        generations = self.engine.generate(
+            [prompt.ids(i) for i in range(len(prompt))],
+            self.sampling,
+            max_new_tokens=max_new_tokens,
+        )
+        texts = self.encoder.decode_responses([g.ids for g in generations])
+        full = prompt.append_responses(
+            [_turn(g, text) for g, text in zip(generations, texts, strict=True)],
+            policy_version=self.policy_version,
+        )
+        return prompt, full, [_reason(g) for g in generations]
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> int:
+        """Replace the engine's weights, all or none.
+
+        Args:
+            state_dict: parameter name to value.
+            version: what the new weights are called; one more than the present when not given.
+
+        Returns:
+            The policy version that the next tokens are stamped with.
+
+        Raises:
+            ValueError: the engine refuses the update; the old weights and version stay.
+        """
+        self.engine.update_weights({k: v.detach() for k, v in state_dict.items()})
+        self.policy_version = self.policy_version + 1 if version is None else version
+        return self.policy_version
+
+
+def _turn(generation: Generation, text: str) -> tuple[list[int], list[float], Message] | None:
+    if generation.finish_reason == "error":
+        return None
+    return generation.ids, generation.log_probs, {"role": "assistant", "content": text}
+
+
+def _reason(generation: Generation) -> str:
+    if generation.error is not None:
+        return f"error: {generation.error}"
+    return generation.finish_reason
