@@ -36,6 +36,8 @@ REF_LOG_PROBS_FULL: Final[NestedKey] = ("next", "ref_log_probs", FULL)
 
 QUERY: Final = "query"
 """What starts a conversation: a string or a list of messages per row. Written by data loading."""
+TOOLS: Final = "tools"
+"""JSON schemas of the tools that a prompt shows, a list per row or ``None``. Written by tools."""
 ROW: Final = "row"
 """The dataset row of each rollout, a ``dict`` per row. Written by data loading."""
 GROUP_ID: Final = "group_id"

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -110,8 +110,6 @@ class TransformersWrapper(LLMWrapperBase):
 
 
 def _row(entries: dict[Any, Tensor]) -> TensorDictBase:
-    from tensordict import TensorDict
-
     row = TensorDict({}, batch_size=[])
     for key, value in entries.items():
         row.set(key, value)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tensordict import NestedKey, NonTensorData, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from torchrl_data.conversation import Conversations, Message
 from torchrl_data.encoder import ConversationEncoder
 from torchrl_data.keys import FULL, HISTORY, HISTORY_FULL, HISTORY_PROMPT, PROMPT
 from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.row_values import write_row_values
 from torchrl_data.rows import conversation_rows
 
 from .engine import Engine, Generation
@@ -83,7 +84,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         """Sample one turn for every row.
 
         Args:
-            tensordict: ``("history", "prompt")``, ``[B]``.
+            tensordict: ``("history", "prompt")``, ``[B]``; rows where ``_step``, bool ``[B]``, is
+                False are left as they are.
 
         Returns:
             The same TensorDict with ``response``, ``full`` and ``finish_reason`` added.
@@ -93,14 +95,34 @@ class LLMWrapperBase(TensorDictModuleBase):
         """
         who = type(self).__name__
         prompt = read_conversations(tensordict, PROMPT, who=who)
-        prompt, full, reasons = self.respond(prompt)
+        active = tensordict.get("_step", None)
+        if active is None or bool(active.all()):
+            prompt, full, reasons = self.respond(prompt)
+        else:
+            prompt, full, reasons = self._respond_some(prompt, active.view(-1))
         write_conversations(tensordict, PROMPT, prompt)
         write_conversations(tensordict, FULL, full)
-        tensordict.set(FINISH_REASON, NonTensorData(reasons, batch_size=tensordict.batch_size))
+        write_row_values(tensordict, FINISH_REASON, reasons)
         if self.write_tokens:
             rows = lazy_stack(conversation_rows(full)).reshape(tensordict.batch_size)
             tensordict.update(rows.exclude(HISTORY))
         return tensordict
+
+    def _respond_some(
+        self, prompt: Conversations, active: Tensor
+    ) -> tuple[Conversations, Conversations, list[str]]:
+        rows = active.nonzero().squeeze(-1).tolist()
+        new_prompt, new_full, new_reasons = self.respond(prompt[rows])
+        index = list(range(len(prompt)))
+        reasons = [""] * len(prompt)
+        for new, row in enumerate(rows):
+            index[row] = len(prompt) + new
+            reasons[row] = new_reasons[new]
+        return (
+            Conversations.cat([prompt, new_prompt])[index],
+            Conversations.cat([prompt, new_full])[index],
+            reasons,
+        )
 
     def respond(
         self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None

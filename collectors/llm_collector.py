@@ -1,0 +1,185 @@
+"""Collects whole trajectories with a policy in an environment, and fills a replay buffer.
+
+Shape legend: B rows of the environment, T tokens of a trajectory (ragged).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torchrl.data import ReplayBuffer
+
+from torchrl_data.conversation import Conversations
+from torchrl_data.keys import (
+    DONE,
+    GROUP_ID,
+    POLICY_VERSION,
+    PROMPT,
+    REWARD,
+    SCORABLE,
+    STOP_REASON,
+    TERMINATED,
+    TOKEN_POLICY_VERSION,
+    TRUNCATED,
+)
+from torchrl_data.loop_state import read_conversations
+from torchrl_data.row_values import read_row_values
+from torchrl_data.rows import conversation_rows
+from torchrl_envs.episode_env import EpisodeEnv
+from torchrl_envs.rewards import REWARD_ERRORS, REWARDS
+from torchrl_envs.transforms.data_loading import DataExhaustedError
+
+from .weight_update.in_process import InProcessUpdater
+from .weight_update.interface import WeightUpdater
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
+_DENSE = (REWARD, SCORABLE, DONE, TERMINATED, TRUNCATED, GROUP_ID)
+
+
+class LLMCollector:
+    """Runs an environment's batch of episodes to their ends, again and again.
+
+    A trajectory is one row: all of its turns in one token sequence. A row that is done waits for
+    the others of its batch without costing any generation.
+
+    Args:
+        env: a :class:`~torchrl_envs.ChatEnv` with its transforms.
+        policy: writes a turn; usually an ``LLMWrapperBase``.
+        replay_buffer: extended with every batch.
+        total_trajectories: stop after this many; ``None`` goes on while there is data.
+        weight_updater: how :meth:`update_policy_weights_` reaches the policy; in process when not
+            given.
+        max_turns: safety limit on the turns of an episode that nothing else ends.
+
+    Raises:
+        ValueError: the composition of the environment can't work, or a count is not positive.
+        TypeError: the environment has no transforms, hence no data.
+    """
+
+    def __init__(
+        self,
+        env: EpisodeEnv,
+        policy: Policy | Any,
+        *,
+        replay_buffer: ReplayBuffer | None = None,
+        total_trajectories: int | None = None,
+        weight_updater: WeightUpdater | None = None,
+        max_turns: int = 1000,
+    ) -> None:
+        if not isinstance(env, EpisodeEnv):
+            raise TypeError(
+                f"LLMCollector takes a ChatEnv with transforms, got {type(env).__name__}. Append a "
+                "DataLoadingPrimer at least: ChatEnv(...).append_transform(...)."
+            )
+        if max_turns < 1 or (total_trajectories is not None and total_trajectories < 1):
+            raise ValueError(
+                "LLMCollector: max_turns and total_trajectories must be at least 1, got "
+                f"{max_turns} and {total_trajectories}."
+            )
+        env.check()
+        self.env = env
+        self.policy = policy
+        self.replay_buffer = replay_buffer
+        self.total_trajectories = total_trajectories
+        self.weight_updater = weight_updater or InProcessUpdater(policy)
+        self.max_turns = max_turns
+        self.num_collected = 0
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches of trajectories until the data or the budget is used up."""
+        while self.total_trajectories is None or self.num_collected < self.total_trajectories:
+            try:
+                yield self.collect()
+            except DataExhaustedError:
+                return
+
+    @property
+    def policy_version(self) -> int:
+        """The version that new tokens are stamped with."""
+        return self.weight_updater.version
+
+    def update_policy_weights_(self, source: nn.Module | Mapping[str, Tensor]) -> int:
+        """Push the trainer's weights to the policy.
+
+        Args:
+            source: the trained model, or its state dict.
+
+        Returns:
+            The new policy version.
+        """
+        return self.weight_updater.push(source)
+
+    def collect(self) -> TensorDictBase:
+        """One batch of finished trajectories.
+
+        Returns:
+            A lazy stack ``[B]`` of ragged rows, in the environment's order: what
+            :func:`~torchrl_data.rows.conversation_rows` gives, with ``reward`` ``[1, 1]``,
+            ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
+            ``policy_version`` (when the trajectory began), ``num_turns``, ``("rewards", source)``,
+            ``stop_reason`` and ``reward_errors``. The same rows are in the replay buffer.
+        """
+        size = self.env.batch_size[0]
+        rows: list[TensorDictBase | None] = [None] * size
+        active = torch.ones(size, dtype=torch.bool)
+        batch = self.env.reset()
+        for _ in range(self.max_turns):
+            batch.set("_step", active)
+            batch = self.env.step(self.policy(batch)).get("next")
+            finished = active & batch.get(DONE).view(-1)
+            indices = finished.nonzero().squeeze(-1).tolist()
+            for index, row in zip(indices, trajectory_rows(batch, indices), strict=True):
+                rows[index] = row
+            active = active & ~finished
+            if not bool(active.any()):
+                break
+            batch = batch.exclude(REWARD, REWARDS, SCORABLE, REWARD_ERRORS)
+        else:
+            raise RuntimeError(
+                f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
+                "turns. Append a StepCounter(max_steps=...)."
+            )
+        trajectories = lazy_stack([row for row in rows if row is not None])
+        self.num_collected += size
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(trajectories)
+        return trajectories
+
+    def shutdown(self) -> None:
+        """Close the environment and everything that its episodes hold."""
+        self.env.close(raise_if_closed=False)
+
+
+def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDictBase]:
+    """Finished episodes as rows, see :meth:`LLMCollector.collect`.
+
+    Args:
+        batch: the ``next`` of the step in which they finished.
+        rows: which.
+    """
+    if not rows:
+        return []
+    conversations = read_conversations(batch, PROMPT, who="LLMCollector")
+    exported = conversation_rows(conversations[rows])
+    dense = {key: batch.get(key) for key in _DENSE if batch.get(key, None) is not None}
+    rewards = batch.get(REWARDS, None)
+    reasons = read_row_values(batch, STOP_REASON, "")
+    errors = read_row_values(batch, REWARD_ERRORS, "")
+    for out, row in zip(exported, rows, strict=True):
+        for key, value in dense.items():
+            out.set(key, value[row])
+        if rewards is not None:
+            out.set(REWARDS, TensorDict({name: value[row] for name, value in rewards.items()}))
+        versions = out.get(TOKEN_POLICY_VERSION)
+        sampled = versions[versions >= 0]
+        out.set(POLICY_VERSION, sampled[0] if len(sampled) else torch.tensor(-1))
+        out.set("num_turns", torch.tensor(_num_turns(conversations, row)))
+        out.set_non_tensor(STOP_REASON, reasons[row])
+        out.set_non_tensor(REWARD_ERRORS, errors[row])
+    return exported
+
+
+def _num_turns(conversations: Conversations, row: int) -> int:
+    return sum(message["role"] == "assistant" for message in conversations.messages(row))

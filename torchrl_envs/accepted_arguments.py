@@ -1,0 +1,27 @@
+"""Users' functions get the arguments that they name."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def accepted_arguments(
+    function: Callable[..., Any], given: Mapping[str, Any], *, drop: str = ""
+) -> dict[str, Any]:
+    """What to call a function with.
+
+    Args:
+        function: a user's function.
+        given: everything that it may get.
+        drop: left out unless the function names it.
+
+    Returns:
+        The arguments that the function names, or all but ``drop`` if it takes ``**kwargs``.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {
+        name: value
+        for name, value in given.items()
+        if name in parameters or (takes_any and name != drop)
+    }

@@ -1,0 +1,222 @@
+"""Many calls at once, sync and async, each with a deadline, results in order."""
+
+import asyncio
+import functools
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+Call = Callable[[], Any]
+_STOP_GRACE_S = 1.0
+
+
+class Outcome(NamedTuple):
+    """What one call gave: a value or an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class CallTimeoutError(TimeoutError):
+    """A call did not return before its deadline."""
+
+
+class ConcurrentCalls:
+    """Runs chains of calls; the chains run concurrently, the calls of one chain in order.
+
+    Sync functions run on daemon threads, coroutine functions on one event loop. A thread can't be
+    killed: a sync call that never returns keeps its thread, but nobody waits for it and another
+    thread takes its place.
+
+    Args:
+        timeout_s: deadline of one call.
+        max_threads: sync calls that run at once, calls past their deadline not counted.
+
+    Raises:
+        ValueError: a setting is not positive.
+    """
+
+    def __init__(self, *, timeout_s: float, max_threads: int = 64) -> None:
+        if not timeout_s > 0 or max_threads < 1:
+            raise ValueError(
+                f"timeout_s must be positive and max_threads at least 1, got {timeout_s!r} and "
+                f"{max_threads!r}."
+            )
+        self.timeout_s = timeout_s
+        self._threads = _DaemonThreads(max_threads)
+        self._loop = _LoopThread()
+
+    def run(self, chains: Sequence[Sequence[Call]]) -> list[list[Outcome]]:
+        """Run all chains.
+
+        Args:
+            chains: calls without arguments; coroutine functions are awaited.
+
+        Returns:
+            One outcome per call, in the order given. After a call that missed its deadline the rest
+            of its chain is not started, and has that error too.
+        """
+        running = [self._start(chain) for chain in chains]
+        return [self._wait(chain, *started) for chain, started in zip(chains, running, strict=True)]
+
+    def _start(self, chain: Sequence[Call]) -> tuple["_Progress", Future[None] | None]:
+        progress = _Progress(self.timeout_s)
+        if not chain:
+            return progress, None
+        if any(_is_async(call) for call in chain):
+            return progress, self._loop.submit(self._run_async(chain, progress))
+        return progress, self._threads.submit(functools.partial(_run_sync, chain, progress))
+
+    async def _run_async(self, chain: Sequence[Call], progress: "_Progress") -> None:
+        for call in chain:
+            progress.begin()
+            if _is_async(call):
+                progress.outcomes.append(await _guarded_async(call))
+            else:
+                future = self._threads.submit(functools.partial(_guarded, call))
+                progress.outcomes.append(await asyncio.wrap_future(future))
+
+    def _wait(
+        self, chain: Sequence[Call], progress: "_Progress", future: Future[None] | None
+    ) -> list[Outcome]:
+        if future is None:
+            return []
+        while not future.done():
+            remaining = progress.deadline - time.monotonic()
+            if remaining <= 0:
+                future.cancel()
+                self._threads.replace_stuck()
+                error = CallTimeoutError(f"no answer within {self.timeout_s:g} s")
+                done = list(progress.outcomes)
+                return done + [Outcome(error=error)] * (len(chain) - len(done))
+            try:
+                future.exception(timeout=remaining)
+            except TimeoutError:
+                continue
+        return list(progress.outcomes)
+
+    def close(self) -> None:
+        """Stop the idle threads and the event loop."""
+        self._threads.close()
+        self._loop.close()
+
+
+class _Progress:
+    """How far a chain has got; written by its runner, read by the one who waits."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.outcomes: list[Outcome] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.deadline = time.monotonic() + self._timeout_s
+
+
+class _DaemonThreads:
+    """A thread pool whose threads do not hold up the end of the program."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Call] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._alive = 0
+        self._idle = 0
+
+    def submit(self, call: Call) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._idle <= self._jobs.qsize() and self._alive < self._limit:
+                self._alive += 1
+                threading.Thread(target=self._work, name="call", daemon=True).start()
+        self._jobs.put((future, call))
+        return future
+
+    def replace_stuck(self) -> None:
+        """A thread is lost to a call that does not return: allow one more."""
+        with self._lock:
+            self._limit += 1
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+            if job is None:
+                return
+            future, call = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def close(self) -> None:
+        with self._lock:
+            for _ in range(self._alive):
+                self._jobs.put(None)
+            self._alive = 0
+
+
+class _LoopThread:
+    """One event loop on a daemon thread, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, coroutine: Any) -> Future[None]:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="calls-loop", daemon=True
+                )
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(timeout=_STOP_GRACE_S)
+            if not thread.is_alive():
+                loop.close()
+
+
+def _run_sync(chain: Sequence[Call], progress: _Progress) -> None:
+    for call in chain:
+        progress.begin()
+        progress.outcomes.append(_guarded(call))
+
+
+def _is_async(call: Call) -> bool:
+    while isinstance(call, functools.partial):
+        call = call.func
+    return inspect.iscoroutinefunction(call)
+
+
+def _guarded(call: Call) -> Outcome:
+    # SystemExit and KeyboardInterrupt raised by a tool are the tool's errors, not the program's.
+    try:
+        return Outcome(call())
+    except BaseException as error:
+        return Outcome(error=error)
+
+
+async def _guarded_async(call: Call) -> Outcome:
+    try:
+        return Outcome(await call())
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return Outcome(error=error)

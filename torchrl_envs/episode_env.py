@@ -1,0 +1,163 @@
+"""A chat environment with transforms, and the order of events in its episodes.
+
+Shape legend: B rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase, Transform, TransformedEnv
+from torchrl.envs.transforms import Compose
+
+from torchrl_data.keys import (
+    DONE,
+    PROMPT,
+    STOP_REASON,
+    TERMINATED,
+    TRUNCATED,
+)
+from torchrl_data.loop_state import read_conversations
+from torchrl_data.row_values import read_row_values, write_row_values
+
+from .transforms.episode_transform import EpisodeTransform
+
+FINISH_REASON = "finish_reason"
+T = TypeVar("T", bound=Transform)
+
+
+class EpisodeEnv(TransformedEnv):
+    """Runs the episodes of a :class:`~torchrl_envs.ChatEnv` and its transforms.
+
+    A row is done when the policy's turn is left without an answer (no tool result, no message of
+    anybody else), when a transform such as ``StepCounter`` truncates it, or when it could not be
+    generated. Then it is scored, whatever the order in which the transforms were appended, and what
+    it held is given back. ``stop_reason`` says why it ended.
+
+    Args:
+        env: the base environment.
+        transform: one transform, or a ``Compose`` of several.
+    """
+
+    def __init__(self, env: EnvBase, transform: Transform) -> None:
+        super().__init__(env, transform)
+        self.__dict__["_checked"] = False
+
+    def episode_transforms(self) -> Iterator[EpisodeTransform]:
+        """The transforms that take part in episodes, in order."""
+        return self.transforms_of(EpisodeTransform)
+
+    def transforms_of(self, kind: type[T]) -> Iterator[T]:
+        """The transforms of a class, in order, inside nested ``Compose`` too."""
+        pending: list[Transform] = [self.transform]
+        while pending:
+            transform = pending.pop(0)
+            if isinstance(transform, Compose):
+                pending[:0] = list(transform.transforms)
+            elif isinstance(transform, kind):
+                yield transform
+
+    def check(self) -> None:
+        """Check that the composition can work: data, tools and a reward fit together.
+
+        Called before the first reset; call it earlier to fail earlier.
+
+        Raises:
+            ValueError: something is missing or does not fit; the message names it.
+        """
+        for transform in self.episode_transforms():
+            transform.check(self)
+        self.__dict__["_checked"] = True
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        if not self.__dict__["_checked"]:
+            self.check()
+        size = self.batch_size[0]
+        batch = (
+            TensorDict({}, batch_size=self.batch_size) if tensordict is None else tensordict.copy()
+        )
+        mask = batch.get("_reset", None)
+        rows = list(range(size)) if mask is None else mask.view(-1).nonzero().squeeze(-1).tolist()
+        for transform in self.episode_transforms():
+            transform.release_episodes(rows)
+        for transform in self.episode_transforms():
+            transform.draw_rows(batch, rows)
+        for transform in self.episode_transforms():
+            transform.begin_episodes(batch, rows)
+        reset = self.base_env._reset(batch, **kwargs)
+        self.base_env._complete_done(self.base_env.full_done_spec, reset)
+        reset = self.transform._reset(batch, reset)
+        reasons = read_row_values(batch, STOP_REASON, "")
+        for row in rows:
+            reasons[row] = ""
+        write_row_values(reset, STOP_REASON, reasons)
+        return reset
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        active = tensordict.get("_step", None)
+        next_batch = super()._step(tensordict)
+        size = self.batch_size[0]
+        active = torch.ones(size, dtype=torch.bool) if active is None else active.view(-1)
+        _keep_flags(tensordict, next_batch, ~active)
+        self._end_unanswered(next_batch, active)
+        finished = next_batch.get(DONE).view(-1) & active
+        rows = finished.nonzero().squeeze(-1).tolist()
+        self._write_stop_reasons(tensordict, next_batch, rows)
+        if rows:
+            for transform in self.episode_transforms():
+                transform.finish_episodes(tensordict, next_batch, rows)
+            for transform in self.episode_transforms():
+                transform.release_episodes(rows)
+        return next_batch
+
+    def _end_unanswered(self, next_batch: TensorDictBase, active: torch.Tensor) -> None:
+        """A conversation goes on only if somebody spoke after the policy."""
+        prompt = read_conversations(next_batch, PROMPT, who="EpisodeEnv.step")
+        silent = torch.tensor(
+            [prompt.last_message(i).get("role") == "assistant" for i in range(len(prompt))]
+        )
+        ended = (silent & active).view(-1, 1) & ~next_batch.get(DONE)
+        next_batch.set(TERMINATED, next_batch.get(TERMINATED) | ended)
+        next_batch.set(DONE, next_batch.get(DONE) | ended)
+
+    def _write_stop_reasons(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        reasons = read_row_values(batch, STOP_REASON, "")
+        held = read_row_values(next_batch, STOP_REASON, "")
+        finish = read_row_values(batch, FINISH_REASON, "")
+        truncated = next_batch.get(TRUNCATED).view(-1)
+        cut = [row for row in rows if not truncated[row] and finish[row] == "length"]
+        for row in rows:
+            if held[row]:
+                reasons[row] = held[row]
+            elif finish[row].startswith("error"):
+                reasons[row] = finish[row]
+            elif row in cut:
+                reasons[row] = "response_length"
+            else:
+                reasons[row] = "max_steps" if truncated[row] else "answered"
+        if cut:
+            # A turn cut at its budget did not end by itself.
+            flags = next_batch.get(TRUNCATED).clone()
+            flags[cut] = True
+            next_batch.set(TRUNCATED, flags)
+            ended = next_batch.get(TERMINATED).clone()
+            ended[cut] = False
+            next_batch.set(TERMINATED, ended)
+        write_row_values(next_batch, STOP_REASON, reasons)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Give back what all rows hold, and close."""
+        for transform in self.episode_transforms():
+            transform.release_episodes(range(self.batch_size[0]))
+        super().close(raise_if_closed=raise_if_closed)
+
+
+def _keep_flags(batch: TensorDictBase, next_batch: TensorDictBase, rows: torch.Tensor) -> None:
+    """Rows that took no part in the step are as done as they were."""
+    for key in (DONE, TERMINATED, TRUNCATED):
+        held = batch.get(key, None)
+        if held is not None:
+            next_batch.set(key, torch.where(rows.view(-1, 1), held, next_batch.get(key)))

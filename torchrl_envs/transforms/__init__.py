@@ -1,0 +1,1 @@
+"""Transforms that add to a chat environment; one a file."""

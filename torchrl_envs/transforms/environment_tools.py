@@ -1,0 +1,310 @@
+"""An environment per rollout: its methods are tools, and it owns its state and its reward.
+
+Shape legend: B rows.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDictBase
+
+from torchrl_data.conversation import Message
+from torchrl_data.keys import PROMPT, QUERY, ROW, SEED, TOOLS
+from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.tool_calls import MalformedCall, ToolCall, parse_tool_calls
+from torchrl_envs.accepted_arguments import accepted_arguments
+from torchrl_envs.concurrent_calls import Call, ConcurrentCalls, Outcome
+from torchrl_envs.rewards import RewardSource, add_rewards
+from torchrl_envs.tool_results import MAX_RESULT_CHARS, error_text, result_text
+from torchrl_envs.tool_schemas import Tool, environment_tools
+
+from .data_loading import DataLoadingPrimer
+from .episode_transform import EpisodeTransform
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode_env import EpisodeEnv
+
+Factory = Callable[[], Any]
+
+
+class EnvironmentTools(EpisodeTransform, RewardSource):
+    """Gives every rollout an environment of its own.
+
+    An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
+    (all of them if it takes ``**kwargs``), and ``seed``, the group's seed, if it names it; a string
+    that it returns is added to the last user message after a blank line, or becomes a user message
+    if there is none. Every other public method is a tool. ``get_reward()`` is asked once, when the
+    episode ends; it gets ``messages``, the whole conversation, if it names it, and ``None`` from it
+    means that it does not apply. ``close()`` is always called. All may be ``async``.
+
+    The calls of one rollout run in the order in which the model wrote them, those of different
+    rollouts concurrently. A call that fails, is malformed or misses its deadline is answered with
+    an error that the model can read; the other rollouts are not disturbed.
+
+    Args:
+        factory: a class or callable that makes an environment, or ``{name: factory}`` routed by a
+            column of the data.
+        route_column: the column that names the factory.
+        timeout_s: deadline of one call.
+        max_result_chars: longer results are cut, with a mark.
+        show_schemas: whether the chat template shows the tools to the model.
+
+    Raises:
+        ValueError: a tool lacks a docstring or type hints, or there is no tool at all.
+    """
+
+    def __init__(
+        self,
+        factory: Factory | Mapping[str, Factory],
+        *,
+        route_column: str = "environment",
+        timeout_s: float = 30.0,
+        max_result_chars: int = MAX_RESULT_CHARS,
+        show_schemas: bool = True,
+    ) -> None:
+        super().__init__()
+        self.is_routed = isinstance(factory, Mapping)
+        self.factories: dict[str, Factory] = (
+            dict(factory) if isinstance(factory, Mapping) else {_name(factory): factory}
+        )
+        self.route_column = route_column
+        self.max_result_chars = max_result_chars
+        self.show_schemas = show_schemas
+        self.types = {name: _environment_type(f) for name, f in self.factories.items()}
+        self.tools: dict[str, dict[str, Tool]] = {
+            name: environment_tools(cls) for name, cls in self.types.items()
+        }
+        self._calls = ConcurrentCalls(timeout_s=timeout_s)
+        self._instances: dict[int, tuple[str, Any]] = {}
+
+    # Composition --------------------------------------------------------------------------------
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Environments that own a reward."""
+        return [name for name, cls in self.types.items() if hasattr(cls, "get_reward")]
+
+    def check(self, env: "EpisodeEnv") -> None:
+        """Data and environments fit together, and somebody gives a reward.
+
+        Raises:
+            ValueError: the routing column or a column that ``reset`` requires is missing, a row
+                names an unknown environment, or there is no reward at all.
+        """
+        loaders = list(env.transforms_of(DataLoadingPrimer))
+        if loaders:
+            self._check_columns(loaders[0])
+        sources = [s for s in env.episode_transforms() if isinstance(s, RewardSource)]
+        if not any(source.reward_names for source in sources):
+            raise ValueError(
+                f"No reward: neither {', '.join(self.types)} has a get_reward() method, nor are "
+                "there reward functions. Define get_reward(self) -> float on the environment, or "
+                "append RewardFunctions([...])."
+            )
+
+    def _check_columns(self, loader: DataLoadingPrimer) -> None:
+        columns = set(loader.columns)
+        if self.is_routed:
+            if self.route_column not in columns:
+                raise ValueError(
+                    f"EnvironmentTools routes by the column {self.route_column!r}, which the data "
+                    f"lacks; its columns are {sorted(columns)}. Add it or name another one with "
+                    "route_column=."
+                )
+            names = (
+                set(loader.dataset[self.route_column])
+                if _is_columnar(loader)
+                else {row[self.route_column] for row in loader.dataset}
+            )
+            unknown = sorted(map(repr, names - self.factories.keys()))
+            if unknown:
+                raise ValueError(
+                    f"The data names environments {', '.join(unknown)} that EnvironmentTools does "
+                    f"not have; it has {sorted(self.factories)}."
+                )
+        for name, cls in self.types.items():
+            missing = _required_parameters(cls) - columns - {"seed"}
+            if missing:
+                raise ValueError(
+                    f"{name}.reset needs the columns {sorted(missing)}, which the data lacks; its "
+                    f"columns are {sorted(columns)}. Add them, or give the parameters a default."
+                )
+
+    # Lifecycle ----------------------------------------------------------------------------------
+
+    def instance(self, row: int) -> Any:
+        """The environment of a row that is running, or being scored."""
+        return self._instances[row][1] if row in self._instances else None
+
+    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Make and reset an environment per row; add what it says to the query.
+
+        Raises:
+            RuntimeError: an environment could not be made or reset.
+        """
+        columns = read_row_values(batch, ROW, {})
+        seed = batch.get(SEED, None)
+        seeds = [None] * len(columns) if seed is None else seed.tolist()
+        queries = read_row_values(batch, QUERY, [])
+        schemas = read_row_values(batch, TOOLS)
+        chains = []
+        for row in rows:
+            name = columns[row][self.route_column] if self.is_routed else next(iter(self.factories))
+            self._instances[row] = (name, self.factories[name]())
+            chains.append([self._reset_call(row, columns[row], seeds[row])])
+            if self.show_schemas:
+                schemas[row] = [tool.schema for tool in self.tools[name].values()]
+        for row, outcomes in zip(rows, self._calls.run(chains), strict=True):
+            if outcomes[0].error is not None:
+                name = self._instances[row][0]
+                self.release_episodes(rows)
+                raise RuntimeError(f"{name}.reset failed for row {row}") from outcomes[0].error
+            queries[row] = _with_observation(queries[row], outcomes[0].value)
+        write_row_values(batch, QUERY, queries)
+        write_row_values(batch, TOOLS, schemas)
+
+    def _reset_call(self, row: int, columns: dict[str, Any], seed: int | None) -> Call:
+        reset = self._instances[row][1].reset
+        given = {**columns, "seed": seed} if seed is not None else dict(columns)
+        return functools.partial(reset, **accepted_arguments(reset, given, drop="seed"))
+
+    def release_episodes(self, rows: Sequence[int]) -> None:
+        """Close the environments of some rows."""
+        held = [self._instances.pop(row) for row in rows if row in self._instances]
+        closing = [[env.close] for _, env in held if hasattr(env, "close")]
+        if closing:
+            self._calls.run(closing)
+
+    # Turns --------------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        prompt = read_conversations(next_tensordict, PROMPT, who=type(self).__name__)
+        active = tensordict.get("_step", None)
+        done = next_tensordict.get("done").view(-1)
+        running = ~done if active is None else active.view(-1) & ~done
+        turns: dict[int, list[ToolCall | MalformedCall]] = {}
+        for row in running.nonzero().squeeze(-1).tolist():
+            if row in self._instances and prompt.last_message(row)["role"] == "assistant":
+                turns[row] = parse_tool_calls(prompt.last_message(row)["content"]).calls
+        answers = self._answer(turns)
+        prompt = prompt.append_messages([answers.get(row, []) for row in range(len(prompt))])
+        write_conversations(next_tensordict, PROMPT, prompt)
+        return next_tensordict
+
+    def _answer(
+        self, turns: Mapping[int, Sequence[ToolCall | MalformedCall]]
+    ) -> dict[int, list[Message]]:
+        """Run the calls of all rows and phrase the answers, in the order of the calls."""
+        prepared = {row: [self._prepare(row, c) for c in calls] for row, calls in turns.items()}
+        chains = [[c for c in calls if not isinstance(c, str)] for calls in prepared.values()]
+        results = self._calls.run(chains)
+        answers: dict[int, list[Message]] = {}
+        for (row, calls), outcomes in zip(prepared.items(), results, strict=True):
+            ran = iter(outcomes)
+            answers[row] = [
+                self._message(call, error_text(prepared_call))
+                if isinstance(prepared_call, str)
+                else self._message(call, self._text(next(ran)))
+                for call, prepared_call in zip(turns[row], calls, strict=True)
+            ]
+        return answers
+
+    def _prepare(self, row: int, call: ToolCall | MalformedCall) -> Call | str:
+        """A call that is ready to run, or what is wrong with it."""
+        if isinstance(call, MalformedCall):
+            return f"malformed tool call: {call.error}"
+        name, environment = self._instances[row]
+        tool = self.tools[name].get(call.name)
+        if tool is None:
+            return f"unknown tool {call.name!r:.80}; the tools are {list(self.tools[name])}"
+        error = tool.argument_error(call.arguments)
+        if error is not None:
+            return f"{call.name}: {error}"
+        return functools.partial(getattr(environment, call.name), **call.arguments)
+
+    def _text(self, outcome: Outcome) -> str:
+        return result_text(outcome, max_chars=self.max_result_chars)
+
+    @staticmethod
+    def _message(call: ToolCall | MalformedCall, content: str) -> Message:
+        if isinstance(call, ToolCall):
+            return {"role": "tool", "name": call.name, "content": content}
+        return {"role": "tool", "content": content}
+
+    # Reward -------------------------------------------------------------------------------------
+
+    def finish_episodes(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Ask the environments for their rewards."""
+        del batch
+        prompt = read_conversations(next_batch, PROMPT, who=type(self).__name__)
+        for name in self.reward_names:
+            own = [row for row in rows if self._instances.get(row, ("",))[0] == name]
+            chains = []
+            for row in own:
+                get_reward = self._instances[row][1].get_reward
+                given = {"messages": prompt.messages(row)}
+                chains.append(
+                    [functools.partial(get_reward, **accepted_arguments(get_reward, given))]
+                )
+            outcomes = [chain[0] for chain in self._calls.run(chains)]
+            add_rewards(next_batch, name, own, outcomes, who=f"{name}.get_reward")
+
+    def close(self) -> None:
+        """Close every environment and stop the threads."""
+        self.release_episodes(list(self._instances))
+        self._calls.close()
+
+
+def _name(factory: Factory) -> str:
+    return getattr(factory, "__name__", type(factory).__name__)
+
+
+def _environment_type(factory: Factory) -> type:
+    """The class that a factory makes; a callable that is not a class is called once to see."""
+    if isinstance(factory, type):
+        return factory
+    probe = factory()
+    close = getattr(probe, "close", None)
+    if close is not None and not inspect.iscoroutinefunction(close):
+        close()
+    return type(probe)
+
+
+def _required_parameters(cls: type) -> set[str]:
+    reset = getattr(cls, "reset", None)
+    if reset is None:
+        raise ValueError(
+            f"The environment {cls.__name__} has no reset(self, **row) method; add one (it may "
+            "return None)."
+        )
+    parameters = list(inspect.signature(reset).parameters.values())[1:]
+    return {
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+
+
+def _with_observation(query: Any, observation: Any) -> Any:
+    """The query with what the environment said on reset."""
+    if observation is None or observation == "":
+        return query
+    if not isinstance(observation, str):
+        raise TypeError(
+            f"An environment's reset returns a string or None, got {type(observation).__name__}."
+        )
+    if isinstance(query, str):
+        return f"{query}\n\n{observation}" if query else observation
+    if query and query[-1]["role"] == "user" and isinstance(query[-1]["content"], str):
+        last = {**query[-1], "content": f"{query[-1]['content']}\n\n{observation}"}
+        return [*query[:-1], last]
+    return [*query, {"role": "user", "content": observation}]
+
+
+def _is_columnar(loader: DataLoadingPrimer) -> bool:
+    return hasattr(loader.dataset, "column_names")
