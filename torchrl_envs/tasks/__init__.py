@@ -1,0 +1,1 @@
+"""Tasks: an environment, its data and, where a model starts from nothing, demonstrations."""

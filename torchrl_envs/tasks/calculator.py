@@ -1,0 +1,163 @@
+"""Arithmetic with a calculator: read the question, choose the tool, call it, give its result.
+
+The questions and their scoring are reasoning-gym's (chain_sum, products, gcd,
+fraction_simplification). The demonstrations pick a *random* tool: they show how to call one and to
+answer with what it returns, not which to choose.
+"""
+
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from torchrl_data.conversation import Message
+from torchrl_data.tool_calls import ToolCall, parse_tool_calls
+
+from .reasoning_gym_questions import Question, question_rows
+from .task import Row, Task, split_rows
+
+GENERATORS: Final[dict[str, dict[str, Any]]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 99},
+    "fraction_simplification": {
+        "min_value": 1,
+        "max_value": 19,
+        "min_factor": 2,
+        "max_factor": 9,
+        "styles": ("plain",),
+    },
+}
+
+
+class Calculator(Question):
+    """Five tools on two integers, and a question that one of them answers."""
+
+    def add(self, a: int, b: int) -> str:
+        """Add two integers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        return str(a + b)
+
+    def subtract(self, a: int, b: int) -> str:
+        """Subtract the second integer from the first.
+
+        Args:
+            a: The number to subtract from.
+            b: The number to subtract.
+        """
+        return str(a - b)
+
+    def multiply(self, a: int, b: int) -> str:
+        """Multiply two integers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        return str(a * b)
+
+    def gcd(self, a: int, b: int) -> str:
+        """Find the greatest common divisor of two integers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        return str(math.gcd(a, b))
+
+    def simplify(self, a: int, b: int) -> str:
+        """Simplify the fraction a/b.
+
+        Args:
+            a: The numerator.
+            b: The denominator.
+        """
+        if b == 0:
+            raise ZeroDivisionError("the denominator is 0")
+        divisor = math.gcd(a, b)
+        return f"{a // divisor}/{b // divisor}"
+
+
+TOOLS: Final[dict[str, Callable[[Any, int, int], str]]] = {
+    name: vars(Calculator)[name] for name in ("add", "subtract", "multiply", "gcd", "simplify")
+}
+_TOOL_OF: Final = {
+    "products": "multiply",
+    "gcd": "gcd",
+    "fraction_simplification": "simplify",
+}
+
+
+def right_tool(row: Row) -> str:
+    """The tool that answers a question."""
+    if row["generator"] == "chain_sum":
+        return "subtract" if "-" in row["entry"]["metadata"]["expression"] else "add"
+    return _TOOL_OF[row["generator"]]
+
+
+def chose_right_tool(completions: Sequence[Sequence[Message]], tool: Sequence[str]) -> list[float]:
+    """1 where the first tool that was called is the right one."""
+    chosen = []
+    for messages, name in zip(completions, tool, strict=True):
+        calls = parse_tool_calls(messages[0]["content"]).calls if messages else []
+        first = calls[0] if calls else None
+        chosen.append(float(isinstance(first, ToolCall) and first.name == name))
+    return chosen
+
+
+def demonstration(row: Row, rng: random.Random) -> list[Message]:
+    """A conversation that answers a question with a random tool."""
+    a, b = map(int, re.findall(r"\d+", row["prompt"])[:2])
+    names = [name for name in TOOLS if b != 0 or name != "simplify"]
+    name = rng.choice(names)
+    result = TOOLS[name](None, a, b)
+    call = {"function": {"name": name, "arguments": {"a": a, "b": b}}}
+    return [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": result},
+    ]
+
+
+def calculator_task(
+    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 8192, seed: int = 0
+) -> Task:
+    """Questions of four generators, to be answered with five tools.
+
+    Args:
+        num_rows: rows to generate, evenly from the four generators.
+        num_held_out: rows held out.
+        num_demonstrations: conversations for the warm start.
+        seed: of everything.
+
+    Raises:
+        ValueError: too few different questions to hold so many out.
+    """
+    rng = random.Random(seed)
+    rows = [
+        row
+        for i, (generator, config) in enumerate(GENERATORS.items())
+        for row in question_rows(
+            generator, size=num_rows // len(GENERATORS), seed=4 * seed + i, config=config
+        )
+    ]
+    rng.shuffle(rows)
+    for row in rows:
+        row["tool"] = right_tool(row)
+    train, held_out = split_rows(rows, num_held_out)
+    return Task(
+        name="calculator",
+        environment=Calculator,
+        train_rows=train,
+        held_out_rows=held_out,
+        demonstrations=[demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        max_turns=4,
+        max_new_tokens=28,
+        metrics=(chose_right_tool,),
+    )

@@ -1,0 +1,93 @@
+"""Guess a number in as few guesses as bisection needs: an environment with state over many turns.
+
+The demonstrations guess any number that is still possible; bisection is for the policy to find.
+"""
+
+import random
+from typing import Any, Final
+
+from torchrl_data.conversation import Message
+
+from .task import Row, Task
+
+LARGEST: Final = 15
+"""Numbers are 1 to this; four guesses always find one by bisection."""
+MAX_GUESSES: Final = 4
+
+
+class NumberGuessing:
+    """A secret number and a tool to guess it."""
+
+    def reset(self, *, number: int, **row: Any) -> None:
+        """Take the number of a row."""
+        del row
+        self._number = number
+        self._num_guesses = 0
+        self._found = False
+
+    def guess(self, n: int) -> str:
+        """Guess the number.
+
+        Args:
+            n: The guess.
+        """
+        self._num_guesses += 1
+        if self._num_guesses > MAX_GUESSES:
+            raise ValueError("no guesses are left")
+        if n == self._number:
+            self._found = True
+            return "found"
+        return "higher" if n < self._number else "lower"
+
+    def get_reward(self) -> float:
+        """1 if the number was found."""
+        return float(self._found)
+
+
+def _demonstration(row: Row, rng: random.Random) -> list[Message]:
+    low, high = 1, LARGEST
+    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(MAX_GUESSES):
+        guess = rng.randint(low, high)
+        call = {"function": {"name": "guess", "arguments": {"n": guess}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        if guess == row["number"]:
+            messages.append({"role": "tool", "content": "found"})
+            break
+        if guess < row["number"]:
+            low = guess + 1
+            messages.append({"role": "tool", "content": "higher"})
+        else:
+            high = guess - 1
+            messages.append({"role": "tool", "content": "lower"})
+    return [*messages, {"role": "assistant", "content": "done"}]
+
+
+def number_guessing_task(
+    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 8192, seed: int = 0
+) -> Task:
+    """Numbers to be guessed; the prompt is always the same and says nothing of the number.
+
+    Args:
+        num_rows: training rows.
+        num_held_out: rows of the test, drawn independently: there is nothing to memorise.
+        num_demonstrations: conversations for the warm start.
+        seed: of everything.
+    """
+    rng = random.Random(seed)
+    prompt = f"Find the number from 1 to {LARGEST} in {MAX_GUESSES} guesses."
+
+    def rows(count: int) -> list[Row]:
+        return [{"prompt": prompt, "number": rng.randint(1, LARGEST)} for _ in range(count)]
+
+    train, held_out = rows(num_rows), rows(num_held_out)
+    return Task(
+        name="number_guessing",
+        environment=NumberGuessing,
+        train_rows=train,
+        held_out_rows=held_out,
+        demonstrations=[_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        max_turns=MAX_GUESSES + 1,
+        max_new_tokens=28,
+        isolated=r"\d+",
+    )

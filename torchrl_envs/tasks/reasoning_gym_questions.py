@@ -1,0 +1,143 @@
+"""Questions of the package reasoning-gym, which also scores the answers.
+
+Needs the package ``reasoning-gym`` (``pip install torchrl-agents[train]``).
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from torchrl_data.conversation import Message
+
+from .task import Row, Task, split_rows
+
+
+def _reasoning_gym() -> Any:
+    try:
+        return import_module("reasoning_gym")
+    except ImportError as error:
+        raise ImportError(
+            "The package reasoning-gym is not installed: pip install reasoning-gym."
+        ) from error
+
+
+def generator_names() -> list[str]:
+    """Names of all generators of reasoning-gym."""
+    _reasoning_gym()
+    return sorted(import_module("reasoning_gym.factory").DATASETS)
+
+
+def question_rows(
+    generator: str, *, size: int, seed: int, config: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """Rows of one generator.
+
+    Args:
+        generator: for instance ``"spell_backward"``.
+        size: number of rows.
+        seed: of the generator.
+        config: its settings.
+
+    Returns:
+        Rows with ``prompt``, ``answer``, ``generator`` and ``entry``, which the scorer needs.
+
+    Raises:
+        ValueError: there is no such generator, or it refuses a setting.
+    """
+    if generator not in generator_names():
+        raise ValueError(
+            f"reasoning-gym has no generator {generator!r}; it has {', '.join(generator_names())}."
+        )
+    settings = dict(config or {})
+    try:
+        dataset = _reasoning_gym().create_dataset(generator, size=size, seed=seed, **settings)
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning-gym's {generator} refuses {settings}: {error}") from error
+    return [
+        {
+            "prompt": entry["question"],
+            "answer": str(entry["answer"]),
+            "generator": generator,
+            "entry": entry,
+        }
+        for entry in dataset
+    ]
+
+
+def score_answer(answer: str, row: Mapping[str, Any]) -> float:
+    """Reasoning-gym's own score of an answer, in [0, 1].
+
+    Args:
+        answer: what the model said; the last ``<answer>`` block of it if there is one.
+        row: from :func:`question_rows`.
+    """
+    extracted = import_module("reasoning_gym.utils").extract_answer(answer)
+    score = _reasoning_gym().get_score_answer_fn(row["generator"])
+    return float(score(answer.strip() if extracted is None else extracted, row["entry"]))
+
+
+class Question:
+    """One question, answered in words; the reward is 1 for a right answer and 0 for another one."""
+
+    def reset(self, *, entry: dict[str, Any], generator: str, **row: Any) -> None:
+        """Take the question of a row."""
+        del row
+        self._row = {"entry": entry, "generator": generator}
+
+    def get_reward(self, *, messages: Sequence[Message]) -> float:
+        """Score the last message."""
+        last = messages[-1]
+        if last["role"] != "assistant":
+            return 0.0
+        return float(score_answer(last["content"], self._row) >= 1.0)
+
+
+def question_task(
+    generator: str,
+    *,
+    num_rows: int = 4096,
+    num_held_out: int = 256,
+    num_demonstrations: int = 8192,
+    right_fraction: float = 0.3,
+    seed: int = 0,
+    config: Mapping[str, Any] | None = None,
+) -> Task:
+    """One generator's questions, each answered in a single turn.
+
+    Args:
+        generator: name of the generator.
+        num_rows: rows to generate.
+        num_held_out: rows held out.
+        num_demonstrations: conversations for the warm start.
+        right_fraction: fraction of the demonstrations that give the right answer; the others give
+            that of another question.
+        seed: of everything.
+        config: settings of the generator.
+
+    Raises:
+        ValueError: there is no such generator, or too few different questions.
+    """
+    rows = question_rows(generator, size=num_rows, seed=seed, config=config)
+    train, held_out = split_rows(rows, num_held_out)
+    rng = random.Random(seed)
+    demonstrations = []
+    for _ in range(num_demonstrations):
+        row = rng.choice(train)
+        source = row if rng.random() < right_fraction else rng.choice(train)
+        demonstrations.append(
+            [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": source["answer"]},
+            ]
+        )
+    return Task(
+        name=generator,
+        environment=Question,
+        train_rows=train,
+        held_out_rows=held_out,
+        demonstrations=demonstrations,
+        max_turns=1,
+        max_new_tokens=32,
+        isolated=r"[\da-z]",
+    )
