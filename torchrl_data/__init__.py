@@ -8,39 +8,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .chat_templates import builtin_template, resolve_template
+    from .content import ContentBase
     from .control_tokens import ControlTokenGuard
-    from .conversation import (
-        ConversationRecord,
-        Conversations,
-        EncodedMessages,
-        Position,
-        Source,
-    )
+    from .conversation import ConversationRecord, Conversations, EncodedMessages, Position, Source
+    from .conversation_views import history_view, row_tensordicts
     from .encoder import ConversationEncoder
     from .errors import MissingEntryError, require_entries
+    from .history import History
+    from .layout import ChatHistory, LogProbs, Masks, Text, Tokens
     from .loop_state import read_conversations, write_conversations
+    from .messages import check_messages
     from .packed import cumulative_lengths, pack, pad, sequence_index, unpack
     from .protocols import TokenScorer, TokenScores
     from .show import show_conversation
 
 _HOME = {
+    "ChatHistory": "layout",
+    "ContentBase": "content",
     "ControlTokenGuard": "control_tokens",
     "ConversationEncoder": "encoder",
     "ConversationRecord": "conversation",
     "Conversations": "conversation",
     "EncodedMessages": "conversation",
+    "History": "history",
+    "LogProbs": "layout",
+    "Masks": "layout",
     "MissingEntryError": "errors",
     "Position": "conversation",
     "Source": "conversation",
+    "Text": "layout",
     "TokenScorer": "protocols",
     "TokenScores": "protocols",
+    "Tokens": "layout",
     "builtin_template": "chat_templates",
+    "check_messages": "messages",
     "cumulative_lengths": "packed",
+    "history_view": "conversation_views",
     "pack": "packed",
     "pad": "packed",
     "read_conversations": "loop_state",
     "require_entries": "errors",
     "resolve_template": "chat_templates",
+    "row_tensordicts": "conversation_views",
     "sequence_index": "packed",
     "show_conversation": "show",
     "unpack": "packed",
@@ -48,24 +57,34 @@ _HOME = {
 }
 
 __all__ = [
+    "ChatHistory",
+    "ContentBase",
     "ControlTokenGuard",
     "ConversationEncoder",
     "ConversationRecord",
     "Conversations",
     "EncodedMessages",
+    "History",
+    "LogProbs",
+    "Masks",
     "MissingEntryError",
     "Position",
     "Source",
+    "Text",
     "TokenScorer",
     "TokenScores",
+    "Tokens",
     "builtin_template",
+    "check_messages",
     "cumulative_lengths",
+    "history_view",
     "keys",
     "pack",
     "pad",
     "read_conversations",
     "require_entries",
     "resolve_template",
+    "row_tensordicts",
     "sequence_index",
     "show_conversation",
     "unpack",

@@ -158,6 +158,14 @@ class Conversations:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __copy__(self) -> Self:
+        """The same object: nothing changes a snapshot."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same object: nothing changes a snapshot."""
+        return self
+
     def _row_state(self, row: int) -> tuple[object, ...]:
         record, position = self._records[row], self._positions[row]
         n = position.num_tokens
@@ -192,6 +200,11 @@ class Conversations:
     def messages(self, row: int) -> list[Message]:
         """The messages of a row."""
         return self._records[row].messages[: self._positions[row].num_messages]
+
+    def waiting_messages(self, row: int) -> list[Message]:
+        """The messages of a row that have no tokens yet."""
+        position = self._positions[row]
+        return self._records[row].messages[position.num_encoded : position.num_messages]
 
     def last_message(self, row: int) -> Message:
         """The newest message of a row."""

@@ -6,7 +6,6 @@ install them, and `torchrl_modules.vllm_runtime` for what an engine changes in t
 
 import itertools
 import threading
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Self
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .engine import Generation
 from .sampling import SamplingParameters
+from .vllm_requests import check_prompt, read_output, sampling_params
 from .vllm_runtime import import_vllm, preserved_globals
 from .vllm_weights import ExpectedWeights, load_weights
 
@@ -49,7 +49,8 @@ class VLLMEngine:
 
     Raises:
         ImportError: vLLM is not installed.
-        RuntimeError: the environment asks for an engine in a process of its own.
+        RuntimeError: the environment asks for an engine in a process of its own, or vLLM cannot
+            run the model on this device.
         TypeError: ``engine_kwargs`` holds a setting that the engine fixes.
 
     Example:
@@ -82,6 +83,18 @@ class VLLMEngine:
         self._lock = threading.Lock()
         self._user = ""
         self._unusable = ""
+        self._warm_up(model)
+
+    def _warm_up(self, model: str) -> None:
+        try:
+            with preserved_globals():
+                self.generate([[0]], SamplingParameters(max_new_tokens=1))
+        except RuntimeError as error:
+            self.close()
+            raise RuntimeError(
+                f"VLLMEngine: vLLM has loaded {model}, but cannot run it: {error}. On a CPU it "
+                "has no attention for heads of less than 32 dimensions, for instance."
+            ) from error
 
     @property
     def version(self) -> int:
@@ -113,7 +126,9 @@ class VLLMEngine:
             RuntimeError: the engine is closed, in use elsewhere, or lost its weights.
             ValueError: ``max_new_tokens`` has not one value per prompt.
         """
-        budgets = max_new_tokens or [params.max_new_tokens] * len(prompts)
+        budgets = max_new_tokens
+        if budgets is None:
+            budgets = [params.max_new_tokens] * len(prompts)
         if len(budgets) != len(prompts):
             raise ValueError(
                 f"VLLMEngine.generate: {len(prompts)} prompts, but {len(budgets)} max_new_tokens."
@@ -161,58 +176,13 @@ class VLLMEngine:
         Raises:
             ValueError: the request cannot be served; the message says why.
         """
-        ids = self.check_prompt(prompt)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-        kinds = self._names.RequestOutputKind
-        sampling = self._names.SamplingParams(
-            max_tokens=max_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            stop_token_ids=list(params.stop_token_ids or ()),
-            ignore_eos=params.stop_token_ids is not None,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
-        )
+        ids = check_prompt(prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        sampling = sampling_params(self._names, params, max_new_tokens, stream=stream)
         request_id = str(next(self._request_ids))
         # A prompt never meets cache blocks of other weights.
         prompt_input = self._names.tokens_input(ids, cache_salt=str(self._version))
         self._llm.llm_engine.add_request(request_id, prompt_input, sampling)
         return request_id
-
-    def check_prompt(self, prompt: Sequence[int]) -> list[int]:
-        """Check the token ids of one row.
-
-        Args:
-            prompt: token ids.
-
-        Returns:
-            The ids as a list of ``int``.
-
-        Raises:
-            ValueError: there are none, too many, or one is no token of the model.
-        """
-        try:
-            ids = array("q", prompt).tolist()
-        except (TypeError, OverflowError) as error:
-            raise ValueError(f"The prompt is not a sequence of token ids: {error}.") from error
-        if not ids:
-            raise ValueError("The prompt is empty.")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"The prompt has {len(ids)} tokens, which leaves no room for a response: "
-                f"max_model_len is {self.max_model_len}."
-            )
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"The prompt holds the token id {token}; the vocabulary has {self.vocab_size}."
-                )
-        return ids
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -263,13 +233,22 @@ class VLLMEngine:
         self._unusable = ""
 
     def _expected_weights(self) -> ExpectedWeights:
-        if not hasattr(self._llm.llm_engine.model_executor, "driver_worker"):
-            raise RuntimeError(
-                "VLLMEngine.update_weights: the model runs in other processes. Build the engine "
-                "with tensor_parallel_size=1 and no distributed_executor_backend."
-            )
         if self._expected is None:
-            config = self._llm.llm_engine.vllm_config.model_config
+            llm_engine = self._llm.llm_engine
+            config = llm_engine.vllm_config.model_config
+            obstacles = {
+                "the model runs in other processes": not hasattr(
+                    llm_engine.model_executor, "driver_worker"
+                ),
+                "the model is quantised": config.quantization is not None,
+                "the engine holds LoRA adapters": llm_engine.vllm_config.lora_config is not None,
+            }
+            found = [obstacle for obstacle, there in obstacles.items() if there]
+            if found:
+                raise RuntimeError(
+                    f"VLLMEngine.update_weights: {found[0]}, which it cannot update. Build the "
+                    "engine from whole weights, in this process alone."
+                )
             self._expected = ExpectedWeights.from_config(
                 config.hf_config, config.dtype, trust_remote_code=config.trust_remote_code
             )
@@ -324,22 +303,3 @@ class VLLMEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def read_output(output: Any) -> Generation:
-    """Read a request's output, or what is new in it.
-
-    Args:
-        output: vLLM's ``RequestOutput``.
-
-    Returns:
-        Tokens, log-probs and, once it is finished, why; the reason is empty before.
-    """
-    completion = output.outputs[0]
-    ids = list(completion.token_ids)
-    log_probs = list(completion.logprobs.logprobs) if ids else []
-    reason = completion.finish_reason or ""
-    error = None
-    if reason not in ("", "stop", "length", "abort"):
-        reason, error = "error", f"vLLM ended the request: {reason} {completion.stop_reason}."
-    return Generation(ids, log_probs, reason, error)

@@ -103,18 +103,22 @@ def load_weights(worker: Any, names: VLLMNames, weights: Mapping[str, Tensor]) -
             # Puts the parameters back from the meta device, loaded or not.
             names.finalize_layerwise_reload(model, worker.model_config)
         if names.current_platform.is_cpu():
-            _repack_embeddings(model, names.VocabParallelEmbedding)
+            _repack(model, names.VocabParallelEmbedding)
     unloaded = {name for name, _ in model.named_parameters()} - (loaded or set())
     if loaded is not None and unloaded:
         raise RuntimeError(f"vLLM did not load {_some(unloaded)} from the state dict.")
 
 
-def _repack_embeddings(model: torch.nn.Module, embedding_class: type) -> None:
-    # A head that is tied to the embedding has a packed copy of it, which the reload leaves stale.
+def _repack(model: torch.nn.Module, embedding_class: type) -> None:
+    # On a CPU two kinds of layer compute with packed copies, which the reload leaves stale: a head
+    # that is tied to the embedding, and the experts of a mixture.
     for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
         if isinstance(module, embedding_class):
-            method: Any = module.quant_method
             method.process_weights_after_loading(module)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None:
+            experts.process_weights_after_loading(module)
 
 
 def _check_tensor(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -41,6 +41,12 @@ def build_model(seed: int = 0, *, tied: bool = True) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config).float().eval()
 
 
+@pytest.fixture(scope="session", name="build_model")
+def build_model_fixture():
+    """The function that builds a model, for tests of other files."""
+    return build_model
+
+
 @pytest.fixture(scope="session")
 def model():
     """The weights that `vllm_engine` starts each test with."""

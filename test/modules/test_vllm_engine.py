@@ -1,9 +1,14 @@
 """The real vLLM engine on a CPU: log-probs, weight updates and bad rows, against Transformers."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.vllm_engine import VLLMEngine
 
 STOP = 3
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
@@ -212,6 +217,67 @@ def test_a_wrong_update_is_refused_whole(vllm_engine, model, other_model, spoil,
     assert_from(model, vllm_engine.generate(PROMPTS, parameters()), parameters())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:vllm")
+def test_a_second_engine_leaves_the_first_one_alone(vllm_engine, model, build_model, tmp_path):
+    small = build_model(2, tied=False)
+    small.save_pretrained(tmp_path)
+    with VLLMEngine(
+        str(tmp_path), dtype="float32", max_model_len=128, kv_cache_memory_bytes=16 << 20
+    ) as engine:
+        engine.update_weights(build_model(3, tied=False).state_dict())
+        rows = engine.generate(PROMPTS, parameters())
+        assert_from(build_model(3, tied=False), rows, parameters())
+    assert torch.distributed.is_initialized()
+    assert_from(model, vllm_engine.generate(PROMPTS, parameters()), parameters())
+
+
+MIXTURE_OF_EXPERTS = """
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.vllm_engine import VLLMEngine
+
+config = Qwen3MoeConfig(
+    vocab_size=200, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
+    num_attention_heads=2, num_key_value_heads=2, initializer_range=0.3, num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=64, max_position_embeddings=256, eos_token_id=3,
+)
+first, second = (AutoModelForCausalLM.from_config(config).float().eval() for _ in range(2))
+first.save_pretrained({directory!r})
+engine = VLLMEngine({directory!r}, dtype="float32", kv_cache_memory_bytes=16 << 20)
+for model in (first, second):
+    engine.update_weights(model.state_dict())
+    row, = engine.generate([[5, 6, 7]], SamplingParameters(max_new_tokens=40, stop_token_ids=()))
+    with torch.no_grad():
+        log_probs = model(torch.tensor([[5, 6, 7] + row.ids])).logits[0, 2:-1].log_softmax(-1)
+    expected = log_probs[torch.arange(40), torch.tensor(row.ids)]
+    torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=5e-5, rtol=0)
+engine.close()
+"""
+
+
+@pytest.mark.slow
+def test_an_update_reaches_the_experts_of_a_mixture(tmp_path, pytestconfig, vllm_engine):
+    # In a process of its own: vLLM makes the group of the experts with its first engine only.
+    code = MIXTURE_OF_EXPERTS.format(directory=str(tmp_path))
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=pytestconfig.rootpath,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:vllm")
+def test_a_model_that_vllm_cannot_run_is_refused_when_built(vllm_engine, model, tmp_path):
+    config = type(model.config)(**(model.config.to_dict() | {"head_dim": 16}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="heads of less than 32"):
+        VLLMEngine(str(tmp_path), dtype="float32", kv_cache_memory_bytes=16 << 20)
+
+
 def test_a_version_does_not_go_back(vllm_engine, model):
     with pytest.raises(ValueError, match="not above the present one"):
         vllm_engine.update_weights(model.state_dict(), version=vllm_engine.version)
@@ -264,7 +330,5 @@ def test_one_user_at_a_time(vllm_engine):
 
 
 def test_a_fixed_setting_is_refused(model_directory):
-    from torchrl_modules.vllm_engine import VLLMEngine
-
     with pytest.raises(TypeError, match="logprobs_mode"):
         VLLMEngine(model_directory, logprobs_mode="raw_logprobs")

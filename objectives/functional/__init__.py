@@ -1,0 +1,138 @@
+"""Losses and advantages as functions of tensors; needs torch and jaxtyping, nothing else.
+
+The folder can be copied whole into another codebase. What is where:
+
+* ``ratios``: log-ratios at token and sequence level;
+* ``surrogates``, ``sequence_surrogates``: the policy term of each algorithm, one value per token;
+* ``aggregation``: from tokens to the loss, over the whole accumulation window;
+* ``divergence``: KL estimators; ``log_probs``: log-probability and entropy from logits;
+* ``token_filters``, ``sampler_correction``: which tokens count, and how much;
+* ``advantages``, ``turn_advantages``: from rewards to advantages; ``groups``: their statistics;
+* ``supervised``: fine-tuning and distillation; ``diagnostics``: figures to watch.
+
+Tokens come padded, ``[B, T]``, or packed, ``[N]`` beside ``lengths [B]``; both give the same
+numbers. Everything that does not lie in a mask is ignored, whatever it holds. Log-probabilities,
+entropies and divergences are in nats.
+"""
+
+from .advantages import (
+    SCALES,
+    STD_OFFSET,
+    Scale,
+    gdpo_advantage,
+    group_advantage,
+    pass_at_k_advantage,
+    rloo_advantage,
+)
+from .aggregation import (
+    AGGREGATIONS,
+    Aggregation,
+    aggregate,
+    fixed_length_mean,
+    mean_of_sequence_means,
+    mean_of_sequence_sums,
+    token_mean,
+)
+from .diagnostics import effective_sample_fraction, flag_fraction
+from .divergence import KL_ESTIMATORS, KLEstimator, kl_between, kl_estimate
+from .log_probs import LogProbs, token_log_probs
+from .ratios import (
+    LOG_RATIO_LIMIT,
+    RATIO_LEVELS,
+    RatioLevel,
+    leveled_log_ratio,
+    log_ratio,
+    sequence_log_ratio,
+)
+from .sampler_correction import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    CorrectionLevel,
+    CorrectionMode,
+    SamplerWeights,
+    off_policy_gap,
+    sampler_correction,
+)
+from .segments import sequence_count, sequence_index, sequence_mean, sequence_sum, spread
+from .sequence_surrogates import gmpo, vespo
+from .supervised import (
+    KL_DIRECTIONS,
+    KLDirection,
+    generalized_jsd,
+    minor_sft,
+    negative_log_likelihood,
+    sampled_distillation,
+)
+from .surrogates import Surrogate, cispo, clipped_surrogate, sapo
+from .token_filters import (
+    entropy_threshold,
+    high_entropy_mask,
+    off_policy_sequence_mask,
+    overlong_mask,
+    overlong_penalty,
+    trust_region_mask,
+)
+from .turn_advantages import turn_advantage, turn_index
+
+__all__ = [
+    "AGGREGATIONS",
+    "CORRECTION_LEVELS",
+    "CORRECTION_MODES",
+    "KL_DIRECTIONS",
+    "KL_ESTIMATORS",
+    "LOG_RATIO_LIMIT",
+    "RATIO_LEVELS",
+    "SCALES",
+    "STD_OFFSET",
+    "Aggregation",
+    "CorrectionLevel",
+    "CorrectionMode",
+    "KLDirection",
+    "KLEstimator",
+    "LogProbs",
+    "RatioLevel",
+    "SamplerWeights",
+    "Scale",
+    "Surrogate",
+    "aggregate",
+    "cispo",
+    "clipped_surrogate",
+    "effective_sample_fraction",
+    "entropy_threshold",
+    "fixed_length_mean",
+    "flag_fraction",
+    "gdpo_advantage",
+    "generalized_jsd",
+    "gmpo",
+    "group_advantage",
+    "high_entropy_mask",
+    "kl_between",
+    "kl_estimate",
+    "leveled_log_ratio",
+    "log_ratio",
+    "mean_of_sequence_means",
+    "mean_of_sequence_sums",
+    "minor_sft",
+    "negative_log_likelihood",
+    "off_policy_gap",
+    "off_policy_sequence_mask",
+    "overlong_mask",
+    "overlong_penalty",
+    "pass_at_k_advantage",
+    "rloo_advantage",
+    "sampled_distillation",
+    "sampler_correction",
+    "sapo",
+    "sequence_count",
+    "sequence_index",
+    "sequence_log_ratio",
+    "sequence_mean",
+    "sequence_sum",
+    "spread",
+    "token_log_probs",
+    "token_mean",
+    "trust_region_mask",
+    "turn_advantage",
+    "turn_index",
+    "vespo",
+]

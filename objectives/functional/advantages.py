@@ -1,0 +1,186 @@
+"""Advantages of rollouts relative to the others of their group, without a critic.
+
+A group is the rollouts of one prompt draw, told apart by an id; its members may lie anywhere in
+the batch, and groups may differ in size. All shapes are static, so the functions compile into one
+graph. A rollout that could not be scored (``valid`` False, or a reward that is NaN or infinite)
+is left out of all statistics and gets 0.
+
+Shape legend: B rollouts, R reward functions.
+"""
+
+from typing import Final, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .groups import group_count, group_index, group_mean, group_std, is_uniform
+
+Scale = Literal["group", "batch", "none"]
+SCALES: Final[tuple[Scale, ...]] = ("group", "batch", "none")
+STD_OFFSET: Final = 1e-4
+"""Added to a standard deviation before dividing by it."""
+
+
+def scorable(
+    reward: Float[Tensor, "*shape"], valid: Bool[Tensor, "*shape"] | None
+) -> Bool[Tensor, "*shape"]:
+    """True where a reward is finite and marked valid."""
+    finite = reward.isfinite()
+    return finite if valid is None else finite & valid
+
+
+def batch_std(values: Float[Tensor, " B"], valid: Bool[Tensor, " B"]) -> Float[Tensor, ""]:
+    """Bessel-corrected standard deviation over the valid rollouts; 0 for fewer than two."""
+    one_group = torch.zeros_like(valid, dtype=torch.int64)
+    return group_std(values, one_group, valid).amax()
+
+
+def group_advantage(
+    reward: Float[Tensor, " B"],
+    group: Int[Tensor, " B"],
+    valid: Bool[Tensor, " B"] | None = None,
+    *,
+    scale: Scale = "group",
+) -> Float[Tensor, " B"]:
+    """GRPO: ``(R - mean of the group) / (std + 1e-4)``.
+
+    Args:
+        reward: one per rollout, ``[B]``.
+        group: any integer id, equal within a group, ``[B]``.
+        valid: False where there is no reward, ``[B]``.
+        scale: which (Bessel-corrected) standard deviation divides: ``"group"``; ``"batch"``, that
+            of all valid rewards; ``"none"`` (Dr. GRPO).
+
+    Returns:
+        ``[B]``. Exactly 0 for a group of one, and for one whose rewards are all equal.
+
+    Raises:
+        ValueError: the scale is unknown.
+
+    See Also:
+        Shao et al., 2024, arXiv:2402.03300, section 4.1.2; Liu et al., 2025 (Dr. GRPO),
+        arXiv:2503.20783.
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {SCALES}, got {scale!r}.")
+    valid = scorable(reward, valid)
+    index = group_index(group)
+    centred = (reward - group_mean(reward, index, valid)).masked_fill(~valid, 0.0)
+    centred = centred.masked_fill(is_uniform(reward, index, valid), 0.0)
+    if scale == "none":
+        return centred
+    if scale == "batch":
+        return centred / (batch_std(reward, valid) + STD_OFFSET)
+    return centred / (group_std(reward, index, valid) + STD_OFFSET)
+
+
+def rloo_advantage(
+    reward: Float[Tensor, " B"],
+    group: Int[Tensor, " B"],
+    valid: Bool[Tensor, " B"] | None = None,
+) -> Float[Tensor, " B"]:
+    """RLOO: the reward less the mean of the **other** rollouts of the group.
+
+    Args:
+        reward: one per rollout, ``[B]``.
+        group: any integer id, equal within a group, ``[B]``.
+        valid: False where there is no reward, ``[B]``.
+
+    Returns:
+        ``[B]``; 0 for a rollout without others.
+
+    See Also:
+        Ahmadian et al., 2024, arXiv:2402.14740, section 3.2.
+    """
+    valid = scorable(reward, valid)
+    index = group_index(group)
+    centred = (reward - group_mean(reward, index, valid)).masked_fill(~valid, 0.0)
+    centred = centred.masked_fill(is_uniform(reward, index, valid), 0.0)
+    count = group_count(index, valid, dtype=reward.dtype)
+    return centred * count / (count - 1).clamp(min=1)
+
+
+def gdpo_advantage(
+    rewards: Float[Tensor, "B R"],
+    group: Int[Tensor, " B"],
+    weights: Float[Tensor, " R"],
+    valid: Bool[Tensor, "B R"] | None = None,
+) -> Float[Tensor, " B"]:
+    """GDPO: normalise each reward in its group, weight, sum, normalise over the batch.
+
+    So a reward of small spread is not drowned by one of large spread.
+
+    Args:
+        rewards: ``[B, R]``; NaN where a function does not apply.
+        group: any integer id, equal within a group, ``[B]``.
+        weights: of each reward function, ``[R]``.
+        valid: False where there is no reward, ``[B, R]``.
+
+    Returns:
+        ``[B]``; 0 for a rollout to which no reward applies.
+
+    See Also:
+        Liu et al., 2026, arXiv:2601.05242.
+    """
+    valid = scorable(rewards, valid)
+    columns = zip(rewards.unbind(1), valid.unbind(1), strict=True)
+    each = [group_advantage(column, group, ok) for column, ok in columns]
+    total = (torch.stack(each, dim=1) * weights).sum(1)
+    any_valid = valid.any(1)
+    one_group = torch.zeros_like(group)
+    mean = group_mean(total, one_group, any_valid)
+    centred = (total - mean).masked_fill(~any_valid, 0.0)
+    return centred / (batch_std(total, any_valid) + STD_OFFSET)
+
+
+def pass_at_k_advantage(
+    success: Bool[Tensor, " B"],
+    group: Int[Tensor, " B"],
+    valid: Bool[Tensor, " B"] | None = None,
+    *,
+    k: int,
+) -> Float[Tensor, " B"]:
+    """Advantage of a rollout when a group of k is rewarded if any of its members succeeds.
+
+    The expectation over all subsets of k of the group's n rollouts, in closed form: with
+    ``R = 1 - C(n_neg, k) / C(n, k)`` and ``s = sqrt(R (1 - R))``, a success gets ``(1 - R) / s``
+    and a failure ``(1 - R - C(n_neg - 1, k - 1) / C(n - 1, k - 1)) / s``.
+
+    Args:
+        success: ``[B]``.
+        group: any integer id, equal within a group, ``[B]``.
+        valid: False where there is no verdict, ``[B]``.
+        k: size of the subsets.
+
+    Returns:
+        float32 ``[B]``; 0 where every subset, or none, succeeds, and in groups of fewer than k.
+
+    Raises:
+        ValueError: k is below 1.
+
+    See Also:
+        Chen et al., 2025, arXiv:2508.10751, eq. 14 and 15.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}.")
+    valid = torch.ones_like(success) if valid is None else valid
+    index = group_index(group)
+    count = group_count(index, valid, dtype=torch.float64)
+    failures = group_count(index, valid & ~success, dtype=torch.float64)
+    all_fail = _choose_ratio(failures, count, k)
+    spread = (all_fail * (1 - all_fail)).sqrt()
+    fail_with_this = _choose_ratio(failures - 1, count - 1, k - 1)
+    numerator = torch.where(success, all_fail, all_fail - fail_with_this)
+    undefined = ~valid | (spread == 0) | (count < k)
+    return (numerator / spread.masked_fill(undefined, 1.0)).masked_fill(undefined, 0.0).float()
+
+
+def _choose_ratio(
+    chosen: Float[Tensor, " B"], total: Float[Tensor, " B"], k: int
+) -> Float[Tensor, " B"]:
+    """``C(chosen, k) / C(total, k)``, 0 where ``chosen`` is below k."""
+    ratio = torch.ones_like(chosen)
+    for i in range(k):
+        ratio = ratio * (chosen - i).clamp(min=0) / (total - i).clamp(min=1)
+    return ratio

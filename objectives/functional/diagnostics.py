@@ -1,0 +1,58 @@
+"""Figures to watch, from the same tensors as the loss; nothing is differentiated.
+
+Shape legend: ``*shape`` is ``[B, T]`` or ``[N]`` tokens.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .aggregation import Count, token_mean
+
+
+def effective_sample_fraction(
+    log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]
+) -> Float[Tensor, ""]:
+    """Effective sample size of the importance weights, as a fraction of the active tokens.
+
+    Args:
+        log_ratio: in nats, ``[B, T]`` or ``[N]``.
+        mask: True where a token counts.
+
+    Returns:
+        ``(sum r)^2 / (n sum r^2)``, in (0, 1]; 1 when all weights are equal, and when nothing is
+        active.
+
+    See Also:
+        Kong, 1992, "A note on importance sampling using standardized weights".
+    """
+    weights = log_ratio.detach().masked_fill(~mask, -torch.inf).flatten()
+    count = mask.sum()
+    scaled = (weights - _finite_max(weights)).exp()
+    fraction = scaled.sum().square() / (count.clamp(min=1) * scaled.square().sum())
+    return fraction.masked_fill(count == 0, 1.0)
+
+
+def _finite_max(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    """The largest value, finite also for no values at all."""
+    floor = values.new_full((1,), -1e30)
+    return torch.cat([values, floor]).max()
+
+
+def flag_fraction(
+    flag: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"],
+    *,
+    num_active_tokens: Count | None = None,
+) -> Float[Tensor, ""]:
+    """Fraction of the active tokens that carry a flag, such as a clip.
+
+    Args:
+        flag: ``[B, T]`` or ``[N]``.
+        mask: True where a token counts.
+        num_active_tokens: of the whole window; None for those of this batch.
+
+    Returns:
+        A scalar in [0, 1].
+    """
+    return token_mean((flag & mask).float(), mask, num_active_tokens=num_active_tokens)

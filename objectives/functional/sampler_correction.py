@@ -1,0 +1,98 @@
+"""Weights for the gap between the engine that sampled and the trainer's copy of the same policy.
+
+Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` or ``[N]``.
+"""
+
+from typing import Final, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .ratios import log_ratio, sequence_log_ratio
+
+CorrectionLevel = Literal["token", "sequence"]
+CorrectionMode = Literal["truncate", "mask"]
+CORRECTION_LEVELS: Final[tuple[CorrectionLevel, ...]] = ("token", "sequence")
+CORRECTION_MODES: Final[tuple[CorrectionMode, ...]] = ("truncate", "mask")
+
+
+class SamplerWeights(NamedTuple):
+    """Result of :func:`sampler_correction`, each of the shape of its input."""
+
+    weight: Tensor
+    """What the token's loss is multiplied by; 1 outside the mask."""
+    changed: Tensor
+    """bool: the weight was truncated, or the token masked."""
+
+
+def sampler_correction(
+    train_log_prob: Float[Tensor, "*shape"],
+    sampler_log_prob: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"],
+    lengths: Int[Tensor, " B"] | None = None,
+    *,
+    level: CorrectionLevel = "token",
+    mode: CorrectionMode = "truncate",
+    upper: float = 2.0,
+    lower: float = 0.0,
+) -> SamplerWeights:
+    """Importance weight ``pi_train_old / pi_sampler`` of each token, bounded.
+
+    Args:
+        train_log_prob: under the trainer's copy of the policy that sampled, in nats, ``[B, T]`` or
+            ``[N]``; never differentiated.
+        sampler_log_prob: what the engine reported, in nats; never differentiated.
+        mask: True where a token counts.
+        lengths: ``[B]`` when packed.
+        level: ``"token"``, or ``"sequence"``: the geometric mean of the token weights, so the
+            **mean** of the log-ratios; their sum would collapse with the length.
+        mode: ``"truncate"`` cuts the weight into ``[lower, upper]``; ``"mask"`` makes it 0
+            outside.
+        upper: highest weight.
+        lower: lowest weight.
+
+    Returns:
+        Weights, and where they were changed.
+
+    Raises:
+        ValueError: a name is unknown, the bounds are not ``0 <= lower <= 1 <= upper``, or the
+            shapes are neither layout.
+
+    See Also:
+        Yao et al., 2025, https://fengyao.notion.site/off-policy-rl (truncated); Liu et al., 2025,
+        "When speed kills stability" (masked, sequence level).
+    """
+    if level not in CORRECTION_LEVELS:
+        raise ValueError(f"level must be one of {CORRECTION_LEVELS}, got {level!r}.")
+    if mode not in CORRECTION_MODES:
+        raise ValueError(f"mode must be one of {CORRECTION_MODES}, got {mode!r}.")
+    if not 0 <= lower <= 1 <= upper:
+        raise ValueError(f"Bounds must be 0 <= lower <= 1 <= upper, got {lower=}, {upper=}.")
+    log_weight = log_ratio(train_log_prob.detach(), sampler_log_prob, mask)
+    if level == "sequence":
+        log_weight = sequence_log_ratio(log_weight, mask, lengths)
+    weight = log_weight.masked_fill(~mask, 0.0).exp()
+    outside = (weight > upper) | (weight < lower)
+    if mode == "mask":
+        return SamplerWeights(weight.masked_fill(outside, 0.0), outside)
+    return SamplerWeights(weight.clamp(lower, upper), outside)
+
+
+def off_policy_gap(
+    train_log_prob: Float[Tensor, "*shape"],
+    sampler_log_prob: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"],
+) -> Float[Tensor, ""]:
+    """Mean absolute gap between two scorings of the same tokens.
+
+    Args:
+        train_log_prob: in nats, ``[B, T]`` or ``[N]``.
+        sampler_log_prob: in nats, same shape.
+        mask: True where a token counts.
+
+    Returns:
+        In nats per token; 0 when nothing is active.
+    """
+    gap = (train_log_prob - sampler_log_prob).detach().masked_fill(~mask, 0.0).abs()
+    return gap.sum() / torch.clamp(mask.sum(), min=1)

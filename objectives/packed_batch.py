@@ -1,0 +1,242 @@
+"""From a batch of rows to packed tokens, once, before the loss.
+
+Shape legend: B rows, T tokens of one (ragged or padded), N real tokens of all of them, K trained
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_data.errors import MissingEntryError, require_entries
+from torchrl_data.packed import sequence_index
+
+from .keys import TokenKeys
+
+MaskingStrategy = Literal["assistant", "response", "all"]
+MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")
+_TORCHRL_NAMES: Final[Mapping[str, MaskingStrategy]] = {
+    "rlhf": "assistant",
+    "sft": "response",
+    "generic": "all",
+}
+
+
+def resolve_masking_strategy(name: str) -> MaskingStrategy:
+    """Resolve the name of a masking strategy.
+
+    Args:
+        name: one of :data:`MASKING_STRATEGIES`, or TorchRL's name for it (``"rlhf"``, ``"sft"``,
+            ``"generic"``).
+
+    Returns:
+        The name used here.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    name = _TORCHRL_NAMES.get(name, name)
+    for known in MASKING_STRATEGIES:
+        if name == known:
+            return known
+    raise ValueError(f"masking_strategy must be one of {MASKING_STRATEGIES}, got {name!r}.")
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The rows of a batch one after the other, without padding."""
+
+    ids: Tensor
+    """int64 ``[N]``."""
+    lengths: Tensor
+    """int64 ``[B]``, summing to N."""
+    target_mask: Tensor
+    """bool ``[N]``: the tokens to train."""
+    target_lengths: Tensor
+    """int64 ``[B]``, trained tokens of each row, summing to K."""
+    sampled: Tensor
+    """bool ``[K]``: the policy sampled the token, so it has a behaviour log-prob."""
+    entries: Mapping[str, Tensor]
+    """What else was read, ``[K]`` each, by the field of the keys."""
+
+    @property
+    def num_targets(self) -> int:
+        """K, the trained tokens."""
+        return len(self.sampled)
+
+    @property
+    def num_rows(self) -> int:
+        """B, rows without trained tokens included."""
+        return len(self.lengths)
+
+    def select_rows(self, keep: Tensor) -> PackedBatch:
+        """Keep some of the rows.
+
+        Args:
+            keep: bool ``[B]``.
+
+        Returns:
+            The batch of the rows kept, in order.
+        """
+        tokens = keep[sequence_index(self.lengths)]
+        targets = keep[sequence_index(self.target_lengths)]
+        return replace(
+            self,
+            ids=self.ids[tokens],
+            lengths=self.lengths[keep],
+            target_mask=self.target_mask[tokens],
+            target_lengths=self.target_lengths[keep],
+            sampled=self.sampled[targets],
+            entries={name: value[targets] for name, value in self.entries.items()},
+        )
+
+
+class _Columns:
+    """Reads entries of a batch as packed values, whatever its layout."""
+
+    def __init__(self, batch: TensorDictBase, read: TokenKeys, who: str) -> None:
+        if batch.ndim != 1:
+            raise ValueError(
+                f"{who} takes a batch [B] of one row per trajectory, found batch size "
+                f"{tuple(batch.batch_size)}. Flatten it, or add a dimension to a single row."
+            )
+        self.who = who
+        self.batch = batch
+        lazy = isinstance(batch, LazyStackedTensorDict)
+        self.rows = list(batch.unbind(0)) if lazy else None
+        self.held = self.rows[0] if self.rows else batch
+        self.require([read.tokens])
+        self.tokens_key = read.tokens
+        self.row_lengths = [len(row) for row in self._column(read.tokens)]
+        self.keep: Tensor | None = None
+
+    def require(self, keys: list[NestedKey]) -> None:
+        require_entries(self.held, keys, self.who)
+
+    def has(self, key: NestedKey) -> bool:
+        return self.held.get(key, None) is not None
+
+    def _column(self, key: NestedKey) -> list[Tensor]:
+        if self.rows is None:
+            return list(self.batch.get(key).unbind(0))
+        found = [row.get(key, None) for row in self.rows]
+        for index, value in enumerate(found):
+            if value is None:
+                raise MissingEntryError(
+                    f"{self.who} reads {key!r}, which row {index} of the batch lacks (row 0 "
+                    "holds it). Give every row the same entries."
+                )
+        return found
+
+    def tokens(self, key: NestedKey) -> Tensor:
+        """A per-token entry, packed ``[N]``."""
+        values = [value.reshape(-1) for value in self._column(key)]
+        for index, (value, length) in enumerate(zip(values, self.row_lengths, strict=True)):
+            if len(value) != length:
+                raise ValueError(
+                    f"{self.who}: {key!r} has {len(value)} values in row {index}, whose "
+                    f"{self.tokens_key!r} has {length}. Entries must be aligned with the tokens."
+                )
+        packed = torch.cat(values)
+        return packed if self.keep is None else packed[self.keep]
+
+    def tokens_or_rows(self, key: NestedKey, lengths: Tensor) -> Tensor:
+        """An entry of one value per row or per token, packed ``[N]``."""
+        values = [value.reshape(-1) for value in self._column(key)]
+        if all(len(value) == 1 for value in values):
+            return torch.cat(values)[sequence_index(lengths)]
+        expanded = [
+            value.expand(length) if len(value) == 1 else value
+            for value, length in zip(values, self.row_lengths, strict=True)
+        ]
+        for index, (value, length) in enumerate(zip(expanded, self.row_lengths, strict=True)):
+            if len(value) != length:
+                raise ValueError(
+                    f"{self.who}: {key!r} has {len(value)} values in row {index}; it needs one, "
+                    f"or one for each of the {length} tokens."
+                )
+        packed = torch.cat(expanded)
+        return packed if self.keep is None else packed[self.keep]
+
+
+def _targets(assistant: Tensor, lengths: Tensor, strategy: MaskingStrategy) -> Tensor:
+    """The tokens to train, ``[N]``; the first of a row has nothing before it and is none."""
+    sequence = sequence_index(lengths)
+    first = torch.ones_like(assistant)
+    first[1:] = sequence[1:] != sequence[:-1]
+    if strategy == "all":
+        return ~first
+    if strategy == "assistant":
+        return assistant & ~first
+    count = assistant.cumsum(0)
+    starts = (lengths.cumsum(0) - lengths).clamp(max=max(len(count) - 1, 0))
+    before = (count - assistant.to(count.dtype))[starts] if len(count) else count
+    return (count > before[sequence]) & ~first
+
+
+def pack_batch(
+    batch: TensorDictBase,
+    read: TokenKeys,
+    strategy: MaskingStrategy,
+    *,
+    token_entries: tuple[str, ...] = (),
+    row_entries: tuple[str, ...] = (),
+    who: str,
+    device: torch.device | None = None,
+) -> PackedBatch:
+    """Pack the rows of a batch and what a loss reads of them.
+
+    Args:
+        batch: ``[B]``: a lazy stack of ragged rows, or padded tensors beside an attention mask
+            (padding on either side).
+        read: the entry names.
+        strategy: which tokens are trained: ``"assistant"``, those that the policy sampled;
+            ``"response"``, everything from the first of them on; ``"all"``.
+        token_entries: fields of ``read`` whose entries are aligned with the tokens.
+        row_entries: fields of ``read`` with one value per row, or per token.
+        who: the component, for messages.
+        device: where the result goes; None for the batch's own.
+
+    Returns:
+        The packed batch. What padding and untrained tokens hold has been dropped.
+
+    Raises:
+        MissingEntryError: an entry is missing.
+        ValueError: entries are not aligned, or the batch is not ``[B]``.
+    """
+    columns = _Columns(batch, read, who)
+    fields = (*token_entries, *row_entries)
+    needed = [getattr(read, name) for name in fields]
+    if strategy != "all":
+        needed.append(read.assistant_mask)
+    columns.require(needed)
+    ids = columns.tokens(read.tokens)
+    lengths = torch.tensor(columns.row_lengths, device=ids.device)
+    if columns.has(read.attention_mask):
+        real = columns.tokens(read.attention_mask).bool()
+        lengths = torch.zeros_like(lengths).index_add(0, sequence_index(lengths), real.long())
+        columns.keep = real
+        ids = ids[real]
+    known = columns.has(read.assistant_mask)
+    assistant = columns.tokens(read.assistant_mask).bool() if known else torch.zeros_like(ids) > 0
+    target_mask = _targets(assistant, lengths, strategy)
+    target_lengths = torch.zeros_like(lengths).index_add(
+        0, sequence_index(lengths), target_mask.long()
+    )
+    entries = {name: columns.tokens(getattr(read, name)) for name in token_entries}
+    for name in row_entries:
+        entries[name] = columns.tokens_or_rows(getattr(read, name), lengths)
+    return PackedBatch(
+        ids=ids.to(device),
+        lengths=lengths.to(device),
+        target_mask=target_mask.to(device),
+        target_lengths=target_lengths.to(device),
+        sampled=assistant[target_mask].to(device),
+        entries={name: value[target_mask].to(device) for name, value in entries.items()},
+    )

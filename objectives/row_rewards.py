@@ -1,0 +1,83 @@
+"""Reading the reward of one row.
+
+Shape legend: T tokens of a row.
+"""
+
+import math
+from typing import Final, Literal
+
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_data.errors import MissingEntryError
+
+TrajectoryReturn = Literal["sum", "mean", "max"]
+TRAJECTORY_RETURNS: Final[tuple[TrajectoryReturn, ...]] = ("sum", "mean", "max")
+
+
+def read_entry(row: TensorDictBase, key: NestedKey, who: str) -> Tensor:
+    """An entry that every row must have.
+
+    Args:
+        row: one trajectory.
+        key: of the entry.
+        who: the component, for the message.
+
+    Returns:
+        The entry.
+
+    Raises:
+        MissingEntryError: the row lacks it; the message names what the row holds.
+    """
+    value = row.get(key, None)
+    if value is None:
+        found = sorted(map(str, row.keys(include_nested=True, leaves_only=True)))
+        raise MissingEntryError(
+            f"{who} reads {key!r}, which a row lacks. The row holds {found}. "
+            "Run the step that writes the entry first, or rename it."
+        )
+    return value
+
+
+def read_group(row: TensorDictBase, key: NestedKey, who: str) -> int:
+    """The group's id of a row.
+
+    Args:
+        row: one trajectory.
+        key: of the id, one integer.
+        who: the component, for the message.
+
+    Returns:
+        The id.
+
+    Raises:
+        MissingEntryError: the row lacks it.
+        TypeError: it is text: two groups may have the same.
+    """
+    value = read_entry(row, key, who)
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{who} groups by an integer id, found {type(value).__name__} at {key!r}. Equal "
+            "prompts need not be one group: have the data loader write 'group_id'."
+        )
+    return int(value)
+
+
+def trajectory_return(reward: Tensor, scorable: Tensor | None, how: TrajectoryReturn) -> float:
+    """One number for a row.
+
+    Args:
+        reward: ``[1, 1]`` or dense ``[T, 1]``.
+        scorable: bool, one value; None for True.
+        how: how a dense reward is reduced.
+
+    Returns:
+        The return; NaN for a row that could not be scored, or whose reward is not finite.
+    """
+    if scorable is not None and not bool(scorable.all()):
+        return math.nan
+    if reward.numel() == 1:
+        value = float(reward)
+    else:
+        value = float({"sum": Tensor.sum, "mean": Tensor.mean, "max": Tensor.amax}[how](reward))
+    return value if math.isfinite(value) else math.nan
