@@ -49,6 +49,7 @@ class LLMCollector:
         policy: writes a turn; usually an ``LLMWrapperBase``.
         replay_buffer: extended with every batch.
         total_trajectories: stop after this many; ``None`` goes on while there is data.
+        postproc: changes a batch of trajectories before it goes into the buffer.
         weight_updater: how :meth:`update_policy_weights_` reaches the policy; in process when not
             given.
         max_turns: safety limit on the turns of an episode that nothing else ends.
@@ -65,6 +66,7 @@ class LLMCollector:
         *,
         replay_buffer: ReplayBuffer | None = None,
         total_trajectories: int | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         weight_updater: WeightUpdater | None = None,
         max_turns: int = 1000,
     ) -> None:
@@ -83,6 +85,7 @@ class LLMCollector:
         self.policy = policy
         self.replay_buffer = replay_buffer
         self.total_trajectories = total_trajectories
+        self.postproc = postproc
         self.weight_updater = weight_updater or InProcessUpdater(policy)
         self.max_turns = max_turns
         self.num_collected = 0
@@ -143,6 +146,8 @@ class LLMCollector:
             )
         trajectories = lazy_stack([row for row in rows if row is not None])
         self.num_collected += size
+        if self.postproc is not None:
+            trajectories = self.postproc(trajectories)
         if self.replay_buffer is not None:
             self.replay_buffer.extend(trajectories)
         return trajectories

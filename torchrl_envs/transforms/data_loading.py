@@ -86,6 +86,10 @@ class DataLoadingPrimer(EpisodeTransform):
         self.num_epochs = num_epochs
         self._draws = self._stream()
 
+    def rewind(self) -> None:
+        """Start from the first draw again, with the same groups and seeds."""
+        self._draws = self._stream()
+
     def _stream(self) -> Iterator[Draw]:
         group_id = 0
         epoch = 0

@@ -1,0 +1,88 @@
+"""Every setting of the script, typed; a misspelt one fails on the command line."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hydra.core.config_store import ConfigStore
+
+
+class Engine(Enum):
+    """What draws the tokens."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+@dataclass
+class PolicyConfig:
+    """The model, and how it samples."""
+
+    model: str | None = None
+    """Hub id or local path; none builds the embedded model of 0.1 million parameters."""
+    chat_template_name: str | None = None
+    """A built-in chat template; none takes the tokenizer's own, or ChatML."""
+    show_tool_schemas: bool | None = None
+    """Show the tools in the prompt; none: to a given model, not to the embedded one."""
+    max_new_tokens: int | None = None
+    """Most tokens of a turn; none takes the task's."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
+class WarmStartConfig:
+    """Supervised training on the task's demonstrations, before GRPO."""
+
+    num_steps: int | None = None
+    """None: 400 for the embedded model, 0 for a given one."""
+    batch_size: int = 32
+    learning_rate: float = 1e-2
+
+
+@dataclass
+class TrainConfig:
+    """GRPO."""
+
+    num_steps: int = 80
+    num_prompts: int = 8
+    """Prompts of a step."""
+    group_size: int = 16
+    """Rollouts of a prompt."""
+    learning_rate: float = 1e-3
+    num_warmup_steps: int = 5
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    num_epochs: int = 1
+    """Passes over the rollouts of a step, an optimizer step each."""
+    micro_batch_rows: int = 128
+    """Rows of one forward and backward pass; the gradient does not depend on it."""
+    max_grad_norm: float = 1.0
+    shuffle_rewards: bool = False
+    """A control: rewards are dealt out at random, so nothing can be learnt."""
+
+
+@dataclass
+class EvaluateConfig:
+    """The test on prompts that are never trained on."""
+
+    num_prompts: int = 256
+    num_shown: int = 3
+    """Conversations that are shown before and after."""
+
+
+@dataclass
+class GRPOConfig:
+    """Settings of ``grpo.py``."""
+
+    task: str = "calculator"
+    """``calculator``, ``number_guessing``, or any generator of reasoning-gym."""
+    seed: int = 0
+    engine: Engine = Engine.transformers
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+ConfigStore.instance().store(name="schema", node=GRPOConfig)

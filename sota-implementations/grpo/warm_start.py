@@ -1,0 +1,52 @@
+"""Supervised training on demonstrations: the format, before the skill."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from objectives import SFTLoss
+from torchrl_data.conversation import Message, Source
+from torchrl_data.keys import ASSISTANT_MASK, TOKENS_FULL
+from torchrl_modules import TransformersWrapper
+
+
+def warm_start(
+    policy: TransformersWrapper,
+    demonstrations: Sequence[Sequence[Message]],
+    *,
+    num_steps: int,
+    batch_size: int,
+    learning_rate: float,
+    on_step: Callable[[int, float], None],
+) -> None:
+    """Train on what the assistant says in the demonstrations.
+
+    Args:
+        policy: its model is trained.
+        demonstrations: conversations.
+        num_steps: optimizer steps.
+        batch_size: conversations of a step.
+        learning_rate: of AdamW, falling to 0 along a cosine.
+        on_step: told the step and its loss, in nats per token.
+    """
+    rows = []
+    for ids, sources in policy.encoder.encode_chats(demonstrations):
+        row = TensorDict({}, batch_size=[])
+        row.set(TOKENS_FULL, torch.tensor(ids))
+        row.set(ASSISTANT_MASK, torch.tensor([source == Source.MODEL for source in sources]))
+        rows.append(row)
+    loss_module = SFTLoss(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    )
+    for step in range(num_steps):
+        batch = lazy_stack([rows[i] for i in torch.randint(len(rows), (batch_size,)).tolist()])
+        loss = loss_module(batch).total()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        on_step(step + 1, loss.item())
