@@ -21,7 +21,7 @@ CONTROL_TOKENS: Final = (
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int = 400, isolated: str = r"\d"
+    texts: Iterable[str], *, vocab_size: int = 704, isolated: str = r"\d"
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with ChatML's control tokens.
 
@@ -43,7 +43,7 @@ def train_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(isolated), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
     backend.decoder = decoders.ByteLevel()

@@ -15,7 +15,7 @@ from torchrl_data.conversation import Message
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 
 from .reasoning_gym_questions import Question, question_rows
-from .task import Row, Task, split_rows
+from .task import Row, Task, split_rows, unique_rows
 
 GENERATORS: Final[dict[str, dict[str, Any]]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
@@ -131,7 +131,7 @@ def calculator_task(
     """Questions of four generators, to be answered with five tools.
 
     Args:
-        num_rows: rows to generate, evenly from the four generators.
+        num_rows: most rows; as many for each tool.
         num_held_out: rows held out.
         num_demonstrations: conversations for the warm start.
         seed: of everything.
@@ -140,17 +140,15 @@ def calculator_task(
         ValueError: too few different questions to hold so many out.
     """
     rng = random.Random(seed)
-    rows = [
-        row
-        for i, (generator, config) in enumerate(GENERATORS.items())
-        for row in question_rows(
-            generator, size=num_rows // len(GENERATORS), seed=4 * seed + i, config=config
-        )
-    ]
-    rng.shuffle(rows)
-    for row in rows:
-        row["tool"] = right_tool(row)
-    train, held_out = split_rows(rows, num_held_out)
+    by_tool: dict[str, list[Row]] = {name: [] for name in TOOLS}
+    for i, (generator, config) in enumerate(GENERATORS.items()):
+        settings = {"size": num_rows, "seed": len(GENERATORS) * seed + i, "config": config}
+        for row in unique_rows(question_rows(generator, **settings)):
+            row["tool"] = right_tool(row)
+            by_tool[row["tool"]].append(row)
+    # In turn, so that no tool is right more often than another one.
+    rows = [row for turn in zip(*by_tool.values(), strict=False) for row in turn]
+    train, held_out = split_rows(rows[:num_rows], num_held_out)
     return Task(
         name="calculator",
         environment=Calculator,

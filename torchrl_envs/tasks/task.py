@@ -29,6 +29,11 @@ class Task(NamedTuple):
     """What a tokenizer made for this task never merges, a regular expression."""
 
 
+def unique_rows(rows: Sequence[Row]) -> list[Row]:
+    """Rows without repeated prompts, in order."""
+    return list({str(row["prompt"]): row for row in rows}.values())
+
+
 def split_rows(rows: Sequence[Row], num_held_out: int) -> tuple[list[Row], list[Row]]:
     """Rows without repeated prompts, split into training and held-out rows.
 
@@ -42,7 +47,7 @@ def split_rows(rows: Sequence[Row], num_held_out: int) -> tuple[list[Row], list[
     Raises:
         ValueError: too few different prompts are there to hold that many out and train on others.
     """
-    distinct = list({str(row["prompt"]): row for row in rows}.values())
+    distinct = unique_rows(rows)
     if len(distinct) < 2 * num_held_out:
         raise ValueError(
             f"Only {len(distinct)} of {len(rows)} rows have different prompts, too few to hold "
