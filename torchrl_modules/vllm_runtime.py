@@ -50,6 +50,7 @@ _USED: Final = (
     # Before the modules that compile something as they are imported.
     ("vllm.platforms", ("current_platform",)),
     ("vllm", ("LLM", "SamplingParams")),
+    ("vllm.exceptions", ("VLLMClientError",)),
     ("vllm.config", ("set_current_vllm_config",)),
     ("vllm.inputs", ("tokens_input",)),
     ("vllm.model_executor.layers.vocab_parallel_embedding", ("VocabParallelEmbedding",)),
@@ -67,6 +68,7 @@ class VLLMNames:
 
     LLM: Any
     SamplingParams: Any
+    VLLMClientError: Any
     set_current_vllm_config: Any
     tokens_input: Any
     VocabParallelEmbedding: Any
