@@ -1,6 +1,7 @@
 """Fixtures: the slow reference, a small real scorer, rows."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,20 @@ def slow():
     path = Path(__file__).with_name("slow_reference.py")
     spec = importlib.util.spec_from_file_location("slow_reference", path)
     module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """``objectives.functional`` without the shape checks that tests put around every function.
+
+    The folder is imported under another name, as a copy of it would be.
+    """
+    folder = Path(__file__).parents[2] / "objectives" / "functional"
+    spec = importlib.util.spec_from_file_location("plain_functional", folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plain_functional"] = module
     spec.loader.exec_module(module)
     return module
 
