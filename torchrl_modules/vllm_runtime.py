@@ -78,8 +78,11 @@ class VLLMNames:
     RequestOutputKind: Any
 
 
-def import_vllm() -> VLLMNames:
-    """Import vLLM for an engine inside this process.
+def import_vllm(*, in_process: bool = True) -> VLLMNames:
+    """Import vLLM.
+
+    Args:
+        in_process: for an engine inside this process, not for a worker of a server.
 
     Returns:
         The names that are used.
@@ -88,13 +91,8 @@ def import_vllm() -> VLLMNames:
         ImportError: vLLM is not installed, or a name that is used is not in the one installed.
         RuntimeError: the environment asks for an engine in a process of its own.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
-        raise RuntimeError(
-            "VLLMEngine runs vLLM inside this process, but VLLM_ENABLE_V1_MULTIPROCESSING is "
-            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it, or set it to 0."
-        )
+    if in_process:
+        _prepare_environment()
     found: dict[str, Any] = {}
     for module_name, names in _USED:
         try:
@@ -113,6 +111,16 @@ def import_vllm() -> VLLMNames:
         if module_name == "vllm.platforms":
             _spare_compilation(module.current_platform)
     return VLLMNames(**found)
+
+
+def _prepare_environment() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise RuntimeError(
+            "VLLMEngine runs vLLM inside this process, but VLLM_ENABLE_V1_MULTIPROCESSING is "
+            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it, or set it to 0."
+        )
 
 
 def _spare_compilation(platform: Any) -> None:

@@ -95,12 +95,7 @@ def load_weights(worker: Any, names: VLLMNames, weights: Mapping[str, Tensor]) -
         RuntimeError: vLLM left parameters unloaded; the model is then a mixture.
     """
     model = worker.model_runner.get_model()
-    # Whatever mode the caller is in: a tensor made in inference mode cannot be updated outside it.
-    with (
-        names.set_current_vllm_config(worker.vllm_config),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
+    with names.set_current_vllm_config(worker.vllm_config), torch.no_grad():
         names.initialize_layerwise_reload(model)
         try:
             loaded = model.load_weights(iter(weights.items()))

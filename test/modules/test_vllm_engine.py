@@ -173,15 +173,6 @@ def test_an_update_takes_other_precisions_and_one_name_of_tied_weights(vllm_engi
     assert_from(other_model, vllm_engine.generate(PROMPTS, parameters()), parameters())
 
 
-def test_an_update_in_inference_mode_can_be_followed_by_one_outside(
-    vllm_engine, model, other_model
-):
-    with torch.inference_mode():
-        vllm_engine.update_weights(model.state_dict())
-    vllm_engine.update_weights(other_model.state_dict())
-    assert_from(other_model, vllm_engine.generate(PROMPTS, parameters()), parameters())
-
-
 def without(weights, name):
     del weights[name]
 
