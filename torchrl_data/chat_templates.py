@@ -21,6 +21,7 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "qwen": ("qwen",),
     "dialogpt": ("dialogpt", "microsoft/dialo"),
     "falcon": ("falcon",),
+    "deepseek3": ("deepseek-r1", "deepseek-v3"),
     "deepseek": ("deepseek",),
     "llama": ("llama",),
     "mistral": ("mistral", "mixtral"),

@@ -26,6 +26,16 @@ MAX_MESSAGES: Final = 24
 _SLOT = re.compile(r"Slot([0-9a-f]{16})n([0-9]+)x")
 _LITERAL = re.compile(r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"")
 _FORMS = ("{}", "{}x", "x{}", "x{}x")
+# Whatever a template does to every content (escape it as JSON, cut it, change its case) shows here.
+_GENERAL = (
+    "some words",
+    "a\"b'c\\d",
+    "a\nb\tc",
+    "<a> & {b} [c] %d",
+    "Aé\u4e2d😀z",
+    "a  b" * 3000,
+    "0",
+)
 _FIELDS = ("content", "name", "tool_call_id")
 
 
@@ -80,9 +90,7 @@ class CompiledShapes:
             messages: checked, and not escaped.
         """
         shape = tuple([(message["role"], tuple(message)) for message in messages])
-        compiled = self._cache.get(shape, False)
-        if compiled is False:
-            compiled = self._compile_once(shape, messages)
+        compiled = self._cache.get(shape) or self._compile_once(shape, messages)
         if compiled is None:
             return None
         values = [messages[i].get(field) for i, field in compiled.fields]
@@ -98,11 +106,12 @@ class CompiledShapes:
         return not any(word in value for word in compiled.sensitive)
 
     def _compile_once(self, shape: Shape, messages: Sequence[Message]) -> _Compiled | None:
+        if shape in self._cache:
+            return self._cache[shape]
         if len(self._cache) >= MAX_SHAPES or len(messages) > MAX_MESSAGES:
             return None
-        if shape not in self._cache:
-            self._cache[shape] = self._compile(messages)
-        return self._cache[shape]
+        compiled = self._cache[shape] = self._compile(messages)
+        return compiled
 
     def _compile(self, messages: Sequence[Message]) -> _Compiled | None:
         allowed = {"role", *_FIELDS}
@@ -122,7 +131,7 @@ class CompiledShapes:
             return None
         runs = [self._run_of(piece) for piece in pieces]
         compiled = _Compiled(runs, fields, True, [])
-        if not self._agrees(compiled, messages, "some words"):
+        if not all(self._agrees(compiled, messages, value) for value in _GENERAL):
             return None
         edges = all(self._agrees(compiled, messages, v) for v in ("", " x", "x ", "\n", "\n x\n"))
         sensitive = [

@@ -24,19 +24,19 @@ class ContentBase(TensorClass["nocast", "shadow"]):
             ``function_call``.
     """
 
-    type: ContentType
+    type: ContentType  # type: ignore[override]
     """What the part is."""
     text: str | None = None
     """The text of a ``text`` part."""
     url: str | None = None
     """Where the medium is."""
-    data: str | None = None
+    data: str | None = None  # type: ignore[override]
     """The medium itself, in base 64."""
     mime_type: str | None = None
     """For instance ``"image/jpeg"``."""
     name: str | None = None
     """File name or description."""
-    size: int | None = None
+    size: int | None = None  # type: ignore[override]
     """Bytes of a file."""
     function_name: str | None = None
     """The function that a ``function_call`` calls."""

@@ -12,6 +12,7 @@ from .chat_templates import is_generation_marked, resolve_template
 from .compiled_shapes import CompiledShapes, Run
 from .control_tokens import ControlTokenGuard, TextPiece
 from .conversation import Conversations, EncodedMessages, Source
+from .message_edits import cut_at_end_mark, split_reasoning, with_end_mark
 from .messages import Message, check_messages
 from .template_rendering import Rendered, render_template
 
@@ -60,6 +61,7 @@ class ConversationEncoder:
             **(chat_template_kwargs or {}),
         }
         self._marked = is_generation_marked(self.template)
+        self._knows_reasoning = "reasoning_content" in self.template
         self._shape: TurnShape = turn_shape(
             lambda messages, prompt: self._render_text(messages, None, prompt).text,
             self._first_control,
@@ -142,15 +144,24 @@ class ConversationEncoder:
         return len(text) - len(after) + len(self._shape.end_of_turn)
 
     def _chat_runs(
-        self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> list[Run]:
         """Runs of a whole conversation; what the assistant wrote is the model's."""
+        if self._knows_reasoning:
+            messages = [split_reasoning(message) for message in messages]
         escaped = self.guard.escape(messages)
+        if continue_final_message:
+            escaped[-1] = with_end_mark(escaped[-1])
         shown = self.guard.escape(tools) if tools else None
         rendered = self._render_text(escaped, shown, add_generation_prompt)
         spans = self._spans(rendered, escaped, shown)
+        text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
         edges = [edge for span in spans for edge in span]
-        return _label(self.guard.split(rendered.text, edges), spans)
+        return _label(self.guard.split(text, edges), spans)
 
     def _after_answer(self, escaped: Sequence[Message]) -> str:
         """What a template writes after an assistant's content: its closing, messages, a header."""
@@ -214,13 +225,18 @@ class ConversationEncoder:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
     ) -> list[EncodedMessages]:
         """Tokens of whole conversations; what the assistant wrote has the source ``MODEL``.
+
+        A ``<think>`` block at the start of an assistant's content is its reasoning, if the template
+        knows reasoning; nothing else in any content becomes a control token.
 
         Args:
             chats: messages of each row.
             tools: JSON schemas that the template shows.
             add_generation_prompt: end with the header of an assistant turn.
+            continue_final_message: end inside the last message.
 
         Raises:
             ValueError: a message has an unknown role, or the template can't render the messages.
@@ -229,7 +245,10 @@ class ConversationEncoder:
         for row, chat in enumerate(chats):
             check_messages(chat, row=row)
         return self._encode_runs(
-            [self._chat_runs(chat, tools, add_generation_prompt) for chat in chats]
+            [
+                self._chat_runs(chat, tools, add_generation_prompt, continue_final_message)
+                for chat in chats
+            ]
         )
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:

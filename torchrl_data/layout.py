@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from tensordict import TensorClass, TensorDict
+from tensordict import NonTensorData, TensorClass, TensorDict
 from torch import Tensor
 
 from .conversation_views import conversations_of, history_view
 from .history import History
 from .keys import FULL, PROMPT, RESPONSE
-from .ragged import nested_view, packed_view, padded_view, ragged_entries, rows_of
+from .ragged import entries_of, nested_view, packed_view, padded_view, ragged_entries, rows_of
 from .tensorclass_views import attribute_reader
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 PARTS: Final = (PROMPT, RESPONSE, FULL)
 """Names of the three parts."""
+
+
+_RAGGED: Final = NonTensorData(False)
 
 
 class _RowsMixin:
@@ -42,7 +45,8 @@ class _RowsMixin:
         Raises:
             ValueError: there are no rows, or the entries differ in their number.
         """
-        return cls._from_tensordict(ragged_entries(columns), {})
+        count = len(next(iter(columns.values()), ()))
+        return cls._from_tensordict(ragged_entries({**columns, "padded": [_RAGGED] * count}), {})
 
     def rows(self, name: str) -> list[Tensor]:
         """The rows of an entry, B tensors ``[T_i]``."""
@@ -201,7 +205,7 @@ class Text(TensorClass["nocast"]):
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
         from torchrl.data import Composite, NonTensor
 
-        size = tuple(shape)
+        size = torch.Size(shape)
         leaves = {key: NonTensor(shape=size, example_data="") for key in keys or PARTS}
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
@@ -232,10 +236,11 @@ class ChatHistory(TensorClass["nocast"]):
 
     def __post_init__(self) -> None:
         for name in PARTS:
-            value = self._tensordict.get(name, None)
+            entries = entries_of(self)
+            value: Any = entries.get(name, None)
             if isinstance(value, History) and self.batch_dims and value.ndim == self.batch_dims:
                 # One message a row.
-                self._tensordict.set(name, value.unsqueeze(-1))
+                entries.set(name, value.unsqueeze(-1))
 
     @classmethod
     def of(cls, parts: Mapping[str, Any], batch_size: Sequence[int]) -> "ChatHistory":
@@ -250,7 +255,7 @@ class ChatHistory(TensorClass["nocast"]):
 
     def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
         """The stored leaf, as TensorDict's ``get``; attributes build a ``History`` instead."""
-        return self._tensordict.get(key, *args, **kwargs)
+        return entries_of(self).get(key, *args, **kwargs)
 
     def apply_chat_template(self, **kwargs: Any) -> Any:
         """Render the prompt, or the full conversation if there is none: see :class:`History`."""
@@ -293,7 +298,7 @@ class ChatHistory(TensorClass["nocast"]):
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
         from torchrl.data import Composite
 
-        size = tuple(shape)
+        size = torch.Size(shape)
         leaves = {key: History.default_spec((*size, -1)) for key in keys or PARTS}
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
@@ -301,7 +306,7 @@ class ChatHistory(TensorClass["nocast"]):
 def _token_spec(cls: type, shape: Sequence[int], keys: Sequence[str]) -> Any:
     from torchrl.data import Composite, NonTensor, Unbounded
 
-    size = tuple(shape)
-    leaves: dict[str, Any] = {key: Unbounded(shape=(*size, -1)) for key in keys}
+    size = torch.Size(shape)
+    leaves: dict[str, Any] = {key: Unbounded(shape=torch.Size((*size, -1))) for key in keys}
     leaves["padded"] = NonTensor(shape=size, example_data=False)
     return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)

@@ -63,7 +63,7 @@ class ConversationLeaf(NonTensorData):
         return leaf
 
     @property
-    def dtype(self) -> None:
+    def dtype(self) -> None:  # type: ignore[override]
         """None, as for all leaves that are not tensors (specs compare it)."""
         return None
 
@@ -76,7 +76,7 @@ class ConversationLeaf(NonTensorData):
             return everything
         return everything[rows]
 
-    def clone(self, recurse: bool = True) -> "ConversationLeaf":  # noqa: ARG002
+    def clone(self, recurse: bool = True, **kwargs: Any) -> "ConversationLeaf":  # noqa: ARG002
         """The same leaf: conversations are snapshots, which nothing changes."""
         return self.empty()
 

@@ -1,13 +1,16 @@
 """A conversation in the terminal, coloured by who wrote it."""
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text as RichText
-from transformers import PreTrainedTokenizerBase
 
-from .conversation import Conversations, Message, Source
+from .conversation import Conversations, Source
+from .messages import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROLE_STYLES: Final = {
     "system": "magenta",
@@ -59,7 +62,7 @@ def show_conversation(
     conversations: Conversations,
     row: int = 0,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     reward: float | None = None,
     console: Console | None = None,
 ) -> None:
@@ -90,7 +93,7 @@ def show_conversation(
 
 
 def _coloured_tokens(
-    conversations: Conversations, row: int, tokenizer: PreTrainedTokenizerBase
+    conversations: Conversations, row: int, tokenizer: "PreTrainedTokenizerBase"
 ) -> RichText:
     text = RichText()
     sources = conversations.sources(row).tolist()

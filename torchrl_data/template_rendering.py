@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import jinja2
+import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -103,7 +104,7 @@ def render_template(
     Raises:
         ValueError: the template refuses the messages, or is no valid Jinja.
     """
-    shown = [message for message in messages if message["role"] != PLACEHOLDER_ROLE]
+    shown = [_joined(message) for message in messages if message["role"] != PLACEHOLDER_ROLE]
     try:
         marked = _compile(source).render(
             messages=shown,
@@ -119,6 +120,14 @@ def render_template(
             "messages, or use another template (chat_template_name)."
         ) from error
     return _read_marks(marked)
+
+
+def _joined(message: Message) -> Message:
+    """A message whose parts are all text, with a string as content."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
+        return message
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
 
 
 def _read_marks(marked: str) -> Rendered:
