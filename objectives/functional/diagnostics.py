@@ -29,7 +29,7 @@ def effective_sample_fraction(
     weights = log_ratio.detach().masked_fill(~mask, -torch.inf).flatten()
     count = mask.sum()
     scaled = (weights - _finite_max(weights)).exp()
-    fraction = scaled.sum().square() / (count.clamp(min=1) * scaled.square().sum())
+    fraction = scaled.sum().square() / (count * scaled.square().sum())
     return fraction.masked_fill(count == 0, 1.0)
 
 

@@ -99,6 +99,15 @@ def test_the_mean_keeps_a_long_sequence_alive_where_the_sum_would_not():
     assert result.weight[0, 0].item() == pytest.approx(0.999, abs=1e-4)
 
 
+def test_effective_sample_fraction_of_huge_ratios_is_finite_and_has_no_gradient():
+    log_ratio = torch.tensor([[400.0, 400.0, 0.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    fraction = F.effective_sample_fraction(log_ratio, mask)
+    assert fraction.item() == 1
+    assert not fraction.requires_grad
+    assert F.effective_sample_fraction(log_ratio, mask & False).item() == 1
+
+
 def test_equal_rewards_that_are_not_exact_in_binary_give_exactly_zero():
     reward = torch.full((7,), 0.1)
     assert F.group_advantage(reward, torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
