@@ -138,10 +138,11 @@ class ConversationEncoder:
 
     def _past_end_of_turn(self, text: str, end: int) -> int:
         """Take in an end-of-turn token that a generation block leaves out: it is sampled too."""
+        token = self._shape.end_of_turn
         after = text[end:].lstrip()
-        if not self._shape.end_of_turn or not after.startswith(self._shape.end_of_turn):
+        if not token or text.endswith(token, 0, end) or not after.startswith(token):
             return end
-        return len(text) - len(after) + len(self._shape.end_of_turn)
+        return len(text) - len(after) + len(token)
 
     def _chat_runs(
         self,

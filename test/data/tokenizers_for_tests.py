@@ -1,6 +1,17 @@
 """Tokenizers made here, so that the tests need no network: the shapes that real ones have."""
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+import json
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = [
@@ -36,15 +47,15 @@ DEEPSEEK_CONTROLS = (
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
-def byte_level_backend(*, ignore_merges: bool = False, vocab_size: int = 420) -> Tokenizer:
+def byte_level_backend(*, ignore_merges: bool = False, words=None) -> Tokenizer:
     """A byte-level BPE like those of GPT-2, Qwen and Llama 3."""
     backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = words or pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(
         CORPUS,
         trainers.BpeTrainer(
-            vocab_size=vocab_size,
+            vocab_size=420,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
@@ -64,7 +75,8 @@ def metaspace_backend() -> Tokenizer:
         CORPUS,
         trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False),
     )
-    return backend
+    # In the real ones these are in the model's vocabulary, and only some are added tokens.
+    return Tokenizer.from_str(json.dumps({**json.loads(backend.to_str()), "added_tokens": []}))
 
 
 def wrap(
@@ -101,10 +113,22 @@ def pad_is_eos_tokenizer() -> PreTrainedTokenizerFast:
     return chatml_tokenizer(pad="<|im_end|>")
 
 
+LLAMA_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Llama 3's: merges are ignored for words in the vocabulary."""
+    """Like Llama 3's: merges are ignored for words in the vocabulary, line ends stay together."""
+    words = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     return wrap(
-        byte_level_backend(ignore_merges=True),
+        byte_level_backend(ignore_merges=True, words=words),
         eos="<|eot_id|>",
         bos="<|begin_of_text|>",
         special=LLAMA_CONTROLS,
