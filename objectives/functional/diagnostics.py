@@ -35,7 +35,8 @@ def effective_sample_fraction(
 
 def _finite_max(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
     """The largest value, finite also for no values at all."""
-    floor = values.new_full((1,), -1e30)
+    # Any low number will do, any number of times.
+    floor = values.new_full((1,), -1e30)  # mutate: equivalent
     return torch.cat([values, floor]).max()
 
 

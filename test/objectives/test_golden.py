@@ -168,6 +168,53 @@ def test_generalized_jsd_reaches_both_kls_at_its_ends():
     torch.testing.assert_close(reverse, F.kl_between(student, other))
 
 
+def test_what_is_never_differentiated_is_not():
+    """Advantages, behaviour, reference and teacher log-probs: gradient None, not 0."""
+    fixed = [(-torch.rand(2, 3)).requires_grad_() for _ in range(3)]
+    old, ref, advantage = fixed
+    log_prob = (-torch.rand(2, 3)).requires_grad_()
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    ratio = F.log_ratio(log_prob, old, mask)
+    losses = [
+        F.clipped_surrogate(ratio, advantage, mask).loss,
+        F.cispo(ratio, log_prob, advantage, mask).loss,
+        F.sapo(ratio, advantage, mask).loss,
+        F.vespo(ratio, log_prob, advantage, mask, sampler_log_ratio=old).loss,
+        F.gmpo(ratio, advantage, mask).loss,
+        F.kl_estimate(log_prob, ref, mask),
+        F.sampled_distillation(log_prob, ref, mask),
+        F.sampled_distillation(log_prob, ref, mask, direction="forward"),
+        F.minor_sft(log_prob, ref),
+        F.generalized_jsd(log_prob, ref),
+    ]
+    sum(loss.sum() for loss in losses).backward()
+    assert log_prob.grad is not None
+    assert [tensor.grad for tensor in fixed] == [None] * 3
+    detached = [
+        F.sampler_correction(log_prob, old, mask).weight,
+        F.sampler_correction(log_prob, old, mask, level="sequence").weight,
+        F.entropy_threshold(log_prob, mask, top_fraction=0.5),
+        F.off_policy_gap(log_prob, old, mask),
+        F.gmpo(ratio, advantage, mask).ratio,
+    ]
+    assert not any(tensor.requires_grad for tensor in detached)
+
+
+def test_settings_at_the_edge_of_their_range_are_accepted():
+    F.clipped_surrogate(ONE, ONE, ON, clip_low=1.0, clip_high=0.0, ratio_cap=1.01)
+    F.clipped_surrogate(ONE, ONE, ON, clip_low=0.0, clip_high=0.2, ratio_cap=1.25)
+    F.cispo(ONE, ONE, ONE, ON, max_ratio=1.0)
+    F.vespo(ONE, ONE, ONE, ON, positive=(0.0, 0.0))
+    F.gmpo(ONE, ONE, ON, clip_low=0.0, clip_high=0.0)
+    F.sapo(ONE, ONE, ON, temperature_positive=0.5, temperature_negative=0.5)
+    F.minor_sft(ONE[0], ONE[0], beta=0.5)
+    F.trust_region_mask(ONE, ONE, ON, threshold=0.5)
+    F.overlong_penalty(IDS, max_tokens=1, buffer_tokens=1)
+    F.token_log_probs(ONE, IDS, temperature=0.5, chunk_tokens=1)
+    F.sampler_correction(ONE, ONE, ON, upper=1.0, lower=1.0)
+    assert F.aggregate(ONE, ON, aggregation="fixed_length", max_tokens=1).item() == 0
+
+
 ONE = torch.zeros(1, 1)
 ON = torch.ones(1, 1, dtype=torch.bool)
 IDS = torch.zeros(1, dtype=torch.int64)
