@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from .encoder import ConversationEncoder
     from .errors import MissingEntryError, require_entries
     from .history import History
+    from .html_page import conversation_html, messages_html
     from .layout import ChatHistory, LogProbs, Masks, Text, Tokens
     from .layout_conversion import conversation_tokens
     from .loop_state import read_conversations, write_conversations
     from .messages import check_messages
     from .packed import cumulative_lengths, pack, pad, sequence_index, unpack
     from .protocols import TokenScorer, TokenScores
-    from .show import show_conversation
+    from .show import show_conversation, show_messages
+    from .text_history import TextHistory
     from .tool_calls import parse_tool_calls
 
 _HOME = {
@@ -45,15 +47,18 @@ _HOME = {
     "Position": "conversation",
     "Source": "conversation",
     "Text": "layout",
+    "TextHistory": "text_history",
     "TokenScorer": "protocols",
     "TokenScores": "protocols",
     "Tokens": "layout",
     "add_chat_template": "chat_templates",
     "builtin_template": "chat_templates",
     "check_messages": "messages",
+    "conversation_html": "html_page",
     "conversation_tokens": "layout_conversion",
     "cumulative_lengths": "packed",
     "history_view": "conversation_views",
+    "messages_html": "html_page",
     "pack": "packed",
     "pad": "packed",
     "parse_tool_calls": "tool_calls",
@@ -63,6 +68,7 @@ _HOME = {
     "row_tensordicts": "conversation_views",
     "sequence_index": "packed",
     "show_conversation": "show",
+    "show_messages": "show",
     "template_names": "chat_templates",
     "unpack": "packed",
     "write_conversations": "loop_state",
@@ -83,16 +89,19 @@ __all__ = [
     "Position",
     "Source",
     "Text",
+    "TextHistory",
     "TokenScorer",
     "TokenScores",
     "Tokens",
     "add_chat_template",
     "builtin_template",
     "check_messages",
+    "conversation_html",
     "conversation_tokens",
     "cumulative_lengths",
     "history_view",
     "keys",
+    "messages_html",
     "pack",
     "pad",
     "parse_tool_calls",
@@ -102,6 +111,7 @@ __all__ = [
     "row_tensordicts",
     "sequence_index",
     "show_conversation",
+    "show_messages",
     "template_names",
     "unpack",
     "write_conversations",

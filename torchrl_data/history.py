@@ -26,6 +26,7 @@ from .messages import Message, check_messages
 from .ragged import entries_of, value_stack
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
 
@@ -289,6 +290,34 @@ class History(TensorClass["nocast"]):
             self.__dict__["_tensordict"] = joined
             return self
         return type(self)._from_tensordict(joined, {})
+
+    # For people ---------------------------------------------------------------------------------
+
+    def show(self, *, reward: float | None = None, console: "Console | None" = None) -> None:
+        """Print a conversation ``[M]``, or each of a batch, a panel per message.
+
+        Args:
+            reward: printed at the end.
+            console: where to print; a new one on standard output when not given.
+        """
+        from .show import show_messages
+
+        for chat in self._rows():
+            show_messages(chat, reward=reward, console=console)
+
+    def to_html(self, *, rewards: Sequence[float | None] | None = None) -> str:
+        """One self-contained HTML page that runs nothing, whatever the messages spell.
+
+        Args:
+            rewards: of each conversation.
+        """
+        from .html_page import messages_html
+
+        return messages_html(self._rows(), rewards=rewards)
+
+    def _rows(self) -> list[list[Message]]:
+        chats: Any = self.to_chats()
+        return chats if self.batch_dims > 1 else [chats if self.batch_dims else [chats]]
 
     # Where TensorDict needs to know -------------------------------------------------------------
 
