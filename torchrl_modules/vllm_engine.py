@@ -29,8 +29,13 @@ _FIXED: Final = {
     "generation_config": "vllm",
 }
 _DEFAULTS: Final = {"use_tqdm_on_load": False}
-# A CPU engine would take nearly all memory for its cache, and compile for minutes.
-_CPU_DEFAULTS: Final = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+# A CPU engine would take nearly all memory for its cache, and compile for minutes; and in float32
+# its log-probs are those of the model that is trained.
+_CPU_DEFAULTS: Final = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 30,
+}
 
 
 class VLLMEngine:
@@ -45,7 +50,7 @@ class VLLMEngine:
             allows and the memory holds.
         engine_kwargs: passed on to ``vllm.LLM``, for instance ``dtype``,
             ``gpu_memory_utilization``, ``kv_cache_memory_bytes``, ``enforce_eager``. On a CPU the
-            last two default to 1 GiB and ``True``.
+            precision defaults to float32, and the last two to 1 GiB and ``True``.
 
     Raises:
         ImportError: vLLM is not installed.

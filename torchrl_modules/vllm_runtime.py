@@ -108,8 +108,8 @@ def import_vllm(*, in_process: bool = True) -> VLLMNames:
                     f"{INSTALL}"
                 )
             found[name] = getattr(module, name)
-        if module_name == "vllm.platforms":
-            _spare_compilation(module.current_platform)
+        if module_name == "vllm.platforms" and module.current_platform.is_cpu():
+            _prepare_cpu()
     return VLLMNames(**found)
 
 
@@ -123,11 +123,16 @@ def _prepare_environment() -> None:
         )
 
 
-def _spare_compilation(platform: Any) -> None:
+def _prepare_cpu() -> None:
+    platform = importlib.import_module("vllm.platforms").current_platform
     # With log-probs, vLLM counts ranks, which nobody reads, in a helper that it compiles when it
-    # is first called: on a CPU 20 seconds and a C++ compiler. The decorator reads this at import.
-    if platform.is_cpu() and hasattr(platform, "simple_compile_backend"):
+    # is first called: 20 seconds and a C++ compiler. The decorator reads this at import.
+    if hasattr(platform, "simple_compile_backend"):
         platform.simple_compile_backend = "eager"
+    # vLLM's bfloat16 kernels use AMX without asking Linux for it, which is an illegal
+    # instruction.
+    if hasattr(torch.cpu, "_init_amx"):
+        torch.cpu._init_amx()
 
 
 @contextmanager

@@ -30,7 +30,11 @@ _OPTIONS: Final = {
     "--skip-tokenizer-init": None,
     "--tokens-only": None,
 }
-_CPU_OPTIONS: Final = {"--kv-cache-memory-bytes": str(1 << 30), "--enforce-eager": None}
+_CPU_OPTIONS: Final = {  # as for `VLLMEngine`
+    "--dtype": "float32",
+    "--kv-cache-memory-bytes": str(1 << 30),
+    "--enforce-eager": None,
+}
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
