@@ -183,3 +183,36 @@ TEMPLATE_TOKENIZERS = {
     "dialogpt": plain_eos_tokenizer,
 }
 """A tokenizer of the kind that each built-in template is used with."""
+
+
+def bpe_of_ranks(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
+    """A byte-level BPE from the ranks of its tokens (the form of tiktoken and Tekken)."""
+    letters = _byte_letters()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    merges = []
+    for token, rank in ranks.items():
+        if len(token) > 1:
+            splits = [(token[:n], token[n:]) for n in range(1, len(token))]
+            known = [(a, b) for a, b in splits if a in ranks and b in ranks]
+            merges += [(rank, ranks[a], ranks[b], spell(a), spell(b)) for a, b in known]
+    merges.sort()
+    vocab = {spell(token): rank for token, rank in ranks.items()}
+    backend = Tokenizer(models.BPE(vocab, [(a, b) for *_, a, b in merges], ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's letters for bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
