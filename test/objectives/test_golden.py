@@ -54,6 +54,9 @@ def test_reference_advantages():
         pytest.param(math.log(0.5), 1.0, -0.5, -0.5, "", id="good, ratio low: not clipped"),
         pytest.param(math.log(0.5), -1.0, 0.8, 0.0, "low", id="bad, ratio too low: clipped"),
         pytest.param(math.log(1.5), -1.0, 1.5, 1.5, "", id="bad, ratio high: not clipped"),
+        pytest.param(math.log(1.1), -0.5, 0.55, 0.55, "", id="bad, ratio within: not clipped"),
+        pytest.param(math.log(0.9), 0.5, -0.45, -0.45, "", id="good, ratio within: not clipped"),
+        pytest.param(math.log(0.5), 0.5, -0.25, -0.25, "", id="half good, ratio low: not clipped"),
         pytest.param(math.log(4.0), -1.0, 3.0, 0.0, "", id="bad, ratio above the cap: capped"),
         pytest.param(500.0, -1.0, 3.0, 0.0, "", id="a ratio that would overflow stays finite"),
         pytest.param(500.0, 0.0, 0.0, 0.0, "", id="no advantage: no loss, whatever the ratio"),
@@ -198,6 +201,18 @@ def test_what_is_never_differentiated_is_not():
         F.gmpo(ratio, advantage, mask).ratio,
     ]
     assert not any(tensor.requires_grad for tensor in detached)
+
+
+def test_defaults_are_those_of_the_papers():
+    big = torch.full((1, 1), 3.0)
+    assert F.cispo(big, -ON.float(), ON.float(), ON).loss.item() == pytest.approx(5.0)
+    assert F.sampler_correction(big, ONE, ON).weight.item() == 2.0
+    assert F.sampler_correction(-big, ONE, ON).weight.item() == pytest.approx(math.exp(-3))
+    sigmoid = 1 / (1 + math.exp(-0.1))
+    assert F.minor_sft(ON.float()[0], ONE[0]).item() == pytest.approx(-math.log(sigmoid))
+    p, q = torch.tensor([[0.3, 0.7]]).log(), torch.tensor([[0.6, 0.4]]).log()
+    torch.testing.assert_close(F.generalized_jsd(p, q), F.generalized_jsd(q, p))
+    assert F.kl_estimate(ONE, big, ON).item() == pytest.approx(math.exp(3) - 4)
 
 
 def test_settings_at_the_edge_of_their_range_are_accepted():
