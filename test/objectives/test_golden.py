@@ -95,6 +95,27 @@ def test_gmpo_clips_by_the_sign_of_the_advantage():
     assert term.clipped_low.tolist() == [[False, False], [False, True]]
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "correction", "log_weight"),
+    [
+        pytest.param(0.5, None, 0.5, id="the ratio of the sequence"),
+        pytest.param(0.5, -0.2, 0.3, id="the sampler correction belongs inside"),
+        pytest.param(-40.0, None, math.log(1e-8), id="kept above 1e-8"),
+        pytest.param(-1.0, -math.inf, math.log(1e-8), id="a masked token: as low as it goes"),
+    ],
+)
+def test_vespo_weight(log_ratio, correction, log_weight):
+    given = None if correction is None else torch.tensor([[correction, 0.0]])
+    pair = torch.tensor([[log_ratio, 0.0]])
+    mask, minus_one = torch.tensor([[True, True]]), torch.full((1, 2), -1.0)
+    for advantage, (k, lam) in ((1.0, (2, 3)), (-1.0, (3, 2)), (0.0, (2, 3))):
+        adv = torch.full((1, 2), advantage)
+        term = F.vespo(pair, minus_one, adv, mask, sampler_log_ratio=given)
+        weight = math.exp(lam + k * log_weight - lam * math.exp(log_weight))
+        assert term.ratio.tolist()[0] == pytest.approx([weight] * 2, rel=1e-5)
+        assert term.loss.tolist()[0] == pytest.approx([advantage * weight] * 2, rel=1e-5)
+
+
 def test_the_mean_keeps_a_long_sequence_alive_where_the_sum_would_not():
     train = torch.full((1, 4096), -1.001)
     mask = torch.ones(1, 4096, dtype=torch.bool)
