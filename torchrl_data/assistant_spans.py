@@ -6,6 +6,7 @@ ends with its first end-of-turn token. Content can't spell either, if they hold 
 if they hold none, each turn is measured by rendering the messages before it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -19,6 +20,9 @@ QUESTION: Message = {"role": "user", "content": "Question7"}
 ANSWER: Message = {"role": "assistant", "content": "Answer7"}
 
 
+_LAST_TAG = re.compile(r"(-?)(%\}|\}\}|#\})((?:(?!%\}|\}\}|#\}).)*)\Z", re.DOTALL)
+
+
 class TurnShape(NamedTuple):
     """How a template opens and closes an assistant's turn."""
 
@@ -30,12 +34,17 @@ class TurnShape(NamedTuple):
     """What follows the content: white space, end of turn and whatever comes after it."""
     header_is_control: bool
     """The header holds a control token, so that content can't spell it."""
+    tail: str
+    """What the template's source ends with, whatever the messages."""
 
 
-def turn_shape(render: Render, first_control: Callable[[str], str | None]) -> TurnShape:
+def turn_shape(
+    source: str, render: Render, first_control: Callable[[str], str | None]
+) -> TurnShape:
     """Find how a template opens and closes an assistant's turn.
 
     Args:
+        source: of the template.
         render: renders messages.
         first_control: the first control token in a text, if any.
 
@@ -57,7 +66,20 @@ def turn_shape(render: Render, first_control: Callable[[str], str | None]) -> Tu
     control = first_control(after)
     if control is None or after.split(control, 1)[0].strip():
         control = ""
-    return TurnShape(header, control, after, first_control(header) is not None)
+    tail = _static_tail(source)
+    if not all(text.endswith(tail) for text in (asked, opened, answered)):
+        tail = ""
+    return TurnShape(header, control, after, first_control(header) is not None, tail)
+
+
+def _static_tail(source: str) -> str:
+    """The text after the last tag of a template, as Jinja gives it."""
+    match = _LAST_TAG.search(source)
+    if match is None or match.group(1) == "-":
+        return ""
+    # Jinja drops one line end at the end of the source, and one after a block or a comment.
+    tail = match.group(3).removesuffix("\n")
+    return tail if match.group(2) == "}}" else tail.removeprefix("\n")
 
 
 def _common(left: str, right: str) -> int:
@@ -109,15 +131,15 @@ def _scan(rendered: str, count: int, shape: TurnShape) -> list[tuple[int, int]] 
 def _measure(
     rendered: str, messages: Sequence[Message], turn: int, render: Render, shape: TurnShape
 ) -> tuple[int, int]:
-    before = render(messages[:turn], True)
-    until = render(messages[: turn + 1], False)
-    if not until.startswith(before) or not rendered.startswith(until.removesuffix(shape.after)):
+    before = render(messages[:turn], True).removesuffix(shape.tail)
+    until = render(messages[: turn + 1], False).removesuffix(shape.after)
+    if not until.startswith(before) or not rendered.startswith(until):
         raise ValueError(
             f"Message {turn} (assistant) can't be told from the text that the chat template renders"
             ", as the template changes earlier text when messages are added. Mark the assistant's "
             "part with {% generation %} ... {% endgeneration %}."
         )
-    end = len(until.removesuffix(shape.after))
+    end = len(until)
     if shape.end_of_turn:
         end = rendered.index(shape.end_of_turn, end) + len(shape.end_of_turn)
     return len(before), end

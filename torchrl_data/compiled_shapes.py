@@ -122,12 +122,11 @@ class CompiledShapes:
             return None
         every = [(i, key) for i, m in enumerate(messages) for key in _FIELDS if key in m]
         try:
-            text = "".join(piece.text for piece in self._render_slots(messages, every))
-            fields = [
-                field for field, slot in zip(every, self._slots(every), strict=True) if slot in text
-            ]
-            pieces = self._render_slots(messages, fields)
+            fields = self._shown(messages, every)
+            pieces = None if fields is None else self._render_slots(messages, fields)
         except ValueError:
+            return None
+        if fields is None or pieces is None:
             return None
         runs = [self._run_of(piece) for piece in pieces]
         compiled = _Compiled(runs, fields, True, [])
@@ -140,6 +139,26 @@ class CompiledShapes:
             if not all(self._agrees(compiled, messages, form.format(word)) for form in _FORMS)
         ]
         return compiled._replace(keeps_edges=edges, sensitive=sensitive)
+
+    def _shown(
+        self, messages: Sequence[Message], fields: Sequence[tuple[int, str]]
+    ) -> list[tuple[int, str]] | None:
+        """The entries that the template shows, or ``None`` if it changes or hides a content."""
+        pieces = self._render_slots(messages, fields)
+        text = "".join(piece.text for piece in pieces)
+        slots = zip(fields, self._slots(fields), strict=True)
+        shown = [field for field, slot in slots if slot in text]
+        hidden = [field for field in fields if field not in shown]
+        if any(key == "content" for _, key in hidden):
+            return None
+        for value in ("", "other words"):
+            values = [
+                slot if f in shown else value
+                for f, slot in zip(fields, self._slots(fields), strict=True)
+            ]
+            if self._render(_filled(messages, fields, values)) != pieces:
+                return None
+        return shown
 
     def _slots(self, fields: Sequence[Any]) -> list[str]:
         return [f"Slot{self._secret}n{n}x" for n in range(len(fields))]

@@ -33,6 +33,9 @@ class ConversationEncoder:
             found.
         chat_template_name: name of a built-in or added template.
         chat_template_kwargs: passed to the template (``enable_thinking=False``, say).
+        reasoning_in_content: a ``<think>`` block that begins an assistant's content is its
+            reasoning, written with the template's own tokens. Otherwise reasoning is what
+            ``reasoning_content`` holds, and all content stays content.
 
     Raises:
         ValueError: the template does not show what the assistant wrote.
@@ -46,6 +49,7 @@ class ConversationEncoder:
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        reasoning_in_content: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.guard = ControlTokenGuard(tokenizer)
@@ -61,8 +65,14 @@ class ConversationEncoder:
             **(chat_template_kwargs or {}),
         }
         self._marked = is_generation_marked(self.template)
-        self._knows_reasoning = "reasoning_content" in self.template
+        if reasoning_in_content and "reasoning_content" not in self.template:
+            raise ValueError(
+                "reasoning_in_content moves reasoning to 'reasoning_content', which this chat "
+                "template does not show. Use one that does (qwen3, deepseek3)."
+            )
+        self._reasoning_in_content = reasoning_in_content
         self._shape: TurnShape = turn_shape(
+            self.template,
             lambda messages, prompt: self._render_text(messages, None, prompt).text,
             self._first_control,
         )
@@ -152,7 +162,7 @@ class ConversationEncoder:
         continue_final_message: bool = False,
     ) -> list[Run]:
         """Runs of a whole conversation; what the assistant wrote is the model's."""
-        if self._knows_reasoning:
+        if self._reasoning_in_content:
             messages = [split_reasoning(message) for message in messages]
         escaped = self.guard.escape(messages)
         if continue_final_message:
@@ -229,9 +239,6 @@ class ConversationEncoder:
         continue_final_message: bool = False,
     ) -> list[EncodedMessages]:
         """Tokens of whole conversations; what the assistant wrote has the source ``MODEL``.
-
-        A ``<think>`` block at the start of an assistant's content is its reasoning, if the template
-        knows reasoning; nothing else in any content becomes a control token.
 
         Args:
             chats: messages of each row.
