@@ -25,7 +25,7 @@ import torch  # noqa: F401  (so that every fork has it)
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path("objectives") / "functional"
-TESTS = ("test_golden.py", "test_functional_reference.py")
+TESTS = ("test_golden.py", "test_functional_reference.py", "test_advantages_reference.py")
 OPTIONS = [
     *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
