@@ -93,6 +93,8 @@ def test_gmpo_clips_by_the_sign_of_the_advantage():
     assert term.loss[1].tolist() == pytest.approx([math.exp((1 - 0.4) / 2)] * 2)
     assert term.clipped_high.tolist() == [[True, False], [False, False]]
     assert term.clipped_low.tolist() == [[False, False], [False, True]]
+    within = F.gmpo(log_ratio / 10, advantage, torch.ones(2, 2, dtype=torch.bool))
+    assert not (within.clipped_low | within.clipped_high).any()
 
 
 @pytest.mark.parametrize(
