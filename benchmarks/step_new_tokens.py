@@ -108,27 +108,25 @@ class Scenario:
         ]
 
     def torchrl(self) -> Callable[[], Any]:
+        from tensordict import lazy_stack
         from torchrl.data.llm import History
 
         history = History.from_chats(self.history)
-        responses = History.from_chats(
-            [[r[2], *n] for r, n in zip(self.responses, self.news, strict=True)]
-        )
+        news = History.from_chats(self.news)
+        answers = [response[2]["content"] for response in self.responses]
 
         def run() -> Any:
-            from tensordict import lazy_stack
-
-            grown = lazy_stack(
-                [
-                    a.extend(b, inplace=False)
-                    for a, b in zip(history.unbind(0), responses.unbind(0), strict=True)
-                ]
+            # What its wrapper and its environment do: the text of the whole conversation is parsed
+            # into messages, the new ones are added, and all of it is rendered and tokenised.
+            prompts = history.apply_chat_template(tokenizer=self.tokenizer, tokenize=False)
+            full = History.from_text(
+                [p + a + "<|im_end|>" for p, a in zip(prompts, answers, strict=True)],
+                chat_template_name="chatml_format",
             )
+            pairs = zip(full.unbind(0), news.unbind(0), strict=True)
+            grown = lazy_stack([row.extend(new, inplace=False) for row, new in pairs])
             return grown.apply_chat_template(
-                tokenizer=self.tokenizer,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
+                tokenizer=self.tokenizer, tokenize=True, return_dict=True
             )
 
         return run
