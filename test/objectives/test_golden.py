@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import objectives.functional as F
+from objectives.functional.groups import group_mean
 
 LOG_PROB = torch.tensor(
     [[-0.5, -1, -2, -0.1], [-1.5, -0.2, -0.7, -3], [-0.9, -0.9, -0.3, -0.4]], dtype=torch.float64
@@ -138,6 +139,28 @@ def test_equal_rewards_that_are_not_exact_in_binary_give_exactly_zero():
     reward = torch.full((7,), 0.1)
     assert F.group_advantage(reward, torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
     assert F.rloo_advantage(reward, torch.zeros(7, dtype=torch.int64)).tolist() == [0.0] * 7
+
+
+def test_an_invalid_reward_does_not_make_an_even_group_uneven():
+    for other in (5.0, -5.0, math.nan):
+        reward = torch.tensor([0.1] * 7 + [other])
+        valid = torch.tensor([True] * 7 + [False])
+        group = torch.zeros(8, dtype=torch.int64)
+        assert F.group_advantage(reward, group, valid).tolist() == [0.0] * 8
+
+
+def test_the_mean_of_a_group_without_valid_members_is_0():
+    index, none = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool)
+    values = torch.full((2,), math.nan)
+    assert group_mean(values, index, none).tolist() == [0, 0]
+    assert group_mean(torch.tensor([3.0, 1.0]), index, ~none).tolist() == [2, 2]
+    assert group_mean(values.fill_(3.0), index, torch.tensor([True, False])).tolist() == [3, 3]
+
+
+def test_no_aggregation_is_0_outside_the_mask():
+    values = torch.tensor([[1.0, math.nan]])
+    mask = torch.tensor([[True, False]])
+    assert F.aggregate(values, mask, aggregation="none").tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize(
