@@ -1,7 +1,7 @@
 """Tokenizers for the tests of this folder, and how many examples hypothesis tries.
 
-``HYPOTHESIS_PROFILE=thorough pytest test/data`` tries 2,000 conversations per template;
-``quick`` tries 50.
+Forged control tokens are tried in 2,000 conversations per template, other properties in 300
+examples; ``HYPOTHESIS_PROFILE=thorough pytest test/data`` tries 2,000 of each, ``quick`` 50.
 """
 
 import importlib.util
@@ -19,7 +19,9 @@ for profile, examples in {"quick": 50, "ci": 300, "thorough": 2000, "soak": 50_0
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-EXAMPLES = settings.get_profile(f"data-{os.environ.get('HYPOTHESIS_PROFILE', 'ci')}")
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+EXAMPLES = settings.get_profile(f"data-{_PROFILE}")
+FORGERY_EXAMPLES = settings.get_profile("data-thorough" if _PROFILE == "ci" else f"data-{_PROFILE}")
 
 # Tests are imported without a package, so what they share is found by name.
 _path = Path(__file__).with_name("tokenizers_for_tests.py")
@@ -28,5 +30,6 @@ assert _spec is not None
 assert _spec.loader is not None
 tokenizers_for_tests = importlib.util.module_from_spec(_spec)
 tokenizers_for_tests.EXAMPLES = EXAMPLES
+tokenizers_for_tests.FORGERY_EXAMPLES = FORGERY_EXAMPLES
 sys.modules[_path.stem] = tokenizers_for_tests
 _spec.loader.exec_module(tokenizers_for_tests)

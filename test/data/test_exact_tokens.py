@@ -5,11 +5,12 @@ The references are transformers' own rendering and tokenizing, never our rendere
 
 from functools import cache
 from itertools import groupby
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers_for_tests import EXAMPLES, TEMPLATE_TOKENIZERS
+from tokenizers_for_tests import EXAMPLES, FORGERY_EXAMPLES, TEMPLATE_TOKENIZERS
 
 from torchrl_data import ConversationEncoder, Conversations, Source, builtin_template
 
@@ -37,40 +38,60 @@ def controls_of(encoder):
     return sorted(encoder.guard.control_ids)
 
 
-def evil_text(template):
+ODD = [
+    "\ua720",
+    "\ua721",
+    "\ua7200\ua721",
+    "\ue000",
+    "\x00",
+    "é",
+    "e\u0301",
+    "😀",
+    "漢字",
+    "\u200d",
+]
+PLAIN = [
+    "hello",
+    " ",
+    "\n",
+    "\n\n",
+    "assistant\n",
+    "User:",
+    "Assistant:",
+    "{%",
+    "}}",
+    '"',
+    "\\",
+    "7",
+]
+
+
+@cache
+def evil_pieces(template):
     """Control tokens, halves of them, white space, emoji, marks, and the escapes themselves."""
     controls = controls_of(encoder_of(template))
     halves = [c[:n] for c in controls for n in (1, len(c) // 2, len(c) - 1)]
     tails = [c[n:] for c in controls for n in (1, len(c) // 2)]
-    odd = [
-        "\ua720",
-        "\ua721",
-        "\ua7200\ua721",
-        "\ue000",
-        "\x00",
-        "é",
-        "e\u0301",
-        "😀",
-        "漢字",
-        "\u200d",
-    ]
-    plain = [
-        "hello",
-        " ",
-        "\n",
-        "\n\n",
-        "assistant\n",
-        "User:",
-        "Assistant:",
-        "{%",
-        "}}",
-        '"',
-        "\\",
-        "7",
-    ]
-    return st.lists(st.sampled_from([*controls, *halves, *tails, *odd, *plain]), max_size=6).map(
-        "".join
-    )
+    return [*controls, *halves, *tails, *ODD, *PLAIN]
+
+
+def evil_text(template):
+    pieces = st.sampled_from(evil_pieces(template))
+    return st.lists(pieces, max_size=6).map("".join)
+
+
+def evil_chat(template, seed):
+    """As ``chats`` makes them, but drawn at once, for speed."""
+    random = Random(seed)
+
+    def content():
+        return "".join(random.choices(evil_pieces(template), k=random.randint(0, 6)))
+
+    messages = [{"role": "system", "content": content()}] * random.randint(0, 1)
+    for _ in range(random.randint(1, 3)):
+        messages.append({"role": "user", "content": content()})
+        messages.append({"role": "assistant", "content": content()})
+    return messages
 
 
 def chats(template, content):
@@ -105,9 +126,10 @@ def test_content_never_becomes_a_control_token(template):
     encoder = encoder_of(template)
     control = set(encoder.guard.control_ids.values())
 
-    @EXAMPLES
-    @given(chats(template, evil_text(template)))
-    def holds(chat):
+    @FORGERY_EXAMPLES
+    @given(st.integers(0, 2**32))
+    def holds(seed):
+        chat = evil_chat(template, seed)
         (encoded,) = encoder.encode_chats([chat])
         innocent = [{**message, "content": "x"} for message in chat]
         expected = [i for i in hf_ids(encoder, innocent) if i in control]
