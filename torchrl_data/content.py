@@ -4,9 +4,12 @@ from typing import Any, Literal, get_args
 
 from tensordict import TensorClass
 
+from .tensorclass_views import documented
+
 ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
 
 
+@documented
 class ContentBase(TensorClass["nocast", "shadow"]):
     """One part of a message's content.
 
@@ -23,6 +26,8 @@ class ContentBase(TensorClass["nocast", "shadow"]):
         ValueError: the type is not one of ``text``, ``image``, ``audio``, ``video``, ``file``,
             ``function_call``.
     """
+
+    _documentation = __doc__
 
     type: ContentType  # type: ignore[override]
     """What the part is."""

@@ -24,12 +24,14 @@ from .content import ContentBase
 from .history_fields import FIELDS, OPTIONAL, message_fields, plain, to_message
 from .messages import Message, check_messages
 from .ragged import entries_of, value_stack
+from .tensorclass_views import documented
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
 
+@documented
 class History(TensorClass["nocast"]):
     """A message, a conversation ``[M]``, or a batch of conversations ``[B, M]`` (M may be ragged).
 
@@ -44,6 +46,8 @@ class History(TensorClass["nocast"]):
         >>> history[..., -1].content
         LinkedList(['Hi!'])
     """
+
+    _documentation = __doc__
 
     role: str | list[str] | list[list[str]]
     """Who speaks; ``"<none>"`` is a placeholder, which is never rendered."""

@@ -17,7 +17,7 @@ from .conversation_views import conversations_of, history_view
 from .history import History
 from .keys import FULL, PROMPT, RESPONSE
 from .ragged import entries_of, nested_view, packed_view, padded_view, ragged_entries, rows_of
-from .tensorclass_views import attribute_reader
+from .tensorclass_views import attribute_reader, documented
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,8 +65,11 @@ class _RowsMixin:
         return padded_view(self, name, value=value, side=side)
 
 
+@documented
 class Tokens(_RowsMixin, TensorClass["nocast"]):
     """Token ids, int64: ragged, or padded (prompt on the left, response on the right)."""
+
+    _documentation = __doc__
 
     prompt: Tensor | None = None
     """Shape ``[B, T]``."""
@@ -133,8 +136,11 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
         return _token_spec(cls, shape, keys or PARTS)
 
 
+@documented
 class LogProbs(_RowsMixin, TensorClass["nocast"]):
     """Log-probabilities, float32 in nats, aligned with the tokens of the same name."""
+
+    _documentation = __doc__
 
     prompt: Tensor | None = None
     """Shape ``[B, T]``."""
@@ -151,8 +157,11 @@ class LogProbs(_RowsMixin, TensorClass["nocast"]):
         return _token_spec(cls, shape, keys or PARTS)
 
 
+@documented
 class Masks(_RowsMixin, TensorClass["nocast"]):
     """Masks over ``("tokens", "full")``, bool."""
+
+    _documentation = __doc__
 
     all_attention_mask: Tensor | None = None
     """True on tokens, False on padding; shape ``[B, T]``."""
@@ -167,8 +176,11 @@ class Masks(_RowsMixin, TensorClass["nocast"]):
         return _token_spec(cls, shape, keys or ("all_attention_mask", "all_assistant_mask"))
 
 
+@documented
 class Text(TensorClass["nocast"]):
     """Strings, one per row."""
+
+    _documentation = __doc__
 
     prompt: str | list[str] | None = None
     response: str | list[str] | None = None
@@ -219,6 +231,7 @@ def _read(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
     return history_view(conversations, group.batch_size, response_only=name == RESPONSE)
 
 
+@documented
 @attribute_reader(_read)
 class ChatHistory(TensorClass["nocast"]):
     """Messages of ``prompt``, ``response`` and ``full``, each a ``History [B, M]``.
@@ -226,6 +239,8 @@ class ChatHistory(TensorClass["nocast"]):
     Inside the loop each is one opaque :class:`Conversations` for the whole batch; reading an
     attribute builds the ``History`` of the rows that are asked for.
     """
+
+    _documentation = __doc__
 
     prompt: History | None = None
     """The conversation so far."""
