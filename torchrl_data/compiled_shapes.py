@@ -143,14 +143,11 @@ class CompiledShapes:
     def _shown(
         self, messages: Sequence[Message], fields: Sequence[tuple[int, str]]
     ) -> list[tuple[int, str]] | None:
-        """The entries that the template shows, or ``None`` if it changes or hides a content."""
+        """The entries that the template shows, or ``None`` if it changes one of them."""
         pieces = self._render_slots(messages, fields)
         text = "".join(piece.text for piece in pieces)
         slots = zip(fields, self._slots(fields), strict=True)
         shown = [field for field, slot in slots if slot in text]
-        hidden = [field for field in fields if field not in shown]
-        if any(key == "content" for _, key in hidden):
-            return None
         for value in ("", "other words"):
             values = [
                 slot if f in shown else value

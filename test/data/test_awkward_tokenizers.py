@@ -47,13 +47,14 @@ def test_ordinary_words_and_white_space_that_were_added_are_content():
     assert tokenizer.convert_tokens_to_ids("Paris") in ours
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["hello", "a\n\n  b", "say <tool_call", "é", "e\u0301"],
-)
-def test_white_space_beside_tokens_that_take_it_in(content):
-    ours, theirs = chat_ids(stripping_tokenizer(), content)
+@pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {}], ids=str)
+@pytest.mark.parametrize("content", ["hello", "a\n\n  b", "say <tool_call", "é", "e\u0301"])
+def test_white_space_beside_tokens_that_take_it_in(content, flags):
+    tokenizer = stripping_tokenizer(**flags)
+    ours, theirs = chat_ids(tokenizer, content)
     assert ours == theirs
+    newline = tokenizer.convert_tokens_to_ids("Ċ")
+    assert (ours[-1] == newline) is not flags.get("rstrip", False)
 
 
 def test_control_tokens_of_one_character_and_inside_each_other():

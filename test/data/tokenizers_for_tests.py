@@ -156,15 +156,15 @@ def plain_eos_tokenizer() -> PreTrainedTokenizerFast:
     return wrap(byte_level_backend(), eos="<|endoftext|>", bos="<|endoftext|>")
 
 
-def stripping_tokenizer() -> PreTrainedTokenizerFast:
-    """Control tokens that take in white space beside them, and normalized text."""
+def stripping_tokenizer(*, rstrip: bool = False, lstrip: bool = False) -> PreTrainedTokenizerFast:
+    """Control tokens that take in white space beside them, and white space that was added."""
     backend = byte_level_backend()
     backend.normalizer = normalizers.NFC()
-    tokenizer = wrap(backend, eos="<|im_end|>", special=("<|endoftext|>",))
+    tokenizer = wrap(backend, eos="<|endoftext|>")
     tokenizer.add_tokens(
         [
-            AddedToken("<|im_start|>", special=True, rstrip=True, normalized=False),
-            AddedToken("<tool_call>", special=False, lstrip=True, normalized=True),
+            AddedToken("<|im_end|>", special=True, rstrip=rstrip, normalized=False),
+            AddedToken("<|im_start|>", special=True, lstrip=lstrip, normalized=False),
             AddedToken("    ", special=False, normalized=False),
         ]
     )
