@@ -46,7 +46,7 @@ class DistillationLoss(TensorDictModuleBase):
         self,
         actor_network: TokenScorer,
         *,
-        kl_direction: F.KLDirection = "reverse",
+        kl_direction: F.KLDirection | str = "reverse",
         aggregation: str = "token_mean",
         masking_strategy: str = "assistant",
         temperature: float = 1.0,

@@ -48,6 +48,7 @@ class MCAdvantage(Transform):
         rb.extend(rows)  # a lazy stack [n]: any number, groups interleaved, in any order
 
     ``extend`` writes the complete groups, each row with an ``advantage``, and keeps the rest.
+    (Not ``add``: TorchRL's would store a whole group as one item.)
     Incomplete groups and counts are part of ``state_dict``. Rows that come in are not written to.
 
     Put it first in a ``Compose``: inverse transforms run last to first, and those that follow
@@ -97,14 +98,14 @@ class MCAdvantage(Transform):
         advantage_key: NestedKey = keys.ADVANTAGE,
         scorable_key: NestedKey = keys.SCORABLE,
         assistant_mask_key: NestedKey = keys.ASSISTANT_MASK,
-        estimator: Estimator = "group",
-        scale: F.Scale = "group",
-        credit: Credit = "trajectory",
-        trajectory_return: TrajectoryReturn = "sum",
-        zero_variance: NoSignal = "keep",
-        unscorable: NoSignal = "keep",
+        estimator: Estimator | str = "group",
+        scale: F.Scale | str = "group",
+        credit: Credit | str = "trajectory",
+        trajectory_return: TrajectoryReturn | str = "sum",
+        zero_variance: NoSignal | str = "keep",
+        unscorable: NoSignal | str = "keep",
         keep_return_bounds: tuple[float, float] | None = None,
-        on_expiry: OnExpiry = "drop",
+        on_expiry: OnExpiry | str = "drop",
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,
     ) -> None:

@@ -113,11 +113,13 @@ class _Columns:
         self.held = self.rows[0] if self.rows else batch
         self.require([read.tokens])
         self.tokens_key = read.tokens
-        self.row_lengths = [len(row) for row in self._column(read.tokens)]
+        self.row_lengths = [row.numel() for row in self._column(read.tokens)]
         self.keep: Tensor | None = None
 
     def require(self, keys: list[NestedKey]) -> None:
-        require_entries(self.held, keys, self.who)
+        # Listing all keys is slow, so only where one is missing.
+        if not all(map(self.has, keys)):
+            require_entries(self.held, keys, self.who)
 
     def has(self, key: NestedKey) -> bool:
         return self.held.get(key, None) is not None
@@ -126,31 +128,34 @@ class _Columns:
         if self.rows is None:
             return list(self.batch.get(key).unbind(0))
         found = [row.get(key, None) for row in self.rows]
-        for index, value in enumerate(found):
-            if value is None:
-                raise MissingEntryError(
-                    f"{self.who} reads {key!r}, which row {index} of the batch lacks (row 0 "
-                    "holds it). Give every row the same entries."
-                )
-        return found
+        values = [value for value in found if value is not None]
+        if len(values) != len(found):
+            index = next(i for i, value in enumerate(found) if value is None)
+            raise MissingEntryError(
+                f"{self.who} reads {key!r}, which row {index} of the batch lacks (row 0 "
+                "holds it). Give every row the same entries."
+            )
+        return values
 
     def tokens(self, key: NestedKey) -> Tensor:
         """A per-token entry, packed ``[N]``."""
-        values = [value.reshape(-1) for value in self._column(key)]
-        for index, (value, length) in enumerate(zip(values, self.row_lengths, strict=True)):
-            if len(value) != length:
-                raise ValueError(
-                    f"{self.who}: {key!r} has {len(value)} values in row {index}, whose "
-                    f"{self.tokens_key!r} has {length}. Entries must be aligned with the tokens."
-                )
-        packed = torch.cat(values)
+        values = self._column(key)
+        sizes = [value.numel() for value in values]
+        if sizes != self.row_lengths:
+            index = next(i for i, size in enumerate(sizes) if size != self.row_lengths[i])
+            raise ValueError(
+                f"{self.who}: {key!r} has {sizes[index]} values in row {index}, whose "
+                f"{self.tokens_key!r} has {self.row_lengths[index]}. Entries must be aligned "
+                "with the tokens."
+            )
+        packed = torch.cat(values).view(-1)
         return packed if self.keep is None else packed[self.keep]
 
-    def tokens_or_rows(self, key: NestedKey, lengths: Tensor) -> Tensor:
+    def tokens_or_rows(self, key: NestedKey, sequence: Tensor) -> Tensor:
         """An entry of one value per row or per token, packed ``[N]``."""
         values = [value.reshape(-1) for value in self._column(key)]
-        if all(len(value) == 1 for value in values):
-            return torch.cat(values)[sequence_index(lengths)]
+        if all(value.numel() == 1 for value in values):
+            return torch.cat(values)[sequence]
         expanded = [
             value.expand(length) if len(value) == 1 else value
             for value, length in zip(values, self.row_lengths, strict=True)
@@ -165,9 +170,10 @@ class _Columns:
         return packed if self.keep is None else packed[self.keep]
 
 
-def _targets(assistant: Tensor, lengths: Tensor, strategy: MaskingStrategy) -> Tensor:
+def _targets(
+    assistant: Tensor, lengths: Tensor, sequence: Tensor, strategy: MaskingStrategy
+) -> Tensor:
     """The tokens to train, ``[N]``; the first of a row has nothing before it and is none."""
-    sequence = sequence_index(lengths)
     first = torch.ones_like(assistant)
     first[1:] = sequence[1:] != sequence[:-1]
     if strategy == "all":
@@ -178,6 +184,11 @@ def _targets(assistant: Tensor, lengths: Tensor, strategy: MaskingStrategy) -> T
     starts = (lengths.cumsum(0) - lengths).clamp(max=max(len(count) - 1, 0))
     before = (count - assistant.to(count.dtype))[starts] if len(count) else count
     return (count > before[sequence]) & ~first
+
+
+def _count(mask: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
+    """True tokens of each row, ``[B]``."""
+    return torch.zeros_like(lengths).index_add(0, sequence, mask.long())
 
 
 def pack_batch(
@@ -218,20 +229,20 @@ def pack_batch(
     columns.require(needed)
     ids = columns.tokens(read.tokens)
     lengths = torch.tensor(columns.row_lengths, device=ids.device)
+    sequence = sequence_index(lengths)
     if columns.has(read.attention_mask):
         real = columns.tokens(read.attention_mask).bool()
-        lengths = torch.zeros_like(lengths).index_add(0, sequence_index(lengths), real.long())
-        columns.keep = real
-        ids = ids[real]
+        if not bool(real.all()):
+            lengths = _count(real, sequence, lengths)
+            columns.keep = real
+            ids, sequence = ids[real], sequence[real]
     known = columns.has(read.assistant_mask)
     assistant = columns.tokens(read.assistant_mask).bool() if known else torch.zeros_like(ids) > 0
-    target_mask = _targets(assistant, lengths, strategy)
-    target_lengths = torch.zeros_like(lengths).index_add(
-        0, sequence_index(lengths), target_mask.long()
-    )
+    target_mask = _targets(assistant, lengths, sequence, strategy)
     entries = {name: columns.tokens(getattr(read, name)) for name in token_entries}
     for name in row_entries:
-        entries[name] = columns.tokens_or_rows(getattr(read, name), lengths)
+        entries[name] = columns.tokens_or_rows(getattr(read, name), sequence)
+    target_lengths = _count(target_mask, sequence, lengths)
     return PackedBatch(
         ids=ids.to(device),
         lengths=lengths.to(device),

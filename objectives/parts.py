@@ -5,7 +5,7 @@ Each surrogate maps its settings onto one function of :mod:`objectives.functiona
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class PolicyTokens(NamedTuple):
     """``[K]``, the sampler correction; only for a surrogate that applies it itself."""
 
 
+@runtime_checkable
 class SurrogateSettings(Protocol):
     """A surrogate: settings that can be called on tokens."""
 

@@ -28,6 +28,7 @@ def read_entry(row: TensorDictBase, key: NestedKey, who: str) -> Tensor:
 
     Raises:
         MissingEntryError: the row lacks it; the message names what the row holds.
+        TypeError: it is no tensor.
     """
     value = row.get(key, None)
     if value is None:
@@ -35,6 +36,11 @@ def read_entry(row: TensorDictBase, key: NestedKey, who: str) -> Tensor:
         raise MissingEntryError(
             f"{who} reads {key!r}, which a row lacks. The row holds {found}. "
             "Run the step that writes the entry first, or rename it."
+        )
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{who} reads {key!r} as a tensor, found {type(value).__name__}. (Groups go by an "
+            "integer id, never by text: have the data loader write 'group_id'.)"
         )
     return value
 
@@ -52,15 +58,9 @@ def read_group(row: TensorDictBase, key: NestedKey, who: str) -> int:
 
     Raises:
         MissingEntryError: the row lacks it.
-        TypeError: it is text: two groups may have the same.
+        TypeError: it is no tensor; text would not do, two groups may have the same.
     """
-    value = read_entry(row, key, who)
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{who} groups by an integer id, found {type(value).__name__} at {key!r}. Equal "
-            "prompts need not be one group: have the data loader write 'group_id'."
-        )
-    return int(value)
+    return int(read_entry(row, key, who))
 
 
 def trajectory_return(reward: Tensor, scorable: Tensor | None, how: TrajectoryReturn) -> float:

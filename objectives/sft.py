@@ -56,7 +56,7 @@ class SFTLoss(TensorDictModuleBase):
         self,
         actor_network: TokenScorer,
         *,
-        loss_function: SFTFunction = "sft",
+        loss_function: SFTFunction | str = "sft",
         aggregation: str | None = None,
         max_tokens: int | None = None,
         masking_strategy: str = "assistant",

@@ -55,7 +55,7 @@ class TopKRewardSelector(Transform):
         group_key: NestedKey = keys.GROUP_ID,
         reward_key: NestedKey = keys.REWARD,
         scorable_key: NestedKey = keys.SCORABLE,
-        trajectory_return: TrajectoryReturn = "sum",
+        trajectory_return: TrajectoryReturn | str = "sum",
         above_median: bool = True,
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,

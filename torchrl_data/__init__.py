@@ -7,7 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .chat_templates import builtin_template, resolve_template
+    from . import keys
+    from .chat_templates import (
+        add_chat_template,
+        builtin_template,
+        resolve_template,
+        template_names,
+    )
     from .content import ContentBase
     from .control_tokens import ControlTokenGuard
     from .conversation import ConversationRecord, Conversations, EncodedMessages, Position, Source
@@ -15,12 +21,16 @@ if TYPE_CHECKING:
     from .encoder import ConversationEncoder
     from .errors import MissingEntryError, require_entries
     from .history import History
+    from .html_page import conversation_html, messages_html
     from .layout import ChatHistory, LogProbs, Masks, Text, Tokens
+    from .layout_conversion import conversation_tokens
     from .loop_state import read_conversations, write_conversations
     from .messages import check_messages
     from .packed import cumulative_lengths, pack, pad, sequence_index, unpack
     from .protocols import TokenScorer, TokenScores
-    from .show import show_conversation
+    from .show import show_conversation, show_messages
+    from .text_history import TextHistory
+    from .tool_calls import parse_tool_calls
 
 _HOME = {
     "ChatHistory": "layout",
@@ -37,21 +47,29 @@ _HOME = {
     "Position": "conversation",
     "Source": "conversation",
     "Text": "layout",
+    "TextHistory": "text_history",
     "TokenScorer": "protocols",
     "TokenScores": "protocols",
     "Tokens": "layout",
+    "add_chat_template": "chat_templates",
     "builtin_template": "chat_templates",
     "check_messages": "messages",
+    "conversation_html": "html_page",
+    "conversation_tokens": "layout_conversion",
     "cumulative_lengths": "packed",
     "history_view": "conversation_views",
+    "messages_html": "html_page",
     "pack": "packed",
     "pad": "packed",
+    "parse_tool_calls": "tool_calls",
     "read_conversations": "loop_state",
     "require_entries": "errors",
     "resolve_template": "chat_templates",
     "row_tensordicts": "conversation_views",
     "sequence_index": "packed",
     "show_conversation": "show",
+    "show_messages": "show",
+    "template_names": "chat_templates",
     "unpack": "packed",
     "write_conversations": "loop_state",
 }
@@ -71,22 +89,30 @@ __all__ = [
     "Position",
     "Source",
     "Text",
+    "TextHistory",
     "TokenScorer",
     "TokenScores",
     "Tokens",
+    "add_chat_template",
     "builtin_template",
     "check_messages",
+    "conversation_html",
+    "conversation_tokens",
     "cumulative_lengths",
     "history_view",
     "keys",
+    "messages_html",
     "pack",
     "pad",
+    "parse_tool_calls",
     "read_conversations",
     "require_entries",
     "resolve_template",
     "row_tensordicts",
     "sequence_index",
     "show_conversation",
+    "show_messages",
+    "template_names",
     "unpack",
     "write_conversations",
 ]

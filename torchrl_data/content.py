@@ -4,9 +4,12 @@ from typing import Any, Literal, get_args
 
 from tensordict import TensorClass
 
+from .tensorclass_views import documented
+
 ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
 
 
+@documented
 class ContentBase(TensorClass["nocast", "shadow"]):
     """One part of a message's content.
 
@@ -24,19 +27,21 @@ class ContentBase(TensorClass["nocast", "shadow"]):
             ``function_call``.
     """
 
-    type: ContentType
+    _documentation = __doc__
+
+    type: ContentType  # type: ignore[override]
     """What the part is."""
     text: str | None = None
     """The text of a ``text`` part."""
     url: str | None = None
     """Where the medium is."""
-    data: str | None = None
+    data: str | None = None  # type: ignore[override]
     """The medium itself, in base 64."""
     mime_type: str | None = None
     """For instance ``"image/jpeg"``."""
     name: str | None = None
     """File name or description."""
-    size: int | None = None
+    size: int | None = None  # type: ignore[override]
     """Bytes of a file."""
     function_name: str | None = None
     """The function that a ``function_call`` calls."""

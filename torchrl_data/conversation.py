@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Message = dict[str, Any]
+from .messages import Message
 
 
 class Source(IntEnum):

@@ -1,19 +1,27 @@
-"""From messages to tokens: only what is new in a conversation is encoded."""
+"""From messages to tokens: only what is new in a conversation is encoded.
 
+Shape legend: B rows, T tokens of a row.
+"""
+
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from .chat_templates import resolve_template
+from .assistant_spans import ANSWER, QUESTION, TurnShape, find_spans, turn_shape
+from .chat_templates import is_generation_marked, resolve_template
+from .compiled_shapes import CompiledShapes, Run
 from .control_tokens import ControlTokenGuard, TextPiece
-from .conversation import Conversations, EncodedMessages, Message, Source
+from .conversation import Conversations, EncodedMessages, Source
+from .message_edits import cut_at_end_mark, split_reasoning, with_end_mark
+from .messages import Message, check_messages
+from .template_rendering import Rendered, render_template
 
-_STUB: list[Message] = [
-    {"role": "user", "content": "u"},
-    {"role": "assistant", "content": "a"},
-]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[dict[str, Any]]
+MAX_OPENINGS: Final = 64
+"""Sets of tools for which openings are compiled; further ones are rendered."""
 
 
 class ConversationEncoder:
@@ -21,123 +29,204 @@ class ConversationEncoder:
 
     Args:
         tokenizer: a fast tokenizer.
-        chat_template: Jinja source with ``{% generation %}`` marks.
-        chat_template_name: name of a built-in template.
+        chat_template: Jinja source; generation-marked, or such that the assistant's turns can be
+            found.
+        chat_template_name: name of a built-in or added template.
         chat_template_kwargs: passed to the template (``enable_thinking=False``, say).
+        reasoning_in_content: a ``<think>`` block that begins an assistant's content is its
+            reasoning, written with the template's own tokens. Otherwise reasoning is what
+            ``reasoning_content`` holds, and all content stays content.
 
     Raises:
-        ValueError: the template is unmarked, or closes an assistant turn without a control token.
+        ValueError: the template does not show what the assistant wrote.
+        TypeError: the tokenizer has no fast backend.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        reasoning_in_content: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.guard = ControlTokenGuard(tokenizer)
         self.template = resolve_template(
             tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
         )
-        self._kwargs = dict(chat_template_kwargs or {})
-        self._special = {
-            name: str(value)
-            for name, value in tokenizer.special_tokens_map.items()
-            if isinstance(value, str)
+        self._variables = {
+            **{
+                name: str(value)
+                for name, value in tokenizer.special_tokens_map.items()
+                if isinstance(value, str)
+            },
+            **(chat_template_kwargs or {}),
         }
-        rendered, spans = self._render(_STUB)
-        start, self._stub_end = spans[-1]
-        self._stub_prefix = rendered[: self._stub_end]
-        self._closing = rendered[start : self._stub_end].removeprefix("a")
-        closing_ids = [p.control_id for p in self.guard.split(self._closing)]
-        if not closing_ids or closing_ids[0] is None:
+        self._marked = is_generation_marked(self.template)
+        if reasoning_in_content and "reasoning_content" not in self.template:
             raise ValueError(
-                f"The chat template closes an assistant turn with {self._closing!r}, which does "
-                "not start with a control token, so nothing tells the policy's turn to stop. Put "
-                "the end-of-turn token inside the {% generation %} block."
+                "reasoning_in_content moves reasoning to 'reasoning_content', which this chat "
+                "template does not show. Use one that does (qwen3, deepseek3)."
             )
-        self.end_of_turn_id: int = closing_ids[0]
-        eos = tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([self.end_of_turn_id] + ([eos] if isinstance(eos, int) else []))
+        self._reasoning_in_content = reasoning_in_content
+        self._shape: TurnShape = turn_shape(
+            self.template,
+            lambda messages, prompt: self._render_text(messages, None, prompt).text,
+            self._first_control,
         )
+        self._check_mask()
+        self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
+        self._openings: dict[str, CompiledShapes] = {}
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        rendered, spans = render_jinja_template(  # type: ignore[misc]
-            [self.guard.escape(messages)],
-            tools=self.guard.escape(tools) if tools else None,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
+    # What ends a turn ---------------------------------------------------------------------------
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The token that ends the assistant's turn.
+
+        Raises:
+            ValueError: the template has none, so nothing tells the policy's turn to stop.
+        """
+        if not self._shape.end_of_turn:
+            raise ValueError(
+                f"The chat template closes an assistant turn with {self._shape.after!r}, which "
+                "does not start with a control token, so nothing tells the policy's turn to stop. "
+                "Put the end-of-turn token inside the {% generation %} block."
+            )
+        return self.guard.control_ids[self._shape.end_of_turn]
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens at which the policy's turn stops: the end of turn and the end of sequence."""
+        eos = self.tokenizer.eos_token_id
+        ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
+        return tuple(dict.fromkeys(ids))
+
+    def _first_control(self, text: str) -> str | None:
+        pieces = self.guard.split(text)
+        return next((piece.text for piece in pieces if piece.control_id is not None), None)
+
+    def _check_mask(self) -> None:
+        rendered = self._render_text([QUESTION, ANSWER], None, False)
+        spans = self._spans(rendered, [QUESTION, ANSWER], None)
+        inside = "".join(rendered.text[start:end] for start, end in spans)
+        if ANSWER["content"] not in inside:
+            raise ValueError(
+                f"The chat template's generation blocks hold {inside!r} of {rendered.text!r}, and "
+                f"not the assistant's {ANSWER['content']!r}. Surround the assistant's content and "
+                "its end-of-turn token with {% generation %} ... {% endgeneration %}."
+            )
+
+    # Rendering ----------------------------------------------------------------------------------
+
+    def _render_text(
+        self, escaped: Sequence[Message], tools: Tools | None, add_generation_prompt: bool
+    ) -> Rendered:
+        return render_template(
+            self.template,
+            escaped,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
-            **self._special,
-            **self._kwargs,
+            variables=self._variables,
         )
-        return rendered[0], spans[0]
 
-    def _pieces_of_start(
+    def _spans(
+        self, rendered: Rendered, escaped: Sequence[Message], tools: Tools | None
+    ) -> list[tuple[int, int]]:
+        if self._marked:
+            return [
+                (start, self._past_end_of_turn(rendered.text, end)) for start, end in rendered.spans
+            ]
+        return find_spans(
+            rendered.text,
+            escaped,
+            lambda messages, prompt: self._render_text(messages, tools, prompt).text,
+            self._shape,
+        )
+
+    def _past_end_of_turn(self, text: str, end: int) -> int:
+        """Take in an end-of-turn token that a generation block leaves out: it is sampled too."""
+        token = self._shape.end_of_turn
+        after = text[end:].lstrip()
+        if not token or text.endswith(token, 0, end) or not after.startswith(token):
+            return end
+        return len(text) - len(after) + len(token)
+
+    def _chat_runs(
         self,
         messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None,
+        tools: Tools | None,
         add_generation_prompt: bool,
-    ) -> list[tuple[TextPiece, Source]]:
-        rendered, spans = self._render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt
-        )
-        return self._label(rendered, spans)
+        continue_final_message: bool = False,
+    ) -> list[Run]:
+        """Runs of a whole conversation; what the assistant wrote is the model's."""
+        if self._reasoning_in_content:
+            messages = [split_reasoning(message) for message in messages]
+        escaped = self.guard.escape(messages)
+        if continue_final_message:
+            escaped[-1] = with_end_mark(escaped[-1])
+        shown = self.guard.escape(tools) if tools else None
+        rendered = self._render_text(escaped, shown, add_generation_prompt)
+        spans = self._spans(rendered, escaped, shown)
+        text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
+        edges = [edge for span in spans for edge in span]
+        return _label(self.guard.split(text, edges), spans)
 
-    def _pieces_of_delta(
-        self, messages: Sequence[Message], closed: bool
-    ) -> list[tuple[TextPiece, Source]]:
-        rendered, spans = self._render([*_STUB, *messages], add_generation_prompt=True)
-        if not rendered.startswith(self._stub_prefix):
-            raise ValueError(
-                "The chat template rewrites earlier turns when messages are added, so a "
-                "conversation can't be continued token by token. Use a template that only appends."
-            )
-        offset = self._stub_end
-        delta = [(a - offset, b - offset) for a, b in spans if a >= offset]
-        pieces = self._label(rendered[offset:], delta)
+    def _after_answer(self, escaped: Sequence[Message]) -> str:
+        """What a template writes after an assistant's content: its closing, messages, a header."""
+        rendered = self._render_text([QUESTION, ANSWER, *escaped], None, True).text
+        return rendered[rendered.index(ANSWER["content"]) + len(ANSWER["content"]) :]
+
+    def _pieces_after_answer(self, escaped: Sequence[Message]) -> list[TextPiece]:
+        return self.guard.split(self._after_answer(escaped))
+
+    def _delta_runs(self, messages: Sequence[Message], closed: bool) -> list[Run]:
+        runs = self._deltas.runs(messages)
+        if runs is None:
+            runs = _label(self._pieces_after_answer(self.guard.escape(messages)), [])
         if not closed:
-            pieces = self._label(self._closing, []) + pieces
-        return pieces
+            return runs
+        end = self.end_of_turn_id
+        for i, run in enumerate(runs):
+            if run.ids == (end,) and run.text is None:
+                return runs[i + 1 :]
+        return runs
 
-    def _label(
-        self, rendered: str, spans: Sequence[tuple[int, int]]
-    ) -> list[tuple[TextPiece, Source]]:
-        """Cut text at control tokens and at the assistant's spans, and say who wrote each piece."""
-        pieces = self.guard.split(rendered, [edge for span in spans for edge in span])
-        labelled = []
-        for piece in pieces:
-            if any(start <= piece.start < end for start, end in spans):
-                source = Source.MODEL
-            else:
-                source = Source.CONTENT if piece.control_id is None else Source.TEMPLATE
-            labelled.append((piece, source))
-        return labelled
+    def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
+        key = json.dumps(tools, sort_keys=True, default=str) if tools else ""
+        shapes = self._openings.get(key)
+        if shapes is None and len(self._openings) < MAX_OPENINGS:
+            shown = self.guard.escape(tools) if tools else None
+            shapes = self._openings[key] = CompiledShapes(
+                lambda escaped: self.guard.split(self._render_text(escaped, shown, True).text),
+                self.guard,
+                self.template,
+            )
+        runs = shapes.runs(messages) if shapes is not None else None
+        return self._chat_runs(messages, tools, True) if runs is None else runs
 
-    def _encode_pieces(
-        self, rows: Sequence[Sequence[tuple[TextPiece, Source]]]
-    ) -> list[EncodedMessages]:
+    # Encoding -----------------------------------------------------------------------------------
+
+    def _encode_runs(self, rows: Sequence[Sequence[Run]]) -> list[EncodedMessages]:
         """Encode the text of all rows in one call of the tokenizer."""
-        texts = [p.text for row in rows for p, _ in row if p.control_id is None]
-        encoded = iter(self.guard.encode_texts(texts))
+        texts = [run for row in rows for run in row if run.text is not None]
+        encoded = iter(
+            self.guard.encode_texts([run.text or "" for run in texts], [r.start for r in texts])
+        )
         results = []
         for row in rows:
             ids: list[int] = []
             sources: list[Source] = []
-            for piece, source in row:
-                new = next(encoded) if piece.control_id is None else [piece.control_id]
-                ids.extend(new)
-                sources.extend([source] * len(new))
+            for run in row:
+                if run.text is None:
+                    ids += run.ids
+                    sources += [run.source] * len(run.ids)
+                else:
+                    new = next(encoded)
+                    ids += new
+                    sources += _text_sources(new, run)
             results.append(EncodedMessages(ids, sources))
         return results
 
@@ -145,8 +234,9 @@ class ConversationEncoder:
         self,
         chats: Sequence[Sequence[Message]],
         *,
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
     ) -> list[EncodedMessages]:
         """Tokens of whole conversations; what the assistant wrote has the source ``MODEL``.
 
@@ -154,9 +244,19 @@ class ConversationEncoder:
             chats: messages of each row.
             tools: JSON schemas that the template shows.
             add_generation_prompt: end with the header of an assistant turn.
+            continue_final_message: end inside the last message.
+
+        Raises:
+            ValueError: a message has an unknown role, or the template can't render the messages.
+            TypeError: a content has the wrong type.
         """
-        return self._encode_pieces(
-            [self._pieces_of_start(chat, tools, add_generation_prompt) for chat in chats]
+        for row, chat in enumerate(chats):
+            check_messages(chat, row=row)
+        return self._encode_runs(
+            [
+                self._chat_runs(chat, tools, add_generation_prompt, continue_final_message)
+                for chat in chats
+            ]
         )
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:
@@ -168,20 +268,25 @@ class ConversationEncoder:
 
         Args:
             conversations: rows that already await a response are left as they are.
+
+        Raises:
+            ValueError: a message has an unknown role, or the template can't render the messages.
+            TypeError: a content has the wrong type.
         """
-        rows: list[list[tuple[TextPiece, Source]] | None] = []
+        end = self.end_of_turn_id
+        rows: list[list[Run] | None] = []
         for i in range(len(conversations)):
             position = conversations.position(i)
             if position.awaits_response:
                 rows.append(None)
                 continue
-            messages = conversations.messages(i)
+            waiting = conversations.waiting_messages(i)
+            check_messages(waiting, first=position.num_encoded, row=i)
             if position.num_encoded == 0:
-                rows.append(self._pieces_of_start(messages, conversations.tools(i), True))
+                rows.append(self._opening_runs(waiting, conversations.tools(i)))
             else:
-                closed = conversations.last_id(i) == self.end_of_turn_id
-                rows.append(self._pieces_of_delta(messages[position.num_encoded :], closed))
-        encoded = iter(self._encode_pieces([row for row in rows if row is not None]))
+                rows.append(self._delta_runs(waiting, conversations.last_id(i) == end))
+        encoded = iter(self._encode_runs([row for row in rows if row is not None]))
         return conversations.append_encoded(
             [None if row is None else _not_sampled(next(encoded)) for row in rows]
         )
@@ -201,6 +306,33 @@ class ConversationEncoder:
         )
 
 
+def _label(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) -> list[Run]:
+    """Say who wrote each piece: the model inside the spans."""
+    runs = []
+    for piece in pieces:
+        ids = () if piece.control_id is None else (piece.control_id,)
+        text = piece.text if piece.control_id is None else None
+        if any(start <= piece.start < end for start, end in spans):
+            source = Source.MODEL
+        else:
+            source = Source.TEMPLATE if text is None else Source.CONTENT
+        runs.append(Run(ids, source, text, piece.before))
+    return runs
+
+
+def _text_sources(ids: list[int], run: Run) -> list[Source]:
+    """Sources of a text's tokens: the scaffold at its ends is the template's."""
+    sources = [run.source] * len(ids)
+    head, tail = len(run.ids), len(run.tail)
+    if head and tuple(ids[:head]) == run.ids:
+        sources[:head] = [Source.TEMPLATE] * head
+    if tail and tail <= len(ids) - head and tuple(ids[-tail:]) == run.tail:
+        sources[-tail:] = [Source.TEMPLATE] * tail
+    return sources
+
+
 def _not_sampled(encoded: EncodedMessages) -> EncodedMessages:
+    if Source.MODEL not in encoded.sources:
+        return encoded
     sources = [Source.CONTENT if s == Source.MODEL else s for s in encoded.sources]
     return EncodedMessages(encoded.ids, sources)

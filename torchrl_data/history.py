@@ -23,11 +23,15 @@ from tensordict import (
 from .content import ContentBase
 from .history_fields import FIELDS, OPTIONAL, message_fields, plain, to_message
 from .messages import Message, check_messages
+from .ragged import entries_of, value_stack
+from .tensorclass_views import documented
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
 
+@documented
 class History(TensorClass["nocast"]):
     """A message, a conversation ``[M]``, or a batch of conversations ``[B, M]`` (M may be ragged).
 
@@ -42,6 +46,8 @@ class History(TensorClass["nocast"]):
         >>> history[..., -1].content
         LinkedList(['Hi!'])
     """
+
+    _documentation = __doc__
 
     role: str | list[str] | list[list[str]]
     """Who speaks; ``"<none>"`` is a placeholder, which is never rendered."""
@@ -64,11 +70,12 @@ class History(TensorClass["nocast"]):
 
     def __post_init__(self) -> None:
         # TensorClass runs this on every index and stack too, not only on a new message.
-        entries = self._tensordict
+        entries: Any = entries_of(self)
         if isinstance(entries, LazyStackedTensorDict):
             return
-        for field in [name for name, value in self._non_tensordict.items() if value is None]:
-            del self._non_tensordict[field]
+        unset = self.__dict__["_non_tensordict"]
+        for field in [name for name, value in unset.items() if value is None]:
+            del unset[field]
             entries.set(field, NonTensorData(None, batch_size=entries.batch_size))
         if not entries.batch_dims:
             # A single message holds its lists and dictionaries as values, not as batches.
@@ -117,7 +124,7 @@ class History(TensorClass["nocast"]):
             if field in OPTIONAL and all(value is None for value in values):
                 entries[field] = NonTensorData(None, batch_size=size)
             else:
-                entries[field] = NonTensorStack(*[NonTensorData(value) for value in values])
+                entries[field] = value_stack(values)
         return cls._from_tensordict(TensorDict._new_unsafe(entries, batch_size=size), {})
 
     def to_chats(self) -> Message | list[Message] | list[list[Message]]:
@@ -274,12 +281,12 @@ class History(TensorClass["nocast"]):
 
     def _concatenate(self, items: Sequence["History"], dim: int, inplace: bool) -> "History":
         if dim == 0:
-            parts: list[Any] = [*self._tensordict.unbind(0), *(i._tensordict for i in items)]
+            parts: list[Any] = [*entries_of(self).unbind(0), *map(entries_of, items)]
         else:
             # A ragged batch is a stack of rows: each row grows by its share of every item.
             others = [item.unbind(0) for item in items]
             parts = [
-                row._concatenate([other[i] for other in others], dim - 1, False)._tensordict
+                entries_of(row._concatenate([other[i] for other in others], dim - 1, False))
                 for i, row in enumerate(self.unbind(0))
             ]
         joined = lazy_stack(parts)
@@ -287,6 +294,34 @@ class History(TensorClass["nocast"]):
             self.__dict__["_tensordict"] = joined
             return self
         return type(self)._from_tensordict(joined, {})
+
+    # For people ---------------------------------------------------------------------------------
+
+    def show(self, *, reward: float | None = None, console: "Console | None" = None) -> None:
+        """Print a conversation ``[M]``, or each of a batch, a panel per message.
+
+        Args:
+            reward: printed at the end.
+            console: where to print; a new one on standard output when not given.
+        """
+        from .show import show_messages
+
+        for chat in self._rows():
+            show_messages(chat, reward=reward, console=console)
+
+    def to_html(self, *, rewards: Sequence[float | None] | None = None) -> str:
+        """One self-contained HTML page that runs nothing, whatever the messages spell.
+
+        Args:
+            rewards: of each conversation.
+        """
+        from .html_page import messages_html
+
+        return messages_html(self._rows(), rewards=rewards)
+
+    def _rows(self) -> list[list[Message]]:
+        chats: Any = self.to_chats()
+        return chats if self.batch_dims > 1 else [chats if self.batch_dims else [chats]]
 
     # Where TensorDict needs to know -------------------------------------------------------------
 
@@ -297,7 +332,7 @@ class History(TensorClass["nocast"]):
             retain_none: as in TensorDict.
         """
         if self.batch_dims < 2:
-            return self._tensordict.to_tensordict(retain_none=retain_none)
+            return entries_of(self).to_tensordict(retain_none=retain_none)
         return lazy_stack([row.to_tensordict(retain_none=retain_none) for row in self.unbind(0)])
 
     @classmethod
@@ -309,12 +344,12 @@ class History(TensorClass["nocast"]):
         """
         from torchrl.data import Composite, NonTensor
 
+        size = torch.Size(shape)
         examples = {"role": "user", "content": "", "is_complete": True}
         leaves = {
-            field: NonTensor(example_data=examples.get(field), shape=tuple(shape))
-            for field in FIELDS
+            field: NonTensor(example_data=examples.get(field), shape=size) for field in FIELDS
         }
-        return Composite(leaves, shape=tuple(shape)[:-1], data_cls=cls)
+        return Composite(leaves, shape=size[:-1], data_cls=cls)
 
 
 def _unbind(history: History, dim: int) -> list[History]:

@@ -10,20 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from tensordict import TensorClass, TensorDict
+from tensordict import NonTensorData, TensorClass, TensorDict
 from torch import Tensor
 
 from .conversation_views import conversations_of, history_view
 from .history import History
 from .keys import FULL, PROMPT, RESPONSE
-from .ragged import nested_view, packed_view, padded_view, ragged_entries, rows_of
-from .tensorclass_views import attribute_reader
+from .ragged import entries_of, nested_view, packed_view, padded_view, ragged_entries, rows_of
+from .tensorclass_views import attribute_reader, documented
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PARTS: Final = (PROMPT, RESPONSE, FULL)
 """Names of the three parts."""
+
+
+_RAGGED: Final = NonTensorData(False)
 
 
 class _RowsMixin:
@@ -42,7 +45,8 @@ class _RowsMixin:
         Raises:
             ValueError: there are no rows, or the entries differ in their number.
         """
-        return cls._from_tensordict(ragged_entries(columns), {})
+        count = len(next(iter(columns.values()), ()))
+        return cls._from_tensordict(ragged_entries({**columns, "padded": [_RAGGED] * count}), {})
 
     def rows(self, name: str) -> list[Tensor]:
         """The rows of an entry, B tensors ``[T_i]``."""
@@ -61,8 +65,11 @@ class _RowsMixin:
         return padded_view(self, name, value=value, side=side)
 
 
+@documented
 class Tokens(_RowsMixin, TensorClass["nocast"]):
     """Token ids, int64: ragged, or padded (prompt on the left, response on the right)."""
+
+    _documentation = __doc__
 
     prompt: Tensor | None = None
     """Shape ``[B, T]``."""
@@ -129,8 +136,11 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
         return _token_spec(cls, shape, keys or PARTS)
 
 
+@documented
 class LogProbs(_RowsMixin, TensorClass["nocast"]):
     """Log-probabilities, float32 in nats, aligned with the tokens of the same name."""
+
+    _documentation = __doc__
 
     prompt: Tensor | None = None
     """Shape ``[B, T]``."""
@@ -147,8 +157,11 @@ class LogProbs(_RowsMixin, TensorClass["nocast"]):
         return _token_spec(cls, shape, keys or PARTS)
 
 
+@documented
 class Masks(_RowsMixin, TensorClass["nocast"]):
     """Masks over ``("tokens", "full")``, bool."""
+
+    _documentation = __doc__
 
     all_attention_mask: Tensor | None = None
     """True on tokens, False on padding; shape ``[B, T]``."""
@@ -163,8 +176,11 @@ class Masks(_RowsMixin, TensorClass["nocast"]):
         return _token_spec(cls, shape, keys or ("all_attention_mask", "all_assistant_mask"))
 
 
+@documented
 class Text(TensorClass["nocast"]):
     """Strings, one per row."""
+
+    _documentation = __doc__
 
     prompt: str | list[str] | None = None
     response: str | list[str] | None = None
@@ -201,7 +217,7 @@ class Text(TensorClass["nocast"]):
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
         from torchrl.data import Composite, NonTensor
 
-        size = tuple(shape)
+        size = torch.Size(shape)
         leaves = {key: NonTensor(shape=size, example_data="") for key in keys or PARTS}
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
@@ -215,6 +231,7 @@ def _read(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
     return history_view(conversations, group.batch_size, response_only=name == RESPONSE)
 
 
+@documented
 @attribute_reader(_read)
 class ChatHistory(TensorClass["nocast"]):
     """Messages of ``prompt``, ``response`` and ``full``, each a ``History [B, M]``.
@@ -222,6 +239,8 @@ class ChatHistory(TensorClass["nocast"]):
     Inside the loop each is one opaque :class:`Conversations` for the whole batch; reading an
     attribute builds the ``History`` of the rows that are asked for.
     """
+
+    _documentation = __doc__
 
     prompt: History | None = None
     """The conversation so far."""
@@ -232,10 +251,11 @@ class ChatHistory(TensorClass["nocast"]):
 
     def __post_init__(self) -> None:
         for name in PARTS:
-            value = self._tensordict.get(name, None)
+            entries = entries_of(self)
+            value: Any = entries.get(name, None)
             if isinstance(value, History) and self.batch_dims and value.ndim == self.batch_dims:
                 # One message a row.
-                self._tensordict.set(name, value.unsqueeze(-1))
+                entries.set(name, value.unsqueeze(-1))
 
     @classmethod
     def of(cls, parts: Mapping[str, Any], batch_size: Sequence[int]) -> "ChatHistory":
@@ -250,7 +270,7 @@ class ChatHistory(TensorClass["nocast"]):
 
     def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
         """The stored leaf, as TensorDict's ``get``; attributes build a ``History`` instead."""
-        return self._tensordict.get(key, *args, **kwargs)
+        return entries_of(self).get(key, *args, **kwargs)
 
     def apply_chat_template(self, **kwargs: Any) -> Any:
         """Render the prompt, or the full conversation if there is none: see :class:`History`."""
@@ -293,7 +313,7 @@ class ChatHistory(TensorClass["nocast"]):
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
         from torchrl.data import Composite
 
-        size = tuple(shape)
+        size = torch.Size(shape)
         leaves = {key: History.default_spec((*size, -1)) for key in keys or PARTS}
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
@@ -301,7 +321,7 @@ class ChatHistory(TensorClass["nocast"]):
 def _token_spec(cls: type, shape: Sequence[int], keys: Sequence[str]) -> Any:
     from torchrl.data import Composite, NonTensor, Unbounded
 
-    size = tuple(shape)
-    leaves: dict[str, Any] = {key: Unbounded(shape=(*size, -1)) for key in keys}
+    size = torch.Size(shape)
+    leaves: dict[str, Any] = {key: Unbounded(shape=torch.Size((*size, -1))) for key in keys}
     leaves["padded"] = NonTensor(shape=size, example_data=False)
     return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)

@@ -18,13 +18,14 @@ from .conversation_views import conversations_of
 from .errors import MissingEntryError
 from .keys import HISTORY
 from .layout import ChatHistory
-from .tensorclass_views import attribute_reader
+from .tensorclass_views import attribute_reader, documented
 
 
 def _read(leaf: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
     return leaf.conversations() if name == "data" else read(leaf, name)
 
 
+@documented
 @attribute_reader(_read)
 class ConversationLeaf(NonTensorData):
     """Conversations as a leaf of a TensorDict, one row per batch element.
@@ -32,6 +33,8 @@ class ConversationLeaf(NonTensorData):
     Its ``data`` are always the conversations of its own rows: ``td[2:4]["history", "prompt"]`` has
     two of them.
     """
+
+    _documentation = __doc__
 
     data: Any
     rows: Tensor | None = None
@@ -63,7 +66,7 @@ class ConversationLeaf(NonTensorData):
         return leaf
 
     @property
-    def dtype(self) -> None:
+    def dtype(self) -> None:  # type: ignore[override]
         """None, as for all leaves that are not tensors (specs compare it)."""
         return None
 
@@ -76,7 +79,7 @@ class ConversationLeaf(NonTensorData):
             return everything
         return everything[rows]
 
-    def clone(self, recurse: bool = True) -> "ConversationLeaf":  # noqa: ARG002
+    def clone(self, recurse: bool = True, **kwargs: Any) -> "ConversationLeaf":  # noqa: ARG002
         """The same leaf: conversations are snapshots, which nothing changes."""
         return self.empty()
 

@@ -55,7 +55,7 @@ def _check_message(message: Any, where: str) -> None:
     _check_content(message.get("content"), message, where)
 
 
-def _check_content(content: Any, message: Message, where: str) -> None:
+def _check_content(content: Any, message: Mapping[str, Any], where: str) -> None:
     if content is None:
         if not message.get("tool_calls") and not message.get("reasoning_content"):
             raise ValueError(

@@ -7,20 +7,34 @@ Shape legend: B rows, T tokens of the longest row, N tokens of all of them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+)
 from torch import Tensor
 
 from .packed import pack, pad
-
-_G = TypeVar("_G", bound=type)
 
 
 def entries_of(group: Any) -> TensorDictBase:
     """The TensorDict inside a TensorClass, or the TensorDict itself."""
     return group if isinstance(group, TensorDictBase) else group._tensordict
+
+
+def value_stack(values: Sequence[Any]) -> Any:
+    """One leaf of a TensorDict that holds a Python value per element.
+
+    Args:
+        values: at least one.
+    """
+    stack: Any = NonTensorStack
+    return stack(*[NonTensorData(value) for value in values])
 
 
 def ragged_entries(columns: Mapping[str, Sequence[Any]]) -> LazyStackedTensorDict:

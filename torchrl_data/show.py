@@ -1,69 +1,71 @@
-"""A conversation in the terminal, coloured by who wrote it."""
+"""A conversation in the terminal: by message, coloured by role, or by token, coloured by source."""
 
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text as RichText
-from transformers import PreTrainedTokenizerBase
 
-from .conversation import Conversations, Message, Source
+from .conversation import Conversations, Source
+from .messages import Message
+from .readable import message_text, message_title, token_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROLE_STYLES: Final = {
     "system": "magenta",
+    "developer": "magenta",
     "user": "blue",
     "tool": "yellow",
     "assistant": "green",
 }
-"""Colour of a message, by role."""
+"""Colour of a message, by role; others are white."""
 SOURCE_STYLES: Final = {
-    Source.TEMPLATE: "dim",
+    Source.TEMPLATE: "bright_black",
     Source.CONTENT: "blue",
     Source.MODEL: "green",
 }
 """Colour of a token, by who wrote it."""
+_LEGEND_ROLES: Final = ("system", "user", "tool", "assistant")
 
 
-def message_text(message: Message) -> str:
-    """What a message says, its tool calls included, for people to read.
+def colour_legend(names: Iterable[tuple[str, str]]) -> RichText:
+    """A line of names in their colours.
 
     Args:
-        message: a chat message; its content may be a list of parts.
+        names: names and styles.
     """
-    content = message.get("content")
-    if isinstance(content, str):
-        parts = [content]
-    else:
-        parts = [
-            str(part.get("text", f"[{part.get('type', 'part')}]")) for part in content or [] if part
-        ]
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call)
-        parts.append(f"-> {function.get('name')}({function.get('arguments')})")
-    return "\n".join(part for part in parts if part)
-
-
-def _title(message: Message) -> str:
-    name = message.get("name")
-    return f"{message['role']} ({name})" if name else str(message["role"])
-
-
-def _legend() -> RichText:
-    legend = RichText("colours: ")
-    for role, style in ROLE_STYLES.items():
-        legend.append(f" {role} ", style=f"{style} reverse").append(" ")
+    legend = RichText()
+    for name, style in names:
+        legend.append(f" {name} ", style=f"{style} reverse").append(" ")
     return legend
+
+
+def show_messages(
+    messages: Sequence[Message], *, reward: float | None = None, console: Console | None = None
+) -> None:
+    """Print messages, a panel each, coloured by role.
+
+    Args:
+        messages: in the chat format.
+        reward: printed at the end.
+        console: where to print; a new one on standard output when not given.
+    """
+    legend = colour_legend((role, ROLE_STYLES[role]) for role in _LEGEND_ROLES)
+    _print([*_panels(messages), legend], reward, console)
 
 
 def show_conversation(
     conversations: Conversations,
     row: int = 0,
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     reward: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print a row: a panel per message, coloured by role, then the reward.
+    """Print a row: a panel per message, coloured by role, then its tokens and the reward.
 
     Args:
         conversations: the snapshot that holds the row.
@@ -72,28 +74,45 @@ def show_conversation(
         reward: printed at the end.
         console: where to print; a new one on standard output when not given.
     """
-    panels: list[RenderableType] = [
+    shown = _panels(conversations.messages(row))
+    shown.append(colour_legend((role, ROLE_STYLES[role]) for role in _LEGEND_ROLES))
+    if tokenizer is not None:
+        sources = [Source(source) for source in conversations.sources(row).tolist()]
+        texts = token_texts(conversations.ids(row), tokenizer)
+        sampled = sources.count(Source.MODEL)
+        title = f"{len(texts)} tokens, {sampled} sampled by the policy"
+        shown.append(Panel(coloured_tokens(texts, sources), title=title, title_align="left"))
+        shown.append(colour_legend((s.name.lower(), style) for s, style in SOURCE_STYLES.items()))
+    _print(shown, reward, console)
+
+
+def coloured_tokens(texts: Sequence[str], sources: Sequence[Source]) -> RichText:
+    """Tokens in the colours of those who wrote them; every other one is underlined.
+
+    Args:
+        texts: of the tokens.
+        sources: of the tokens.
+    """
+    coloured = RichText()
+    for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
+        style = SOURCE_STYLES[source]
+        coloured.append(text, style=f"{style} underline" if i % 2 else style)
+    return coloured
+
+
+def _panels(messages: Sequence[Message]) -> list[RenderableType]:
+    # RichText, and not str: content may hold what looks like Rich's markup.
+    return [
         Panel(
             RichText(message_text(message)),
-            title=RichText(_title(message)),
+            title=RichText(message_title(message)),
             title_align="left",
             border_style=ROLE_STYLES.get(message["role"], "white"),
         )
-        for message in conversations.messages(row)
+        for message in messages
     ]
-    if tokenizer is not None:
-        panels.append(Panel(_coloured_tokens(conversations, row, tokenizer), title="tokens"))
-    panels.append(_legend())
-    if reward is not None:
-        panels.append(RichText(f"reward: {reward:g}", style="bold red"))
-    (console or Console()).print(Group(*panels))
 
 
-def _coloured_tokens(
-    conversations: Conversations, row: int, tokenizer: PreTrainedTokenizerBase
-) -> RichText:
-    text = RichText()
-    sources = conversations.sources(row).tolist()
-    for index, source in zip(conversations.ids(row), sources, strict=True):
-        text.append(str(tokenizer.decode([index])), style=SOURCE_STYLES[Source(source)])
-    return text
+def _print(shown: Sequence[RenderableType], reward: float | None, console: Console | None) -> None:
+    closing = [] if reward is None else [RichText(f"reward: {reward:g}", style="bold red")]
+    (console or Console()).print(Group(*shown, *closing))

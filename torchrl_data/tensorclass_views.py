@@ -1,9 +1,18 @@
-"""Attributes of a TensorClass that are computed when they are read."""
+"""What TensorClass would overwrite: docstrings, and attributes computed when they are read."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 _C = TypeVar("_C", bound=type)
+
+
+def documented(cls: _C) -> _C:
+    """Decorate a TensorClass so that it keeps its docstring.
+
+    TensorClass replaces it by the signature; the class keeps a copy: ``_documentation = __doc__``.
+    """
+    cls.__doc__ = cls._documentation  # type: ignore[attr-defined]
+    return cls
 
 
 def attribute_reader(read: Callable[[Any, str, Callable[[Any, str], Any]], Any]) -> Any:

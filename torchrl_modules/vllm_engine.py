@@ -29,8 +29,13 @@ _FIXED: Final = {
     "generation_config": "vllm",
 }
 _DEFAULTS: Final = {"use_tqdm_on_load": False}
-# A CPU engine would take nearly all memory for its cache, and compile for minutes.
-_CPU_DEFAULTS: Final = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+# A CPU engine would take nearly all memory for its cache, and compile for minutes; and in float32
+# its log-probs are those of the model that is trained.
+_CPU_DEFAULTS: Final = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 30,
+}
 
 
 class VLLMEngine:
@@ -45,7 +50,7 @@ class VLLMEngine:
             allows and the memory holds.
         engine_kwargs: passed on to ``vllm.LLM``, for instance ``dtype``,
             ``gpu_memory_utilization``, ``kv_cache_memory_bytes``, ``enforce_eager``. On a CPU the
-            last two default to 1 GiB and ``True``.
+            precision defaults to float32, and the last two to 1 GiB and ``True``.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -82,7 +87,8 @@ class VLLMEngine:
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._user = ""
-        self._unusable = ""
+        self._mixed = False
+        self._dead = ""
         self._warm_up(model)
 
     def _warm_up(self, model: str) -> None:
@@ -181,7 +187,10 @@ class VLLMEngine:
         request_id = str(next(self._request_ids))
         # A prompt never meets cache blocks of other weights.
         prompt_input = self._names.tokens_input(ids, cache_salt=str(self._version))
-        self._llm.llm_engine.add_request(request_id, prompt_input, sampling)
+        try:
+            self._llm.llm_engine.add_request(request_id, prompt_input, sampling)
+        except self._names.VLLMClientError as error:
+            raise ValueError(f"vLLM refuses the request: {error}.") from error
         return request_id
 
     def update_weights(
@@ -226,11 +235,11 @@ class VLLMEngine:
                 f"{self._version}."
             )
         weights = self._expected_weights().check(state_dict)
-        self._unusable = "An update failed in the middle, and its weights are a mixture"
+        self._mixed = True
         self._llm.collective_rpc(load_weights, args=(self._names, weights))
         self._llm.llm_engine.set_weight_version(str(version))
         self._version = version
-        self._unusable = ""
+        self._mixed = False
 
     def _expected_weights(self) -> ExpectedWeights:
         if self._expected is None:
@@ -254,6 +263,19 @@ class VLLMEngine:
             )
         return self._expected
 
+    def fail(self, why: str) -> None:
+        """Refuse to serve for good; for whoever steps the engine and sees it break.
+
+        Args:
+            why: what happened, for the message that later callers get.
+        """
+        self._dead = why
+
+    @property
+    def mixed(self) -> bool:
+        """An update failed in the middle, and no later one has succeeded."""
+        return self._mixed
+
     @contextmanager
     def used_by(self, user: str, *, repairs: bool = False) -> Iterator[Any]:
         """Keep the engine for one user.
@@ -266,20 +288,29 @@ class VLLMEngine:
             vLLM's ``LLMEngine``, to be stepped.
 
         Raises:
-            RuntimeError: the engine is closed, in use elsewhere, or lost its weights.
+            RuntimeError: the engine is closed or broken, in use elsewhere, or its weights are a
+                mixture.
         """
-        if self._unusable and not (repairs and self._llm is not None):
-            raise RuntimeError(f"VLLMEngine cannot serve: {self._unusable}.")
+        if self._dead:
+            raise RuntimeError(f"VLLMEngine cannot serve: {self._dead}. Build another one.")
+        if self._mixed and not repairs:
+            raise RuntimeError(
+                "VLLMEngine cannot serve: an update failed in the middle, and its weights are a "
+                "mixture. Update them again."
+            )
+        self._acquire(user)
+        try:
+            yield self._llm.llm_engine
+        finally:
+            self._lock.release()
+
+    def _acquire(self, user: str) -> None:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 f"VLLMEngine.{user}: the engine is in use by {self._user}. Use one thread at a "
                 "time, and an engine inside an AsyncVLLMEngine through that one alone."
             )
         self._user = user
-        try:
-            yield self._llm.llm_engine
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
         """Free the engine's memory, and the process group that it made. May be called twice.
@@ -287,16 +318,19 @@ class VLLMEngine:
         Raises:
             RuntimeError: the engine is in use.
         """
-        if self._llm is None:
-            return
-        with self.used_by("close", repairs=True) as llm_engine:
-            self._unusable = "It is closed"
-            client, self._llm = llm_engine.engine_core, None
+        self._acquire("close")
+        try:
+            if self._llm is None:
+                return
+            self._dead = "it is closed"
+            client, self._llm = self._llm.llm_engine.engine_core, None
             if self._owns_group:
                 client.shutdown()
             else:  # `shutdown` would end the process group of the trainer.
                 client._finalizer.detach()
                 client.engine_core.model_executor.shutdown()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self

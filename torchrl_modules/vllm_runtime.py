@@ -50,6 +50,7 @@ _USED: Final = (
     # Before the modules that compile something as they are imported.
     ("vllm.platforms", ("current_platform",)),
     ("vllm", ("LLM", "SamplingParams")),
+    ("vllm.exceptions", ("VLLMClientError",)),
     ("vllm.config", ("set_current_vllm_config",)),
     ("vllm.inputs", ("tokens_input",)),
     ("vllm.model_executor.layers.vocab_parallel_embedding", ("VocabParallelEmbedding",)),
@@ -67,6 +68,7 @@ class VLLMNames:
 
     LLM: Any
     SamplingParams: Any
+    VLLMClientError: Any
     set_current_vllm_config: Any
     tokens_input: Any
     VocabParallelEmbedding: Any
@@ -76,8 +78,11 @@ class VLLMNames:
     RequestOutputKind: Any
 
 
-def import_vllm() -> VLLMNames:
-    """Import vLLM for an engine inside this process.
+def import_vllm(*, in_process: bool = True) -> VLLMNames:
+    """Import vLLM.
+
+    Args:
+        in_process: for an engine inside this process, not for a worker of a server.
 
     Returns:
         The names that are used.
@@ -86,13 +91,8 @@ def import_vllm() -> VLLMNames:
         ImportError: vLLM is not installed, or a name that is used is not in the one installed.
         RuntimeError: the environment asks for an engine in a process of its own.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
-        raise RuntimeError(
-            "VLLMEngine runs vLLM inside this process, but VLLM_ENABLE_V1_MULTIPROCESSING is "
-            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it, or set it to 0."
-        )
+    if in_process:
+        _prepare_environment()
     found: dict[str, Any] = {}
     for module_name, names in _USED:
         try:
@@ -108,16 +108,31 @@ def import_vllm() -> VLLMNames:
                     f"{INSTALL}"
                 )
             found[name] = getattr(module, name)
-        if module_name == "vllm.platforms":
-            _spare_compilation(module.current_platform)
+        if module_name == "vllm.platforms" and module.current_platform.is_cpu():
+            _prepare_cpu()
     return VLLMNames(**found)
 
 
-def _spare_compilation(platform: Any) -> None:
+def _prepare_environment() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise RuntimeError(
+            "VLLMEngine runs vLLM inside this process, but VLLM_ENABLE_V1_MULTIPROCESSING is "
+            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it, or set it to 0."
+        )
+
+
+def _prepare_cpu() -> None:
+    platform = importlib.import_module("vllm.platforms").current_platform
     # With log-probs, vLLM counts ranks, which nobody reads, in a helper that it compiles when it
-    # is first called: on a CPU 20 seconds and a C++ compiler. The decorator reads this at import.
-    if platform.is_cpu() and hasattr(platform, "simple_compile_backend"):
+    # is first called: 20 seconds and a C++ compiler. The decorator reads this at import.
+    if hasattr(platform, "simple_compile_backend"):
         platform.simple_compile_backend = "eager"
+    # vLLM's bfloat16 kernels use AMX without asking Linux for it, which is an illegal
+    # instruction.
+    if hasattr(torch.cpu, "_init_amx"):
+        torch.cpu._init_amx()
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def group_advantage(
     group: Int[Tensor, " B"],
     valid: Bool[Tensor, " B"] | None = None,
     *,
-    scale: Scale = "group",
+    scale: Scale | str = "group",
 ) -> Float[Tensor, " B"]:
     """GRPO: ``(R - mean of the group) / (std + 1e-4)``.
 

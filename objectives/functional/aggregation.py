@@ -154,7 +154,7 @@ def aggregate(
     mask: Bool[Tensor, "*shape"],
     lengths: Int[Tensor, " B"] | None = None,
     *,
-    aggregation: Aggregation,
+    aggregation: Aggregation | str,
     max_tokens: int | None = None,
     num_active_tokens: Count | None = None,
     num_sequences: Count | None = None,

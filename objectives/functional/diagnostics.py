@@ -29,13 +29,14 @@ def effective_sample_fraction(
     weights = log_ratio.detach().masked_fill(~mask, -torch.inf).flatten()
     count = mask.sum()
     scaled = (weights - _finite_max(weights)).exp()
-    fraction = scaled.sum().square() / (count.clamp(min=1) * scaled.square().sum())
+    fraction = scaled.sum().square() / (count * scaled.square().sum())
     return fraction.masked_fill(count == 0, 1.0)
 
 
 def _finite_max(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
     """The largest value, finite also for no values at all."""
-    floor = values.new_full((1,), -1e30)
+    # Any low number will do, any number of times.
+    floor = values.new_full((1,), -1e30)  # mutate: equivalent
     return torch.cat([values, floor]).max()
 
 

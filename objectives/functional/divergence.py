@@ -20,7 +20,7 @@ def kl_estimate(
     ref_log_prob: Float[Tensor, "*shape"],
     mask: Bool[Tensor, "*shape"],
     *,
-    estimator: KLEstimator = "k3",
+    estimator: KLEstimator | str = "k3",
     log_ratio: Float[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
     """Estimate ``KL(pi || ref)`` from the sampled tokens, one value per token.

@@ -75,7 +75,7 @@ def leveled_log_ratio(
     mask: Bool[Tensor, "*shape"],
     lengths: Int[Tensor, " B"] | None = None,
     *,
-    level: RatioLevel = "token",
+    level: RatioLevel | str = "token",
 ) -> Float[Tensor, "*shape"]:
     """The log-ratio at the level at which it is clipped.
 

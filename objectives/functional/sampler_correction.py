@@ -32,8 +32,8 @@ def sampler_correction(
     mask: Bool[Tensor, "*shape"],
     lengths: Int[Tensor, " B"] | None = None,
     *,
-    level: CorrectionLevel = "token",
-    mode: CorrectionMode = "truncate",
+    level: CorrectionLevel | str = "token",
+    mode: CorrectionMode | str = "truncate",
     upper: float = 2.0,
     lower: float = 0.0,
 ) -> SamplerWeights:

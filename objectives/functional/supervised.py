@@ -68,7 +68,7 @@ def sampled_distillation(
     teacher_log_prob: Float[Tensor, "*shape"],
     mask: Bool[Tensor, "*shape"],
     *,
-    direction: KLDirection = "reverse",
+    direction: KLDirection | str = "reverse",
 ) -> Float[Tensor, "*shape"]:
     """KL to a teacher from the log-probs of single tokens, by the k3 estimator.
 

@@ -37,7 +37,8 @@ def entropy_threshold(
     if not 0 < top_fraction <= 1:
         raise ValueError(f"top_fraction must lie in (0, 1], got {top_fraction}.")
     active = entropy.detach().masked_fill(~mask, torch.nan).flatten()
-    return active.nanquantile(1 - top_fraction)
+    # One more NaN, which is ignored, so that there is something when there are no tokens.
+    return torch.nn.functional.pad(active, (0, 1), value=torch.nan).nanquantile(1 - top_fraction)
 
 
 def high_entropy_mask(

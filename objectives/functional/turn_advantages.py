@@ -79,7 +79,7 @@ def turn_advantage(
     rollout_of = torch.zeros_like(turn).scatter(0, turn, sequence)
     taken = torch.zeros_like(mask).scatter(0, turn, torch.ones_like(mask))
     counts = taken & finite[rollout_of]
-    index = group_index(group)[rollout_of]
+    index = group_index(group[rollout_of])
     mean, std = group_mean(total, index, counts), group_std(total, index, counts)
     normal = ((total - mean) / (std + STD_OFFSET)).masked_fill(~counts, 0.0)
     normal = normal.masked_fill(is_uniform(total, index, counts), 0.0)

@@ -244,21 +244,26 @@ config = Qwen3MoeConfig(
 )
 first, second = (AutoModelForCausalLM.from_config(config).float().eval() for _ in range(2))
 first.save_pretrained({directory!r})
-engine = VLLMEngine({directory!r}, dtype="float32", kv_cache_memory_bytes=16 << 20)
-for model in (first, second):
-    engine.update_weights(model.state_dict())
-    row, = engine.generate([[5, 6, 7]], SamplingParameters(max_new_tokens=40, stop_token_ids=()))
-    with torch.no_grad():
-        log_probs = model(torch.tensor([[5, 6, 7] + row.ids])).logits[0, 2:-1].log_softmax(-1)
-    expected = log_probs[torch.arange(40), torch.tensor(row.ids)]
-    torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=5e-5, rtol=0)
-engine.close()
+for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.2)):
+    with VLLMEngine({directory!r}, dtype=dtype, kv_cache_memory_bytes=16 << 20) as engine:
+        for model in (first, second):
+            engine.update_weights(model.state_dict())
+            params = SamplingParameters(max_new_tokens=40, stop_token_ids=())
+            row, = engine.generate([[5, 6, 7]], params)
+            with torch.no_grad():
+                logits = model(torch.tensor([[5, 6, 7] + row.ids])).logits[0, 2:-1]
+            expected = logits.log_softmax(-1)[torch.arange(40), torch.tensor(row.ids)]
+            gap = (torch.tensor(row.log_probs) - expected).abs().mean()
+            assert gap < tolerance, (dtype, gap)
 """
 
 
 @pytest.mark.slow
-def test_an_update_reaches_the_experts_of_a_mixture(tmp_path, pytestconfig, vllm_engine):
-    # In a process of its own: vLLM makes the group of the experts with its first engine only.
+def test_an_update_reaches_the_experts_of_a_mixture_in_each_precision(
+    tmp_path, pytestconfig, vllm_engine
+):
+    # In a process of its own: vLLM makes the group of the experts with its first engine only, and
+    # bfloat16 once ended the process with an illegal instruction.
     code = MIXTURE_OF_EXPERTS.format(directory=str(tmp_path))
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -267,7 +272,7 @@ def test_an_update_reaches_the_experts_of_a_mixture(tmp_path, pytestconfig, vllm
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.returncode == 0, (run.returncode, run.stderr[-2000:])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:vllm")

@@ -1,0 +1,35 @@
+"""Tokenizers for the tests of this folder, and how many examples hypothesis tries.
+
+Forged control tokens are tried in 2,000 conversations per template, other properties in 300
+examples; ``HYPOTHESIS_PROFILE=thorough pytest test/data`` tries 2,000 of each, ``quick`` 50.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+for profile, examples in {"quick": 50, "ci": 300, "thorough": 2000, "soak": 50_000}.items():
+    settings.register_profile(
+        f"data-{profile}",
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+EXAMPLES = settings.get_profile(f"data-{_PROFILE}")
+FORGERY_EXAMPLES = settings.get_profile("data-thorough" if _PROFILE == "ci" else f"data-{_PROFILE}")
+
+# Tests are imported without a package, so what they share is found by name.
+_path = Path(__file__).with_name("tokenizers_for_tests.py")
+_spec = importlib.util.spec_from_file_location(_path.stem, _path)
+assert _spec is not None
+assert _spec.loader is not None
+tokenizers_for_tests = importlib.util.module_from_spec(_spec)
+tokenizers_for_tests.EXAMPLES = EXAMPLES
+tokenizers_for_tests.FORGERY_EXAMPLES = FORGERY_EXAMPLES
+sys.modules[_path.stem] = tokenizers_for_tests
+_spec.loader.exec_module(tokenizers_for_tests)

@@ -1,0 +1,104 @@
+"""Token records: append-only, and every snapshot stays what it was."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers_for_tests import EXAMPLES
+
+from torchrl_data import Conversations, EncodedMessages, Source, row_tensordicts
+from torchrl_data.layout_conversion import conversation_tokens
+
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def opened(conversations, ids):
+    new = EncodedMessages(ids, [Source.CONTENT] * len(ids))
+    return conversations.append_encoded([new] * len(conversations))
+
+
+def started(count=1):
+    conversations = Conversations.from_messages([[{"role": "user", "content": "q"}]] * count)
+    return opened(conversations, [1, 2, 3])
+
+
+def test_a_turn_by_hand():
+    state = started(2).append_responses([([7, 8], [-0.5, -1.5], ANSWER), None], policy_version=3)
+    assert state.ids(0) == [1, 2, 3, 7, 8]
+    assert state.assistant_mask(0).tolist() == [False] * 3 + [True] * 2
+    torch.testing.assert_close(state.log_probs(0), torch.tensor([0.0, 0, 0, -0.5, -1.5]))
+    assert state.policy_versions(0).tolist() == [-1, -1, -1, 3, 3]
+    assert state.position(0).response_start == 3
+    assert not state.position(0).awaits_response
+    assert state.position(1).awaits_response
+    assert state.ids(1) == [1, 2, 3]
+    state = state.append_messages([[{"role": "tool", "content": "t"}], []])
+    assert state.waiting_messages(0) == [{"role": "tool", "content": "t"}]
+    assert state.waiting_messages(1) == []
+
+
+def test_appending_to_an_old_snapshot_forks_it():
+    base = started()
+    left = base.append_responses([([7], [-1.0], ANSWER)])
+    right = base.append_responses([([8, 9], [-2.0, -3.0], ANSWER)])
+    assert (left.ids(0), right.ids(0)) == ([1, 2, 3, 7], [1, 2, 3, 8, 9])
+    assert base.ids(0) == [1, 2, 3]
+    assert left != right
+    assert copy.deepcopy(left) is left
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["answer", "message", "open"])), max_size=12
+)
+
+
+@EXAMPLES
+@given(STEPS)
+def test_every_snapshot_stays_what_it_was(steps):
+    """Any snapshot may be continued at any time; a plain copy of the lists is the model."""
+    snapshots = [(started(), [1, 2, 3], 1)]
+    for number, (which, kind) in enumerate(steps):
+        state, ids, messages = snapshots[which % len(snapshots)]
+        waits = state.position(0).awaits_response
+        if kind == "answer" and waits:
+            state = state.append_responses([([100 + number], [-1.0], ANSWER)])
+            snapshots.append((state, [*ids, 100 + number], messages + 1))
+        elif kind == "message":
+            state = state.append_messages([[{"role": "user", "content": str(number)}]])
+            snapshots.append((state, ids, messages + 1))
+        elif kind == "open" and not waits:
+            snapshots.append((opened(state, [200 + number]), [*ids, 200 + number], messages))
+    for state, ids, messages in snapshots:
+        assert state.ids(0) == ids
+        assert len(state.messages(0)) == messages
+
+
+def test_wrong_order_and_wrong_counts_are_refused():
+    answered = started().append_responses([([7], [-1.0], ANSWER)])
+    with pytest.raises(RuntimeError, match="Row 0 does not await a response"):
+        answered.append_responses([([7], [-1.0], ANSWER)])
+    with pytest.raises(ValueError, match="Row 0 has 2 sampled tokens but 1 log-probs"):
+        started().append_responses([([7, 8], [-1.0], ANSWER)])
+    with pytest.raises(IndexError, match="Row 5 of 1"):
+        started()[5]
+
+
+def test_rows_hold_full_as_prompt_and_response():
+    state = started(2).append_responses([([7, 8], [-0.5, -1.5], ANSWER)] * 2, policy_version=4)
+    row = row_tensordicts(state)[1]
+    assert row["tokens", "prompt"].tolist() == [1, 2, 3]
+    assert row["tokens", "response"].tolist() == [7, 8]
+    assert row["tokens", "full"].tolist() == [1, 2, 3, 7, 8]
+    assert row["masks", "all_assistant_mask"].tolist() == [False] * 3 + [True] * 2
+    assert row["masks", "all_attention_mask"].all()
+    assert row["log_probs", "full"].tolist() == [0, 0, 0, -0.5, -1.5]
+    assert row["policy_versions", "full"].tolist() == [-1, -1, -1, 4, 4]
+    # The export is a copy: the record goes on growing.
+    opened(state, [9, 9, 9])
+    assert row["tokens", "full"].tolist() == [1, 2, 3, 7, 8]
+    tokens, masks, log_probs = conversation_tokens(state)
+    assert [r.tolist() for r in tokens.rows("full")] == [[1, 2, 3, 7, 8]] * 2
+    assert masks.rows("all_assistant_mask")[0].sum() == 2
+    assert log_probs.rows("response")[0].tolist() == [-0.5, -1.5]

@@ -1,0 +1,74 @@
+"""JSON over HTTP: idle connections, dead servers and slow ones."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from torchrl_modules.vllm_http import JSONClient
+
+
+class Echo(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 0.2  # closes a connection that is idle for so long
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/slow":
+            time.sleep(0.5)
+        if self.path == "/empty":
+            body = b""
+        if self.path == "/text":
+            body = b"no JSON"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def make_client(url, timeout_s=5.0):
+    return JSONClient(url, timeout_s)
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_opened_anew(url):
+    client = make_client(url)
+    assert client.request("POST", "/", {"a": 1}) == (200, {"a": 1})
+    time.sleep(0.4)
+    assert client.request("POST", "/", {"a": 2}) == (200, {"a": 2})
+    client.close()
+
+
+@pytest.mark.parametrize(("path", "answer"), [("/empty", None), ("/text", "no JSON")])
+def test_answers_that_are_no_json(url, path, answer):
+    client = make_client(url)
+    assert client.request("POST", path, []) == (200, answer)
+    client.close()
+
+
+def test_no_server_and_a_slow_one_are_connection_errors(url):
+    with pytest.raises(ConnectionError, match=r"No answer from http://127\.0\.0\.1:1:"):
+        make_client("http://127.0.0.1:1").request("GET", "/")
+    client = make_client(url, timeout_s=0.1)
+    with pytest.raises(ConnectionError, match="timed out"):
+        client.request("POST", "/slow", json.dumps(1))
+    client.close()
+
+
+def test_another_kind_of_url_is_refused():
+    with pytest.raises(ValueError, match="unix://"):
+        make_client("ftp://somewhere")

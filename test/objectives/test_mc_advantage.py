@@ -1,0 +1,322 @@
+"""Group advantages in a replay buffer: complete groups only, whatever the order of arrival."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs.transforms import Compose
+
+from objectives import MCAdvantage, TopKRewardSelector
+from torchrl_data.errors import MissingEntryError
+
+
+def make_row(group, reward, *, name=0, tokens=2, scorable=None):
+    row = TensorDict(
+        {
+            "tokens": {"full": torch.arange(tokens)},
+            "reward": torch.tensor([[reward]], dtype=torch.float64),
+            "group_id": torch.tensor(group),
+            "name": torch.tensor(name),
+            "query": "the same text for all",
+            "conversation": NonTensorData({"turns": [1, 2]}),
+        },
+        batch_size=[],
+    )
+    if scorable is not None:
+        row["scorable"] = torch.tensor([scorable])
+    return row
+
+
+def make_buffer(transform):
+    return ReplayBuffer(storage=LazyStackStorage(1000), transform=transform, batch_size=2)
+
+
+def stored(buffer):
+    """Name to advantage of all rows in a buffer."""
+    rows = buffer[:].unbind(0) if len(buffer) else []
+    return {int(row["name"]): row["advantage"].view(-1).tolist() for row in rows}
+
+
+def test_groups_are_released_when_complete_and_by_id_not_by_text():
+    rb = make_buffer(MCAdvantage(2))
+    rows = [make_row(g, r, name=i) for i, (g, r) in enumerate([(5, 1.0), (9, 0.0), (5, 3.0)])]
+    assert len(rb.extend(lazy_stack(rows[:2]))) == 0
+    assert len(rb.extend(lazy_stack(rows[2:]))) == 2
+    a = 1 / (math.sqrt(2) + 1e-4)
+    assert stored(rb) == {0: [pytest.approx(-a)], 2: [pytest.approx(a)]}
+    assert "advantage" not in rows[0], "rows that come in are not written to"
+    assert rb[:]["advantage"].shape == (2, 1, 1)
+    rb.extend(lazy_stack([make_row(9, 1.0, name=3)]))
+    assert stored(rb).keys() == {0, 1, 2, 3}
+    assert rb.sample(2).batch_size == (2,)
+
+
+reward_value = st.sampled_from([0.0, 0.1, 1.0, 2.0, math.nan, math.inf])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_order_and_any_partition_gives_the_reference(slow, data):
+    size = data.draw(st.integers(1, 3), label="group size")
+    # Groups of unequal completeness: the last may lack members.
+    groups = [data.draw(st.lists(reward_value, min_size=size, max_size=size)) for _ in range(3)]
+    rows = [(g, r) for g, rewards in enumerate(groups) for r in rewards]
+    rows = rows[: len(rows) - data.draw(st.integers(0, size - 1), label="missing")]
+    order = data.draw(st.permutations(range(len(rows))))
+    cuts = data.draw(st.lists(st.integers(1, 4), min_size=len(rows), max_size=len(rows)))
+    transform = MCAdvantage(size)
+    got, queue = {}, list(order)
+    for cut in cuts:
+        part, queue = queue[:cut], queue[cut:]
+        if part:
+            out = transform.inv(lazy_stack([make_row(*rows[i], name=i) for i in part]))
+            for row in out.unbind(0) if out is not None else ():
+                got[int(row["name"])] = row["advantage"].item()
+    want = {}
+    for g in range(3):
+        mine = [i for i, (group, _) in enumerate(rows) if group == g]
+        if len(mine) == size:
+            rewards = [rows[i][1] if math.isfinite(rows[i][1]) else None for i in mine]
+            want |= dict(zip(mine, slow.group_advantage(rewards, [0] * size), strict=True))
+    assert got.keys() == want.keys()
+    for name, advantage in want.items():
+        # The transform works in float32.
+        assert got[name] == pytest.approx(advantage, rel=1e-5, abs=1e-6)
+    assert transform.stats.ledger(transform.queue.num_rows)
+
+
+def run(transform, *rows):
+    """Names of the rows released, with their advantages."""
+    out = transform.inv(lazy_stack([make_row(g, r, name=i) for i, (g, r) in enumerate(rows)]))
+    released = out.unbind(0) if out is not None else ()
+    assert transform.stats.ledger(transform.queue.num_rows)
+    return {int(row["name"]): row["advantage"].item() for row in released}
+
+
+FLAT = [(1, 0.1), (1, 0.1), (1, 0.1), (2, 0.0), (2, 1.0), (2, 0.5)]
+
+
+def test_zero_variance_kept_with_exactly_0():
+    transform = MCAdvantage(3)
+    got = run(transform, *FLAT)
+    assert [got[i] for i in range(3)] == [0, 0, 0]
+    assert transform.stats.groups_zero_variance == 1
+
+
+@pytest.mark.parametrize("refill", [False, True], ids=["drop", "refill"])
+def test_zero_variance_dropped(refill):
+    transform = MCAdvantage(3, zero_variance="refill" if refill else "drop")
+    assert run(transform, *FLAT).keys() == {3, 4, 5}
+    assert transform.stats.rows_dropped_zero_variance == 3
+    assert transform.take_refills() == ({1: 3} if refill else {})
+    assert transform.take_refills() == {}
+
+
+BROKEN = [(1, math.nan), (1, 0.0), (1, 1.0)]
+
+
+def test_unscorable_kept_with_0_and_outside_the_statistics():
+    got = run(MCAdvantage(3), *BROKEN)
+    a = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert got == {0: 0, 1: pytest.approx(-a), 2: pytest.approx(a)}
+
+
+def test_unscorable_dropped():
+    assert run(MCAdvantage(3, unscorable="drop"), *BROKEN).keys() == {1, 2}
+
+
+def test_unscorable_refilled():
+    transform = MCAdvantage(3, unscorable="refill")
+    assert run(transform, *BROKEN) == {}
+    assert transform.take_refills() == {1: 1}
+    assert transform.queue.missing() == {1: 1}
+    assert run(transform, (1, 0.5)).keys() == {0, 1, 2}
+
+
+def test_a_row_marked_unscorable_is_not_scored_whatever_its_reward():
+    rows = [make_row(1, 100.0, name=0, scorable=False)]
+    rows += [make_row(1, float(i), name=i, scorable=True) for i in (1, 2)]
+    out = MCAdvantage(3).inv(lazy_stack(rows))
+    assert out["advantage"].view(-1)[0].item() == 0
+    assert out["advantage"].view(-1)[1].item() < 0
+
+
+def test_fewer_than_two_valid_rows_carry_no_signal():
+    assert run(MCAdvantage(2, zero_variance="drop"), (1, math.nan), (1, 1.0)) == {}
+    assert run(MCAdvantage(2), (1, math.nan), (1, 1.0)) == {0: 0, 1: 0}
+
+
+def test_a_group_of_one_is_defined():
+    assert run(MCAdvantage(1), (1, 5.0), (2, math.nan)) == {0: 0, 1: 0}
+
+
+def test_bounds_on_the_mean_drop_groups():
+    transform = MCAdvantage(2, keep_return_bounds=(0.2, 0.8))
+    assert run(transform, (1, 0.0), (1, 1.0), (2, 1.0), (2, 0.6)).keys() == {0, 1}
+    assert transform.stats.rows_dropped_bounds == 2
+
+
+def test_scales_and_leave_one_out(slow):
+    rewards, groups = [0.0, 1.0, 4.0, 2.0], [1, 1, 2, 2]
+    rows = list(zip(groups, rewards, strict=True))
+    for scale in ("group", "batch", "none"):
+        got = list(run(MCAdvantage(2, scale=scale), *rows).values())
+        assert got == pytest.approx(slow.group_advantage(rewards, groups, scale), rel=1e-5)
+    got = list(run(MCAdvantage(2, estimator="rloo"), *rows).values())
+    assert got == pytest.approx(slow.rloo(rewards, groups))
+
+
+def test_dense_rewards_by_trajectory_and_by_turn(slow):
+    rewards = [[0.0, 1.0, 0.0, 2.0], [0.0, 0.5, 0.0, 0.0]]
+    masks = [[False, True, False, True], [False, True, True, False]]
+    rows = []
+    for reward, mask in zip(rewards, masks, strict=True):
+        row = make_row(1, 0.0)
+        row["reward"] = torch.tensor(reward).unsqueeze(-1)
+        row["masks", "all_assistant_mask"] = torch.tensor(mask)
+        rows.append(row)
+    for how, totals in {"sum": [3, 0.5], "mean": [0.75, 0.125], "max": [2, 0.5]}.items():
+        out = MCAdvantage(2, trajectory_return=how).inv(lazy_stack([r.clone() for r in rows]))
+        want = slow.group_advantage(totals, [0, 0])
+        assert out["advantage"].view(-1).tolist() == pytest.approx(want, rel=1e-5)
+    out = MCAdvantage(2, credit="turn").inv(lazy_stack(rows))
+    assert out["advantage"].shape == (2, 4, 1)
+    for got, want in zip(
+        out["advantage"], slow.turn_advantage(rewards, masks, [0, 0]), strict=True
+    ):
+        assert got.view(-1).tolist() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("on_expiry", ["drop", "release"])
+def test_incomplete_groups_expire_visibly(on_expiry, caplog):
+    transform = MCAdvantage(3, max_pending_groups=2, on_expiry=on_expiry)
+    got = run(transform, (1, 0.0), (1, 1.0), (2, 0.0), (3, 0.0))
+    assert got.keys() == ({0, 1} if on_expiry == "release" else set())
+    assert "Group 1 expired with 2 of 3 rows" in caplog.text
+    assert transform.stats.groups_expired == 1
+    assert list(transform.queue.expired) == [(1, 2)]
+    assert transform.queue.missing() == {2: 2, 3: 2}
+
+
+def test_a_group_expires_by_age(caplog):
+    transform = MCAdvantage(2, expire_after_rows=3)
+    run(transform, (1, 0.0), (2, 0.0), (2, 1.0))
+    assert transform.queue.missing() == {1: 1}
+    run(transform, (3, 0.0))
+    assert transform.queue.missing() == {3: 1}
+    assert "Group 1" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "file", "pickle"])
+def test_incomplete_groups_survive_a_restart(tmp_path, kind):
+    transform = MCAdvantage(2, unscorable="refill")
+    rb = make_buffer(transform)
+    rb.extend(lazy_stack([make_row(1, 0.0, name=0), make_row(2, math.nan, name=1)]))
+    fresh = MCAdvantage(2, unscorable="refill")
+    if kind == "state_dict":
+        fresh.load_state_dict(transform.state_dict())
+    elif kind == "file":
+        torch.save(transform.state_dict(), tmp_path / "state.pt")
+        fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    else:
+        fresh = pickle.loads(pickle.dumps(transform))
+    out = [t.inv(lazy_stack([make_row(1, 1.0, name=2)])) for t in (transform, fresh)]
+    for a, b in zip(out[0].unbind(0), out[1].unbind(0), strict=True):
+        assert a["name"] == b["name"]
+        assert a["query"] == b["query"]
+        assert a["conversation"] == b["conversation"]
+        assert a["tokens", "full"].equal(b["tokens", "full"])
+        assert a["advantage"].equal(b["advantage"])
+    assert fresh.stats == transform.stats
+    assert fresh.take_refills() == {2: 1}
+
+
+def test_within_a_compose_none_is_passed_on():
+    compose = Compose(MCAdvantage(1), MCAdvantage(2, advantage_key="other"))
+    assert compose.inv(lazy_stack([make_row(1, 0.0)])) is None
+
+
+def test_errors_name_the_entry():
+    row = make_row(1, 0.0)
+    with pytest.raises(MissingEntryError, match=r"'group_id'.*holds.*reward"):
+        MCAdvantage(2).inv(lazy_stack([row.exclude("group_id")]))
+    with pytest.raises(MissingEntryError, match="'reward'"):
+        MCAdvantage(1).inv(lazy_stack([row.exclude("reward")]))
+    with pytest.raises(TypeError, match="integer id"):
+        MCAdvantage(2, group_key="query").inv(lazy_stack([row]))
+    row["masks", "all_assistant_mask"] = torch.ones(2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="a reward for each token"):
+        MCAdvantage(1, credit="turn").inv(lazy_stack([row]))
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        pytest.param({}, "group_size", id="no size"),
+        pytest.param({"group_size": 2, "grpo_size": 2}, "give one", id="size given twice"),
+        pytest.param({"group_size": 0}, "group_size", id="size 0"),
+        pytest.param({"group_size": 2, "scale": "std"}, "batch", id="misspelt scale"),
+        pytest.param({"group_size": 2, "credit": "step"}, "turn", id="misspelt credit"),
+        pytest.param({"group_size": 2, "zero_variance": "skip"}, "refill", id="misspelt choice"),
+        pytest.param({"group_size": 2, "estimator": "loo"}, "rloo", id="misspelt estimator"),
+        pytest.param(
+            {"group_size": 1, "zero_variance": "drop"}, "every row", id="drops all groups of one"
+        ),
+        pytest.param(
+            {"group_size": 2, "estimator": "rloo", "scale": "none"},
+            "no effect",
+            id="scale that rloo would ignore",
+        ),
+        pytest.param(
+            {"group_size": 2, "credit": "turn", "scale": "batch"}, "credit", id="scale by turn"
+        ),
+        pytest.param(
+            {"group_size": 2, "keep_return_bounds": (1.0, 0.0)}, "increasing", id="bounds"
+        ),
+        pytest.param({"group_size": 2, "max_pending_groups": 0}, "at least 1", id="no room"),
+    ],
+)
+def test_bad_options_raise_at_construction(options, hint):
+    with pytest.raises(ValueError, match=hint):
+        MCAdvantage(**options)
+
+
+def test_grpo_size_is_group_size():
+    assert MCAdvantage(grpo_size=4).group_size == 4
+
+
+def names(out):
+    return [int(row["name"]) for row in out.unbind(0)] if out is not None else []
+
+
+def test_top_k_keeps_the_best_above_the_median_in_order():
+    rewards = [1.0, 5.0, math.nan, 3.0, 5.0, 0.0]
+    rows = lazy_stack([make_row(1, r, name=i) for i, r in enumerate(rewards)])
+    selector = TopKRewardSelector(6, 2)
+    assert names(selector.inv(rows)) == [1, 4]
+    assert selector.stats.rows_dropped_unselected == 4
+    assert selector.stats.ledger(0)
+    assert names(TopKRewardSelector(6, 5).inv(rows)) == [1, 4]
+    assert names(TopKRewardSelector(6, 4, above_median=False).inv(rows)) == [1, 4, 3, 0]
+    flat = lazy_stack([make_row(1, 1.0) for _ in range(3)])
+    assert names(TopKRewardSelector(3, 1).inv(flat)) == []
+
+
+def test_top_k_in_a_buffer_survives_a_restart_and_expires(caplog):
+    selector = TopKRewardSelector(group_size=2, topk_size=1, max_pending_groups=1)
+    rb = make_buffer(selector)
+    rb.extend(lazy_stack([make_row(1, 0.0, name=0)]))
+    fresh = TopKRewardSelector(group_size=2, topk_size=1, max_pending_groups=1)
+    fresh.load_state_dict(selector.state_dict())
+    assert names(fresh.inv(lazy_stack([make_row(1, 1.0, name=1)]))) == [1]
+    rb.extend(lazy_stack([make_row(2, 0.0)]))
+    assert selector.stats.rows_expired == 1
+    assert "Group 1" in caplog.text
+    for bad in ({}, {"group_size": 2, "topk_size": 3}, {"group_size": 2, "topk_size": 0}):
+        with pytest.raises(ValueError, match="size"):
+            TopKRewardSelector(**bad)

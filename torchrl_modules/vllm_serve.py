@@ -1,0 +1,131 @@
+"""A vLLM server of token ids that ends with its parent: ``python -m torchrl_modules.vllm_serve``.
+
+It takes the options of ``vllm serve`` and adds those that `VLLMServerEngine` needs. It is meant for
+one machine: the routes that update weights have no password, so it listens on a socket file in a
+private directory (``--uds``) or on the loopback address. `start_server` runs one.
+"""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from .vllm_http import JSONClient
+from .vllm_runtime import import_vllm
+
+_PARENT: Final = "TORCHRL_VLLM_PARENT"
+_OPTIONS: Final = {
+    "--host": "127.0.0.1",
+    "--logprobs-mode": "processed_logprobs",
+    "--generation-config": "vllm",
+    "--worker-extension-cls": "torchrl_modules.vllm_worker.WeightLoading",
+    "--skip-tokenizer-init": None,
+    "--tokens-only": None,
+}
+_CPU_OPTIONS: Final = {  # as for `VLLMEngine`
+    "--dtype": "float32",
+    "--kv-cache-memory-bytes": str(1 << 30),
+    "--enforce-eager": None,
+}
+_ENVIRONMENT: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def main() -> None:
+    """Serve until killed, or until the parent that started this is gone."""
+    if _PARENT in os.environ:
+        parent = int(os.environ[_PARENT])
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
+    given = {argument.partition("=")[0] for argument in sys.argv}
+    for name, value in (_OPTIONS | (_CPU_OPTIONS if is_cpu else {})).items():
+        if name not in given:
+            sys.argv += [name] if value is None else [name, value]
+    # The `vllm` command is broken in vllm-cpu 0.32; this module is what it would run.
+    runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__")
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)  # its engine is a process of the same group
+
+
+@contextmanager
+def start_server(model: str, *, start_timeout_s: float = 600.0, **options: Any) -> Iterator[str]:
+    """Run a vLLM server beside this process, and end it on leaving.
+
+    It listens on a socket file that only this user can open, and does not outlive this process.
+
+    Args:
+        model: a model's id on the hub, or a directory.
+        start_timeout_s: how long it may take to start.
+        options: of ``vllm serve``, for instance ``dtype="float32"``, ``max_model_len=512``,
+            ``tensor_parallel_size=2``; ``True`` for a flag.
+
+    Yields:
+        The URL for `VLLMServerEngine`.
+
+    Raises:
+        RuntimeError: the server ends while it starts, or takes too long; the message holds the
+            last lines that it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        socket_path, log_path = Path(folder, "socket"), Path(folder, "log")
+        arguments: list[str] = []
+        for name, value in ({"model": model, "uds": socket_path} | options).items():
+            flag = f"--{name.replace('_', '-')}"
+            arguments += [flag] if value is True else [flag, str(value)]
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torchrl_modules.vllm_serve", *arguments],
+                env=os.environ | {_PARENT: str(os.getpid())},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            url = f"unix://{socket_path}"
+            _await_start(process, url, log_path, start_timeout_s)
+            yield url
+        finally:
+            _end(process)
+
+
+def _await_start(
+    process: "subprocess.Popen[bytes]", url: str, log_path: Path, timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    with closing(JSONClient(url, timeout_s=5.0)) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            with suppress(ConnectionError):
+                if client.request("GET", "/health")[0] == 200:
+                    return
+            time.sleep(0.2)
+    printed = log_path.read_text(errors="replace")[-3000:]
+    raise RuntimeError(f"The vLLM server did not start (exit code {process.poll()}):\n{printed}")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    # Its engine is a process of the same group; both go, whatever state they are in.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    main()
