@@ -9,6 +9,7 @@ Shape legend: N packed tokens, H heads, G key-value heads, D head size.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -63,25 +64,28 @@ def packed_sdpa_forward(
             sliding_window=sliding_window,
             **kwargs,
         )
-    lengths = list(segment_lengths)
+    # Neighbours of one length are one batch, so sorting segments by length makes few calls.
+    runs = [(length, len(list(run))) for length, run in groupby(segment_lengths)]
+    totals = [length * count for length, count in runs]
     outputs = []
-    for q, k, v in zip(
-        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+    for (length, count), *tensors in zip(
+        runs, query.split(totals, 2), key.split(totals, 2), value.split(totals, 2), strict=True
     ):
-        window = _window_mask(q.shape[2], sliding_window, q.device)
-        outputs.append(
-            scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=window,
-                dropout_p=dropout,
-                scale=scaling,
-                is_causal=window is None,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+        # [1, H, count * length, D] -> [count, H, length, D]
+        q, k, v = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in tensors)
+        window = _window_mask(length, sliding_window, q.device)
+        attended = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=window,
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=window is None,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
-    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None], None
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -71,6 +71,8 @@ class PackedScorer:
     def _score(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, temperature: float, entropy: bool
     ) -> TokenScores:
+        order = _length_order(ids, lengths)
+        ids, target_mask, lengths = ids[order], target_mask[order], lengths.sort(stable=True).values
         # The token at position t is predicted by the hidden state at t - 1.
         predictors = target_mask.nonzero().squeeze(1) - 1
         targets = ids[target_mask]
@@ -90,7 +92,9 @@ class PackedScorer:
                 bias=self._head.bias,
                 temperature=temperature,
             )
-        return TokenScores(log_prob, entropies if entropy else None)
+        # Back in the order in which the tokens came.
+        back = order[target_mask].argsort()
+        return TokenScores(log_prob[back], entropies[back] if entropy else None)
 
     def _hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Last hidden states of packed sequences, ``[N, D]``."""
@@ -121,6 +125,15 @@ class PackedScorer:
                 logits_to_keep=predictors,
             )
         return output.logits[0].float()
+
+
+def _length_order(ids: Tensor, lengths: Tensor) -> Tensor:
+    """Where each token comes from when the sequences are sorted by length, int64 ``[N]``."""
+    starts = cumulative_lengths(lengths)[:-1]
+    by_length = lengths.argsort(stable=True)
+    sorted_lengths = lengths[by_length]
+    shift = starts[by_length] - cumulative_lengths(sorted_lengths)[:-1]
+    return torch.arange(len(ids), device=ids.device) + shift.repeat_interleave(sorted_lengths)
 
 
 def _positions(lengths: Tensor) -> Tensor:

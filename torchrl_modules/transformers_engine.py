@@ -1,26 +1,12 @@
-"""Sampling with ``generate`` of Transformers, with the log-probability of every sampled token.
-
-Shape legend: B rows, V vocabulary.
-"""
+"""Sampling from a Transformers model in this process."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
-from torchrl_data.packed import pad
-
+from .decode_loop import DecodeLoop
 from .engine import Generation
 from .sampling import SamplingParameters
 from .weights import check_state_dict
@@ -30,14 +16,22 @@ class TransformersEngine:
     """An :class:`~torchrl_modules.engine.Engine` over a Transformers model.
 
     Args:
-        model: a causal language model.
+        model: a causal language model with a key-value cache.
         max_model_len: most tokens of a row, prompt and response; the model's own limit when not
             given.
+
+    Raises:
+        ValueError: the model has a recurrent state, which can't be kept row by row here.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
+        if getattr(model, "_is_stateful", False):
+            raise ValueError(
+                f"TransformersEngine: {type(model).__name__} has a recurrent state instead of a "
+                "key-value cache. Sample with vLLM."
+            )
         self.model = model
-        own = getattr(model.config, "max_position_embeddings", None)
+        own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_model_len = max_model_len or own or 1 << 62
 
     @torch.no_grad()
@@ -48,17 +42,27 @@ class TransformersEngine:
         *,
         max_new_tokens: Sequence[int] | None = None,
     ) -> list[Generation]:
-        """See :meth:`torchrl_modules.engine.Engine.generate`."""
+        """See :meth:`torchrl_modules.engine.Engine.generate`.
+
+        At temperature 0 the log-probs are those at temperature 1.
+        """
         budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         errors = [self._refusal(p, b) for p, b in zip(prompts, budgets, strict=True)]
         good = [i for i, error in enumerate(errors) if error is None]
         results = [Generation([], [], "error", error) for error in errors]
-        if good:
-            generated = self._generate(
-                [prompts[i] for i in good], params, [budgets[i] for i in good]
+        if not good:
+            return results
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            loop = DecodeLoop(
+                self.model, [prompts[i] for i in good], params, [budgets[i] for i in good]
             )
-            for i, generation in zip(good, generated, strict=True):
-                results[i] = generation
+            generated = loop.run()
+        finally:
+            self.model.train(was_training)
+        for i, generation in zip(good, generated, strict=True):
+            results[i] = generation
         return results
 
     def _refusal(self, prompt: Sequence[int], budget: int) -> str | None:
@@ -77,36 +81,6 @@ class TransformersEngine:
             return f"the prompt holds a token outside the vocabulary of {vocabulary}"
         return None
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParameters, budgets: Sequence[int]
-    ) -> list[Generation]:
-        rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
-        input_ids = pad(rows, value=0, side="left")
-        attention_mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
-        recorder = _SampledLogProbs()
-        stops = params.stop_token_ids or ()
-        limits = _RowBudgets(input_ids.shape[1], torch.tensor(budgets, device=input_ids.device))
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            output = self.model.generate(  # type: ignore[operator]
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                generation_config=_generation_config(params, max(budgets), stops),
-                logits_processor=LogitsProcessorList([*_warpers(params), recorder]),
-                stopping_criteria=StoppingCriteriaList([limits]),
-            )
-        finally:
-            self.model.train(was_training)
-        sampled = output[:, input_ids.shape[1] :]
-        log_probs = recorder.finish(sampled)
-        return [
-            _cut(ids, values, budget, stops)
-            for ids, values, budget in zip(
-                sampled.tolist(), log_probs.tolist(), budgets, strict=True
-            )
-        ]
-
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """See :meth:`torchrl_modules.engine.Engine.update_weights`."""
         own = self.model.state_dict()
@@ -114,78 +88,3 @@ class TransformersEngine:
         with torch.no_grad():
             for name, value in state_dict.items():
                 own[name].copy_(value)
-
-
-def _generation_config(
-    params: SamplingParameters, max_new_tokens: int, stops: Sequence[int]
-) -> GenerationConfig:
-    """Neutral settings: the model's own defaults must not change the distribution."""
-    return GenerationConfig(
-        do_sample=params.temperature > 0,
-        max_new_tokens=max_new_tokens,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=list(stops) or None,
-        pad_token_id=0,
-        use_cache=True,
-    )
-
-
-def _warpers(params: SamplingParameters) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = []
-    if params.temperature not in (0.0, 1.0):
-        warpers.append(TemperatureLogitsWarper(params.temperature))
-    if params.top_k > 0:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0.0:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    return warpers
-
-
-class _SampledLogProbs(LogitsProcessor):
-    """Keeps the log-prob of each sampled token; it must come last.
-
-    It sees a step's scores before the token is drawn, so it reads the token one step later; only
-    one step's ``[B, V]`` is ever held.
-    """
-
-    def __init__(self) -> None:
-        self._pending: Tensor | None = None
-        self._columns: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._collect(input_ids[:, -1])
-        self._pending = torch.log_softmax(scores.float(), -1)
-        return scores
-
-    def _collect(self, tokens: Tensor) -> None:
-        if self._pending is not None:
-            self._columns.append(self._pending.gather(1, tokens[:, None]))
-
-    def finish(self, sampled: Tensor) -> Tensor:
-        """Log-probs of all sampled tokens, float32, same shape as ``sampled``."""
-        self._collect(sampled[:, -1])
-        return torch.cat(self._columns, 1)
-
-
-class _RowBudgets(StoppingCriteria):
-    """Stops each row at its own number of new tokens."""
-
-    def __init__(self, prompt_width: int, budgets: Tensor) -> None:
-        self._prompt_width = prompt_width
-        self._budgets = budgets
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        del scores, kwargs
-        return input_ids.shape[1] - self._prompt_width >= self._budgets
-
-
-def _cut(ids: list[int], log_probs: list[float], budget: int, stops: Sequence[int]) -> Generation:
-    """A row up to its first stop token, that token included, or to its budget."""
-    for i, token in enumerate(ids[:budget]):
-        if token in stops:
-            return Generation(ids[: i + 1], log_probs[: i + 1], "stop")
-    return Generation(ids[:budget], log_probs[:budget], "length")

@@ -1,0 +1,159 @@
+"""Drawing tokens from a Transformers model, one step for the whole batch at a time.
+
+Beside what ``generate`` does, a prompt that many rows share is read once, rows that have ended cost
+nothing, and the log-probability of each sampled token is kept without keeping any logits.
+
+Shape legend: U different prompts, A rows that still run, T tokens so far, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from torchrl_data.packed import pad
+
+from .engine import Generation
+from .sampling import SamplingParameters
+
+_COMPACT_BELOW = 0.75
+"""Rows that have ended are dropped from the batch once fewer than this fraction still run."""
+
+
+class DecodeLoop:
+    """One batch of prompts, read and continued until every row has ended.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompts: token ids of each row, none empty.
+        params: the distribution and the stop tokens.
+        budgets: most new tokens of each row.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        budgets: Sequence[int],
+    ) -> None:
+        self._model = model
+        self._greedy = params.temperature == 0
+        self._warpers = _warpers(params)
+        self._budgets = torch.tensor(budgets, device=model.device)
+        self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
+        self._ids: list[list[int]] = [[] for _ in prompts]
+        self._log_probs: list[list[float]] = [[] for _ in prompts]
+        self._stopped = [False] * len(prompts)
+        # Row of each batch element; elements leave the batch when their rows have ended.
+        self._rows = torch.arange(len(prompts), device=model.device)
+        self._running = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
+        self._read_prompts(prompts)
+
+    def run(self) -> list[Generation]:
+        """Draw until every row has drawn a stop token or used up its budget."""
+        num_drawn = 0
+        while True:
+            tokens, log_probs = self._draw()
+            num_drawn += 1
+            is_stop = torch.isin(tokens, self._stops)
+            self._record(tokens, log_probs, is_stop)
+            self._running &= ~is_stop & (num_drawn < self._budgets[self._rows])
+            num_running = int(self._running.sum())
+            if num_running == 0:
+                break
+            if num_running < _COMPACT_BELOW * len(self._rows):
+                tokens = self._drop_ended(tokens)
+            self._advance(tokens)
+        return [
+            Generation(ids, log_probs, "stop" if stopped else "length")
+            for ids, log_probs, stopped in zip(
+                self._ids, self._log_probs, self._stopped, strict=True
+            )
+        ]
+
+    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Run the model over each different prompt once, and give every row its cache."""
+        device = self._model.device
+        unique = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        index = torch.tensor([unique[tuple(prompt)] for prompt in prompts], device=device)
+        rows = [torch.tensor(prompt, device=device) for prompt in unique]
+        mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
+        self._cache = DynamicCache(config=self._model.config)
+        output = self._model(
+            input_ids=pad(rows, value=0, side="left"),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if len(unique) < len(prompts):
+            self._cache.batch_select_indices(index)
+        self._mask = mask[index]
+        self._lengths = self._mask.sum(1)
+        self._logits = output.logits[index, -1]
+
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        """One token per running row and its log-prob: int64 ``[A]``, float32 ``[A]``."""
+        scores = self._logits.float()
+        for warper in self._warpers:
+            scores = warper(None, scores)  # type: ignore[arg-type]
+        log_p = torch.log_softmax(scores, -1)
+        tokens = log_p.argmax(-1, True) if self._greedy else torch.multinomial(log_p.exp(), 1)
+        return tokens.squeeze(1), log_p.gather(1, tokens).squeeze(1)
+
+    def _record(self, tokens: Tensor, log_probs: Tensor, is_stop: Tensor) -> None:
+        for row, running, token, log_prob, stop in zip(
+            self._rows.tolist(),
+            self._running.tolist(),
+            tokens.tolist(),
+            log_probs.tolist(),
+            is_stop.tolist(),
+            strict=True,
+        ):
+            if running:
+                self._ids[row].append(token)
+                self._log_probs[row].append(log_prob)
+                self._stopped[row] = stop
+
+    def _drop_ended(self, tokens: Tensor) -> Tensor:
+        keep = self._running.nonzero().squeeze(1)
+        self._cache.batch_select_indices(keep)
+        self._rows, self._mask = self._rows[keep], self._mask[keep]
+        self._lengths, self._running = self._lengths[keep], self._running[keep]
+        return tokens[keep]
+
+    def _advance(self, tokens: Tensor) -> None:
+        """Run the model over the tokens just drawn."""
+        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        output = self._model(
+            input_ids=tokens[:, None],
+            attention_mask=self._mask,
+            position_ids=self._lengths[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._lengths = self._lengths + 1
+        self._logits = output.logits[:, -1]
+
+
+def _warpers(params: SamplingParameters) -> list[LogitsProcessor]:
+    warpers: list[LogitsProcessor] = []
+    if params.temperature not in (0.0, 1.0):
+        warpers.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers
