@@ -144,6 +144,21 @@ def test_spans_are_found_in_templates_without_marks(template, tail):
     assert [s == Source.MODEL for s in found.sources[:length]] == sampled
 
 
+def test_spans_are_found_where_earlier_turns_are_rewritten():
+    """Like Qwen 3's own template, which drops the reasoning of all turns but the last."""
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    encoder = ConversationEncoder(chatml_tokenizer(), chat_template=source)
+    (encoded,) = encoder.encode_chats([[*TALK, {"role": "assistant", "content": "B"}]])
+    sampled = [i for i, s in zip(encoded.ids, encoded.sources, strict=True) if s == Source.MODEL]
+    expected = "A<|im_end|><think>\n\n</think>\n\nB<|im_end|>"
+    assert encoder.tokenizer.decode(sampled) == expected
+
+
 def test_a_generation_block_that_leaves_the_end_of_turn_out_is_completed():
     source = builtin_template("chatml")
     source = source.replace(
@@ -257,6 +272,7 @@ LOOKS = [
     pytest.param("message.content[:5]", id="cuts"),
     pytest.param("'!' + message.content if '?' in message.content else message.content", id="?"),
     pytest.param("message.content + (message.name or '')", id="name"),
+    pytest.param("message.content + ('N' if message.name else '')", id="whether there is a name"),
 ]
 
 
