@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
 from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_views import row_tensordicts
 from torchrl_data.keys import (
     DONE,
+    FULL,
     GROUP_ID,
     POLICY_VERSION,
     PROMPT,
@@ -24,9 +26,8 @@ from torchrl_data.keys import (
     TOKEN_POLICY_VERSION,
     TRUNCATED,
 )
-from torchrl_data.loop_state import read_conversations
+from torchrl_data.loop_state import read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
-from torchrl_data.rows import conversation_rows
 from torchrl_envs.episode_env import EpisodeEnv
 from torchrl_envs.rewards import REWARD_ERRORS, REWARDS
 from torchrl_envs.transforms.data_loading import DataExhaustedError
@@ -119,10 +120,11 @@ class LLMCollector:
 
         Returns:
             A lazy stack ``[B]`` of ragged rows, in the environment's order: what
-            :func:`~torchrl_data.rows.conversation_rows` gives, with ``reward`` ``[1, 1]``,
-            ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
+            :func:`~torchrl_data.conversation_views.row_tensordicts` gives, with ``reward``
+            ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
             ``policy_version`` (when the trajectory began), ``num_turns``, ``("rewards", source)``,
-            ``stop_reason`` and ``reward_errors``. The same rows are in the replay buffer.
+            ``stop_reason``, ``reward_errors`` and ``("history", "full")``. The same
+            rows are in the replay buffer.
         """
         size = self.env.batch_size[0]
         rows: list[TensorDictBase | None] = [None] * size
@@ -167,12 +169,13 @@ def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDictBa
     if not rows:
         return []
     conversations = read_conversations(batch, PROMPT, who="LLMCollector")
-    exported = conversation_rows(conversations[rows])
+    exported = row_tensordicts(conversations[rows])
     dense = {key: batch.get(key) for key in _DENSE if batch.get(key, None) is not None}
     rewards = batch.get(REWARDS, None)
     reasons = read_row_values(batch, STOP_REASON, "")
     errors = read_row_values(batch, REWARD_ERRORS, "")
     for out, row in zip(exported, rows, strict=True):
+        write_conversations(out, FULL, conversations[row])
         for key, value in dense.items():
             out.set(key, value[row])
         if rewards is not None:

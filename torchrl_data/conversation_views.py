@@ -60,9 +60,9 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
 
     Returns:
         B TensorDicts without batch size: ``("tokens", "prompt" / "response" / "full")``, int64;
-        ``("masks", "all_attention_mask" / "all_assistant_mask")``, bool; ``("log_probs", "full")``,
-        float32; ``("policy_versions", "full")``, int64. All ``[T]``, aligned with the full tokens
-        but for prompt and response, which are its beginning and end.
+        ``("masks", "all_attention_mask" / "all_assistant_mask")``, bool; ``("log_probs",
+        "response" / "full")``, float32; ``("policy_versions", "full")``, int64. All ``[T]``,
+        aligned with the full tokens but for prompt and response, which are its beginning and end.
     """
     return [_row_tensordict(conversations, i) for i in range(len(conversations))]
 
@@ -71,6 +71,7 @@ def _row_tensordict(conversations: Conversations, row: int) -> TensorDict:
     record, position = conversations._records[row], conversations._positions[row]
     n, start = position.num_tokens, position.response_start
     ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
+    log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
     groups = {
         "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
         "masks": {
@@ -79,7 +80,7 @@ def _row_tensordict(conversations: Conversations, row: int) -> TensorDict:
                 np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
             ),
         },
-        "log_probs": {"full": torch.from_numpy(np.array(record.log_probs[:n], np.float32))},
+        "log_probs": {"response": log_probs[start:], "full": log_probs},
         "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
     }
     return TensorDict._new_unsafe(

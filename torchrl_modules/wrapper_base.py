@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation import Conversations, Message
+from torchrl_data.conversation_views import row_tensordicts
 from torchrl_data.encoder import ConversationEncoder
-from torchrl_data.keys import FULL, HISTORY, HISTORY_FULL, HISTORY_PROMPT, PROMPT
+from torchrl_data.keys import FULL, HISTORY_FULL, HISTORY_PROMPT, PROMPT
 from torchrl_data.loop_state import read_conversations, write_conversations
 from torchrl_data.row_values import write_row_values
-from torchrl_data.rows import conversation_rows
 
 from .engine import Engine, Generation
 from .sampling import SamplingParameters
@@ -104,8 +104,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         write_conversations(tensordict, FULL, full)
         write_row_values(tensordict, FINISH_REASON, reasons)
         if self.write_tokens:
-            rows = lazy_stack(conversation_rows(full)).reshape(tensordict.batch_size)
-            tensordict.update(rows.exclude(HISTORY))
+            rows = lazy_stack(row_tensordicts(full)).reshape(tensordict.batch_size)
+            tensordict.update(rows)
         return tensordict
 
     def _respond_some(

@@ -85,4 +85,32 @@ class GRPOConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
 
+def check_config(cfg: GRPOConfig) -> None:
+    """Refuse settings that can't work, by name, before anything is built.
+
+    Raises:
+        ValueError: a count is below 1, or a learning rate or a temperature is not positive.
+    """
+    counts = {
+        "train.num_steps": cfg.train.num_steps,
+        "train.num_prompts": cfg.train.num_prompts,
+        "train.group_size": cfg.train.group_size,
+        "train.num_epochs": cfg.train.num_epochs,
+        "train.micro_batch_rows": cfg.train.micro_batch_rows,
+        "evaluate.num_prompts": cfg.evaluate.num_prompts,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}.")
+    rates = {
+        "train.learning_rate": cfg.train.learning_rate,
+        "warm_start.learning_rate": cfg.warm_start.learning_rate,
+        "policy.temperature": cfg.policy.temperature,
+        "train.max_grad_norm": cfg.train.max_grad_norm,
+    }
+    for name, rate in rates.items():
+        if not rate > 0:
+            raise ValueError(f"{name} must be positive, got {rate}.")
+
+
 ConfigStore.instance().store(name="schema", node=GRPOConfig)

