@@ -35,7 +35,6 @@ from torchrl_envs.transforms.data_loading import DataExhaustedError
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
 
-Policy = Callable[[TensorDictBase], TensorDictBase]
 _DENSE = (REWARD, SCORABLE, DONE, TERMINATED, TRUNCATED, GROUP_ID)
 
 
@@ -63,7 +62,7 @@ class LLMCollector:
     def __init__(
         self,
         env: EpisodeEnv,
-        policy: Policy | Any,
+        policy: Any,
         *,
         replay_buffer: ReplayBuffer | None = None,
         total_trajectories: int | None = None,
@@ -159,7 +158,7 @@ class LLMCollector:
         self.env.close(raise_if_closed=False)
 
 
-def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDictBase]:
+def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDict]:
     """Finished episodes as rows, see :meth:`LLMCollector.collect`.
 
     Args:

@@ -43,8 +43,6 @@ class ChatEnv(EnvBase):
         ValueError: the batch size is not one positive number.
     """
 
-    batch_locked = True
-
     def __init__(
         self,
         *,
@@ -73,12 +71,12 @@ class ChatEnv(EnvBase):
             {HISTORY: Composite({FULL: entry.clone()}, shape=size)}, shape=size
         )
         self.full_reward_spec = Composite(shape=size)
-        flag = Binary(n=1, shape=(*size, 1), dtype=torch.bool)
+        flag = Binary(n=1, shape=torch.Size((*size, 1)), dtype=torch.bool)
         self.full_done_spec = Composite(
             {DONE: flag, TERMINATED: flag.clone(), TRUNCATED: flag.clone()}, shape=size
         )
 
-    def append_transform(self, transform: Transform) -> EpisodeEnv:
+    def append_transform(self, transform: Transform) -> EpisodeEnv:  # type: ignore[override]
         """Add a transform.
 
         Returns:

@@ -42,7 +42,7 @@ class EpisodeEnv(TransformedEnv):
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
         super().__init__(env, transform)
-        self.__dict__["_checked"] = False
+        object.__setattr__(self, "_checked", False)
 
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
         """The transforms that take part in episodes, in order."""
@@ -54,7 +54,7 @@ class EpisodeEnv(TransformedEnv):
         while pending:
             transform = pending.pop(0)
             if isinstance(transform, Compose):
-                pending[:0] = list(transform.transforms)
+                pending = [*transform.transforms, *pending]  # type: ignore[list-item]
             elif isinstance(transform, kind):
                 yield transform
 
@@ -68,7 +68,7 @@ class EpisodeEnv(TransformedEnv):
         """
         for transform in self.episode_transforms():
             transform.check(self)
-        self.__dict__["_checked"] = True
+        object.__setattr__(self, "_checked", True)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if not self.__dict__["_checked"]:

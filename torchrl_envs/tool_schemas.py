@@ -5,11 +5,13 @@ import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-import jsonschema
-from transformers.utils import get_json_schema
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
+    get_json_schema,
 )
 
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
@@ -22,12 +24,12 @@ class Tool(NamedTuple):
     name: str
     schema: dict[str, Any]
     """JSON schema in the format that chat templates show."""
-    validator: jsonschema.protocols.Validator
+    validator: Validator
     """Checks the arguments of a call."""
 
     def argument_error(self, arguments: dict[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, or ``None``."""
-        error = jsonschema.exceptions.best_match(self.validator.iter_errors(arguments))
+        error = best_match(self.validator.iter_errors(arguments))
         if error is None:
             return None
         place = "".join(f"[{part!r}]" for part in error.absolute_path)
@@ -88,4 +90,4 @@ def function_tool(function: Callable[..., Any], *, owner: str | None = None) -> 
     parameters = schema["function"]["parameters"]
     # An argument that the tool does not have is an error, not a Python exception inside it.
     strict = {**parameters, "additionalProperties": False}
-    return Tool(name, schema, jsonschema.Draft202012Validator(strict))
+    return Tool(name, schema, Draft202012Validator(strict))

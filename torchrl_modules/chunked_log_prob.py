@@ -71,7 +71,7 @@ class _ChunkedLogProb(Function):
             log_p = _log_softmax(hidden[tile], weight, bias, temperature)
             log_prob[tile] = log_p.gather(1, targets[tile, None]).squeeze(1)
             entropy[tile] = torch.special.entr(log_p.exp()).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)  # type: ignore[arg-type]
         ctx.temperature = temperature  # type: ignore[attr-defined]
         return log_prob, entropy
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation import (
+from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,

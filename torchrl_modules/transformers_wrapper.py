@@ -90,7 +90,7 @@ class TransformersWrapper(LLMWrapperBase):
                 list(flat.get(TOKENS_FULL, as_list=True)),
                 list(flat.get(ASSISTANT_MASK, as_list=True)),
             )
-        full: Conversations = read_conversations(tensordict, FULL, who=type(self).__name__)
+        full: Conversations = read_conversations(tensordict, FULL, who=self._get_name())
         rows = range(len(full))
         return [full.token_ids(i) for i in rows], [full.assistant_mask(i) for i in rows]
 

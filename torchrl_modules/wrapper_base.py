@@ -47,9 +47,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         TypeError: a sampling parameter is not known, or the tokenizer has no fast backend.
     """
 
-    in_keys: Sequence[NestedKey] = (HISTORY_PROMPT,)
-    out_keys: Sequence[NestedKey] = (HISTORY_FULL, FINISH_REASON)
-
     def __init__(
         self,
         engine: Engine,
@@ -65,6 +62,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         super().__init__()
         if generate_kwargs is not None and sampling is not None:
             raise ValueError(f"{type(self).__name__}: give generate_kwargs or sampling, not both.")
+        self.in_keys: list[NestedKey] = [HISTORY_PROMPT]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.out_keys: list[NestedKey] = [HISTORY_FULL, FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.engine = engine
         self.tokenizer = tokenizer
         self.encoder = ConversationEncoder(
@@ -93,8 +92,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         Raises:
             MissingEntryError: there is no prompt.
         """
-        who = type(self).__name__
-        prompt = read_conversations(tensordict, PROMPT, who=who)
+        prompt = read_conversations(tensordict, PROMPT, who=self._get_name())
         active = tensordict.get("_step", None)
         if active is None or bool(active.all()):
             prompt, full, reasons = self.respond(prompt)

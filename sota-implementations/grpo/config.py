@@ -35,7 +35,7 @@ class WarmStartConfig:
     """Supervised training on the task's demonstrations, before GRPO."""
 
     num_steps: int | None = None
-    """None: 400 for the embedded model, 0 for a given one."""
+    """None: 600 for the embedded model, 0 for a given one."""
     batch_size: int = 32
     learning_rate: float = 1e-2
 
@@ -45,17 +45,18 @@ class TrainConfig:
     """GRPO."""
 
     num_steps: int = 80
-    num_prompts: int = 8
+    num_prompts: int = 16
     """Prompts of a step."""
     group_size: int = 16
     """Rollouts of a prompt."""
     learning_rate: float = 1e-3
+    """Rises for ``num_warmup_steps`` steps and then falls to 0 in a line."""
     num_warmup_steps: int = 5
     clip_low: float = 0.2
     clip_high: float = 0.28
-    num_epochs: int = 1
+    num_epochs: int = 4
     """Passes over the rollouts of a step, an optimizer step each."""
-    micro_batch_rows: int = 128
+    micro_batch_rows: int = 256
     """Rows of one forward and backward pass; the gradient does not depend on it."""
     max_grad_norm: float = 1.0
     shuffle_rewards: bool = False

@@ -9,6 +9,7 @@ learning curve, all rollouts and the trained model are in ``outputs/grpo/<task>/
 """
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
-from transformers import AutoTokenizer, get_constant_schedule_with_warmup
+from transformers import AutoTokenizer
 from warm_start import warm_start
 
 from collectors import LLMCollector
@@ -51,7 +52,7 @@ def make_env(
     """The environment of the task: data, tools and reward, metrics, a turn limit."""
     rows = task.held_out_rows if held_out else task.train_rows
     parts = [
-        DataLoadingPrimer(rows, group_size=group_size, shuffle=not held_out, seed=seed),
+        DataLoadingPrimer(rows, group_size=group_size, seed=seed),
         EnvironmentTools(task.environment, show_schemas=show_schemas),
         StepCounter(max_steps=task.max_turns),
     ]
@@ -111,6 +112,8 @@ def main(cfg: GRPOConfig) -> None:
     )
     torch.manual_seed(cfg.seed)
 
+    for folder in ("csv", "tensorboard"):  # of an earlier run with the same settings
+        shutil.rmtree(out / folder, ignore_errors=True)
     loggers = [CSVLogger("csv", str(out)), TensorboardLogger("tensorboard", str(out))]
     progress = Progress(
         TextColumn("{task.description}"),
@@ -123,7 +126,7 @@ def main(cfg: GRPOConfig) -> None:
     with progress:
         # Warm start: demonstrations teach the format.
         num_warm = cfg.warm_start.num_steps
-        num_warm = (400 if embedded else 0) if num_warm is None else num_warm
+        num_warm = (600 if embedded else 0) if num_warm is None else num_warm
         if num_warm:
             bar = progress.add_task("warm start", total=num_warm, figures="")
             warm_start(
@@ -155,8 +158,16 @@ def main(cfg: GRPOConfig) -> None:
             aggregation="token_mean",
             temperature=cfg.policy.temperature,
         )
-        optimizer = torch.optim.AdamW(actor.parameters(), lr=cfg.train.learning_rate)
-        schedule = get_constant_schedule_with_warmup(optimizer, cfg.train.num_warmup_steps)
+        optimizer = torch.optim.AdamW(
+            actor.parameters(), lr=cfg.train.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: (
+                min(1.0, (step + 1) / max(1, cfg.train.num_warmup_steps))
+                * (1 - step / cfg.train.num_steps)
+            ),
+        )
 
         collector.update_policy_weights_(actor.model)
         before = evaluate(held_out_env, policy)

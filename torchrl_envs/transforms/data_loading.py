@@ -56,7 +56,7 @@ class DataLoadingPrimer(EpisodeTransform):
 
     def __init__(
         self,
-        dataset: Sequence[Mapping[str, Any]] | Any,
+        dataset: Any,
         *,
         group_size: int = 1,
         prompt_column: str | None = None,
@@ -85,6 +85,12 @@ class DataLoadingPrimer(EpisodeTransform):
         self.seed = seed
         self.num_epochs = num_epochs
         self._draws = self._stream()
+
+    def column(self, name: str) -> Iterable[Any]:
+        """One column of the data set."""
+        if hasattr(self.dataset, "column_names"):
+            return self.dataset[name]
+        return [row[name] for row in self.dataset]
 
     def rewind(self) -> None:
         """Start from the first draw again, with the same groups and seeds."""

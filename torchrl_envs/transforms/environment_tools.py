@@ -114,11 +114,7 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
                     f"lacks; its columns are {sorted(columns)}. Add it or name another one with "
                     "route_column=."
                 )
-            names = (
-                set(loader.dataset[self.route_column])
-                if _is_columnar(loader)
-                else {row[self.route_column] for row in loader.dataset}
-            )
+            names = set(loader.column(self.route_column))
             unknown = sorted(map(repr, names - self.factories.keys()))
             if unknown:
                 raise ValueError(
@@ -304,7 +300,3 @@ def _with_observation(query: Any, observation: Any) -> Any:
         last = {**query[-1], "content": f"{query[-1]['content']}\n\n{observation}"}
         return [*query[:-1], last]
     return [*query, {"role": "user", "content": observation}]
-
-
-def _is_columnar(loader: DataLoadingPrimer) -> bool:
-    return hasattr(loader.dataset, "column_names")
