@@ -100,6 +100,24 @@ class ConversationLeaf(NonTensorData):
             rows = rows.view(size)
         return type(self).of(state["_non_tensordict"]["data"], size, rows, whole)
 
+    def where(
+        self,
+        condition: Tensor,
+        other: Any,
+        *,
+        out: Any = None,  # noqa: ARG002
+        pad: Any = None,  # noqa: ARG002
+    ) -> "ConversationLeaf":
+        """This leaf's conversations where a condition holds, another leaf's elsewhere."""
+        if not isinstance(other, ConversationLeaf):
+            raise TypeError(
+                f"ConversationLeaf.where takes another one, got {type(other).__name__}."
+            )
+        both = Conversations.cat([self.conversations(), other.conversations()])
+        own = torch.arange(self.numel())
+        rows = torch.where(condition.reshape(-1), own, own + self.numel())
+        return type(self).of(both[rows], self.batch_size)
+
 
 def write_conversations(batch: TensorDictBase, which: str, conversations: Conversations) -> None:
     """Put a snapshot at ``("history", which)``.

@@ -5,6 +5,7 @@ never an exception, in time linear in its length.
 """
 
 import json
+import math
 import re
 from typing import Any, Final, NamedTuple
 
@@ -81,7 +82,11 @@ def _parse_call(body: str) -> ToolCall | MalformedCall:
         return MalformedCall(f"the call is nested deeper than {MAX_DEPTH} levels")
     try:
         value = json.loads(
-            body, object_pairs_hook=_unique_keys, parse_constant=_refuse, parse_int=_parse_int
+            body,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse,
+            parse_float=_parse_float,
+            parse_int=_parse_int,
         )
     except (ValueError, RecursionError) as error:
         return MalformedCall(f"the call is not valid JSON: {error}")
@@ -117,6 +122,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a JSON number")
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is not finite")
+    return value
 
 
 def _parse_int(digits: str) -> int:

@@ -86,12 +86,13 @@ class ConcurrentCalls:
         if future is None:
             return []
         while not future.done():
-            remaining = progress.deadline - time.monotonic()
+            remaining = progress.remaining()
             if remaining <= 0:
                 future.cancel()
-                self._threads.replace_stuck()
-                error = CallTimeoutError(f"no answer within {self.timeout_s:g} s")
                 done = list(progress.outcomes)
+                if not _is_async(chain[min(len(done), len(chain) - 1)]):
+                    self._threads.replace_stuck()
+                error = CallTimeoutError(f"no answer within {self.timeout_s:g} s")
                 return done + [Outcome(error=error)] * (len(chain) - len(done))
             try:
                 future.exception(timeout=remaining)
@@ -106,15 +107,24 @@ class ConcurrentCalls:
 
 
 class _Progress:
-    """How far a chain has got; written by its runner, read by the one who waits."""
+    """How far a chain has got; written by its runner, read by the one who waits.
+
+    A chain that waits for a thread is not late. Chains get threads in the order in which they are
+    waited for, and a stuck thread is replaced, so it does get one.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._deadline: float | None = None
         self.outcomes: list[Outcome] = []
-        self.begin()
 
     def begin(self) -> None:
-        self.deadline = time.monotonic() + self._timeout_s
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def remaining(self) -> float:
+        if self._deadline is None:
+            return self._timeout_s
+        return self._deadline - time.monotonic()
 
 
 class _DaemonThreads:
@@ -125,37 +135,39 @@ class _DaemonThreads:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Call] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._alive = 0
-        self._idle = 0
+        self._unfinished = 0
 
     def submit(self, call: Call) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            if self._idle <= self._jobs.qsize() and self._alive < self._limit:
-                self._alive += 1
-                threading.Thread(target=self._work, name="call", daemon=True).start()
-        self._jobs.put((future, call))
+            self._unfinished += 1
+            self._jobs.put((future, call))
+            self._start_if_needed()
         return future
 
     def replace_stuck(self) -> None:
-        """A thread is lost to a call that does not return: allow one more."""
+        """A thread is lost to a call that does not return: another takes its place."""
         with self._lock:
             self._limit += 1
+            self._start_if_needed()
+
+    def _start_if_needed(self) -> None:
+        if self._alive < min(self._unfinished, self._limit):
+            self._alive += 1
+            threading.Thread(target=self._work, name="call", daemon=True).start()
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._idle += 1
-            job = self._jobs.get()
-            with self._lock:
-                self._idle -= 1
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             future, call = job
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:
-                    future.set_exception(error)
+            outcome = _guarded(call) if future.set_running_or_notify_cancel() else None
+            with self._lock:
+                self._unfinished -= 1
+            if outcome is None:
+                continue
+            if outcome.error is None:
+                future.set_result(outcome.value)
+            else:
+                future.set_exception(outcome.error)
 
     def close(self) -> None:
         with self._lock:

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .chunked_log_prob import chunked_log_prob
+    from .chunked_head import chunked_log_prob
     from .engine import Engine, Generation
     from .sampling import SamplingParameters
     from .transformers_engine import TransformersEngine
@@ -19,7 +19,7 @@ _HOMES = {
     "SamplingParameters": "sampling",
     "TransformersEngine": "transformers_engine",
     "TransformersWrapper": "transformers_wrapper",
-    "chunked_log_prob": "chunked_log_prob",
+    "chunked_log_prob": "chunked_head",
     "vLLMWrapper": "vllm_wrapper",
 }
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from torchrl_data.packed import cumulative_lengths, pad, sequence_index, unpack
 from torchrl_data.protocols import TokenScores
 
-from .chunked_log_prob import chunked_log_prob
+from .chunked_head import chunked_log_prob
 from .packed_attention import packed_input, use_packed_attention
 
 # Settings by which some models change the logits after the head; those use the model's own head.

@@ -139,28 +139,48 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
         """Make and reset an environment per row; add what it says to the query.
 
         Raises:
-            RuntimeError: an environment could not be made or reset.
+            RuntimeError: an environment could not be made or reset; none is left open.
+            TypeError: ``reset`` returned neither a string nor ``None``.
         """
+        queries = read_row_values(batch, QUERY, [])
+        try:
+            self._make(batch, rows)
+            for row, observation in zip(rows, self._reset_instances(batch, rows), strict=True):
+                queries[row] = _with_observation(queries[row], observation)
+        except BaseException:
+            self.release_episodes(rows)
+            raise
+        write_row_values(batch, QUERY, queries)
+        if self.show_schemas:
+            schemas = read_row_values(batch, TOOLS)
+            for row in rows:
+                schemas[row] = [
+                    tool.schema for tool in self.tools[self._instances[row][0]].values()
+                ]
+            write_row_values(batch, TOOLS, schemas)
+
+    def _make(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        columns = read_row_values(batch, ROW, {})
+        for row in rows:
+            name = columns[row][self.route_column] if self.is_routed else next(iter(self.factories))
+            try:
+                self._instances[row] = (name, self.factories[name]())
+            except Exception as error:
+                raise RuntimeError(f"{name} could not be made for row {row}") from error
+
+    def _reset_instances(self, batch: TensorDictBase, rows: Sequence[int]) -> list[Any]:
+        """Reset the environments of some rows and give what they say."""
         columns = read_row_values(batch, ROW, {})
         seed = batch.get(SEED, None)
         seeds = [None] * len(columns) if seed is None else seed.tolist()
-        queries = read_row_values(batch, QUERY, [])
-        schemas = read_row_values(batch, TOOLS)
-        chains = []
-        for row in rows:
-            name = columns[row][self.route_column] if self.is_routed else next(iter(self.factories))
-            self._instances[row] = (name, self.factories[name]())
-            chains.append([self._reset_call(row, columns[row], seeds[row])])
-            if self.show_schemas:
-                schemas[row] = [tool.schema for tool in self.tools[name].values()]
-        for row, outcomes in zip(rows, self._calls.run(chains), strict=True):
-            if outcomes[0].error is not None:
+        chains = [[self._reset_call(row, columns[row], seeds[row])] for row in rows]
+        observations = []
+        for row, (outcome,) in zip(rows, self._calls.run(chains), strict=True):
+            if outcome.error is not None:
                 name = self._instances[row][0]
-                self.release_episodes(rows)
-                raise RuntimeError(f"{name}.reset failed for row {row}") from outcomes[0].error
-            queries[row] = _with_observation(queries[row], outcomes[0].value)
-        write_row_values(batch, QUERY, queries)
-        write_row_values(batch, TOOLS, schemas)
+                raise RuntimeError(f"{name}.reset failed for row {row}") from outcome.error
+            observations.append(outcome.value)
+        return observations
 
     def _reset_call(self, row: int, columns: dict[str, Any], seed: int | None) -> Call:
         reset = self._instances[row][1].reset

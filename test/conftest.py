@@ -1,0 +1,148 @@
+"""A tokenizer, a tiny model and a scripted engine: the real parts that tests are made of."""
+
+import json
+import os
+
+# Before torch is imported, where the command line has not set them.
+for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items():
+    os.environ.setdefault(_name, _value)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+from torchrl_modules import Generation, LLMWrapperBase  # noqa: E402
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer  # noqa: E402
+
+TEXTS = [
+    "user assistant system tool What is 2 + 2? It is 4. hello world, say it again please",
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+] * 4
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="session")
+def chatml_tokenizer():
+    return train_tokenizer(TEXTS, vocab_size=360)
+
+
+@pytest.fixture(scope="session")
+def make_tiny_model(chatml_tokenizer):
+    """Builds a Qwen3 for the tokenizer; the same seed gives the same weights."""
+
+    def make(seed=0, **settings):
+        settings = {"hidden_size": 32, "head_dim": 16, "initializer_range": 0.2} | settings
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            return tiny_qwen3(len(chatml_tokenizer), **settings).eval()
+
+    return make
+
+
+@torch.no_grad()
+def reference_log_probs(model, ids, *, temperature=1.0):
+    """Log-prob of each token given those before it, ``[T]``; of the first one NaN.
+
+    One row through the bare model: nothing of ours takes part.
+    """
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].float() / temperature
+    log_probs = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+    return torch.cat([torch.full((1,), float("nan")), log_probs])
+
+
+@pytest.fixture(scope="session", name="reference_log_probs")
+def reference_log_probs_fixture():
+    return reference_log_probs
+
+
+class ScriptedEngine:
+    """An engine that says what a script tells it to, and keeps what it was given and what it said.
+
+    Args:
+        tokenizer: control tokens that a turn spells are said as control tokens, as a model would.
+        script: part of a conversation's text to its turns; a turn is text, or ids as they are. A
+            turn of text ends with the end-of-turn token.
+        model: gives the log-probs of what is said; -0.01, -0.02, ... without one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        script: dict[str, list[str | list[int]]],
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.model = model
+        self.served: list[tuple[tuple[int, ...], Generation]] = []
+
+    def generate(self, prompts, params, *, max_new_tokens=None):
+        del max_new_tokens
+        return [self._say(tuple(prompt), params) for prompt in prompts]
+
+    def _say(self, prompt, params):
+        text = self.tokenizer.decode(list(prompt))
+        before = {
+            prompt[:n]
+            for given, said in self.served
+            if prompt[: (n := len(given) + len(said.ids))] == (*given, *said.ids)
+        }
+        turns = next(turns for part, turns in self.script.items() if part in text)
+        turn = turns[min(len(before), len(turns) - 1)]
+        if isinstance(turn, str):
+            turn = self.tokenizer.encode(turn + END, add_special_tokens=False)
+        log_probs = [-0.01 * (i + 1) for i in range(len(turn))]
+        if self.model is not None:
+            log_probs = reference_log_probs(self.model, [*prompt, *turn])[len(prompt) :].tolist()
+        reason = "stop" if turn[-1] in params.stop_token_ids else "length"
+        self.served.append((prompt, Generation(list(turn), log_probs, reason)))
+        return self.served[-1][1]
+
+    def update_weights(self, state_dict):
+        raise ValueError("a script has no weights")
+
+
+@pytest.fixture
+def scripted(chatml_tokenizer):
+    """Builds a policy that follows a script; its ``engine`` remembers every turn."""
+
+    def build(script, *, model=None, tokenizer=chatml_tokenizer, **kwargs):
+        script = {"": script} if isinstance(script, list) else script
+        engine = ScriptedEngine(tokenizer, script, model)
+        return LLMWrapperBase(engine, tokenizer=tokenizer, **kwargs)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def call_text():
+    """Builds the text of a tool call."""
+
+    def build(name, **arguments):
+        call = json.dumps({"name": name, "arguments": arguments})
+        return f"<tool_call>\n{call}\n</tool_call>"
+
+    return build
+
+
+@pytest.fixture
+def play():
+    """Runs a batch of episodes to their ends, without a collector."""
+
+    def run(env, policy, max_turns=20):
+        batch = env.reset()
+        finished = torch.zeros(env.batch_size[0], dtype=torch.bool)
+        ends: list[TensorDict | None] = [None] * env.batch_size[0]
+        for _ in range(max_turns):
+            batch.set("_step", ~finished)
+            batch = env.step(policy(batch)).get("next")
+            new = batch.get("done").view(-1) & ~finished
+            for row in new.nonzero().view(-1).tolist():
+                ends[row] = batch
+            finished |= new
+            if finished.all():
+                return ends
+        raise AssertionError(f"episodes {(~finished).nonzero().view(-1).tolist()} did not end")
+
+    return run

@@ -1,0 +1,178 @@
+"""Many calls at once: in order, each with a deadline, and none spoils another."""
+
+import asyncio
+import sys
+import threading
+
+import pytest
+
+from torchrl_envs.concurrent_calls import CallTimeoutError, ConcurrentCalls
+
+
+@pytest.fixture
+def make_calls():
+    """Builds :class:`ConcurrentCalls` that are closed after the test."""
+    made = []
+
+    def make(timeout_s=30.0, **kwargs):
+        made.append(ConcurrentCalls(timeout_s=timeout_s, **kwargs))
+        return made[-1]
+
+    yield make
+    for calls in made:
+        calls.close()
+
+
+@pytest.fixture
+def gate():
+    """An event that calls wait for; opened at the end so that no thread is left behind."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def as_async(function):
+    async def call():
+        await asyncio.sleep(0)
+        return function()
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "mixed"])
+def test_outcomes_come_in_the_order_of_the_calls(make_calls, kind):
+    ran = []
+
+    def make_call(chain, i):
+        def call():
+            ran.append((chain, i))
+            return (chain, i)
+
+        wants_async = kind == "async" or (kind == "mixed" and i % 2)
+        return as_async(call) if wants_async else call
+
+    sizes = [3, 0, 1, 5]
+    outcomes = make_calls().run([[make_call(c, i) for i in range(n)] for c, n in enumerate(sizes)])
+    assert [[o.value for o in chain] for chain in outcomes] == [
+        [(c, i) for i in range(n)] for c, n in enumerate(sizes)
+    ]
+    for chain, size in enumerate(sizes):
+        assert [i for c, i in ran if c == chain] == list(range(size)), "a chain runs in order"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_chains_run_at_the_same_time(make_calls, kind):
+    # Each call waits until all eight are running: one after the other they would never meet.
+    if kind == "sync":
+        barrier = threading.Barrier(8, timeout=20)
+
+        def call():
+            return barrier.wait() >= 0
+    else:
+        arrived, met = [], []
+
+        async def call():
+            arrived.append(1)
+            met.append(asyncio.Event()) if not met else None
+            if len(arrived) == 8:
+                met[0].set()
+            await met[0].wait()
+            return True
+
+    outcomes = make_calls().run([[call]] * 8)
+    assert [chain[0].value for chain in outcomes] == [True] * 8
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), BaseException("odd")], ids=repr
+)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_what_a_call_raises_is_its_outcome(make_calls, error, kind):
+    def fail():
+        raise error
+
+    outcomes = make_calls().run([[as_async(fail) if kind == "async" else fail, lambda: 2], [int]])
+    assert outcomes[0][0].error is error
+    assert outcomes[0][1].value == 2, "the chain goes on"
+    assert outcomes[1][0] == (0, None)
+
+
+def test_sys_exit_in_a_tool_ends_the_tool_only(make_calls):
+    (outcome,), (other,) = make_calls().run([[sys.exit], [lambda: "alive"]])
+    assert isinstance(outcome.error, SystemExit)
+    assert other.value == "alive"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_call_past_its_deadline_ends_its_chain_and_no_other(make_calls, gate, kind):
+    ran = []
+
+    async def hang_async():
+        await asyncio.Event().wait()
+
+    hang = gate.wait if kind == "sync" else hang_async
+    hung, fine = make_calls(0.2).run(
+        [[lambda: 1, hang, lambda: ran.append("after")], [lambda: "fine", lambda: "too"]]
+    )
+    assert hung[0].value == 1
+    assert [type(o.error) for o in hung[1:]] == [CallTimeoutError] * 2
+    assert str(hung[1].error) == "no answer within 0.2 s"
+    assert [o.value for o in fine] == ["fine", "too"]
+    assert ran == []
+
+
+def test_the_deadline_is_that_of_one_call_and_not_of_the_chain(make_calls):
+    pause = threading.Event()
+    (chain,) = make_calls(1.0).run([[lambda: pause.wait(0.3)] * 5])
+    assert [o.error for o in chain] == [None] * 5
+
+
+def test_stuck_threads_do_not_block_later_calls(make_calls, gate):
+    calls = make_calls(0.2, max_threads=2)
+    stuck = calls.run([[gate.wait], [gate.wait]])
+    assert all(isinstance(chain[0].error, CallTimeoutError) for chain in stuck)
+    barrier = threading.Barrier(2, timeout=20)
+    calls.timeout_s = 30.0
+    outcomes = calls.run([[barrier.wait], [barrier.wait]])
+    assert sorted(chain[0].value for chain in outcomes) == [0, 1], "two threads are free again"
+
+
+def test_a_call_that_waits_for_a_thread_is_not_late(make_calls, gate):
+    fine = [[lambda i=i: i] for i in range(4)]
+    outcomes = make_calls(0.2, max_threads=2).run([[gate.wait], [gate.wait], *fine])
+    assert all(isinstance(chain[0].error, CallTimeoutError) for chain in outcomes[:2])
+    assert [chain[0].value for chain in outcomes[2:]] == [0, 1, 2, 3]
+
+
+def test_no_more_threads_run_than_allowed(make_calls):
+    running, most, lock = [0], [0], threading.Lock()
+    pause = threading.Event()
+
+    def call():
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        pause.wait(0.01)
+        with lock:
+            running[0] -= 1
+
+    make_calls(max_threads=3).run([[call]] * 20)
+    assert most[0] == 3
+
+
+@pytest.mark.parametrize("settings", [{"timeout_s": 0.0}, {"timeout_s": 1, "max_threads": 0}])
+def test_settings_that_can_not_work_are_refused(settings):
+    with pytest.raises(ValueError, match="timeout_s must be positive and max_threads"):
+        ConcurrentCalls(**settings)
+
+
+def test_close_leaves_no_thread():
+    before = set(threading.enumerate())
+    calls = ConcurrentCalls(timeout_s=30)
+    calls.run([[lambda: 1], [as_async(int)]])
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} == {"call", "calls-loop"}
+    calls.close()
+    for thread in started:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in started)

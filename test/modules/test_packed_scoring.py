@@ -1,0 +1,318 @@
+"""Packed sequences score as one row at a time does, in value and in gradient."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from torchrl_data.packed import pack
+from torchrl_modules import chunked_head, chunked_log_prob
+from torchrl_modules.token_scoring import PackedScorer
+from torchrl_modules.weights import check_state_dict
+
+VOCABULARY = 64
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def mistral(**changes):
+    return MistralForCausalLM(MistralConfig(**SMALL | {"sliding_window": None} | changes))
+
+
+MODELS = {
+    "tied head": lambda: mistral(tie_word_embeddings=True),
+    "own head": lambda: mistral(tie_word_embeddings=False),
+    "sliding window": lambda: mistral(sliding_window=4),
+    "logits changed after the head": lambda: Gemma2ForCausalLM(
+        Gemma2Config(
+            **SMALL
+            | {
+                "sliding_window": 4,
+                "final_logit_softcapping": 2.0,
+                "attn_logit_softcapping": None,
+                "query_pre_attn_scalar": 8,
+            }
+        )
+    ),
+    "learnt positions": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    ),
+}
+
+
+def build(name):
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return MODELS[name]().eval()
+
+
+def make_rows(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths]
+    masks = [torch.rand(n, generator=generator) < 0.6 for n in lengths]
+    for mask in masks:
+        mask[0] = False
+    return rows, masks
+
+
+def reference(model, rows, masks, temperature=1.0):
+    """One row at a time, eager attention, all logits: log-probs and entropies of the targets."""
+    log_probs, entropies = [], []
+    for ids, mask in zip(rows, masks, strict=True):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature
+        log_p = logits.log_softmax(-1)
+        log_probs.append(log_p.gather(1, ids[1:, None]).squeeze(1)[mask[1:]])
+        entropies.append(-(log_p.exp() * log_p).sum(-1)[mask[1:]])
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients_are_those_of_one_row_at_a_time(name):
+    rows, masks = make_rows([7, 1, 12, 2, 9])
+    weights = torch.linspace(-1, 2, int(sum(mask.sum() for mask in masks)))
+
+    alone = build(name)
+    alone.set_attn_implementation("eager")
+    log_prob, entropy = reference(alone, rows, masks, temperature=0.7)
+    (log_prob @ weights + 0.3 * entropy.sum()).backward()
+
+    together = build(name)
+    ids, lengths = pack(rows)
+    scores = PackedScorer(together).score_packed(
+        ids, lengths, torch.cat(masks), temperature=0.7, entropy=True
+    )
+    torch.testing.assert_close(scores.log_prob, log_prob, rtol=1e-4, atol=1e-5)  # other kernels
+    torch.testing.assert_close(scores.entropy, entropy, rtol=1e-4, atol=1e-5)
+    (scores.log_prob @ weights + 0.3 * scores.entropy.sum()).backward()
+    expected = dict(alone.named_parameters())
+    for parameter_name, parameter in together.named_parameters():
+        scale = expected[parameter_name].grad.abs().max().item()
+        torch.testing.assert_close(
+            parameter.grad, expected[parameter_name].grad, rtol=1e-3, atol=1e-4 * max(scale, 1)
+        )  # sums over rows and heads in another order
+        assert scale > 0, f"{parameter_name} has no gradient, so nothing was compared"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 14), min_size=2, max_size=6), st.data())
+@pytest.mark.parametrize("name", ["tied head", "sliding window", "learnt positions"])
+def test_a_changed_token_changes_nothing_before_it_and_no_other_row(scorers, name, lengths, data):
+    rows, _ = make_rows(lengths)
+    masks = [torch.arange(n) > 0 for n in lengths]
+    row = data.draw(st.integers(0, len(rows) - 1))
+    at = data.draw(st.integers(0, lengths[row] - 1))
+
+    def score(rows):
+        ids, packed_lengths = pack(rows)
+        with torch.no_grad():
+            scored = scorers[name].score_packed(ids, packed_lengths, torch.cat(masks)).log_prob
+        return scored.split([n - 1 for n in lengths])
+
+    before = score(rows)
+    rows[row] = rows[row].clone()
+    rows[row][at] = (rows[row][at] + 1) % VOCABULARY
+    after = score(rows)
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+        same = lengths[i] - 1 if i != row else max(at - 1, 0)
+        assert torch.equal(old[:same], new[:same])
+    if at > 0:
+        assert not torch.equal(before[row][at - 1 :], after[row][at - 1 :])
+
+
+@pytest.fixture(scope="module")
+def scorers():
+    return {name: PackedScorer(build(name)) for name in MODELS}
+
+
+def test_a_sliding_window_hides_what_is_outside_it(scorers):
+    rows = [torch.arange(1, 13)]
+    mask = torch.arange(12) == 11
+    # Two layers of window 4: the prediction of token 11 sees 5 to 10, and nothing earlier.
+    scores = []
+    for at in (None, 3, 4, 5):
+        ids = rows[0].clone()
+        if at is not None:
+            ids[at] = 50
+        lengths = torch.tensor([12])
+        scores.append(scorers["sliding window"].score_packed(ids, lengths, mask).log_prob.item())
+    assert scores[0] == scores[1]
+    assert scores[0] != scores[3]
+
+
+def test_small_passes_without_a_gradient_give_the_same():
+    rows, masks = make_rows([7, 3, 12, 2, 9])
+    ids, lengths = pack(rows)
+    mask = torch.cat(masks)
+    model = build("tied head")
+    whole = PackedScorer(model).score_packed(ids, lengths, mask, entropy=True)
+    seen = []
+
+    def count(*inputs):
+        seen.append(inputs[2]["input_ids"].numel())
+
+    hook = model.model.register_forward_pre_hook(count, with_kwargs=True)
+    with torch.no_grad():
+        parts = PackedScorer(model, micro_batch_tokens=11).score_packed(
+            ids, lengths, mask, entropy=True
+        )
+    hook.remove()
+    assert seen == [10, 12, 11], "7+3, then a row longer than the budget alone, then 2+9"
+    torch.testing.assert_close(parts.log_prob, whole.log_prob.detach())
+    torch.testing.assert_close(parts.entropy, whole.entropy.detach())
+
+
+def test_a_model_generates_as_before_once_it_scores(chatml_tokenizer, make_tiny_model):
+    plain, scored = make_tiny_model(), make_tiny_model()
+    PackedScorer(scored)
+    ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    logits = [m(input_ids=ids, attention_mask=mask).logits[:, -1] for m in (plain, scored)]
+    torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "mask", "words"),
+    [
+        pytest.param([1, 2, 3], [2, 2], [0, 1, 1], "lengths that sum to 4", id="wrong lengths"),
+        pytest.param([1, 2, 3], [3], [0, 1], r"mask \(2,\)", id="mask of another shape"),
+        pytest.param([1, 2, 3], [3, 0], [0, 1, 1], r"\[3, 0\]", id="empty sequence"),
+        pytest.param([1, 2, 3], [2, 1], [0, 1, 1], "first token", id="first token is a target"),
+    ],
+)
+def test_what_can_not_be_scored_is_refused(scorers, ids, lengths, mask, words):
+    with pytest.raises(ValueError, match=words):
+        scorers["tied head"].score_packed(
+            torch.tensor(ids), torch.tensor(lengths), torch.tensor(mask).bool()
+        )
+
+
+def test_no_target_gives_no_scores(scorers):
+    scores = scorers["tied head"].score_packed(
+        torch.tensor([1, 2]), torch.tensor([2]), torch.tensor([False, False]), entropy=True
+    )
+    assert scores.log_prob.shape == scores.entropy.shape == (0,)
+
+
+# The chunked head ---------------------------------------------------------------------------------
+
+
+def full_log_prob(hidden, weight, targets, bias, temperature):
+    logits = hidden @ weight.T
+    logits = (logits if bias is None else logits + bias) / temperature
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("rows_per_tile", [1, 3, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_tiles_give_the_value_and_gradient_of_all_logits(
+    monkeypatch, rows_per_tile, temperature, with_bias
+):
+    monkeypatch.setattr(chunked_head, "_TILE_BYTES", rows_per_tile * 4 * VOCABULARY)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, 16, generator=generator, dtype=torch.float64)
+    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64) if with_bias else None
+    targets = torch.randint(0, VOCABULARY, (8,), generator=generator)
+    grad_log_prob = torch.tensor([1.0, -2.0, 0.0, 0.5, 0.0, 3.0, 1.0, -1.0])
+    grad_entropy = torch.tensor([0.0, 1.0, 2.0, 0.0, 0.0, -1.0, 1.0, 0.5])
+
+    def run(function, dtype):
+        leaves = [
+            None if x is None else x.detach().to(dtype).requires_grad_()
+            for x in (hidden, weight, bias)
+        ]
+        outputs = function(*leaves)
+        loss = (outputs[0] * grad_log_prob).sum() + (outputs[1] * grad_entropy).sum()
+        loss.backward()
+        grads = [None if leaf is None else leaf.grad for leaf in leaves]
+        return [*(x.detach() for x in outputs), *(g for g in grads if g is not None)]
+
+    expected = run(lambda h, w, b: full_log_prob(h, w, targets, b, temperature), torch.float64)
+    found = run(
+        lambda h, w, b: chunked_log_prob(h, w, targets, bias=b, temperature=temperature),
+        torch.float32,
+    )
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)  # float32 against float64
+        assert x.dtype == torch.float32
+
+
+def test_a_forbidden_token_has_a_finite_gradient():
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.zeros(3, 1)
+    bias = torch.tensor([0.0, 0.0, -math.inf])
+    log_prob, entropy = chunked_log_prob(hidden, weight, torch.tensor([0]), bias=bias)
+    torch.testing.assert_close(log_prob, torch.tensor([-math.log(2)]))
+    torch.testing.assert_close(entropy, torch.tensor([math.log(2)]))
+    (log_prob + entropy).sum().backward()
+    assert hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_divides_by_nothing_is_refused(temperature):
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        chunked_log_prob(
+            torch.ones(1, 1), torch.ones(2, 1), torch.tensor([0]), temperature=temperature
+        )
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_refused_as_a_whole_and_every_fault_is_named():
+    own = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1), "d": torch.zeros(1)}
+    new = {"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan, 0.0]), "e": torch.zeros(1)}
+    with pytest.raises(ValueError, match="refuses the weight update") as caught:
+        check_state_dict(new, own, who="Engine")
+    for words in (
+        "Engine refuses",
+        "5 faults",
+        "a has shape (3,), not (2,)",
+        "b holds NaN",
+        "c is missing",
+        "d is missing",
+        "e is not a weight of it",
+    ):
+        assert words in str(caught.value)
+
+
+def test_tied_weights_need_to_be_given_once_only():
+    table = torch.zeros(2, 2)
+    own = {"embedding": table, "head": table}
+    check_state_dict({"embedding": torch.ones(2, 2)}, own, who="Engine")
+    check_state_dict({}, own, who="Engine", strict=False)
+    with pytest.raises(ValueError, match="2 faults"):
+        check_state_dict({}, own, who="Engine")
