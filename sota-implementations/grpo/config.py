@@ -58,7 +58,7 @@ class TrainConfig:
     """Passes over the rollouts of a step, an optimizer step each."""
     micro_batch_rows: int = 256
     """Rows of one forward and backward pass; the gradient does not depend on it."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 0.1
     shuffle_rewards: bool = False
     """A control: rewards are dealt out at random, so nothing can be learnt."""
 

@@ -23,9 +23,9 @@ GENERATORS: Final[dict[str, dict[str, Any]]] = {
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 99},
     "fraction_simplification": {
         "min_value": 1,
-        "max_value": 19,
+        "max_value": 12,
         "min_factor": 2,
-        "max_factor": 9,
+        "max_factor": 8,
         "styles": ("plain",),
     },
 }
