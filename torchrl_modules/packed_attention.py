@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 PACKED_SDPA: Final = "packed_sdpa"
+_LAYERS: Final = {"full_attention", "sliding_attention"}
 _is_packed: ContextVar[bool] = ContextVar("is_packed", default=False)
 
 
@@ -121,9 +122,26 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     """
     if model.config._attn_implementation == PACKED_SDPA:
         return True
-    if not getattr(model, "_supports_attention_backend", False):
+    if not _can_be_packed(model):
         return False
     AttentionInterface.register(PACKED_SDPA, packed_sdpa_forward)
     AttentionMaskInterface.register(PACKED_SDPA, _mask)
     model.set_attn_implementation(PACKED_SDPA)
     return True
+
+
+def _can_be_packed(model: PreTrainedModel) -> bool:
+    """Whether this attention computes what the model's own does, and nothing else joins tokens.
+
+    Convolutions, recurrent states and chunks of attention would run on from one sequence into the
+    next; attention sinks and capped scores are not part of SDPA.
+    """
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return (
+        getattr(model, "_supports_attention_backend", False)
+        and getattr(model, "_supports_sdpa", False)
+        and not getattr(model, "_is_stateful", False)
+        and set(getattr(config, "layer_types", None) or ()) <= _LAYERS
+        and (not capped or config._attn_implementation == "sdpa")
+    )

@@ -399,6 +399,24 @@ def test_the_tools_of_all_rollouts_run_at_once(scripted, call_text, play):
     env.close()
 
 
+def test_closing_leaves_no_thread_and_no_environment(recorder, scripted, call_text):
+    before = set(threading.enumerate())
+
+    async def kind(completions):
+        return [0.0] * len(completions)
+
+    env = make_env(make_rows(2), EnvironmentTools(recorder), RewardFunctions([kind]))
+    batch = env.step(scripted({"<0>": [call_text("echo", text="x")], "<1>": ["x"]})(env.reset()))
+    assert batch["next", "done"].view(-1).tolist() == [False, True]
+    started = set(threading.enumerate()) - before
+    assert started
+    env.close()
+    for thread in started:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in started)
+    assert [made.events.count("close") for made in recorder.made] == [1, 1]
+
+
 # How an episode ends ------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -55,6 +57,13 @@ MODELS = {
                 "query_pre_attn_scalar": 8,
             }
         )
+    ),
+    "attention scores capped": lambda: Gemma2ForCausalLM._from_config(
+        Gemma2Config(**SMALL | {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 8}),
+        attn_implementation="eager",
+    ),
+    "convolutions": lambda: Lfm2ForCausalLM(
+        Lfm2Config(**SMALL | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3})
     ),
     "learnt positions": lambda: GPT2LMHeadModel(
         GPT2Config(
@@ -122,6 +131,11 @@ def test_values_and_gradients_are_those_of_one_row_at_a_time(name):
             parameter.grad, expected[parameter_name].grad, rtol=1e-3, atol=1e-4 * max(scale, 1)
         )  # sums over rows and heads in another order
         assert scale > 0, f"{parameter_name} has no gradient, so nothing was compared"
+
+
+def test_a_model_is_packed_unless_more_than_plain_attention_joins_its_tokens(scorers):
+    padded = {name for name, scorer in scorers.items() if not scorer.packed}
+    assert padded == {"attention scores capped", "convolutions"}
 
 
 @settings(max_examples=40, deadline=None)

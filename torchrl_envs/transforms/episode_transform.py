@@ -32,11 +32,23 @@ class EpisodeTransform(Transform):
         """The transforms of a class in the environment that this one belongs to."""
         container = self.container
         if container is None or not hasattr(container, "transforms_of"):
-            raise RuntimeError(
-                f"{type(self).__name__} works inside an EpisodeEnv only: use "
-                "ChatEnv(...).append_transform(...) instead of TransformedEnv(...)."
-            )
+            raise self._misplaced()
         return list(container.transforms_of(kind))  # type: ignore[union-attr]
+
+    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Called by a plain ``TransformedEnv`` only, which would leave the episodes out.
+
+        Raises:
+            RuntimeError: always.
+        """
+        del tensordict
+        raise self._misplaced()
+
+    def _misplaced(self) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__} works inside an EpisodeEnv only: use "
+            "ChatEnv(...).append_transform(...) instead of TransformedEnv(...)."
+        )
 
     def check(self, env: "EpisodeEnv") -> None:
         """Raise if the composition can't work; called before the first reset."""

@@ -1,0 +1,298 @@
+"""The collector: batches into a buffer, versions, weight updates, determinism, its end."""
+
+import pytest
+import torch
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms import Compose
+
+from collectors import LLMCollector
+from torchrl_envs import (
+    ChatEnv,
+    DataExhaustedError,
+    DataLoadingPrimer,
+    EnvironmentTools,
+    RewardFunctions,
+    StepCounter,
+)
+from torchrl_modules import TransformersWrapper
+
+
+def length_reward(completions):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def make_env(num_rows=2, *, group_size=2, batch_size=4, **primer):
+    rows = [{"prompt": f"question <{i}>"} for i in range(num_rows)]
+    return ChatEnv(batch_size=batch_size).append_transform(
+        Compose(
+            DataLoadingPrimer(rows, group_size=group_size, **primer),
+            RewardFunctions([length_reward]),
+            StepCounter(max_steps=2),
+        )
+    )
+
+
+@pytest.fixture
+def make_policy(chatml_tokenizer, make_tiny_model):
+    def make(seed=0, **sampling):
+        sampling = {"max_new_tokens": 5} | sampling
+        return TransformersWrapper(
+            make_tiny_model(seed),
+            tokenizer=chatml_tokenizer,
+            generate_kwargs=sampling,
+            write_tokens=False,
+        )
+
+    return make
+
+
+def ids_of(batch):
+    return [row["tokens", "full"].tolist() for row in batch.unbind(0)]
+
+
+def test_the_same_seed_gives_the_same_ids_and_rewards(make_policy):
+    def run(seed):
+        collector = LLMCollector(make_env(shuffle=True, seed=3), make_policy())
+        torch.manual_seed(seed)
+        batches = [collector.collect() for _ in range(2)]
+        collector.shutdown()
+        return [(ids_of(batch), batch["reward"].tolist()) for batch in batches]
+
+    assert run(0) == run(0)
+    assert run(0) != run(1)
+
+
+def test_an_update_changes_the_tokens_to_those_of_the_new_weights(make_policy, make_tiny_model):
+    collector = LLMCollector(make_env(), make_policy(0, temperature=0.0))
+    other = LLMCollector(make_env(), make_policy(1, temperature=0.0))
+    old, expected = collector.collect(), other.collect()
+    assert ids_of(old) != ids_of(expected)
+    assert collector.policy_version == 0
+    assert old["policy_version"].tolist() == [0] * 4
+
+    source = make_tiny_model(1)
+    assert collector.update_policy_weights_(source) == 1
+    assert collector.policy_version == 1
+    new = collector.collect()
+    assert ids_of(new) == ids_of(expected)
+    assert new["policy_version"].tolist() == [1] * 4
+    for row in new.unbind(0):
+        mask = row["masks", "all_assistant_mask"]
+        versions = row["policy_versions", "full"]
+        assert torch.equal(versions, torch.where(mask, 1, -1))
+
+    # The policy has a copy: what the trainer does next does not reach it.
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.zero_()
+    assert ids_of(collector.collect()) == ids_of(expected)
+
+
+@pytest.mark.parametrize("fault", ["shape", "nan", "missing", "unknown"])
+def test_a_wrong_update_is_refused_whole(make_policy, make_tiny_model, fault):
+    collector = LLMCollector(make_env(), make_policy(0, temperature=0.0))
+    before = ids_of(collector.collect())
+    weights = dict(make_tiny_model(1).state_dict())
+    name = "model.norm.weight"  # the last one, after all others
+    if fault == "shape":
+        weights[name] = torch.zeros(3)
+    elif fault == "nan":
+        weights[name] = torch.full_like(weights[name], float("nan"))
+    elif fault == "missing":
+        del weights[name]
+    else:
+        weights["extra"] = torch.zeros(1)
+    with pytest.raises(
+        ValueError,
+        match="keeps its weights .1 faults.: " + ("extra" if fault == "unknown" else name),
+    ):
+        collector.update_policy_weights_(weights)
+    assert collector.policy_version == 0
+    assert ids_of(collector.collect()) == before
+
+
+def test_the_buffer_holds_what_the_collector_gives(make_policy):
+    buffer = ReplayBuffer(storage=LazyStackStorage(8))
+    collector = LLMCollector(make_env(), make_policy(), replay_buffer=buffer)
+    torch.manual_seed(0)
+    batches = [collector.collect(), collector.collect()]
+    stored = buffer[:]
+    assert ids_of(stored) == ids_of(batches[0]) + ids_of(batches[1])
+    assert stored["group_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert stored["reward"].shape == (8, 1, 1)
+    assert stored["scorable"].all()
+    assert stored["done"].all()
+    first = stored[0]
+    full = first["tokens", "full"]
+    split = torch.cat([first["tokens", "prompt"], first["tokens", "response"]])
+    assert torch.equal(full, split)
+    assert length_reward([first["history", "full"].messages(0)[1:]]) == [first["reward"].item()]
+
+
+def test_rewards_can_be_changed_before_they_are_stored(make_policy):
+    def negate(trajectories):
+        for row in trajectories.unbind(0):
+            row["reward"] = -row["reward"]
+        return trajectories
+
+    buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    collector = LLMCollector(make_env(), make_policy(), replay_buffer=buffer, postproc=negate)
+    given = collector.collect()
+    assert given["reward"].max() < 0
+    assert torch.equal(buffer[:]["reward"], given["reward"])
+
+
+@pytest.mark.parametrize(
+    ("total", "epochs", "batches"),
+    [
+        pytest.param(8, None, 2, id="a budget"),
+        pytest.param(5, None, 2, id="a budget that is no multiple of the batch"),
+        pytest.param(None, 3, 3, id="the data end"),
+        pytest.param(100, 3, 3, id="the data end before the budget"),
+    ],
+)
+def test_a_run_ends(scripted, total, epochs, batches):
+    collector = LLMCollector(
+        make_env(num_epochs=epochs), scripted(["done"]), total_trajectories=total
+    )
+    assert len(list(collector)) == batches
+    assert collector.num_collected == 4 * batches
+
+
+def test_data_that_end_inside_a_batch(scripted):
+    closed = []
+
+    class Closes:
+        def reset(self):
+            pass
+
+        def get_reward(self):
+            return 1.0
+
+        def close(self):
+            closed.append(self)
+
+    env = ChatEnv(batch_size=2).append_transform(
+        Compose(
+            DataLoadingPrimer([{"prompt": str(i)} for i in range(3)], num_epochs=1),
+            EnvironmentTools(Closes),
+        )
+    )
+    collector = LLMCollector(env, scripted(["done"]))
+    assert len(list(collector)) == 1
+    with pytest.raises(DataExhaustedError, match="3 rows were drawn 1 times"):
+        collector.collect()
+    collector.shutdown()
+    assert len(closed) == 2, "the row that had no partner never got an environment"
+
+
+def test_shutdown_closes_what_runs(scripted, call_text):
+    events = []
+
+    class Raises:
+        def reset(self):
+            events.append("reset")
+
+        def ping(self) -> str:
+            """Answer."""
+            return "pong"
+
+        def get_reward(self):
+            return 1.0
+
+        def close(self):
+            events.append("close")
+
+    env = ChatEnv(batch_size=2).append_transform(
+        Compose(DataLoadingPrimer([{"prompt": "x"}]), EnvironmentTools(Raises))
+    )
+    policy = scripted([call_text("ping")])
+    calls = []
+
+    def breaks(batch):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("the engine is gone")
+        return policy(batch)
+
+    collector = LLMCollector(env, breaks, weight_updater=object())
+    with pytest.raises(OSError, match="engine is gone"):
+        collector.collect()
+    assert events == ["reset"] * 2
+    collector.shutdown()
+    assert events == ["reset"] * 2 + ["close"] * 2
+    collector.shutdown()
+    assert events.count("close") == 2
+
+
+def test_an_episode_that_nothing_ends_is_an_error(scripted, call_text):
+    class Talks:
+        def reset(self):
+            pass
+
+        def ping(self) -> str:
+            """Answer."""
+            return "pong"
+
+        def get_reward(self):
+            return 1.0
+
+    env = ChatEnv(batch_size=2).append_transform(
+        Compose(DataLoadingPrimer([{"prompt": "x"}]), EnvironmentTools(Talks))
+    )
+    collector = LLMCollector(env, scripted([call_text("ping")]), max_turns=3)
+    with pytest.raises(RuntimeError, match=r"2 episodes did not end within 3 turns.*StepCounter"):
+        collector.collect()
+    collector.shutdown()
+
+
+def test_rows_that_are_done_are_not_generated_again(scripted, call_text):
+    class Talks:
+        def reset(self):
+            pass
+
+        def ping(self) -> str:
+            """Answer."""
+            return "pong"
+
+        def get_reward(self):
+            return 1.0
+
+    env = ChatEnv(batch_size=3).append_transform(
+        Compose(
+            DataLoadingPrimer([{"prompt": f"<{i}>"} for i in range(3)]), EnvironmentTools(Talks)
+        )
+    )
+    ping = call_text("ping")
+    policy = scripted({"<0>": ["a"], "<1>": [ping, ping, "b"], "<2>": [ping, "c"]})
+    batch = LLMCollector(env, policy).collect()
+    assert batch["num_turns"].tolist() == [1, 3, 2], "in the environment's order"
+    assert len(policy.engine.served) == 6
+    assert [row["history", "full"].messages(0)[-1]["content"] for row in batch.unbind(0)] == [
+        "a",
+        "b",
+        "c",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        pytest.param({"env": "bare"}, TypeError, "with transforms, got ChatEnv", id="bare"),
+        pytest.param(
+            {"env": "plain"}, TypeError, "with transforms, got TransformedEnv", id="TransformedEnv"
+        ),
+        pytest.param({"max_turns": 0}, ValueError, "at least 1, got 0", id="no turns"),
+        pytest.param({"total_trajectories": 0}, ValueError, "at least 1, got 1000 and 0", id="0"),
+    ],
+)
+def test_wrong_construction_is_named(scripted, change, error, words):
+    envs = {
+        "bare": ChatEnv,
+        "plain": lambda: TransformedEnv(ChatEnv(), StepCounter(max_steps=1)),
+    }
+    change = dict(change)
+    env = envs.get(change.pop("env", None), make_env)()
+    with pytest.raises(error, match=words):
+        LLMCollector(env, scripted(["x"]), **change)

@@ -1,0 +1,246 @@
+"""Data and composition: what is drawn, and what can't work is said before anything runs."""
+
+import datasets
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms import Compose
+
+from torchrl_data.errors import MissingEntryError
+from torchrl_data.row_values import read_row_values
+from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions
+
+ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(4)]
+
+
+def score(completions):
+    return [0.0] * len(completions)
+
+
+class Good:
+    def reset(self, *, number):
+        self.number = number
+
+    def get_reward(self):
+        return 0.0
+
+
+def compose(*transforms, batch_size=4):
+    return ChatEnv(batch_size=batch_size).append_transform(Compose(*transforms))
+
+
+def draws(loader, batch_size=4, resets=1):
+    env = compose(loader, RewardFunctions([score]), batch_size=batch_size)
+    batches = [env.reset() for _ in range(resets)]
+    numbers = [[row["number"] for row in read_row_values(batch, "row")] for batch in batches]
+    return (
+        [number for batch in numbers for number in batch],
+        torch.cat([batch["group_id"] for batch in batches]).tolist(),
+        torch.cat([batch["seed"] for batch in batches]).tolist(),
+    )
+
+
+# Data ---------------------------------------------------------------------------------------------
+
+
+def test_a_group_shares_its_row_id_and_seed_and_no_other_group_has_them():
+    numbers, groups, seeds = draws(DataLoadingPrimer(ROWS, group_size=2), resets=4)
+    # Four groups are an epoch: in the second the same rows are other groups.
+    assert numbers == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert groups == [group for group in range(8) for _ in range(2)]
+    assert seeds[::2] == seeds[1::2]
+    assert len(set(seeds[::2])) == 8
+
+
+def test_groups_are_told_apart_when_their_prompts_are_the_same():
+    rows = [{"prompt": "same", "number": i} for i in range(2)]
+    numbers, groups, _ = draws(DataLoadingPrimer(rows, group_size=2))
+    assert (numbers, groups) == ([0, 0, 1, 1], [0, 0, 1, 1])
+
+
+def test_shuffling_is_another_order_each_epoch_and_the_same_for_a_seed():
+    orders = [draws(DataLoadingPrimer(ROWS * 8, shuffle=True, seed=s), 32, 2) for s in (0, 0, 1)]
+    first, second = orders[0][0][:32], orders[0][0][32:]
+    assert sorted(first) == sorted(second) == sorted([0, 1, 2, 3] * 8)
+    assert first != second
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_rewinding_draws_the_same_again():
+    loader = DataLoadingPrimer(ROWS, group_size=2, shuffle=True, seed=5)
+    first = draws(loader, resets=3)
+    loader.rewind()
+    assert draws(loader, resets=3) == first
+
+
+def test_a_dataset_of_datasets_works():
+    loader = DataLoadingPrimer(datasets.Dataset.from_list(ROWS), prompt_column="prompt")
+    assert draws(loader)[0] == [0, 1, 2, 3]
+
+
+# What can't work ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        pytest.param(
+            lambda: DataLoadingPrimer([{"text": "a"}]),
+            r"no prompt column 'prompt' or .*; its columns are \['text'\].*prompt_column=",
+            id="no prompt column",
+        ),
+        pytest.param(
+            lambda: DataLoadingPrimer(ROWS, prompt_column="promt"),
+            r"no prompt column 'promt'; its columns are \['prompt', 'number'\]",
+            id="misspelt prompt column",
+        ),
+        pytest.param(lambda: DataLoadingPrimer([]), "has no rows", id="no data"),
+        pytest.param(lambda: DataLoadingPrimer(iter(ROWS)), "sequence of dict", id="iterator"),
+        pytest.param(
+            lambda: DataLoadingPrimer(ROWS, group_size=0), "must be at least 1, got 0", id="group"
+        ),
+        pytest.param(
+            lambda: compose(
+                DataLoadingPrimer(ROWS, group_size=3), RewardFunctions([score])
+            ).check(),
+            "4 rows does not hold whole groups of 3.*multiple of group_size",
+            id="batch is no multiple of the group",
+        ),
+        pytest.param(
+            lambda: compose(
+                DataLoadingPrimer([{"prompt": "a", "other": 1}]), EnvironmentTools(Good)
+            ).check(),
+            r"Good.reset needs the columns \['number'\].*columns are \['other', 'prompt'\]",
+            id="no column for reset",
+        ),
+        pytest.param(
+            lambda: compose(DataLoadingPrimer(ROWS), EnvironmentTools({"good": Good})).check(),
+            "routes by the column 'environment', which the data lacks.*route_column=",
+            id="no routing column",
+        ),
+        pytest.param(
+            lambda: compose(
+                DataLoadingPrimer([{**row, "kind": "bad"} for row in ROWS]),
+                EnvironmentTools({"good": Good}, route_column="kind"),
+            ).check(),
+            r"names environments 'bad' that EnvironmentTools does not have; it has \['good'\]",
+            id="unknown environment",
+        ),
+        pytest.param(
+            lambda: compose(
+                DataLoadingPrimer(ROWS), EnvironmentTools(type("Mute", (), {"reset": id}))
+            ).check(),
+            r"No reward: neither Mute has a get_reward.*RewardFunctions",
+            id="tools and no reward",
+        ),
+        pytest.param(
+            lambda: compose(
+                DataLoadingPrimer(ROWS),
+                RewardFunctions([score]),
+                EnvironmentTools(type("Static", (), {"get_reward": id})),
+            ).check(),
+            r"Static has no reset\(self, \*\*row\)",
+            id="no reset",
+        ),
+        pytest.param(lambda: ChatEnv(batch_size=(2, 3)), "one positive number", id="batch size"),
+        pytest.param(lambda: ChatEnv(batch_size=0), "one positive number", id="no rows"),
+    ],
+)
+def test_what_can_not_work_is_named_before_it_runs(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def no_docstring(self, x: int): ...
+
+
+def no_description(self, x: int):
+    """Do it."""
+
+
+def no_type(self, x):
+    """Do it.
+
+    Args:
+        x: A number.
+    """
+
+
+@pytest.mark.parametrize("method", [no_docstring, no_description, no_type])
+def test_a_tool_that_a_model_can_not_understand_is_refused(method):
+    cls = type("Wordle", (Good,), {"guess": method})
+    if method.__name__ != "guess":
+        method.__name__ = "guess"
+    with pytest.raises(ValueError, match=r"The tool Wordle.guess can't be offered.*docstring"):
+        EnvironmentTools(cls)
+
+
+def test_every_public_method_is_a_tool_and_nothing_else():
+    class Base(Good):
+        def first(self) -> str:
+            """Be inherited."""
+            return ""
+
+        def hidden(self) -> str:
+            """Be replaced by a value."""
+            return ""
+
+        def _private(self): ...
+
+        @property
+        def value(self):
+            return 1
+
+        @classmethod
+        def build(cls): ...
+
+    class Child(Base):
+        hidden = None
+
+        @staticmethod
+        def second(x: int = 3) -> str:
+            """Be static.
+
+            Args:
+                x: A number.
+            """
+            return str(x)
+
+        def close(self): ...
+
+    tools = EnvironmentTools(Child).tools["Child"]
+    assert list(tools) == ["first", "second"]
+    parameters = tools["second"].schema["function"]["parameters"]
+    assert parameters["properties"]["x"]["description"] == "A number."
+    assert "required" not in parameters
+    assert tools["second"].argument_error({}) is None
+    assert "['x']" in tools["second"].argument_error({"x": "3"})
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(lambda: RewardFunctions([score]), id="rewards"),
+        pytest.param(lambda: Compose(DataLoadingPrimer(ROWS)), id="data, composed"),
+        pytest.param(lambda: EnvironmentTools(Good), id="tools"),
+    ],
+)
+def test_an_episode_transform_in_a_plain_environment_says_what_to_use(transform):
+    env = TransformedEnv(ChatEnv(batch_size=1), transform())
+    with pytest.raises(
+        RuntimeError, match=r"EpisodeEnv only: use ChatEnv\(...\)\.append_transform"
+    ):
+        env.reset(TensorDict({"query": ["a"]}, batch_size=[1]))
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], ["a"], b"bytes"], ids=repr)
+def test_a_prompt_that_is_none_is_named(prompt):
+    env = compose(DataLoadingPrimer([{"prompt": prompt}]), RewardFunctions([score]), batch_size=1)
+    with pytest.raises(TypeError, match="column 'prompt' must hold strings or lists of messages"):
+        env.reset()
+
+
+def test_a_reset_without_data_says_what_to_do():
+    with pytest.raises(MissingEntryError, match="Append a DataLoadingPrimer"):
+        ChatEnv(batch_size=1).reset()

@@ -1,0 +1,140 @@
+"""The bundled tasks: they can be solved, cannot be cheated, and hold their test rows out."""
+
+import re
+
+import pytest
+from torchrl.envs.transforms import Compose
+
+from torchrl_data.tool_calls import parse_tool_calls
+from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
+from torchrl_envs.tasks.calculator import TOOLS, calculator_task
+from torchrl_envs.tasks.number_guessing import NumberGuessing, number_guessing_task
+from torchrl_envs.tasks.reasoning_gym_questions import question_task
+from torchrl_envs.tasks.registry import make_task
+
+SMALL = {"num_rows": 120, "num_held_out": 20, "num_demonstrations": 60}
+
+
+@pytest.fixture(scope="module")
+def calculator():
+    return calculator_task(**SMALL)
+
+
+def run_task(task, rows, policy, play):
+    parts = [
+        DataLoadingPrimer(rows),
+        EnvironmentTools(task.environment, show_schemas=False),
+        StepCounter(max_steps=task.max_turns),
+    ]
+    if task.metrics:
+        parts.append(RewardFunctions(task.metrics, weights=[0.0] * len(task.metrics)))
+    env = ChatEnv(batch_size=len(rows)).append_transform(Compose(*parts))
+    ends = play(env, policy)
+    env.close()
+    return ends
+
+
+def test_the_right_tool_solves_every_calculator_question(calculator, scripted, call_text, play):
+    script, metric = {}, {True: 1.0, False: 0.0}
+    for i, row in enumerate(calculator.held_out_rows):
+        a, b = map(int, re.findall(r"\d+", row["prompt"])[:2])
+        name = row["tool"] if i % 2 else next(t for t in TOOLS if t != row["tool"])
+        result = TOOLS[name](None, a, b) if b or name != "simplify" else "0"
+        script[row["prompt"]] = [call_text(name, a=a, b=b), result]
+    # The longest first: a question may be part of another one.
+    script = dict(sorted(script.items(), key=lambda item: -len(item[0])))
+    rows = calculator.held_out_rows
+    ends = run_task(calculator, rows, scripted(script), play)
+    for i, row in enumerate(rows):
+        said = script[row["prompt"]][1]
+        assert ends[i]["reward"][i].item() == float(said == row["answer"]), row
+        assert ends[i]["rewards", "chose_right_tool"][i].item() == metric[bool(i % 2)]
+        if i % 2:
+            assert said == row["answer"]
+
+
+def test_calculator_demonstrations_show_the_format_and_not_the_choice(calculator):
+    tools = {row["prompt"]: row["tool"] for row in calculator.train_rows}
+    right = 0
+    for user, call, tool, answer in calculator.demonstrations:
+        assert answer["content"] == tool["content"]
+        right += call["tool_calls"][0]["function"]["name"] == tools[user["content"]]
+    assert 0 < right < len(calculator.demonstrations) / 2
+    held_out = {row["prompt"] for row in calculator.held_out_rows}
+    assert len(held_out) == 20
+    assert not held_out & tools.keys()
+    per_tool = [list(tools.values()).count(name) for name in TOOLS]
+    assert max(per_tool) - min(per_tool) <= 5, "as many questions for each tool"
+
+
+@pytest.mark.parametrize("number", range(1, 16))
+def test_bisection_finds_every_number_in_four_guesses(number):
+    environment = NumberGuessing()
+    environment.reset(number=number, prompt="ignored")
+    low, high = 1, 15
+    for _ in range(4):
+        guess = (low + high) // 2
+        answer = environment.guess(guess)
+        if answer == "found":
+            break
+        low, high = (guess + 1, high) if answer == "higher" else (low, guess - 1)
+    assert environment.get_reward() == 1.0
+
+
+def test_a_fifth_guess_is_refused():
+    environment = NumberGuessing()
+    environment.reset(number=15)
+    for guess in (1, 2, 3, 4):
+        assert environment.guess(guess) == "higher"
+    with pytest.raises(ValueError, match="no guesses are left"):
+        environment.guess(15)
+    assert environment.get_reward() == 0.0
+
+
+def test_guesses_are_demonstrated_consistently():
+    for messages in number_guessing_task(**SMALL).demonstrations:
+        guesses = [
+            message["tool_calls"][0]["function"]["arguments"]["n"]
+            for message in messages
+            if message.get("tool_calls")
+        ]
+        answers = [message["content"] for message in messages if message["role"] == "tool"]
+        for i, (guess, answer) in enumerate(zip(guesses, answers, strict=True)):
+            assert all(later > guess for later in guesses[i + 1 :]) or answer != "higher"
+            assert all(later < guess for later in guesses[i + 1 :]) or answer != "lower"
+        assert not any(parse_tool_calls(m["content"]).has_calls for m in messages)
+
+
+def test_any_generator_is_a_task_of_one_turn(scripted, play):
+    task = question_task("spell_backward", **SMALL)
+    rows = task.held_out_rows[:4]
+    script = {row["prompt"]: [row["answer"] if i % 2 else "wrong"] for i, row in enumerate(rows)}
+    ends = run_task(task, rows, scripted(script), play)
+    assert [ends[i]["reward"][i].item() for i in range(4)] == [0, 1, 0, 1]
+
+
+def test_the_same_seed_makes_the_same_task():
+    tasks = [make_task("number_guessing", seed=seed, **SMALL) for seed in (0, 0, 1)]
+    assert tasks[0] == tasks[1]
+    assert tasks[0].train_rows != tasks[2].train_rows
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        pytest.param(
+            lambda: make_task("calculater"), "no task 'calculater'.*calculator", id="name"
+        ),
+        pytest.param(
+            lambda: calculator_task(num_rows=30, num_held_out=29), "too few to hold", id="held out"
+        ),
+        pytest.param(
+            lambda: question_task("gcd", config={"min_numers": 1}, **SMALL),
+            "gcd refuses .*min_numers",
+            id="setting",
+        ),
+    ],
+)
+def test_what_can_not_be_made_is_named(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
