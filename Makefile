@@ -45,7 +45,7 @@ lint: .venv/.installed-test
 # Two processes: an engine inside a process changes its globals.
 tests: .venv/.installed-test
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not vllm"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm test/modules
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm test/modules test/sota
 
 mutants: .venv/.installed-test
 	$(BIN)/python test/objectives/mutate.py

@@ -29,6 +29,7 @@ from torchrl.envs.transforms import Compose
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 from warm_start import warm_start
 
 from collectors import LLMCollector
@@ -74,6 +75,7 @@ def main(cfg: GRPOConfig) -> None:
     """Train as the settings say."""
     start = time.monotonic()
     check_config(cfg)
+    disable_progress_bar()  # loading a model has bars of its own
     console = Console()
     out = Path(HydraConfig.get().runtime.output_dir)
     console.print(f"[bold]GRPO[/] on [bold]{cfg.task}[/], seed {cfg.seed}; results in {out}")
