@@ -100,7 +100,7 @@ class ConversationLeaf(NonTensorData):
             rows = rows.view(size)
         return type(self).of(state["_non_tensordict"]["data"], size, rows, whole)
 
-    def where(
+    def where(  # type: ignore[override]
         self,
         condition: Tensor,
         other: Any,
