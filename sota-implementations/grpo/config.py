@@ -44,13 +44,13 @@ class WarmStartConfig:
 class TrainConfig:
     """GRPO."""
 
-    num_steps: int = 80
+    num_steps: int = 100
     num_prompts: int = 16
     """Prompts of a step."""
     group_size: int = 16
     """Rollouts of a prompt."""
     learning_rate: float = 1e-3
-    """Rises for ``num_warmup_steps`` steps and then falls to 0 in a line."""
+    """Rises for ``num_warmup_steps`` steps, and falls to 0 over the second half."""
     num_warmup_steps: int = 5
     clip_low: float = 0.2
     clip_high: float = 0.28

@@ -165,9 +165,10 @@ def main(cfg: GRPOConfig) -> None:
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
-            lambda step: (
-                min(1.0, (step + 1) / max(1, cfg.train.num_warmup_steps))
-                * (1 - step / cfg.train.num_steps)
+            lambda step: min(
+                1.0,
+                (step + 1) / max(1, cfg.train.num_warmup_steps),
+                2 * (1 - step / cfg.train.num_steps),
             ),
         )
 
