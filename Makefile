@@ -3,7 +3,7 @@
 #   make train ARGS="task=number_guessing seed=1"
 #   make install PIP_ARGS="--index-url <an index with a CPU build of torch>"
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 ARGS ?=
 BIN := .venv/bin
