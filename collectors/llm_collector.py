@@ -21,6 +21,7 @@ from torchrl_data.keys import (
     PROMPT,
     REWARD,
     SCORABLE,
+    STEP_MASK,
     STOP_REASON,
     TERMINATED,
     TOKEN_POLICY_VERSION,
@@ -130,7 +131,7 @@ class LLMCollector:
         active = torch.ones(size, dtype=torch.bool)
         batch = self.env.reset()
         for _ in range(self.max_turns):
-            batch.set("_step", active)
+            batch.set(STEP_MASK, active)
             batch = self.env.step(self.policy(batch)).get("next")
             finished = active & batch.get(DONE).view(-1)
             indices = finished.nonzero().squeeze(-1).tolist()

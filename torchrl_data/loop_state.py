@@ -16,7 +16,7 @@ from torch import Tensor
 from .conversation import Conversations
 from .conversation_views import conversations_of
 from .errors import MissingEntryError
-from .keys import HISTORY
+from .keys import HISTORY, STEP_MASK
 from .layout import ChatHistory
 from .tensorclass_views import attribute_reader, documented
 
@@ -117,6 +117,12 @@ class ConversationLeaf(NonTensorData):
         own = torch.arange(self.numel())
         rows = torch.where(condition.reshape(-1), own, own + self.numel())
         return type(self).of(both[rows], self.batch_size)
+
+
+def active_rows(batch: TensorDictBase) -> Tensor:
+    """The rows that take part in a step, bool ``[B]``: those of the step mask, or all."""
+    mask = batch.get(STEP_MASK, None)
+    return torch.ones(batch.numel(), dtype=torch.bool) if mask is None else mask.view(-1)
 
 
 def write_conversations(batch: TensorDictBase, which: str, conversations: Conversations) -> None:

@@ -15,13 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_data.conversation import Conversations, Message
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import DONE, FULL, HISTORY, PROMPT, QUERY, TERMINATED, TOOLS, TRUNCATED
-from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
 
 from .episode_env import EpisodeEnv
-
-STEP_MASK = "_step"
-"""Rows that take part in a step, bool ``[B]``; all when absent (TorchRL's name)."""
 
 
 class ChatEnv(EnvBase):
@@ -123,14 +120,12 @@ class ChatEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         full = read_conversations(tensordict, FULL, who="ChatEnv.step")
-        active = tensordict.get(STEP_MASK, None)
         out = TensorDict(self.full_done_spec.zero(), batch_size=self.batch_size)
         # A row that still awaits a response could not be generated.
         failed = torch.tensor([full.position(i).awaits_response for i in range(len(full))])
-        if active is not None:
-            failed &= active.view(-1)
-        out.set(TRUNCATED, out.get(TRUNCATED) | failed.view(-1, 1))
-        out.set(DONE, out.get(DONE) | failed.view(-1, 1))
+        failed &= active_rows(tensordict)
+        out.set(TRUNCATED, failed.view(-1, 1))
+        out.set(DONE, failed.view(-1, 1).clone())
         write_conversations(out, PROMPT, full)
         return out
 

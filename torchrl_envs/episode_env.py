@@ -13,17 +13,17 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_data.keys import (
     DONE,
+    FINISH_REASON,
     PROMPT,
     STOP_REASON,
     TERMINATED,
     TRUNCATED,
 )
-from torchrl_data.loop_state import read_conversations
+from torchrl_data.loop_state import active_rows, read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 
 from .transforms.episode_transform import EpisodeTransform
 
-FINISH_REASON = "finish_reason"
 T = TypeVar("T", bound=Transform)
 
 
@@ -95,10 +95,8 @@ class EpisodeEnv(TransformedEnv):
         return reset
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        active = tensordict.get("_step", None)
+        active = active_rows(tensordict)
         next_batch = super()._step(tensordict)
-        size = self.batch_size[0]
-        active = torch.ones(size, dtype=torch.bool) if active is None else active.view(-1)
         _keep_flags(tensordict, next_batch, ~active)
         self._end_unanswered(next_batch, active)
         finished = next_batch.get(DONE).view(-1) & active

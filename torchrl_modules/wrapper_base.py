@@ -15,15 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_data.conversation import Conversations, Message
 from torchrl_data.conversation_views import row_tensordicts
 from torchrl_data.encoder import ConversationEncoder
-from torchrl_data.keys import FULL, HISTORY_FULL, HISTORY_PROMPT, PROMPT
-from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.keys import FINISH_REASON, FULL, HISTORY_FULL, HISTORY_PROMPT, PROMPT
+from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
 from torchrl_data.row_values import write_row_values
 
 from .engine import Engine, Generation
 from .sampling import SamplingParameters
-
-FINISH_REASON = "finish_reason"
-"""Why each row's turn ended, a string per row: stop, length, or ``error: ...``."""
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -93,11 +90,11 @@ class LLMWrapperBase(TensorDictModuleBase):
             MissingEntryError: there is no prompt.
         """
         prompt = read_conversations(tensordict, PROMPT, who=self._get_name())
-        active = tensordict.get("_step", None)
-        if active is None or bool(active.all()):
+        active = active_rows(tensordict)
+        if bool(active.all()):
             prompt, full, reasons = self.respond(prompt)
         else:
-            prompt, full, reasons = self._respond_some(prompt, active.view(-1))
+            prompt, full, reasons = self._respond_some(prompt, active)
         write_conversations(tensordict, PROMPT, prompt)
         write_conversations(tensordict, FULL, full)
         write_row_values(tensordict, FINISH_REASON, reasons)

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from torchrl_data.conversation import Message
 from torchrl_data.keys import PROMPT, QUERY, ROW, SEED, TOOLS
-from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.tool_calls import MalformedCall, ToolCall, parse_tool_calls
 from torchrl_envs.accepted_arguments import accepted_arguments
@@ -198,9 +198,7 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         prompt = read_conversations(next_tensordict, PROMPT, who=type(self).__name__)
-        active = tensordict.get("_step", None)
-        done = next_tensordict.get("done").view(-1)
-        running = ~done if active is None else active.view(-1) & ~done
+        running = active_rows(tensordict) & ~next_tensordict.get("done").view(-1)
         turns: dict[int, list[ToolCall | MalformedCall]] = {}
         for row in running.nonzero().squeeze(-1).tolist():
             if row in self._instances and prompt.last_message(row)["role"] == "assistant":
