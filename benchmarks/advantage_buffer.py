@@ -103,19 +103,30 @@ def torchrl(rows):
     return time.process_time() - start, rb
 
 
+def packed(rows):
+    return pack_batch(
+        rows,
+        GRPOLossKeys(),
+        "assistant",
+        token_entries=("log_probs",),
+        row_entries=("advantage",),
+        who="benchmark",
+    )
+
+
 def sample_packed(rb):
-    """An epoch in micro-batches of 4, each packed as the losses do."""
-    read, start, tokens = GRPOLossKeys(), time.process_time(), 0
-    for _ in range(NUM_ROWS // 4):
-        packed = pack_batch(
-            rb.sample(4),
-            read,
-            "assistant",
-            token_entries=("log_probs",),
-            row_entries=("advantage",),
-            who="benchmark",
-        )
-        tokens += len(packed.ids)
+    """An epoch in micro-batches of 4: packed once, as ``loss.pack`` does, shuffled and split."""
+    start = time.process_time()
+    batch = packed(rb[:])
+    shuffled = batch.take_rows(torch.randperm(batch.num_rows))
+    tokens = sum(len(part.ids) for part in shuffled.micro_batches(num_rows=4))
+    return time.process_time() - start, tokens
+
+
+def sample_each(rb):
+    """The same with TorchRL's ``rb.sample``, each micro-batch packed by itself."""
+    start = time.process_time()
+    tokens = sum(len(packed(rb.sample(4)).ids) for _ in range(NUM_ROWS // 4))
     return time.process_time() - start, tokens
 
 
@@ -140,7 +151,7 @@ def main():
     parser.add_argument("--torchrl", action="store_true")
     functions = [ours, transform_alone, limit] + ([torchrl] if parser.parse_args().torchrl else [])
     rows = make_rows()
-    times = {f.__name__: [] for f in (*functions, sample_packed, sample_limit)}
+    times = {f.__name__: [] for f in (*functions, sample_packed, sample_each, sample_limit)}
     for _ in range(REPEATS):
         found = {}
         for function in functions:
@@ -149,10 +160,11 @@ def main():
         want = torch.stack([advantage for _, advantage in found["limit"]])
         got = torch.cat([row["advantage"].view(-1) for row in found["ours"][:].unbind(0)])
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        for function, source in ((sample_packed, "ours"), (sample_limit, "limit")):
+        samplers = ((sample_packed, "ours"), (sample_each, "ours"), (sample_limit, "limit"))
+        for function, source in samplers:
             seconds, found[function.__name__] = function(found[source])
             times[function.__name__].append(seconds)
-        assert found["sample_packed"] == found["sample_limit"]
+        assert found["sample_packed"] == found["sample_each"] == found["sample_limit"]
     medians = {name: statistics.median(values) for name, values in times.items()}
     for name, median in medians.items():
         base = medians["sample_limit" if name.startswith("sample") else "limit"]

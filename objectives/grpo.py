@@ -5,20 +5,18 @@ Shape legend: B rows (one per trajectory), T tokens of one, N tokens of all, K t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_data.protocols import TokenScorer, TokenScores
+from torchrl_data.protocols import TokenScorer
 
 from . import functional as F
 from .keys import GRPOLossKeys
 from .outputs import GRPOLossOutput, make_output
-from .packed_batch import MaskingStrategy, PackedBatch, pack_batch, resolve_masking_strategy
+from .packed_batch import PackedBatch
 from .parts import PolicyTokens, SamplerCorrection, SurrogateSettings, TokenFilters
 from .policy_terms import (
     OldPolicy,
@@ -33,19 +31,17 @@ from .policy_terms import (
 from .settings import (
     ClipEpsilon,
     build_surrogate,
-    check_scorer,
     check_together,
     merge_filters,
     one_of,
-    scorer_device,
 )
+from .token_loss import TokenLoss
 from .window import Window
 
 OLD_POLICIES: Final[tuple[OldPolicy, ...]] = ("sampler", "recomputed", "current")
-_TORCHRL_AGGREGATIONS: Final[Mapping[str, F.Aggregation]] = {"prompt_mean": "sequence_mean"}
 
 
-class GRPOLoss(TensorDictModuleBase):
+class GRPOLoss(TokenLoss[GRPOLossKeys]):
     """Group-relative policy optimisation, and its family by the choice of parts.
 
     The batch is read once, packed, and only its trained tokens are scored; nothing depends on
@@ -54,9 +50,10 @@ class GRPOLoss(TensorDictModuleBase):
     Every term is divided by counts of the whole accumulation window when these are given, so that
     the gradients of micro-batches add up to that of the whole::
 
-        window = loss.measure_window(batch)
-        for rows in batch.split(4):
-            loss(rows, window=window).total().backward()
+        packed = loss.pack(batch)
+        window = loss.measure_window(packed)
+        for part in packed.micro_batches(max_tokens=8192):
+            loss(part, window=window).total().backward()
 
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.protocols.TokenScorer`), such
@@ -123,16 +120,16 @@ class GRPOLoss(TensorDictModuleBase):
         skip_rows_without_signal: bool = False,
         read: GRPOLossKeys | None = None,
     ) -> None:
-        super().__init__()
-        check_scorer(actor_network, self._get_name())
-        self.actor_network = actor_network
+        super().__init__(
+            actor_network,
+            aggregation=aggregation,
+            max_tokens=max_tokens,
+            masking_strategy=masking_strategy,
+            temperature=temperature,
+            read=read or GRPOLossKeys(),
+        )
         self.surrogate = build_surrogate(surrogate, clip_epsilon)
         self.ratio_level: F.RatioLevel = one_of("ratio_level", ratio_level, F.RATIO_LEVELS, {})
-        self.aggregation: F.Aggregation = one_of(
-            "aggregation", aggregation, F.AGGREGATIONS, _TORCHRL_AGGREGATIONS
-        )
-        self.max_tokens = max_tokens
-        self.masking_strategy: MaskingStrategy = resolve_masking_strategy(masking_strategy)
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
         self.kl_to_inference_coeff = kl_to_inference_coeff or None
         self.kl_estimator: F.KLEstimator = one_of("kl_estimator", kl_estimator, F.KL_ESTIMATORS, {})
@@ -140,28 +137,21 @@ class GRPOLoss(TensorDictModuleBase):
         self.entropy_bonus = entropy_bonus
         self.entropy_coeff = entropy_coeff
         self.filters = merge_filters(filters, kl_mask_threshold)
-        self.temperature = temperature
         self.old_policy: OldPolicy = one_of("old_policy", old_policy, OLD_POLICIES, {})
         self.sampler_correction = sampler_correction
         self.skip_rows_without_signal = skip_rows_without_signal
-        self.read = read or GRPOLossKeys()
         check_together(self)
-        token_entries, row_entries = self._entries()
-        self.in_keys: list[NestedKey] = [  # pyright: ignore[reportIncompatibleVariableOverride]
-            self.read.tokens,
-            self.read.assistant_mask,
-            *(getattr(self.read, name) for name in (*token_entries, *row_entries)),
-        ]
-        self.out_keys = sorted(GRPOLossOutput.__annotations__)
+        self._declare_keys(GRPOLossOutput)
 
     def forward(
-        self, tensordict: TensorDictBase, *, window: Window | None = None
+        self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
     ) -> GRPOLossOutput:
         """Compute the terms of the loss.
 
         Args:
             tensordict: ``[B]``, ragged (a lazy stack of rows, what ``LazyStackStorage`` gives) or
-                padded ``[B, T]`` with an attention mask; the entries of ``read``.
+                padded ``[B, T]`` with an attention mask, with the entries of ``read``; or what
+                :meth:`pack` made of it.
             window: counts of the whole accumulation window; None: this batch is all of it.
 
         Returns:
@@ -172,40 +162,20 @@ class GRPOLoss(TensorDictModuleBase):
             MissingEntryError: an entry is missing.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
-        batch = self._pack(tensordict)
-        if window is None:
-            window = Window(max(batch.num_targets, 1), max(batch.num_rows, 1))
+        batch, window = self._pack_window(tensordict, window)
         num_rows = batch.num_rows
         if self.skip_rows_without_signal:
             batch = with_signal(batch)
         if batch.num_targets == 0:
             return self._at_rest(batch.ids.device, num_rows)
-        scores = policy_scores(batch, self._score(batch), self.old_policy)
+        wants_entropy = self.entropy_bonus or self.filters.top_entropy_fraction is not None
+        token_scores = self._score(batch, entropy=wants_entropy)
+        scores = policy_scores(batch, token_scores, self.old_policy)
         terms = self._policy_term(batch, scores, window)
         terms |= self._penalties(batch, scores, window)
         terms["num_active_tokens"] = scores.old.new_tensor(batch.num_targets)
         terms["num_sequences"] = scores.old.new_tensor(num_rows)
         return make_output(GRPOLossOutput, terms)
-
-    def measure_window(self, batches: TensorDictBase | Iterable[TensorDictBase]) -> Window:
-        """Count what an accumulation window will train, before any of it is scored.
-
-        Args:
-            batches: all rows of the window, as one batch or several.
-
-        Returns:
-            Their counts, for ``window=``.
-
-        Raises:
-            MissingEntryError: an entry is missing.
-        """
-        if isinstance(batches, TensorDictBase):
-            batches = [batches]
-        packed = [
-            pack_batch(rows, self.read, self.masking_strategy, who=self._get_name())
-            for rows in batches
-        ]
-        return Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
 
     def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Fields of ``read`` that are needed: one value per token, one per row or token."""
@@ -216,39 +186,6 @@ class GRPOLoss(TensorDictModuleBase):
             tokens.append("ref_log_probs")
         rows = ["advantage", "truncated"] if self.filters.drop_truncated else ["advantage"]
         return tuple(tokens), tuple(rows)
-
-    def _pack(self, tensordict: TensorDictBase) -> PackedBatch:
-        token_entries, row_entries = self._entries()
-        return pack_batch(
-            tensordict,
-            self.read,
-            self.masking_strategy,
-            token_entries=token_entries,
-            row_entries=row_entries,
-            who=self._get_name(),
-            device=scorer_device(self.actor_network),
-        )
-
-    def _score(self, batch: PackedBatch) -> TokenScores:
-        wants_entropy = self.entropy_bonus or self.filters.top_entropy_fraction is not None
-        return self.actor_network.score_packed(
-            batch.ids,
-            batch.lengths,
-            batch.target_mask,
-            temperature=self.temperature,
-            entropy=wants_entropy,
-        )
-
-    def _reduce(self, values: Tensor, batch: PackedBatch, window: Window) -> Tensor:
-        return F.aggregate(
-            values,
-            torch.ones_like(batch.sampled),
-            batch.target_lengths,
-            aggregation=self.aggregation,
-            max_tokens=self.max_tokens,
-            num_active_tokens=window.num_active_tokens,
-            num_sequences=window.num_sequences,
-        )
 
     def _policy_term(
         self, batch: PackedBatch, scores: PolicyScores, window: Window

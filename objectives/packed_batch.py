@@ -6,7 +6,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -75,26 +75,85 @@ class PackedBatch:
         """B, rows without trained tokens included."""
         return len(self.lengths)
 
-    def select_rows(self, keep: Tensor) -> PackedBatch:
-        """Keep some of the rows.
+    def take_rows(self, rows: Tensor) -> PackedBatch:
+        """Some of the rows, in any order.
 
         Args:
-            keep: bool ``[B]``.
+            rows: which: int64 indices, or bool ``[B]``.
 
         Returns:
-            The batch of the rows kept, in order.
+            The batch of these rows.
         """
-        tokens = keep[sequence_index(self.lengths)]
-        targets = keep[sequence_index(self.target_lengths)]
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().squeeze(1)
+        tokens = _positions(self.lengths, rows)
+        targets = _positions(self.target_lengths, rows)
         return replace(
             self,
             ids=self.ids[tokens],
-            lengths=self.lengths[keep],
+            lengths=self.lengths[rows],
             target_mask=self.target_mask[tokens],
-            target_lengths=self.target_lengths[keep],
+            target_lengths=self.target_lengths[rows],
             sampled=self.sampled[targets],
             entries={name: value[targets] for name, value in self.entries.items()},
         )
+
+    def micro_batches(
+        self, *, max_tokens: int | None = None, num_rows: int | None = None
+    ) -> Iterator[PackedBatch]:
+        """Split into runs of whole rows, in order, without copying. Give one of the two limits.
+
+        Rows of a group that lie together stay together as far as the limit allows, so that their
+        prompt can be shared.
+
+        Args:
+            max_tokens: most tokens of a part; a longer row is a part of its own.
+            num_rows: rows of a part.
+
+        Yields:
+            Parts that hold every row once.
+
+        Raises:
+            ValueError: not exactly one limit is given, or it is not positive.
+        """
+        limit = max_tokens if num_rows is None else num_rows
+        if (max_tokens is None) == (num_rows is None) or limit is None or limit < 1:
+            raise ValueError(
+                "micro_batches needs max_tokens or num_rows, a positive number; got "
+                f"max_tokens={max_tokens} and num_rows={num_rows}."
+            )
+        sizes = self.lengths.tolist() if num_rows is None else [1] * self.num_rows
+        tokens = [0, *self.lengths.cumsum(0).tolist()]
+        targets = [0, *self.target_lengths.cumsum(0).tolist()]
+        first, held = 0, 0
+        for row, size in enumerate(sizes):
+            if held and held + size > limit:
+                yield self._run(first, row, tokens, targets)
+                first, held = row, 0
+            held += size
+        if first < self.num_rows:
+            yield self._run(first, self.num_rows, tokens, targets)
+
+    def _run(self, first: int, last: int, tokens: list[int], targets: list[int]) -> PackedBatch:
+        some = slice(tokens[first], tokens[last])
+        trained = slice(targets[first], targets[last])
+        return PackedBatch(
+            ids=self.ids[some],
+            lengths=self.lengths[first:last],
+            target_mask=self.target_mask[some],
+            target_lengths=self.target_lengths[first:last],
+            sampled=self.sampled[trained],
+            entries={name: value[trained] for name, value in self.entries.items()},
+        )
+
+
+def _positions(lengths: Tensor, rows: Tensor) -> Tensor:
+    """Where the packed values of some rows lie, one row after the other."""
+    starts = lengths.cumsum(0) - lengths
+    taken = lengths[rows]
+    index = torch.arange(int(taken.sum()), device=lengths.device)
+    shift = starts[rows] - (taken.cumsum(0) - taken)
+    return index + shift.repeat_interleave(taken)
 
 
 class _Columns:

@@ -54,7 +54,7 @@ def policy_scores(batch: PackedBatch, scores: TokenScores, old_policy: OldPolicy
         All in the dtype of the scores. A token that the policy did not sample has no behaviour
         log-prob: what is stored there is ignored, and it counts as on policy.
     """
-    current = scores.log_prob if scores.log_prob.dtype == torch.float64 else scores.log_prob.float()
+    current = scores.log_prob
     fixed = current.detach()
     sampler = fixed
     if "log_probs" in batch.entries:
@@ -123,7 +123,7 @@ def with_signal(batch: PackedBatch) -> PackedBatch:
     moves = torch.zeros_like(batch.lengths).index_add(
         0, sequence_index(batch.target_lengths), (batch.entries["advantage"] != 0).long()
     )
-    return batch.select_rows(moves > 0)
+    return batch.take_rows(moves > 0)
 
 
 def token_figure(values: Tensor, window: Window) -> Tensor:

@@ -164,6 +164,25 @@ def scorer_device(actor: object) -> torch.device | None:
     return None if first is None else first.device
 
 
+def check_token_options(aggregation: str, max_tokens: int | None, temperature: float) -> None:
+    """Check the options that all losses over tokens have.
+
+    Args:
+        aggregation: known.
+        max_tokens: what ``"fixed_length"`` divides by.
+        temperature: of the logits.
+
+    Raises:
+        ValueError: naming the option and what to do.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}.")
+    if (aggregation == "fixed_length") != (max_tokens is not None):
+        raise ValueError("max_tokens goes with aggregation 'fixed_length': give both or none.")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be positive, got {max_tokens}.")
+
+
 def check_together(loss: GRPOLoss) -> None:
     """Refuse options that are out of range, or cannot take effect with the others.
 
@@ -178,7 +197,6 @@ def check_together(loss: GRPOLoss) -> None:
         kl_to_inference_coeff=loss.kl_to_inference_coeff,
         entropy_coeff=loss.entropy_coeff,
     )
-    _check_numbers(loss)
     if loss.ratio_level != "token" and not loss.surrogate.takes_ratio_level:
         raise ValueError(
             f"{type(loss.surrogate).__name__} has a ratio of its own: leave ratio_level "
@@ -197,12 +215,3 @@ def check_together(loss: GRPOLoss) -> None:
             "skip_rows_without_signal drops rows that a KL or entropy term would still move: "
             "switch one of them off."
         )
-
-
-def _check_numbers(loss: GRPOLoss) -> None:
-    if not loss.temperature > 0:
-        raise ValueError(f"temperature must be positive, got {loss.temperature}.")
-    if (loss.aggregation == "fixed_length") != (loss.max_tokens is not None):
-        raise ValueError("max_tokens goes with aggregation 'fixed_length': give both or none.")
-    if loss.max_tokens is not None and loss.max_tokens < 1:
-        raise ValueError(f"max_tokens must be positive, got {loss.max_tokens}.")

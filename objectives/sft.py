@@ -5,12 +5,10 @@ Shape legend: B rows, K trained tokens of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final, Literal
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_data.protocols import TokenScorer
@@ -18,16 +16,17 @@ from torchrl_data.protocols import TokenScorer
 from . import functional as F
 from .keys import SFTLossKeys
 from .outputs import SFTLossOutput, make_output
-from .packed_batch import MaskingStrategy, PackedBatch, pack_batch, resolve_masking_strategy
-from .settings import check_coefficients, check_scorer, one_of, scorer_device
+from .packed_batch import PackedBatch
+from .settings import check_coefficients, one_of
+from .token_loss import TokenLoss
 from .window import Window
 
 SFTFunction = Literal["sft", "minor_sft"]
 SFT_FUNCTIONS: Final[tuple[SFTFunction, ...]] = ("sft", "minor_sft")
-_TORCHRL_AGGREGATIONS: Final[Mapping[str, F.Aggregation]] = {"prompt_mean": "sequence_mean"}
+_MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "sequence_sum")
 
 
-class SFTLoss(TensorDictModuleBase):
+class SFTLoss(TokenLoss[SFTLossKeys]):
     """Negative log-likelihood of the trained tokens, or minor SFT, with a KL to a reference.
 
     Args:
@@ -65,40 +64,36 @@ class SFTLoss(TensorDictModuleBase):
         temperature: float = 1.0,
         read: SFTLossKeys | None = None,
     ) -> None:
-        super().__init__()
-        check_scorer(actor_network, self._get_name())
         check_coefficients(kl_to_ref_coeff=kl_to_ref_coeff)
-        self.actor_network = actor_network
-        self.loss_function: SFTFunction = one_of("loss_function", loss_function, SFT_FUNCTIONS, {})
-        minor = self.loss_function == "minor_sft"
-        default = "sequence_mean" if minor else "token_mean"
-        choices = ("sequence_mean", "sequence_sum") if minor else F.AGGREGATIONS
-        self.aggregation: F.Aggregation = one_of(
-            "aggregation", aggregation or default, choices, _TORCHRL_AGGREGATIONS
-        )
-        if (self.aggregation == "fixed_length") != (max_tokens is not None):
-            raise ValueError("max_tokens goes with aggregation 'fixed_length': give both or none.")
+        function = one_of("loss_function", loss_function, SFT_FUNCTIONS, {})
+        minor = function == "minor_sft"
         if beta is not None and (not minor or not beta > 0):
             raise ValueError(f"beta must be positive and goes with 'minor_sft', got {beta}.")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}.")
-        self.max_tokens = max_tokens
-        self.masking_strategy: MaskingStrategy = resolve_masking_strategy(masking_strategy)
+        super().__init__(
+            actor_network,
+            aggregation=aggregation or ("sequence_mean" if minor else "token_mean"),
+            aggregations=_MINOR_AGGREGATIONS if minor else F.AGGREGATIONS,
+            max_tokens=max_tokens,
+            masking_strategy=masking_strategy,
+            temperature=temperature,
+            read=read or SFTLossKeys(),
+        )
+        self.loss_function: SFTFunction = function
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
         self.beta = 0.1 if beta is None else beta
-        self.temperature = temperature
-        self.read = read or SFTLossKeys()
+        self._declare_keys(SFTLossOutput)
 
-    @property
-    def _token_entries(self) -> tuple[str, ...]:
+    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         reference = self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft"
-        return ("ref_log_probs",) if reference else ()
+        return (("ref_log_probs",) if reference else ()), ()
 
-    def forward(self, tensordict: TensorDictBase, *, window: Window | None = None) -> SFTLossOutput:
+    def forward(
+        self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
+    ) -> SFTLossOutput:
         """Compute the terms of the loss.
 
         Args:
-            tensordict: ``[B]``, ragged or padded, with the entries of ``read``.
+            tensordict: ``[B]``, ragged or padded, with the entries of ``read``; or packed.
             window: counts of the whole accumulation window; None: this batch is all of it.
 
         Returns:
@@ -108,18 +103,9 @@ class SFTLoss(TensorDictModuleBase):
             MissingEntryError: an entry is missing.
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
-        batch = pack_batch(
-            tensordict,
-            self.read,
-            self.masking_strategy,
-            token_entries=self._token_entries,
-            who=self._get_name(),
-            device=scorer_device(self.actor_network),
-        )
-        if window is None:
-            window = Window(max(batch.num_targets, 1), max(batch.num_rows, 1))
+        batch, window = self._pack_window(tensordict, window)
         active = torch.ones_like(batch.sampled)
-        log_prob = self._log_prob(batch)
+        log_prob = self._score(batch).log_prob
         terms = {
             "loss_sft": self._objective(log_prob, batch, window),
             "nll": -log_prob.detach().sum() / window.num_active_tokens,
@@ -133,41 +119,6 @@ class SFTLoss(TensorDictModuleBase):
             reduced = self._reduce(kl, batch, window)
             terms["loss_kl_to_ref"] = self.kl_to_ref_coeff * reduced
         return make_output(SFTLossOutput, terms)
-
-    def measure_window(self, batch: TensorDictBase) -> Window:
-        """Count what an accumulation window will train.
-
-        Args:
-            batch: all rows of the window.
-
-        Returns:
-            Its counts, for ``window=``.
-
-        Raises:
-            MissingEntryError: an entry is missing.
-        """
-        packed = pack_batch(batch, self.read, self.masking_strategy, who=self._get_name())
-        return Window(packed.num_targets, packed.num_rows)
-
-    def _log_prob(self, batch: PackedBatch) -> Tensor:
-        if batch.num_targets == 0:
-            return torch.zeros(0, device=batch.ids.device, requires_grad=True)
-        scores = self.actor_network.score_packed(
-            batch.ids, batch.lengths, batch.target_mask, temperature=self.temperature
-        )
-        log_prob = scores.log_prob
-        return log_prob if log_prob.dtype == torch.float64 else log_prob.float()
-
-    def _reduce(self, values: Tensor, batch: PackedBatch, window: Window) -> Tensor:
-        return F.aggregate(
-            values,
-            torch.ones_like(batch.sampled),
-            batch.target_lengths,
-            aggregation=self.aggregation,
-            max_tokens=self.max_tokens,
-            num_active_tokens=window.num_active_tokens,
-            num_sequences=window.num_sequences,
-        )
 
     def _objective(self, log_prob: Tensor, batch: PackedBatch, window: Window) -> Tensor:
         active = torch.ones_like(batch.sampled)

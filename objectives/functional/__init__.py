@@ -35,7 +35,7 @@ from .aggregation import (
 )
 from .diagnostics import effective_sample_fraction, flag_fraction
 from .divergence import KL_ESTIMATORS, KLEstimator, kl_between, kl_estimate
-from .log_probs import LogProbs, token_log_probs
+from .log_probs import LogProbs, at_least_float32, token_log_probs
 from .ratios import (
     LOG_RATIO_LIMIT,
     RATIO_LEVELS,
@@ -95,6 +95,7 @@ __all__ = [
     "Scale",
     "Surrogate",
     "aggregate",
+    "at_least_float32",
     "cispo",
     "clipped_surrogate",
     "effective_sample_fraction",

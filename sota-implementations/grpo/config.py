@@ -56,8 +56,8 @@ class TrainConfig:
     clip_high: float = 0.28
     num_epochs: int = 4
     """Passes over the rollouts of a step, an optimizer step each."""
-    micro_batch_rows: int = 256
-    """Rows of one forward and backward pass; the gradient does not depend on it."""
+    micro_batch_tokens: int = 32768
+    """Most tokens of one forward and backward pass; the gradient does not depend on it."""
     max_grad_norm: float = 0.1
     shuffle_rewards: bool = False
     """A control: rewards are dealt out at random, so nothing can be learnt."""
@@ -97,7 +97,7 @@ def check_config(cfg: GRPOConfig) -> None:
         "train.num_prompts": cfg.train.num_prompts,
         "train.group_size": cfg.train.group_size,
         "train.num_epochs": cfg.train.num_epochs,
-        "train.micro_batch_rows": cfg.train.micro_batch_rows,
+        "train.micro_batch_tokens": cfg.train.micro_batch_tokens,
         "evaluate.num_prompts": cfg.evaluate.num_prompts,
     }
     for name, count in counts.items():

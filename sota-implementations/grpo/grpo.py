@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from warm_start import warm_start
 
 from collectors import LLMCollector
-from objectives import GRPOLoss, MCAdvantage
+from objectives import GRPOLoss, GRPOLossOutput, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -180,25 +180,27 @@ def main(cfg: GRPOConfig) -> None:
             for step in range(1, cfg.train.num_steps + 1):
                 trajectories = collector.collect()
                 figures = metrics_of(trajectories)
-                for _ in range(cfg.train.num_epochs):
-                    if len(buffer) == 0:  # no group has a signal
-                        break
-                    batch = buffer[:]
+                num_epochs = cfg.train.num_epochs if len(buffer) else 0  # 0: no group has a signal
+                if num_epochs:
+                    batch = loss_module.pack(buffer[:])
                     window = loss_module.measure_window(batch)
+                for _ in range(num_epochs):
                     optimizer.zero_grad()
-                    for micro_batch in batch.split(cfg.train.micro_batch_rows):
-                        losses = loss_module(micro_batch, window=window)
-                        losses.total().backward()
+                    outputs = []
+                    for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
+                        outputs.append(loss_module(part, window=window))
+                        outputs[-1].total().backward()
                     norm = torch.nn.utils.clip_grad_norm_(
                         actor.parameters(), cfg.train.max_grad_norm
                     )
                     optimizer.step()
+                    losses = GRPOLossOutput.combine(outputs)
                     figures |= {
                         "loss": losses.loss_objective.item(),
                         "clip_fraction": losses.clip_fraction.item(),
                         "kl_approx": losses.kl_approx.item(),
                         "grad_norm": norm.item(),
-                        "rows_trained": float(len(batch)),
+                        "rows_trained": float(batch.num_rows),
                     }
                 schedule.step()
                 buffer.empty()

@@ -116,4 +116,4 @@ def test_bad_distillation_options_raise(make_scorer):
     with pytest.raises(ValueError, match="forward"):
         DistillationLoss(make_scorer(), kl_direction="back")
     with pytest.raises(ValueError, match="sequence_sum"):
-        DistillationLoss(make_scorer(), aggregation="none")
+        DistillationLoss(make_scorer(), aggregation="mean")

@@ -75,7 +75,7 @@ def test_the_vllm_engine_trains_too(tmp_path: Path) -> None:
         pytest.param(["engine=vlllm"], "engine", id="misspelt engine"),
         pytest.param(["train.group_size=two"], "group_size", id="wrong type"),
         pytest.param(["task=spell_bakward"], "There is no task 'spell_bakward'", id="unknown task"),
-        pytest.param(["train.micro_batch_rows=0"], "micro_batch_rows", id="no rows"),
+        pytest.param(["train.micro_batch_tokens=0"], "micro_batch_tokens", id="no tokens"),
     ],
 )
 def test_a_wrong_setting_fails_before_a_model_is_built(
