@@ -17,6 +17,8 @@ from torchrl_data.keys import (
     DONE,
     FULL,
     GROUP_ID,
+    NUM_TOOL_CALLS,
+    NUM_TOOL_ERRORS,
     POLICY_VERSION,
     PROMPT,
     REWARD,
@@ -36,7 +38,16 @@ from torchrl_envs.transforms.data_loading import DataExhaustedError
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
 
-_DENSE = (REWARD, SCORABLE, DONE, TERMINATED, TRUNCATED, GROUP_ID)
+_DENSE = (
+    REWARD,
+    SCORABLE,
+    DONE,
+    TERMINATED,
+    TRUNCATED,
+    GROUP_ID,
+    NUM_TOOL_CALLS,
+    NUM_TOOL_ERRORS,
+)
 
 
 class LLMCollector:
@@ -122,7 +133,8 @@ class LLMCollector:
             A lazy stack ``[B]`` of ragged rows, in the environment's order: what
             :func:`~torchrl_data.conversation_views.row_tensordicts` gives, with ``reward``
             ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
-            ``policy_version`` (when the trajectory began), ``num_turns``, ``("rewards", source)``,
+            ``policy_version`` (when the trajectory began), ``num_turns``, ``num_tool_calls`` and
+            ``num_tool_errors`` ``[1]`` where there are tools, ``("rewards", source)``,
             ``stop_reason``, ``reward_errors`` and ``("history", "full")``. The same
             rows are in the replay buffer.
         """

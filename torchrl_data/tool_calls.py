@@ -7,6 +7,7 @@ never an exception, in time linear in its length.
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 MAX_CALLS: Final = 16
@@ -24,6 +25,8 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    id: str | None = None
+    """How the model calls this call, where its format has such names."""
 
 
 class ParsedTurn(NamedTuple):
@@ -33,6 +36,8 @@ class ParsedTurn(NamedTuple):
     """The text outside the calls."""
     calls: list["ToolCall | MalformedCall"]
     """Calls in the order in which they were written."""
+    positions: Sequence[int] = ()
+    """Where each call starts, in characters of the turn."""
 
     @property
     def has_calls(self) -> bool:
@@ -58,9 +63,11 @@ def parse_tool_calls(text: str) -> ParsedTurn:
     """
     content: list[str] = []
     calls: list[ToolCall | MalformedCall] = []
+    positions: list[int] = []
     position = 0
     while (start := text.find(_OPEN, position)) >= 0:
         content.append(text[position:start])
+        positions.append(start)
         body_start = start + len(_OPEN)
         end = text.find(_CLOSE, body_start)
         position = len(text) if end < 0 else end + len(_CLOSE)
@@ -72,7 +79,7 @@ def parse_tool_calls(text: str) -> ParsedTurn:
         else:
             calls.append(_parse_call(text[body_start:end]))
     content.append(text[position:])
-    return ParsedTurn("".join(content).strip(), calls)
+    return ParsedTurn("".join(content).strip(), calls, positions)
 
 
 def _parse_call(body: str) -> ToolCall | MalformedCall:

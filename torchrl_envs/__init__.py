@@ -12,27 +12,34 @@ if TYPE_CHECKING:
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
     from .transforms.reward_functions import RewardFunctions
+    from .transforms.tool_source import Answer, Job, ToolSource
 
 _HOMES = {
+    "Answer": "torchrl_envs.transforms.tool_source",
     "ChatEnv": "torchrl_envs.chat_env",
     "DataExhaustedError": "torchrl_envs.transforms.data_loading",
     "DataLoadingPrimer": "torchrl_envs.transforms.data_loading",
     "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
     "EpisodeEnv": "torchrl_envs.episode_env",
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
+    "Job": "torchrl_envs.transforms.tool_source",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
     "StepCounter": "torchrl.envs.transforms",
+    "ToolSource": "torchrl_envs.transforms.tool_source",
 }
 
 __all__ = [
+    "Answer",
     "ChatEnv",
     "DataExhaustedError",
     "DataLoadingPrimer",
     "EnvironmentTools",
     "EpisodeEnv",
     "EpisodeTransform",
+    "Job",
     "RewardFunctions",
     "StepCounter",
+    "ToolSource",
 ]
 
 

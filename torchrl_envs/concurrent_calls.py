@@ -33,38 +33,56 @@ class ConcurrentCalls:
     thread takes its place.
 
     Args:
-        timeout_s: deadline of one call.
+        timeout_s: deadline of one call for which :meth:`run` is given none.
         max_threads: sync calls that run at once, calls past their deadline not counted.
 
     Raises:
         ValueError: a setting is not positive.
     """
 
-    def __init__(self, *, timeout_s: float, max_threads: int = 64) -> None:
+    def __init__(self, *, timeout_s: float = 30.0, max_threads: int = 64) -> None:
         if not timeout_s > 0 or max_threads < 1:
             raise ValueError(
                 f"timeout_s must be positive and max_threads at least 1, got {timeout_s!r} and "
                 f"{max_threads!r}."
             )
         self.timeout_s = timeout_s
+        self.max_threads = max_threads
         self._threads = _DaemonThreads(max_threads)
         self._loop = _LoopThread()
 
-    def run(self, chains: Sequence[Sequence[Call]]) -> list[list[Outcome]]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has threads of its own."""
+        settings = {"timeout_s": self.timeout_s, "max_threads": self.max_threads}
+        return functools.partial(type(self), **settings), ()
+
+    def run(
+        self,
+        chains: Sequence[Sequence[Call]],
+        timeouts_s: Sequence[Sequence[float]] | float | None = None,
+    ) -> list[list[Outcome]]:
         """Run all chains.
 
         Args:
             chains: calls without arguments; coroutine functions are awaited.
+            timeouts_s: deadline of each call, or one for all.
 
         Returns:
             One outcome per call, in the order given. After a call that missed its deadline the rest
             of its chain is not started, and has that error too.
         """
-        running = [self._start(chain) for chain in chains]
+        if timeouts_s is None or isinstance(timeouts_s, int | float):
+            same = self.timeout_s if timeouts_s is None else timeouts_s
+            timeouts_s = [[same] * len(chain) for chain in chains]
+        running = [
+            self._start(chain, limits) for chain, limits in zip(chains, timeouts_s, strict=True)
+        ]
         return [self._wait(chain, *started) for chain, started in zip(chains, running, strict=True)]
 
-    def _start(self, chain: Sequence[Call]) -> tuple["_Progress", Future[None] | None]:
-        progress = _Progress(self.timeout_s)
+    def _start(
+        self, chain: Sequence[Call], timeouts_s: Sequence[float]
+    ) -> tuple["_Progress", Future[None] | None]:
+        progress = _Progress(timeouts_s)
         if not chain:
             return progress, None
         if any(_is_async(call) for call in chain):
@@ -92,7 +110,7 @@ class ConcurrentCalls:
                 done = list(progress.outcomes)
                 if not _is_async(chain[min(len(done), len(chain) - 1)]):
                     self._threads.replace_stuck()
-                error = CallTimeoutError(f"no answer within {self.timeout_s:g} s")
+                error = CallTimeoutError(f"no answer within {progress.timeout_s:g} s")
                 return done + [Outcome(error=error)] * (len(chain) - len(done))
             try:
                 future.exception(timeout=remaining)
@@ -113,17 +131,19 @@ class _Progress:
     waited for, and a stuck thread is replaced, so it does get one.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeouts_s: Sequence[float]) -> None:
+        self._timeouts_s = timeouts_s
         self._deadline: float | None = None
+        self.timeout_s = timeouts_s[0] if timeouts_s else 0.0
         self.outcomes: list[Outcome] = []
 
     def begin(self) -> None:
-        self._deadline = time.monotonic() + self._timeout_s
+        self.timeout_s = self._timeouts_s[len(self.outcomes)]
+        self._deadline = time.monotonic() + self.timeout_s
 
     def remaining(self) -> float:
         if self._deadline is None:
-            return self._timeout_s
+            return self.timeout_s
         return self._deadline - time.monotonic()
 
 

@@ -4,7 +4,7 @@ Shape legend: B rows.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,7 +22,10 @@ from torchrl_data.keys import (
 from torchrl_data.loop_state import active_rows, read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 
+from .concurrent_calls import ConcurrentCalls
 from .transforms.episode_transform import EpisodeTransform
+from .transforms.tool_dispatcher import ToolDispatcher
+from .transforms.tool_source import ToolSource, check_tool_names
 
 T = TypeVar("T", bound=Transform)
 
@@ -41,8 +44,35 @@ class EpisodeEnv(TransformedEnv):
     """
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
-        super().__init__(env, transform)
-        object.__setattr__(self, "_checked", False)
+        dispatcher = ToolDispatcher()
+        parts = list(transform) if type(transform) is Compose else [transform]
+        for part in parts:
+            part.reset_parent()
+        super().__init__(env, Compose(dispatcher, *parts))  # type: ignore[arg-type]
+        self._calls = ConcurrentCalls()
+        self._checked = False
+        self._dispatcher = dispatcher
+        self._find_tools()
+
+    @property
+    def calls(self) -> ConcurrentCalls:
+        """Runs the calls of tools, environments and rewards."""
+        return self._calls
+
+    def append_transform(self, transform: Transform) -> Self:  # type: ignore[override]
+        """Add a transform.
+
+        Raises:
+            ValueError: it offers a tool whose name another source's has.
+        """
+        super().append_transform(transform)
+        self._find_tools()
+        self._checked = False
+        return self
+
+    def _find_tools(self) -> None:
+        self._dispatcher.sources = list(self.transforms_of(ToolSource))
+        check_tool_names(self._dispatcher.sources)
 
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
         """The transforms that take part in episodes, in order."""
@@ -68,10 +98,10 @@ class EpisodeEnv(TransformedEnv):
         """
         for transform in self.episode_transforms():
             transform.check(self)
-        object.__setattr__(self, "_checked", True)
+        self._checked = True
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        if not self.__dict__["_checked"]:
+        if not self._checked:
             self.check()
         size = self.batch_size[0]
         batch = (
@@ -85,6 +115,7 @@ class EpisodeEnv(TransformedEnv):
             transform.draw_rows(batch, rows)
         for transform in self.episode_transforms():
             transform.begin_episodes(batch, rows)
+        self._dispatcher.show_tools(batch, rows)
         reset = self.base_env._reset(batch, **kwargs)
         self.base_env._complete_done(self.base_env.full_done_spec, reset)
         reset = self.transform._reset(batch, reset)
@@ -151,6 +182,7 @@ class EpisodeEnv(TransformedEnv):
         for transform in self.episode_transforms():
             transform.release_episodes(range(self.batch_size[0]))
         super().close(raise_if_closed=raise_if_closed)
+        self._calls.close()
 
 
 def _keep_flags(batch: TensorDictBase, next_batch: TensorDictBase, rows: torch.Tensor) -> None:

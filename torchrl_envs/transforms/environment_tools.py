@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation import Message
-from torchrl_data.keys import PROMPT, QUERY, ROW, SEED, TOOLS
-from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
+from torchrl_data.keys import PROMPT, QUERY, ROW, SEED
+from torchrl_data.loop_state import read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
-from torchrl_data.tool_calls import MalformedCall, ToolCall, parse_tool_calls
+from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.accepted_arguments import accepted_arguments
-from torchrl_envs.concurrent_calls import Call, ConcurrentCalls, Outcome
+from torchrl_envs.concurrent_calls import Call
 from torchrl_envs.rewards import RewardSource, add_rewards
-from torchrl_envs.tool_results import MAX_RESULT_CHARS, error_text, result_text
+from torchrl_envs.tool_results import MAX_RESULT_CHARS
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
 from .data_loading import DataLoadingPrimer
-from .episode_transform import EpisodeTransform
+from .tool_source import Job, ToolSource
 
 if TYPE_CHECKING:
     from torchrl_envs.episode_env import EpisodeEnv
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 Factory = Callable[[], Any]
 
 
-class EnvironmentTools(EpisodeTransform, RewardSource):
+class EnvironmentTools(ToolSource, RewardSource):
     """Gives every rollout an environment of its own.
 
     An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
@@ -40,15 +39,18 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
     episode ends; it gets ``messages``, the whole conversation, if it names it, and ``None`` from it
     means that it does not apply. ``close()`` is always called. All may be ``async``.
 
-    The calls of one rollout run in the order in which the model wrote them, those of different
-    rollouts concurrently. A call that fails, is malformed or misses its deadline is answered with
-    an error that the model can read; the other rollouts are not disturbed.
+    The calls of one rollout run in the order in which the model wrote them, unless the environment
+    may be called while it is being called; those of different rollouts run at once. A call that
+    fails, is malformed or misses its deadline is answered with an error that the model can read;
+    the other rollouts are not disturbed.
 
     Args:
         factory: a class or callable that makes an environment, or ``{name: factory}`` routed by a
             column of the data.
         route_column: the column that names the factory.
-        timeout_s: deadline of one call.
+        overlap_calls: whether the calls of one turn may run at once on one environment.
+        timeout_s: deadline of one call, in seconds; also of ``reset``, ``get_reward`` and
+            ``close``.
         max_result_chars: longer results are cut, with a mark.
         show_schemas: whether the chat template shows the tools to the model.
 
@@ -61,23 +63,24 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
         factory: Factory | Mapping[str, Factory],
         *,
         route_column: str = "environment",
+        overlap_calls: bool = False,
         timeout_s: float = 30.0,
         max_result_chars: int = MAX_RESULT_CHARS,
         show_schemas: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            timeout_s=timeout_s, max_result_chars=max_result_chars, show_schemas=show_schemas
+        )
         self.is_routed = isinstance(factory, Mapping)
         self.factories: dict[str, Factory] = (
             dict(factory) if isinstance(factory, Mapping) else {_name(factory): factory}
         )
         self.route_column = route_column
-        self.max_result_chars = max_result_chars
-        self.show_schemas = show_schemas
+        self.overlap_calls = overlap_calls
         self.types = {name: _environment_type(f) for name, f in self.factories.items()}
         self.tools: dict[str, dict[str, Tool]] = {
             name: environment_tools(cls) for name, cls in self.types.items()
         }
-        self._calls = ConcurrentCalls(timeout_s=timeout_s)
         self._instances: dict[int, tuple[str, Any]] = {}
 
     # Composition --------------------------------------------------------------------------------
@@ -151,13 +154,6 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
             self.release_episodes(rows)
             raise
         write_row_values(batch, QUERY, queries)
-        if self.show_schemas:
-            schemas = read_row_values(batch, TOOLS)
-            for row in rows:
-                schemas[row] = [
-                    tool.schema for tool in self.tools[self._instances[row][0]].values()
-                ]
-            write_row_values(batch, TOOLS, schemas)
 
     def _make(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         columns = read_row_values(batch, ROW, {})
@@ -175,7 +171,7 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
         seeds = [None] * len(columns) if seed is None else seed.tolist()
         chains = [[self._reset_call(row, columns[row], seeds[row])] for row in rows]
         observations = []
-        for row, (outcome,) in zip(rows, self._calls.run(chains), strict=True):
+        for row, (outcome,) in zip(rows, self.calls.run(chains, self.timeout_s), strict=True):
             if outcome.error is not None:
                 name = self._instances[row][0]
                 raise RuntimeError(f"{name}.reset failed for row {row}") from outcome.error
@@ -192,61 +188,25 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
         held = [self._instances.pop(row) for row in rows if row in self._instances]
         closing = [[env.close] for _, env in held if hasattr(env, "close")]
         if closing:
-            self._calls.run(closing)
+            self.calls.run(closing, self.timeout_s)
 
-    # Turns --------------------------------------------------------------------------------------
+    # Tools --------------------------------------------------------------------------------------
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        prompt = read_conversations(next_tensordict, PROMPT, who=type(self).__name__)
-        running = active_rows(tensordict) & ~next_tensordict.get("done").view(-1)
-        turns: dict[int, list[ToolCall | MalformedCall]] = {}
-        for row in running.nonzero().squeeze(-1).tolist():
-            if row in self._instances and prompt.last_message(row)["role"] == "assistant":
-                turns[row] = parse_tool_calls(prompt.last_message(row)["content"]).calls
-        answers = self._answer(turns)
-        prompt = prompt.append_messages([answers.get(row, []) for row in range(len(prompt))])
-        write_conversations(next_tensordict, PROMPT, prompt)
-        return next_tensordict
+    def tool_names(self) -> dict[str, str]:
+        """Every tool of every environment."""
+        return {
+            tool: f"the environment {name}" for name, tools in self.tools.items() for tool in tools
+        }
 
-    def _answer(
-        self, turns: Mapping[int, Sequence[ToolCall | MalformedCall]]
-    ) -> dict[int, list[Message]]:
-        """Run the calls of all rows and phrase the answers, in the order of the calls."""
-        prepared = {row: [self._prepare(row, c) for c in calls] for row, calls in turns.items()}
-        chains = [[c for c in calls if not isinstance(c, str)] for calls in prepared.values()]
-        results = self._calls.run(chains)
-        answers: dict[int, list[Message]] = {}
-        for (row, calls), outcomes in zip(prepared.items(), results, strict=True):
-            ran = iter(outcomes)
-            answers[row] = [
-                self._message(call, error_text(prepared_call))
-                if isinstance(prepared_call, str)
-                else self._message(call, self._text(next(ran)))
-                for call, prepared_call in zip(turns[row], calls, strict=True)
-            ]
-        return answers
+    def tools_of(self, row: int) -> Mapping[str, Tool]:
+        """The tools of the environment that a row has."""
+        return self.tools[self._instances[row][0]] if row in self._instances else {}
 
-    def _prepare(self, row: int, call: ToolCall | MalformedCall) -> Call | str:
-        """A call that is ready to run, or what is wrong with it."""
-        if isinstance(call, MalformedCall):
-            return f"malformed tool call: {call.error}"
-        name, environment = self._instances[row]
-        tool = self.tools[name].get(call.name)
-        if tool is None:
-            return f"unknown tool {call.name!r:.80}; the tools are {list(self.tools[name])}"
-        error = tool.argument_error(call.arguments)
-        if error is not None:
-            return f"{call.name}: {error}"
-        return functools.partial(getattr(environment, call.name), **call.arguments)
-
-    def _text(self, outcome: Outcome) -> str:
-        return result_text(outcome, max_chars=self.max_result_chars)
-
-    @staticmethod
-    def _message(call: ToolCall | MalformedCall, content: str) -> Message:
-        if isinstance(call, ToolCall):
-            return {"role": "tool", "name": call.name, "content": content}
-        return {"role": "tool", "content": content}
+    def bind(self, row: int, call: ToolCall) -> Job:
+        """A call of a method of the row's environment."""
+        method = getattr(self._instances[row][1], call.name)
+        lane = None if self.overlap_calls else row
+        return self.job(call, functools.partial(method, **call.arguments), lane=lane)
 
     # Reward -------------------------------------------------------------------------------------
 
@@ -265,13 +225,8 @@ class EnvironmentTools(EpisodeTransform, RewardSource):
                 chains.append(
                     [functools.partial(get_reward, **accepted_arguments(get_reward, given))]
                 )
-            outcomes = [chain[0] for chain in self._calls.run(chains)]
+            outcomes = [chain[0] for chain in self.calls.run(chains, self.timeout_s)]
             add_rewards(next_batch, name, own, outcomes, who=f"{name}.get_reward")
-
-    def close(self) -> None:
-        """Close every environment and stop the threads."""
-        self.release_episodes(list(self._instances))
-        self._calls.close()
 
 
 def _name(factory: Factory) -> str:

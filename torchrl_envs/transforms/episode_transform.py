@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
+from torchrl_envs.concurrent_calls import ConcurrentCalls
+
 T = TypeVar("T", bound=Transform)
 
 if TYPE_CHECKING:
@@ -23,10 +25,19 @@ class EpisodeTransform(Transform):
     1. ``draw_rows``: data is drawn for the rows that are reset;
     2. ``begin_episodes``: their environments start and may add to the query;
     3. the base environment resets, and the transforms' ``_reset`` runs;
-    4. each step, the base environment and the transforms' ``_step`` run;
+    4. each step, the base environment steps, the jobs of all :class:`ToolSource` run, and the
+       transforms' ``_step`` runs;
     5. ``finish_episodes``: rows that are done are scored;
     6. ``release_episodes``: what a finished row held is given back.
     """
+
+    @property
+    def calls(self) -> ConcurrentCalls:
+        """Runs calls, sync and async, on the threads and the one loop of the environment."""
+        container = self.container
+        if container is None or not hasattr(container, "calls"):
+            raise self._misplaced()
+        return container.calls  # type: ignore[union-attr]
 
     def env_transforms(self, kind: type[T]) -> list[T]:
         """The transforms of a class in the environment that this one belongs to."""
