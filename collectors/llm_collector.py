@@ -22,6 +22,7 @@ from torchrl_data.keys import (
     POLICY_VERSION,
     PROMPT,
     REWARD,
+    REWARDS,
     SCORABLE,
     STEP_MASK,
     STOP_REASON,
@@ -32,7 +33,7 @@ from torchrl_data.keys import (
 from torchrl_data.loop_state import read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
 from torchrl_envs.episode_env import EpisodeEnv
-from torchrl_envs.rewards import REWARD_ERRORS, REWARDS
+from torchrl_envs.rewards import REWARD_ERRORS
 from torchrl_envs.transforms.data_loading import DataExhaustedError
 
 from .weight_update.in_process import InProcessUpdater

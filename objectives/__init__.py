@@ -8,6 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .advantage_estimators import (
+        AdvantageEstimator,
+        DecoupledSources,
+        GroupMean,
+        LeaveOneOut,
+        PassAtK,
+    )
     from .distillation import DistillationLoss
     from .group_queue import GroupQueue
     from .grpo import GRPOLoss
@@ -42,6 +49,11 @@ if TYPE_CHECKING:
     from .window import Window
 
 _HOME = {
+    "AdvantageEstimator": "advantage_estimators",
+    "DecoupledSources": "advantage_estimators",
+    "GroupMean": "advantage_estimators",
+    "LeaveOneOut": "advantage_estimators",
+    "PassAtK": "advantage_estimators",
     "BNPO": "presets",
     "CISPOLoss": "presets",
     "CispoSurrogate": "parts",
@@ -86,9 +98,11 @@ __all__ = [
     "LUSPO",
     "SAPO",
     "VESPO",
+    "AdvantageEstimator",
     "CISPOLoss",
     "CispoSurrogate",
     "ClippedSurrogate",
+    "DecoupledSources",
     "DistillationLoss",
     "DistillationLossKeys",
     "DistillationLossOutput",
@@ -97,10 +111,13 @@ __all__ = [
     "GRPOLossKeys",
     "GRPOLossOutput",
     "GmpoSurrogate",
+    "GroupMean",
     "GroupQueue",
+    "LeaveOneOut",
     "MCAdvantage",
     "MaskingStrategy",
     "PackedBatch",
+    "PassAtK",
     "RayMCAdvantage",
     "SFTLoss",
     "SFTLossKeys",

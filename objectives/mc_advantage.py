@@ -9,16 +9,23 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
-import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack
-from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_data import keys
 
 from . import functional as F
+from .advantage_estimators import (
+    AdvantageEstimator,
+    DecoupledSources,
+    GroupMean,
+    LeaveOneOut,
+    PassAtK,
+    RewardedGroup,
+    TurnCredit,
+)
 from .group_queue import GroupQueue, GroupStats
 from .row_rewards import (
     TRAJECTORY_RETURNS,
@@ -29,11 +36,11 @@ from .row_rewards import (
 )
 from .settings import one_of
 
-Estimator = Literal["group", "rloo"]
+Estimator = Literal["group", "rloo", "gdpo"]
 Credit = Literal["trajectory", "turn"]
 NoSignal = Literal["keep", "drop", "refill"]
 OnExpiry = Literal["drop", "release"]
-ESTIMATORS: Final[tuple[Estimator, ...]] = ("group", "rloo")
+ESTIMATORS: Final[tuple[Estimator, ...]] = ("group", "rloo", "gdpo")
 CREDITS: Final[tuple[Credit, ...]] = ("trajectory", "turn")
 NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
@@ -62,7 +69,10 @@ class MCAdvantage(Transform):
         advantage_key: what is written: ``[1, 1]``, or ``[T, 1]`` for credit by turn.
         scorable_key: bool; False where no reward could be given. Optional in the rows.
         assistant_mask_key: bool ``[T]``; read for credit by turn.
-        estimator: ``"group"``: ``(R - mean) / (std + 1e-4)``; ``"rloo"``: leave one out.
+        estimator: ``"group"``: ``(R - mean) / (std + 1e-4)``; ``"rloo"``: leave one out;
+            ``"gdpo"``: every source of reward normalised by itself; or settings, such as
+            ``PassAtK(k=4)`` or ``DecoupledSources(weights={...})``, see
+            :mod:`~objectives.advantage_estimators`.
         scale: the standard deviation of ``"group"``: that of the ``"group"``; of the ``"batch"``,
             all rows released at once; or ``"none"`` (Dr. GRPO).
         credit: ``"trajectory"``, one advantage per row; ``"turn"``, one per turn, from dense
@@ -98,7 +108,7 @@ class MCAdvantage(Transform):
         advantage_key: NestedKey = keys.ADVANTAGE,
         scorable_key: NestedKey = keys.SCORABLE,
         assistant_mask_key: NestedKey = keys.ASSISTANT_MASK,
-        estimator: Estimator | str = "group",
+        estimator: Estimator | str | AdvantageEstimator = "group",
         scale: F.Scale | str = "group",
         credit: Credit | str = "trajectory",
         trajectory_return: TrajectoryReturn | str = "sum",
@@ -123,9 +133,8 @@ class MCAdvantage(Transform):
         self.advantage_key = advantage_key
         self.scorable_key = scorable_key
         self.assistant_mask_key = assistant_mask_key
-        self.estimator = one_of("estimator", estimator, ESTIMATORS, {})
-        self.scale: F.Scale = one_of("scale", scale, F.SCALES, {})
         self.credit = one_of("credit", credit, CREDITS, {})
+        self.estimator = self._build_estimator(estimator, scale)
         self.trajectory_return: TrajectoryReturn = one_of(
             "trajectory_return", trajectory_return, TRAJECTORY_RETURNS, {}
         )
@@ -143,13 +152,32 @@ class MCAdvantage(Transform):
                 f"A group of one never has a signal: zero_variance={self.zero_variance!r} would "
                 "drop every row. Use 'keep'."
             )
-        if self.estimator == "rloo" and self.scale != "group":
-            raise ValueError("scale has no effect on estimator 'rloo': leave it out.")
-        if self.credit == "turn" and (self.estimator, self.scale) != ("group", "group"):
-            raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
+        if isinstance(self.estimator, PassAtK) and self.estimator.k > self.group_size:
+            raise ValueError(
+                f"PassAtK: k is {self.estimator.k}, but a group has {self.group_size} rows. Every "
+                "advantage would be 0."
+            )
         bounds = self.keep_return_bounds
         if bounds is not None and not bounds[0] < bounds[1]:
             raise ValueError(f"keep_return_bounds must be an increasing pair, got {bounds}.")
+
+    def _build_estimator(
+        self, estimator: str | AdvantageEstimator, scale: str
+    ) -> AdvantageEstimator:
+        if self.credit == "turn":
+            if (estimator, scale) != ("group", "group"):
+                raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
+            return TurnCredit(
+                reward_key=self.reward_key, assistant_mask_key=self.assistant_mask_key
+            )
+        if scale != "group" and estimator != "group":
+            raise ValueError(f"scale has no effect on estimator {estimator!r}: leave it out.")
+        if isinstance(estimator, AdvantageEstimator):
+            return estimator
+        name = one_of("estimator", estimator, ESTIMATORS, {})
+        if name == "group":
+            return GroupMean(scale=scale)
+        return LeaveOneOut() if name == "rloo" else DecoupledSources()
 
     @property
     def stats(self) -> GroupStats:
@@ -203,9 +231,9 @@ class MCAdvantage(Transform):
         super().__setstate__(state)
         self._lock = threading.Lock()
 
-    def _collect(self, rows: Sequence[TensorDictBase]) -> list[_Group]:
+    def _collect(self, rows: Sequence[TensorDictBase]) -> list[RewardedGroup]:
         """Queue rows; the groups that became complete, or expired and are still wanted."""
-        complete: list[_Group] = []
+        complete: list[RewardedGroup] = []
         for row in rows:
             group_id = read_group(row, self.group_key, "MCAdvantage")
             if self.unscorable == "refill" and math.isnan(self._return(row)):
@@ -228,18 +256,15 @@ class MCAdvantage(Transform):
         scorable = row.get(self.scorable_key, None)
         return trajectory_return(reward, scorable, self.trajectory_return)
 
-    def _group(self, group_id: Hashable, rows: list[TensorDictBase]) -> _Group:
-        return _Group(group_id, rows, [self._return(row) for row in rows])
+    def _group(self, group_id: Hashable, rows: list[TensorDictBase]) -> RewardedGroup:
+        return RewardedGroup(group_id, rows, [self._return(row) for row in rows])
 
-    def _release(self, groups: list[_Group]) -> list[TensorDictBase]:
+    def _release(self, groups: list[RewardedGroup]) -> list[TensorDictBase]:
         """Give the rows of complete groups their advantages; leave out what is to be dropped."""
         if not groups:
             return []
         rows = [row for group in groups for row in group.rows]
-        if self.credit == "turn":
-            advantages = self._turn_advantages(groups, rows)
-        else:
-            advantages = self._trajectory_advantages(groups)
+        advantages = self.estimator.advantages(groups)
         keep = [kept for group in groups for kept in self._kept(group)]
         released = []
         for row, advantage, kept in zip(rows, advantages, keep, strict=True):
@@ -249,44 +274,11 @@ class MCAdvantage(Transform):
         self.stats.rows_released += len(released)
         return released
 
-    def _trajectory_advantages(self, groups: list[_Group]) -> Sequence[Tensor]:
-        returns = torch.tensor([value for group in groups for value in group.returns])
-        sizes = torch.tensor([len(group.rows) for group in groups])
-        index = torch.repeat_interleave(torch.arange(len(groups)), sizes)
-        if self.estimator == "rloo":
-            advantage = F.rloo_advantage(returns, index)
-        else:
-            advantage = F.group_advantage(returns, index, scale=self.scale)
-        return advantage.view(-1, 1, 1).unbind(0)
-
-    def _turn_advantages(
-        self, groups: list[_Group], rows: list[TensorDictBase]
-    ) -> Sequence[Tensor]:
-        masks = [read_entry(row, self.assistant_mask_key, "MCAdvantage").view(-1) for row in rows]
-        rewards = [read_entry(row, self.reward_key, "MCAdvantage").view(-1) for row in rows]
-        for mask, reward in zip(masks, rewards, strict=True):
-            if len(mask) != len(reward):
-                raise ValueError(
-                    f"credit 'turn' needs a reward for each token: found {len(reward)} rewards "
-                    f"at {self.reward_key!r} for {len(mask)} tokens."
-                )
-        lengths = torch.tensor([len(mask) for mask in masks])
-        index = [i for i, group in enumerate(groups) for _ in group.rows]
-        valid = [not math.isnan(value) for group in groups for value in group.returns]
-        advantage = F.turn_advantage(
-            torch.cat(rewards).float(),
-            torch.cat(masks).bool(),
-            lengths,
-            torch.tensor(index),
-            torch.tensor(valid),
-        )
-        return [part.unsqueeze(-1) for part in advantage.split(lengths.tolist())]
-
-    def _kept(self, group: _Group) -> list[bool]:
+    def _kept(self, group: RewardedGroup) -> list[bool]:
         """Which rows of a complete group go on; counts those that do not."""
         valid = [value for value in group.returns if not math.isnan(value)]
         size = len(group.rows)
-        if self._is_flat(group, valid):
+        if self.estimator.is_flat(group):
             self.stats.groups_zero_variance += 1
             if self.zero_variance != "keep":
                 self.stats.rows_dropped_zero_variance += size
@@ -302,19 +294,3 @@ class MCAdvantage(Transform):
         keep = [not math.isnan(value) for value in group.returns]
         self.stats.rows_dropped_unscorable += size - sum(keep)
         return keep
-
-    def _is_flat(self, group: _Group, valid: list[float]) -> bool:
-        """Whether a group has nothing to learn from."""
-        if len(valid) < 2 or self.credit == "trajectory":
-            return len(valid) < 2 or min(valid) == max(valid)
-        rewards = [row.get(self.reward_key) for row in group.rows]
-        return all(bool((reward == 0).all()) for reward in rewards)
-
-
-class _Group(NamedTuple):
-    """A complete group on its way out."""
-
-    group_id: Hashable
-    rows: list[TensorDictBase]
-    returns: list[float]
-    """NaN where a row could not be scored."""

@@ -63,6 +63,37 @@ def read_group(row: TensorDictBase, key: NestedKey, who: str) -> int:
     return int(read_entry(row, key, who))
 
 
+def read_sources(row: TensorDictBase, key: NestedKey, who: str) -> dict[str, float]:
+    """The rewards of a row by source.
+
+    Args:
+        row: one trajectory.
+        key: of the group that holds one number per source.
+        who: the component, for the message.
+
+    Returns:
+        Source to reward; NaN where it does not apply.
+
+    Raises:
+        MissingEntryError: the row has no such group.
+        ValueError: a source gave more than one number.
+    """
+    group = row.get(key, None)
+    if not isinstance(group, TensorDictBase) or group.is_empty():
+        raise MissingEntryError(
+            f"{who} reads the rewards by source at {key!r}, which a row lacks. "
+            "Reward transforms write them; or rename the entry."
+        )
+    table = {str(name): value for name, value in group.items()}
+    for name, value in table.items():
+        if value.numel() != 1:
+            raise ValueError(
+                f"{who}: the reward source {name!r} has {value.numel()} values in a row; it needs "
+                "one. (A dense reward has no advantage by source.)"
+            )
+    return {name: float(value) for name, value in table.items()}
+
+
 def trajectory_return(reward: Tensor, scorable: Tensor | None, how: TrajectoryReturn) -> float:
     """One number for a row.
 

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.keys import REWARD, SCORABLE
+from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_data.row_values import read_row_values, write_row_values
 
 from .concurrent_calls import Outcome
 
-REWARDS = "rewards"
-"""Group of one entry per source, float32 ``[B, 1, 1]``; NaN where the source does not apply."""
 REWARD_ERRORS = "reward_errors"
 """What went wrong, a string per row; empty where nothing did."""
 

@@ -85,7 +85,9 @@ def variants(node):
         new.ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
         yield "comparison", new
     elif isinstance(node, ast.UnaryOp):
-        yield "sign or not", node.operand
+        # The last dimension of two is dimension 1 as well; its number is changed anyway.
+        if not (isinstance(node.operand, ast.Constant) and node.operand.value == 1):
+            yield "sign or not", node.operand
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield "number", ast.Constant(node.value + 1)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
