@@ -10,7 +10,7 @@ Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
@@ -42,13 +42,15 @@ class EncodedMessages(NamedTuple):
 class ConversationRecord:
     """One row: tokens and messages, only ever appended to."""
 
-    __slots__ = ("ids", "log_probs", "messages", "sources", "tools", "versions")
+    __slots__ = ("extra", "ids", "log_probs", "messages", "sources", "tools", "versions")
 
     def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
         self.ids = array("q")
         self.sources = bytearray()
         self.log_probs = array("f")
         self.versions = array("q")
+        # Further figures of sampled tokens by name; what lies past the end of a column is 0.
+        self.extra: dict[str, array] = {}
         self.messages: list[Message] = []
         self.tools = tuple(tools) if tools else None
 
@@ -58,8 +60,13 @@ class ConversationRecord:
         sources: Sequence[int],
         log_probs: Sequence[float] | None = None,
         version: int = -1,
+        extra: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Append tokens; ``log_probs`` is given for sampled tokens only."""
+        """Append tokens; ``log_probs`` and ``extra`` are given for sampled tokens only."""
+        for name, values in (extra or {}).items():
+            column = self.extra.setdefault(name, array("f"))
+            column.extend([0.0] * (len(self.ids) - len(column)))
+            column.extend(values)
         self.ids.extend(ids)
         self.sources.extend(sources)
         self.log_probs.extend(log_probs if log_probs is not None else [0.0] * len(ids))
@@ -72,6 +79,7 @@ class ConversationRecord:
         copy.sources = self.sources[:num_tokens]
         copy.log_probs = self.log_probs[:num_tokens]
         copy.versions = self.versions[:num_tokens]
+        copy.extra = {name: column[:num_tokens] for name, column in self.extra.items()}
         copy.messages = self.messages[:num_messages]
         return copy
 
@@ -230,6 +238,16 @@ class Conversations:
         """Log-probs of a row, float32 ``[T]``; 0 where the policy did not sample."""
         return self._copy(self._records[row].log_probs, row, np.float32)
 
+    def extra(self, row: int) -> dict[str, Tensor]:
+        """Further figures of the sampled tokens by name, float32 ``[T]``; 0 elsewhere."""
+        n = self._positions[row].num_tokens
+        columns = {}
+        for name, column in self._records[row].extra.items():
+            columns[name] = torch.zeros(n)
+            known = np.array(column[:n], np.float32)
+            columns[name][: len(known)] = torch.from_numpy(known)
+        return columns
+
     def policy_versions(self, row: int) -> Tensor:
         """Policy version of each token, int64 ``[T]``; -1 where the policy did not sample."""
         return self._copy(self._records[row].versions, row, np.int64)
@@ -287,6 +305,7 @@ class Conversations:
         rows: Sequence[tuple[Sequence[int], Sequence[float], Message] | None],
         *,
         policy_version: int = -1,
+        extra: Mapping[str, Sequence[Sequence[float]]] | None = None,
     ) -> Self:
         """A snapshot with the policy's turn added.
 
@@ -294,25 +313,31 @@ class Conversations:
             rows: sampled ids, their log-probs and the message that they spell, per row; ``None``
                 leaves the row as it is.
             policy_version: the version that sampled them.
+            extra: further figures of the sampled tokens, such as their entropy: by name, one list
+                per row. Every row has the column from then on.
 
         Raises:
             RuntimeError: a row does not await a response.
-            ValueError: there are not as many log-probs as ids.
+            ValueError: there are not as many log-probs, or further figures, as ids.
         """
         records, positions = list(self._records), list(self._positions)
         for i, response in enumerate(rows):
             if response is None:
+                for name in extra or ():
+                    records[i].extra.setdefault(name, array("f"))
                 continue
             ids, log_probs, message = response
             if not positions[i].awaits_response:
                 raise RuntimeError(f"Row {i} does not await a response: encode its messages first.")
-            if len(ids) != len(log_probs):
-                raise ValueError(
-                    f"Row {i} has {len(ids)} sampled tokens but {len(log_probs)} log-probs."
-                )
+            figures = {name: column[i] for name, column in (extra or {}).items()}
+            for name, values in {"log-probs": log_probs, **figures}.items():
+                if len(values) != len(ids):
+                    raise ValueError(
+                        f"Row {i} has {len(ids)} sampled tokens but {len(values)} {name}."
+                    )
             records[i] = record = self._writable(i)
             start = len(record.ids)
-            record.extend_tokens(ids, [Source.MODEL] * len(ids), log_probs, policy_version)
+            record.extend_tokens(ids, [Source.MODEL] * len(ids), log_probs, policy_version, figures)
             record.messages.append(message)
             positions[i] = Position(
                 num_tokens=len(record.ids),

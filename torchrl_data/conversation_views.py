@@ -61,8 +61,9 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
     Returns:
         B TensorDicts without batch size: ``("tokens", "prompt" / "response" / "full")``, int64;
         ``("masks", "all_attention_mask" / "all_assistant_mask")``, bool; ``("log_probs",
-        "response" / "full")``, float32; ``("policy_versions", "full")``, int64. All ``[T]``,
-        aligned with the full tokens but for prompt and response, which are its beginning and end.
+        "response" / "full")``, float32; ``("policy_versions", "full")``, int64; further figures
+        as ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
+        for prompt and response, which are its beginning and end.
     """
     return [_row_tensordict(conversations, i) for i in range(len(conversations))]
 
@@ -83,6 +84,8 @@ def _row_tensordict(conversations: Conversations, row: int) -> TensorDict:
         "log_probs": {"response": log_probs[start:], "full": log_probs},
         "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
     }
+    for name, values in conversations.extra(row).items():
+        groups[name] = {"response": values[start:], "full": values}
     return TensorDict._new_unsafe(
         {
             name: TensorDict._new_unsafe(group, batch_size=_NO_BATCH)

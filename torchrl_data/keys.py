@@ -15,6 +15,12 @@ TOKENS: Final = "tokens"
 """Group of ``prompt``, ``response`` and ``full`` token ids, int64, ragged ``[B, T]``."""
 LOG_PROBS: Final = "log_probs"
 """Group aligned with the tokens, float32, in nats, of the distribution that was sampled from."""
+UNTEMPERED_LOG_PROBS: Final = "untempered_log_probs"
+"""Group aligned with the tokens, float32, in nats, of the model's own softmax: at temperature 1,
+without top-k, top-p or min-p. Written by the policy on request."""
+ENTROPY: Final = "entropy"
+"""Group aligned with the tokens, float32, in nats, of the distribution that each token was drawn
+from. Written by the policy on request."""
 MASKS: Final = "masks"
 """Group of the masks over ``("tokens", "full")``, bool, ragged ``[B, T]``."""
 

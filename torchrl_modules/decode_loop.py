@@ -50,9 +50,15 @@ class DecodeLoop:
         self._warpers = _warpers(params)
         self._budgets = torch.tensor(budgets, device=model.device)
         self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
-        self._ids: list[list[int]] = [[] for _ in prompts]
-        self._log_probs: list[list[float]] = [[] for _ in prompts]
-        self._stopped = [False] * len(prompts)
+        shape = (len(prompts), max(budgets))
+        self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        # What is reported of each token: the log-prob, and what else was asked for.
+        names = ["log_probs"]
+        names += ["untempered_log_probs"] if params.untempered_log_probs else []
+        names += ["entropies"] if params.entropy else []
+        self._figures = {name: torch.zeros(shape, device=model.device) for name in names}
+        self._num_drawn = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
+        self._stopped = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
         # Row of each batch element; elements leave the batch when their rows have ended.
         self._rows = torch.arange(len(prompts), device=model.device)
         self._running = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
@@ -60,24 +66,32 @@ class DecodeLoop:
 
     def run(self) -> list[Generation]:
         """Draw until every row has drawn a stop token or used up its budget."""
-        num_drawn = 0
-        while True:
-            tokens, log_probs = self._draw()
-            num_drawn += 1
+        for step in range(int(self._budgets.max())):
+            tokens = self._draw(step)
             is_stop = torch.isin(tokens, self._stops)
-            self._record(tokens, log_probs, is_stop)
-            self._running &= ~is_stop & (num_drawn < self._budgets[self._rows])
+            self._num_drawn[self._rows] += self._running
+            self._stopped[self._rows] |= is_stop & self._running
+            self._running &= ~is_stop & (step + 1 < self._budgets[self._rows])
             num_running = int(self._running.sum())
             if num_running == 0:
                 break
             if num_running < _COMPACT_BELOW * len(self._rows):
                 tokens = self._drop_ended(tokens)
             self._advance(tokens)
+        return self._generations()
+
+    def _generations(self) -> list[Generation]:
+        longest = int(self._num_drawn.max())
+        figures = {name: values[:, :longest].tolist() for name, values in self._figures.items()}
+        drawn = self._ids[:, :longest].tolist()
+        ends = zip(self._num_drawn.tolist(), self._stopped.tolist(), strict=True)
         return [
-            Generation(ids, log_probs, "stop" if stopped else "length")
-            for ids, log_probs, stopped in zip(
-                self._ids, self._log_probs, self._stopped, strict=True
+            Generation(
+                ids=ids[:n],
+                finish_reason="stop" if stopped else "length",
+                **{name: values[row][:n] for name, values in figures.items()},
             )
+            for row, (ids, (n, stopped)) in enumerate(zip(drawn, ends, strict=True))
         ]
 
     def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -102,28 +116,24 @@ class DecodeLoop:
         self._lengths = self._mask.sum(1)
         self._logits = output.logits[index, -1]
 
-    def _draw(self) -> tuple[Tensor, Tensor]:
-        """One token per running row and its log-prob: int64 ``[A]``, float32 ``[A]``."""
-        scores = self._logits.float()
+    def _draw(self, step: int) -> Tensor:
+        """One token per batch element, int64 ``[A]``; keeps it and what is reported of it."""
+        logits = self._logits.float()
+        scores = logits
         for warper in self._warpers:
             scores = warper(None, scores)  # type: ignore[arg-type]
         log_p = torch.log_softmax(scores, -1)
-        tokens = log_p.argmax(-1, True) if self._greedy else torch.multinomial(log_p.exp(), 1)
-        return tokens.squeeze(1), log_p.gather(1, tokens).squeeze(1)
-
-    def _record(self, tokens: Tensor, log_probs: Tensor, is_stop: Tensor) -> None:
-        for row, running, token, log_prob, stop in zip(
-            self._rows.tolist(),
-            self._running.tolist(),
-            tokens.tolist(),
-            log_probs.tolist(),
-            is_stop.tolist(),
-            strict=True,
-        ):
-            if running:
-                self._ids[row].append(token)
-                self._log_probs[row].append(log_prob)
-                self._stopped[row] = stop
+        p = log_p.exp()
+        tokens = log_p.argmax(-1, True) if self._greedy else torch.multinomial(p, 1)
+        self._ids[self._rows, step] = tokens.squeeze(1)
+        self._figures["log_probs"][self._rows, step] = log_p.gather(1, tokens).squeeze(1)
+        if "untempered_log_probs" in self._figures:
+            own = log_p if not self._warpers else torch.log_softmax(logits, -1)
+            untempered = own.gather(1, tokens).squeeze(1)
+            self._figures["untempered_log_probs"][self._rows, step] = untempered
+        if "entropies" in self._figures:
+            self._figures["entropies"][self._rows, step] = torch.special.entr(p).sum(-1)
+        return tokens.squeeze(1)
 
     def _drop_ended(self, tokens: Tensor) -> Tensor:
         keep = self._running.nonzero().squeeze(1)

@@ -19,6 +19,10 @@ class Generation(NamedTuple):
     """``"stop"``: a stop token was drawn; ``"length"``: the budget ran out; ``"error"``."""
     error: str | None = None
     """What went wrong with this row, when ``finish_reason`` is ``"error"``."""
+    untempered_log_probs: Sequence[float] = ()
+    """One per token, of the model's own softmax; only when asked for."""
+    entropies: Sequence[float] = ()
+    """One per token, in nats, of the distribution that it was drawn from; only when asked for."""
 
 
 class Engine(Protocol):

@@ -1,6 +1,7 @@
 """How tokens are drawn: one set of parameters for every engine, checked when it is made."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Spellings of other libraries that users bring along.
@@ -19,6 +20,9 @@ class SamplingParameters:
         min_p: keep tokens with at least this fraction of the most likely one's probability.
         stop_token_ids: tokens that end a turn; the one drawn is part of the response. ``None``
             leaves the choice to the chat template.
+        untempered_log_probs: report also the log-prob of each token under the model's own softmax,
+            at temperature 1 and untruncated.
+        entropy: report also the entropy of the distribution that each token is drawn from.
 
     Raises:
         ValueError: a value is outside its range; the message names it.
@@ -30,6 +34,8 @@ class SamplingParameters:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] | None = None
+    untempered_log_probs: bool = False
+    entropy: bool = False
 
     def __post_init__(self) -> None:
         ranges = {
@@ -44,6 +50,11 @@ class SamplingParameters:
                 raise ValueError(
                     f"SamplingParameters: {name} must be {rule}, got {getattr(self, name)!r}."
                 )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p leave tokens out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @classmethod
     def from_kwargs(cls, kwargs: dict[str, Any]) -> "SamplingParameters":
@@ -69,3 +80,34 @@ class SamplingParameters:
                 raise ValueError(f"SamplingParameters: {target} is given twice, once as {name!r}.")
             given[target] = tuple(value) if target == "stop_token_ids" and value else value
         return cls(**given)
+
+
+def requested_sampling(
+    who: str,
+    generate_kwargs: Mapping[str, Any] | None,
+    sampling: SamplingParameters | None,
+    *,
+    untempered_log_probs: bool,
+    entropy: bool,
+) -> SamplingParameters:
+    """The sampling parameters that a policy was given, in either form.
+
+    Args:
+        who: the policy, named in the error.
+        generate_kwargs: parameters by name, or
+        sampling: the same as an object.
+        untempered_log_probs: report them, whatever the parameters say.
+        entropy: report it, whatever the parameters say.
+
+    Raises:
+        TypeError: a name is not known.
+        ValueError: both forms are given, or a value is out of range.
+    """
+    if generate_kwargs is not None and sampling is not None:
+        raise ValueError(f"{who}: give generate_kwargs or sampling, not both.")
+    sampling = sampling or SamplingParameters.from_kwargs(dict(generate_kwargs or {}))
+    return replace(
+        sampling,
+        untempered_log_probs=untempered_log_probs or sampling.untempered_log_probs,
+        entropy=entropy or sampling.entropy,
+    )

@@ -57,8 +57,9 @@ def sampling_params(
         vLLM's ``SamplingParams``.
 
     Raises:
-        ValueError: the budget is below 1.
+        ValueError: the budget is below 1, or something is to be reported that vLLM can't.
     """
+    check_reported(params)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
     kinds = names.RequestOutputKind
@@ -77,11 +78,35 @@ def sampling_params(
     )
 
 
-def read_output(output: Any) -> Generation:
+def check_reported(params: SamplingParameters) -> None:
+    """Check that vLLM can report what is asked for.
+
+    It gives one log-prob a token: that of the distribution that it drew from.
+
+    Args:
+        params: the distribution, and what to report of each token.
+
+    Raises:
+        ValueError: the entropy is asked for, or the untempered log-probs of a distribution that is
+            tempered or truncated.
+    """
+    tempered = params.temperature not in (0.0, 1.0) or params.truncates
+    missing = ["entropy"] if params.entropy else []
+    missing += ["untempered_log_probs"] if params.untempered_log_probs and tempered else []
+    if missing:
+        raise ValueError(
+            f"vLLM can't report {missing} with {params}: it gives one log-prob a token, of the "
+            "distribution that was drawn from. Score the rows with TransformersWrapper(model, "
+            "generate=False, ...) and the same option instead."
+        )
+
+
+def read_output(output: Any, *, untempered: bool = False) -> Generation:
     """Read a request's output, or what is new in it.
 
     Args:
         output: vLLM's ``RequestOutput``.
+        untempered: the log-probs are also those of the model's own softmax; say so.
 
     Returns:
         Tokens, log-probs and, once it is finished, why; the reason is empty before.
@@ -94,4 +119,4 @@ def read_output(output: Any) -> Generation:
     if reason not in ("", "stop", "length", "abort"):
         error = f"vLLM ended the request: {reason} {completion.stop_reason}."
         reason = "error"
-    return Generation(ids, log_probs, reason, error)
+    return Generation(ids, log_probs, reason, error, log_probs if untempered else ())

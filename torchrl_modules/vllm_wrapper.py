@@ -4,7 +4,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from .sampling import requested_sampling
 from .vllm_engine import VLLMEngine
+from .vllm_requests import check_reported
 from .wrapper_base import LLMWrapperBase
 
 
@@ -24,6 +26,8 @@ class vLLMWrapper(LLMWrapperBase):
     Raises:
         ImportError: vLLM is not installed.
         TypeError: ``model`` is an engine and no tokenizer is given.
+        ValueError: ``entropy`` is asked for, or ``untempered_log_probs`` of a distribution that is
+            tempered or truncated: vLLM gives neither.
     """
 
     def __init__(
@@ -34,6 +38,15 @@ class vLLMWrapper(LLMWrapperBase):
         engine_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_reported(
+            requested_sampling(
+                "vLLMWrapper",
+                kwargs.get("generate_kwargs"),
+                kwargs.get("sampling"),
+                untempered_log_probs=kwargs.get("untempered_log_probs", False),
+                entropy=kwargs.get("entropy", False),
+            )
+        )
         if isinstance(model, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
             model = VLLMEngine(model, **(engine_kwargs or {}))

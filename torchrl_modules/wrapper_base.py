@@ -15,12 +15,22 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_data.conversation import Conversations, Message
 from torchrl_data.conversation_views import row_tensordicts
 from torchrl_data.encoder import ConversationEncoder
-from torchrl_data.keys import FINISH_REASON, FULL, HISTORY_FULL, HISTORY_PROMPT, PROMPT
+from torchrl_data.keys import (
+    ENTROPY,
+    FINISH_REASON,
+    FULL,
+    HISTORY_FULL,
+    HISTORY_PROMPT,
+    PROMPT,
+    UNTEMPERED_LOG_PROBS,
+)
 from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
+from torchrl_data.padded_rows import padded_rows
 from torchrl_data.row_values import write_row_values
 
 from .engine import Engine, Generation
-from .sampling import SamplingParameters
+from .group_sampling import repeat_rows
+from .sampling import SamplingParameters, requested_sampling
 
 
 class LLMWrapperBase(TensorDictModuleBase):
@@ -37,10 +47,19 @@ class LLMWrapperBase(TensorDictModuleBase):
         chat_template_kwargs: passed to the template.
         write_tokens: also write ``tokens``, ``log_probs`` and ``masks`` as ragged rows. A collector
             switches it off, because it reads the same from the conversations once, at the end.
+        pad_output: write them padded: the prompt on the left, the response on the right; the masks
+            say what is real.
+        num_samples: responses per row. The result is a new batch ``[*B, n]``; its rows share the
+            work on their prompt. ``None`` draws one and adds no dimension.
+        untempered_log_probs: also write ``("untempered_log_probs", "response" / "full")``, the
+            log-probs under the model's own softmax.
+        entropy: also write ``("entropy", "response" / "full")``, the entropy in nats of the
+            distribution that each token was drawn from.
 
     Raises:
-        ValueError: a sampling parameter is out of range, both forms are given, or the template is
-            not generation-marked.
+        ValueError: a sampling parameter is out of range, both forms are given, the template is
+            not generation-marked, ``num_samples`` is below 1, or tokens are to be padded that are
+            not written.
         TypeError: a sampling parameter is not known, or the tokenizer has no fast backend.
     """
 
@@ -55,10 +74,28 @@ class LLMWrapperBase(TensorDictModuleBase):
         chat_template_name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         write_tokens: bool = True,
+        pad_output: bool = False,
+        num_samples: int | None = None,
+        untempered_log_probs: bool = False,
+        entropy: bool = False,
     ) -> None:
         super().__init__()
-        if generate_kwargs is not None and sampling is not None:
-            raise ValueError(f"{type(self).__name__}: give generate_kwargs or sampling, not both.")
+        requested = requested_sampling(
+            self._get_name(),
+            generate_kwargs,
+            sampling,
+            untempered_log_probs=untempered_log_probs,
+            entropy=entropy,
+        )
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(
+                f"{type(self).__name__}: num_samples must be at least 1, got {num_samples}."
+            )
+        if pad_output and not write_tokens:
+            raise ValueError(
+                f"{type(self).__name__}: pad_output pads what write_tokens writes; write_tokens is "
+                "False."
+            )
         self.in_keys: list[NestedKey] = [HISTORY_PROMPT]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys: list[NestedKey] = [HISTORY_FULL, FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.engine = engine
@@ -69,11 +106,12 @@ class LLMWrapperBase(TensorDictModuleBase):
             chat_template_name=chat_template_name,
             chat_template_kwargs=chat_template_kwargs,
         )
-        sampling = sampling or SamplingParameters.from_kwargs(dict(generate_kwargs or {}))
-        if sampling.stop_token_ids is None:
-            sampling = replace(sampling, stop_token_ids=self.encoder.stop_token_ids)
-        self.sampling = sampling
+        if requested.stop_token_ids is None:
+            requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
+        self.sampling = requested
         self.write_tokens = write_tokens
+        self.pad_output = pad_output
+        self.num_samples = num_samples
         self.policy_version = 0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -84,12 +122,16 @@ class LLMWrapperBase(TensorDictModuleBase):
                 False are left as they are.
 
         Returns:
-            The same TensorDict with ``response``, ``full`` and ``finish_reason`` added.
+            The same TensorDict with ``response``, ``full`` and ``finish_reason`` added; a new one
+            ``[*B, num_samples]`` with ``num_samples``.
 
         Raises:
             MissingEntryError: there is no prompt.
         """
         prompt = read_conversations(tensordict, PROMPT, who=self._get_name())
+        if self.num_samples is not None:
+            prompt = self.encoder.encode_waiting(prompt)
+            tensordict, prompt = repeat_rows(tensordict, prompt, self.num_samples)
         active = active_rows(tensordict)
         if bool(active.all()):
             prompt, full, reasons = self.respond(prompt)
@@ -99,9 +141,15 @@ class LLMWrapperBase(TensorDictModuleBase):
         write_conversations(tensordict, FULL, full)
         write_row_values(tensordict, FINISH_REASON, reasons)
         if self.write_tokens:
-            rows = lazy_stack(row_tensordicts(full)).reshape(tensordict.batch_size)
-            tensordict.update(rows)
+            tensordict.update(self._token_rows(full).reshape(tensordict.batch_size))
         return tensordict
+
+    def _token_rows(self, full: Conversations) -> TensorDictBase:
+        rows = row_tensordicts(full)
+        if not self.pad_output:
+            return lazy_stack(rows)
+        pad: Any = self.tokenizer.pad_token_id
+        return padded_rows(rows, pad_token_id=0 if pad is None else pad)
 
     def _respond_some(
         self, prompt: Conversations, active: Tensor
@@ -142,8 +190,17 @@ class LLMWrapperBase(TensorDictModuleBase):
         full = prompt.append_responses(
             [_turn(g, text) for g, text in zip(generations, texts, strict=True)],
             policy_version=self.policy_version,
+            extra=self._figures(generations),
         )
         return prompt, full, [_reason(g) for g in generations]
+
+    def _figures(self, generations: Sequence[Generation]) -> dict[str, list[Sequence[float]]]:
+        figures: dict[str, list[Sequence[float]]] = {}
+        if self.sampling.untempered_log_probs:
+            figures[UNTEMPERED_LOG_PROBS] = [g.untempered_log_probs for g in generations]
+        if self.sampling.entropy:
+            figures[ENTROPY] = [g.entropies for g in generations]
+        return figures
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None

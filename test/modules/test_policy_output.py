@@ -1,0 +1,217 @@
+"""What a policy writes on request: several responses a prompt, padding, further figures."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from torchrl_data.conversation import Conversations
+from torchrl_data.conversation_views import row_tensordicts
+from torchrl_data.layout import Tokens
+from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.padded_rows import padded_rows
+from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_modules import TransformersEngine, TransformersWrapper
+
+CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
+
+
+def make_batch(chats=CHATS, batch_size=None):
+    batch = TensorDict(batch_size=batch_size or [len(chats)])
+    write_conversations(batch, "prompt", Conversations.from_messages(chats))
+    return batch
+
+
+@pytest.fixture(scope="module")
+def make_policy(chatml_tokenizer, make_tiny_model):
+    def make(**kwargs):
+        kwargs.setdefault("generate_kwargs", {"max_new_tokens": 6})
+        return TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, **kwargs)
+
+    return make
+
+
+# Several responses per prompt ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("batch_size", [[3], [3, 1]], ids=str)
+def test_samples_add_a_dimension_and_keep_what_belongs_to_a_row(
+    make_policy, batch_size, pad_output
+):
+    torch.manual_seed(0)
+    batch = make_batch(batch_size=batch_size)
+    batch.set("group_id", torch.arange(3).view(batch_size))
+    write_row_values(batch, "query", ["a", "b", "c"])
+    given_keys = set(batch.keys())
+    out = make_policy(num_samples=4, pad_output=pad_output)(batch)
+    assert out.batch_size == torch.Size([*batch_size, 4])
+    assert set(batch.keys()) == given_keys, "the input is left as it was"
+    assert out.get("group_id").flatten().tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert read_row_values(out, "query") == ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+    full = read_conversations(out, "full", who="test")
+    rows = [full.messages(i) for i in range(12)]
+    assert [row[0] for row in rows] == [chat[0] for chat in CHATS for _ in range(4)]
+    assert all(len(row) == 2 for row in rows)
+    assert len({tuple(full.ids(i)) for i in range(4)}) > 1, "they are drawn independently"
+    flat = out.reshape(-1)
+    for i in range(12):
+        real = flat[i]["masks", "all_attention_mask"]
+        assert flat[i]["tokens", "full"][real].tolist() == full.ids(i)
+
+
+def test_one_sample_adds_a_dimension_too(make_policy):
+    assert make_policy(num_samples=1)(make_batch()).batch_size == torch.Size([3, 1])
+
+
+def test_a_group_reads_its_prompt_once(make_policy):
+    policy = make_policy(num_samples=5, write_tokens=False)
+    seen = []
+    hook = policy.model.model.register_forward_pre_hook(
+        lambda *given: seen.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True
+    )
+    policy(make_batch())
+    hook.remove()
+    assert seen[0][0] == 3, "three prompts, though fifteen rows"
+    assert seen[1] == (15, 1)
+
+
+# Padded output ------------------------------------------------------------------------------------
+
+TURN = {"role": "assistant", "content": ""}
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5))
+def test_padded_rows_are_the_ragged_ones_where_the_mask_is_true(rows):
+    from torchrl_data.conversation import EncodedMessages, Source
+
+    conversations = Conversations.from_messages([[] for _ in rows])
+    conversations = conversations.append_encoded(
+        [EncodedMessages(list(range(7, 7 + p)), [Source.TEMPLATE] * p) for p, _ in rows]
+    )
+    conversations = conversations.append_responses(
+        [(list(range(20, 20 + r)), [-0.5 - i for i in range(r)], TURN) for _, r in rows],
+        policy_version=3,
+        extra={"entropy": [[1.0 + i for i in range(r)] for _, r in rows]},
+    )
+    ragged = row_tensordicts(conversations)
+    padded = padded_rows(ragged, pad_token_id=7)
+    width = max(p for p, _ in rows)
+    for i, ((p, r), row) in enumerate(zip(rows, ragged, strict=True)):
+        real = padded["masks", "all_attention_mask"][i]
+        assert real.tolist() == [width - p <= at < width + r for at in range(len(real))], (
+            "the prompt ends, and the response begins, at one column in all rows"
+        )
+        for key in (
+            ("tokens", "full"),
+            ("log_probs", "full"),
+            ("entropy", "full"),
+            ("masks", "all_assistant_mask"),
+            ("policy_versions", "full"),
+        ):
+            assert torch.equal(padded[key][i][real], row[key]), key
+        assert (
+            padded["tokens", "prompt"][i].tolist()[width - p :] == row["tokens", "prompt"].tolist()
+        )
+        assert padded["tokens", "response"][i].tolist()[:r] == row["tokens", "response"].tolist()
+        gap = ~real
+        assert (padded["tokens", "full"][i][gap] == 7).all()
+        assert not padded["masks", "all_assistant_mask"][i][gap].any()
+        assert (padded["policy_versions", "full"][i][gap] == -1).all()
+
+
+def test_both_forms_hold_the_same_and_convert(make_policy):
+    outputs = []
+    for pad_output in (False, True):
+        torch.manual_seed(0)
+        outputs.append(make_policy(pad_output=pad_output, entropy=True)(make_batch()))
+    ragged, padded = outputs
+    mask = padded["masks", "all_attention_mask"]
+    assert not mask.all(), "nothing was padded"
+    tokens = padded["tokens", "full"]
+    for i, row in enumerate(ragged.unbind(0)):
+        assert torch.equal(tokens[i][mask[i]], row["tokens", "full"])
+        assert torch.equal(padded["entropy", "full"][i][mask[i]], row["entropy", "full"])
+    group = Tokens.from_tensordict(padded["tokens"])
+    assert group.prompt.shape[1] + group.response.shape[1] == group.full.shape[1]
+
+
+# Further figures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"temperature": 0.7, "top_k": 5}, id="tempered and truncated"),
+        pytest.param({"temperature": 0.0}, id="greedy"),
+    ],
+)
+def test_entropy_and_untempered_log_probs_are_those_of_the_bare_model(
+    make_policy, reference_log_probs, kwargs
+):
+    torch.manual_seed(0)
+    policy = make_policy(
+        generate_kwargs={"max_new_tokens": 6, **kwargs}, entropy=True, untempered_log_probs=True
+    )
+    batch = policy(make_batch())
+    temperature = kwargs.get("temperature") or 1.0
+    for row in batch.unbind(0):
+        ids = row["tokens", "full"]
+        mask = row["masks", "all_assistant_mask"]
+        expected = reference_log_probs(policy.model, ids.tolist())
+        own = row["untempered_log_probs", "full"]
+        torch.testing.assert_close(own[mask], expected[mask], rtol=0, atol=1e-5)
+        assert not own[~mask].any()
+        assert torch.equal(own[mask], row["untempered_log_probs", "response"])
+        with torch.no_grad():
+            logits = policy.model(input_ids=ids[None]).logits[0, :-1][mask[1:]] / temperature
+        if "top_k" in kwargs:
+            logits = logits.topk(kwargs["top_k"]).values
+        log_p = logits.log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        found = row["entropy", "full"][mask]
+        torch.testing.assert_close(found, entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_figures_are_kept_over_turns_and_by_rows_that_failed(make_policy):
+    policy = make_policy(entropy=True, max_model_len=60, write_tokens=False)
+    chats = [CHATS[0], [{"role": "user", "content": "z" * 200}]]
+    batch = policy(make_batch(chats))
+    full = read_conversations(batch, "full", who="test")
+    first = full.extra(0)["entropy"]
+    news = [{"role": "user", "content": "go on"}]
+    write_conversations(batch, "prompt", full.append_messages([news, news]))
+    policy(batch)
+    full = read_conversations(batch, "full", who="test")
+    second = full.extra(0)["entropy"]
+    assert torch.equal(second[: len(first)], first)
+    assert ((second > 0) == full.assistant_mask(0)).all()
+    rows = row_tensordicts(full)
+    assert rows[1]["entropy", "full"].tolist() == [0.0] * full.num_tokens(1)
+
+
+def test_without_a_request_there_are_none(make_policy, make_tiny_model):
+    batch = make_policy()(make_batch())
+    assert "entropy" not in batch
+    assert "untempered_log_probs" not in batch
+    generation = TransformersEngine(make_tiny_model()).generate(
+        [[5]], make_policy().sampling, max_new_tokens=[2]
+    )[0]
+    assert generation.entropies == generation.untempered_log_probs == ()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        pytest.param({"num_samples": 0}, "num_samples must be at least 1, got 0", id="no sample"),
+        pytest.param(
+            {"pad_output": True, "write_tokens": False}, "pad_output pads", id="nothing to pad"
+        ),
+    ],
+)
+def test_wrong_options_are_named(make_policy, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        make_policy(**kwargs)
