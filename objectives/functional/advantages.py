@@ -33,7 +33,7 @@ def scorable(
 def batch_std(values: Float[Tensor, " B"], valid: Bool[Tensor, " B"]) -> Float[Tensor, ""]:
     """Bessel-corrected standard deviation over the valid rollouts; 0 for fewer than two."""
     one_group = torch.zeros_like(valid, dtype=torch.int64)
-    return group_std(values, one_group, valid).amax()
+    return group_std(values, one_group, valid).amax()  # mutate: equivalent (all are equal)
 
 
 def group_advantage(
@@ -127,11 +127,8 @@ def gdpo_advantage(
     columns = zip(rewards.unbind(1), valid.unbind(1), strict=True)
     each = [group_advantage(column, group, ok) for column, ok in columns]
     total = (torch.stack(each, dim=1) * weights).sum(1)
-    any_valid = valid.any(1)
-    one_group = torch.zeros_like(group)
-    mean = group_mean(total, one_group, any_valid)
-    centred = (total - mean).masked_fill(~any_valid, 0.0)
-    return centred / (batch_std(total, any_valid) + STD_OFFSET)
+    # The mean over the batch is 0, as that of every reward in every group is.
+    return total / (batch_std(total, valid.any(1)) + STD_OFFSET)
 
 
 def pass_at_k_advantage(
@@ -173,14 +170,14 @@ def pass_at_k_advantage(
     fail_with_this = _choose_ratio(failures - 1, count - 1, k - 1)
     numerator = torch.where(success, all_fail, all_fail - fail_with_this)
     undefined = ~valid | (spread == 0) | (count < k)
-    return (numerator / spread.masked_fill(undefined, 1.0)).masked_fill(undefined, 0.0).float()
+    return (numerator / spread).masked_fill(undefined, 0.0).float()
 
 
 def _choose_ratio(
     chosen: Float[Tensor, " B"], total: Float[Tensor, " B"], k: int
 ) -> Float[Tensor, " B"]:
-    """``C(chosen, k) / C(total, k)``, 0 where ``chosen`` is below k."""
+    """``C(chosen, k) / C(total, k)``; 0 where ``chosen`` is below k, undefined where ``total`` is."""
     ratio = torch.ones_like(chosen)
     for i in range(k):
-        ratio = ratio * (chosen - i).clamp(min=0) / (total - i).clamp(min=1)
+        ratio = ratio * (chosen - i) / (total - i)
     return ratio

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import objectives.functional as F
@@ -73,6 +73,27 @@ def test_pass_at_k_equals_enumeration(slow, success, k, data):
     torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
 
 
+masks_of_rows = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=4)
+
+
+@fast
+@given(masks=masks_of_rows)
+@example(masks=[[True, False, True], [False, True, True, False, True], [], [False]])
+def test_turn_index(masks):
+    number, want = -1, []
+    for mask in masks:
+        turns_begun = 0
+        for i, now in enumerate(mask):
+            begins = now and (i == 0 or not mask[i - 1])
+            turns_begun += begins
+            # The first turn of a row reaches back to the row's beginning.
+            number += i == 0 or (begins and turns_begun > 1)
+            want.append(number)
+    flat = torch.tensor([now for mask in masks for now in mask], dtype=torch.bool)
+    got = F.turn_index(flat, torch.tensor([len(mask) for mask in masks]))
+    assert got.tolist() == want
+
+
 @fast
 @given(data=st.data())
 def test_turn_advantage(slow, data):
@@ -81,7 +102,7 @@ def test_turn_advantage(slow, data):
         mask = data.draw(st.lists(st.booleans(), max_size=6))
         masks.append(mask)
         groups.append(data.draw(st.sampled_from([3, 5])))
-        scored = data.draw(st.booleans())
+        scored = data.draw(st.sampled_from([True, True, False]))
         rows.append(
             [data.draw(st.sampled_from([0.0, 1.0, -0.5])) for _ in mask] if scored else None
         )

@@ -199,6 +199,63 @@ def test_temperature_and_chunks_of_log_probs():
         torch.testing.assert_close(got.entropy, -(want.exp() * want).sum(-1))
 
 
+NAN, INF = math.nan, math.inf
+
+
+def test_log_ratio_is_0_outside_the_mask_and_bounded_inside():
+    log_prob = torch.tensor([NAN, INF, 500.0, -500.0, 0.5], requires_grad=True)
+    mask = torch.tensor([False, False, True, True, True])
+    ratio = F.log_ratio(log_prob, torch.zeros(5), mask)
+    assert ratio.tolist() == [0, 0, 20, -20, 0.5]
+    ratio.sum().backward()
+    assert log_prob.grad.tolist() == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value"), [("k1", 1.0), ("k2", 0.5), ("k3", math.exp(-1))], ids=str
+)
+def test_kl_is_0_outside_the_mask_and_finite_inside(estimator, value):
+    # Inside: the policy is one nat above the reference.
+    log_prob = torch.tensor([NAN, -1.0, -700.0], requires_grad=True)
+    reference = torch.tensor([0.0, -2.0, 0.0])
+    mask = torch.tensor([False, True, True])
+    ratio = torch.tensor([NAN, 0.0, 0.0])
+    kl = F.kl_estimate(log_prob, reference, mask, estimator=estimator, log_ratio=ratio)
+    assert kl[:2].tolist() == [0, pytest.approx(value)]
+    assert kl.isfinite().all()
+    plain = F.kl_estimate(log_prob, reference, mask, estimator=estimator)
+    assert plain[:2].tolist() == [0, pytest.approx(value)]
+    (kl.sum() + plain.sum()).backward()
+    assert log_prob.grad.isfinite().all()
+
+
+def test_kl_between_any_number_of_distributions():
+    p = torch.tensor([[[0.5, 0.5], [1.0, 0.0]], [[0.9, 0.1], [0.2, 0.8]]])
+    q = torch.tensor([[[0.25, 0.75], [0.5, 0.5]], [[0.9, 0.1], [0.8, 0.2]]])
+    want = [
+        [0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(2)],
+        [0.0, 0.6 * math.log(4)],
+    ]
+    got = F.kl_between(p.log(), q.log())
+    torch.testing.assert_close(got, torch.tensor(want))
+
+
+def test_turn_advantage_of_a_rollout_with_a_reward_that_is_not_finite_is_0():
+    reward = torch.tensor([1.0, 0.0, 3.0, 5.0, INF])
+    mask = torch.ones(5, dtype=torch.bool)
+    lengths, group = torch.tensor([2, 1, 2]), torch.zeros(3, dtype=torch.int64)
+    got = F.turn_advantage(reward, mask, lengths, group)
+    # Turns of 1 and 3: mean 2, deviation sqrt(2).
+    a = 1 / (math.sqrt(2) + 1e-4)
+    assert got.tolist() == pytest.approx([-a, -a, a, 0, 0])
+
+
+def test_gdpo_of_a_rollout_without_any_reward_is_0():
+    rewards = torch.tensor([[1.0, NAN], [3.0, NAN], [NAN, NAN]])
+    got = F.gdpo_advantage(rewards, torch.zeros(3, dtype=torch.int64), torch.ones(2))
+    assert got.tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2), 0], rel=1e-3)
+
+
 def test_generalized_jsd_reaches_both_kls_at_its_ends():
     student = torch.tensor([[0.2, -1.0, 0.5]], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([[1.0, 0.0, -math.inf]], dtype=torch.float64)
