@@ -34,6 +34,7 @@ from torchrl_data.loop_state import read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
 from torchrl_envs.episode_env import EpisodeEnv
 from torchrl_envs.rewards import REWARD_ERRORS
+from torchrl_envs.token_entries import TOKEN_ENTRIES, token_entries_of_row
 from torchrl_envs.transforms.data_loading import DataExhaustedError
 
 from .weight_update.in_process import InProcessUpdater
@@ -153,7 +154,7 @@ class LLMCollector:
             active = active & ~finished
             if not bool(active.any()):
                 break
-            batch = batch.exclude(REWARD, REWARDS, SCORABLE, REWARD_ERRORS)
+            batch = batch.exclude(REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_ENTRIES)
         else:
             raise RuntimeError(
                 f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
@@ -191,6 +192,8 @@ def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDict]:
         write_conversations(out, FULL, conversations[row])
         for key, value in dense.items():
             out.set(key, value[row])
+        for key, value in token_entries_of_row(batch, row, conversations.num_tokens(row)).items():
+            out.set(key, value)
         if rewards is not None:
             out.set(REWARDS, TensorDict({name: value[row] for name, value in rewards.items()}))
         versions = out.get(TOKEN_POLICY_VERSION)

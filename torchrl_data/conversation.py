@@ -42,7 +42,16 @@ class EncodedMessages(NamedTuple):
 class ConversationRecord:
     """One row: tokens and messages, only ever appended to."""
 
-    __slots__ = ("extra", "ids", "log_probs", "messages", "sources", "tools", "versions")
+    __slots__ = (
+        "extra",
+        "first_response",
+        "ids",
+        "log_probs",
+        "messages",
+        "sources",
+        "tools",
+        "versions",
+    )
 
     def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
         self.ids = array("q")
@@ -53,6 +62,7 @@ class ConversationRecord:
         self.extra: dict[str, array] = {}
         self.messages: list[Message] = []
         self.tools = tuple(tools) if tools else None
+        self.first_response: int | None = None
 
     def extend_tokens(
         self,
@@ -81,6 +91,8 @@ class ConversationRecord:
         copy.versions = self.versions[:num_tokens]
         copy.extra = {name: column[:num_tokens] for name, column in self.extra.items()}
         copy.messages = self.messages[:num_messages]
+        if self.first_response is not None and self.first_response < num_messages:
+            copy.first_response = self.first_response
         return copy
 
 
@@ -218,6 +230,19 @@ class Conversations:
         """The newest message of a row."""
         return self._records[row].messages[self._positions[row].num_messages - 1]
 
+    def first_response(self, row: int) -> int:
+        """Messages before the policy's first turn.
+
+        A conversation that was not sampled here is taken to have its first turn where the first
+        message of the role ``assistant`` is.
+        """
+        first = self._records[row].first_response
+        messages = self.messages(row)
+        if first is not None:
+            return min(first, len(messages))
+        roles = [message["role"] for message in messages]
+        return roles.index("assistant") if "assistant" in roles else len(roles)
+
     def num_tokens(self, row: int) -> int:
         """Tokens of a row."""
         return self._positions[row].num_tokens
@@ -338,6 +363,8 @@ class Conversations:
             records[i] = record = self._writable(i)
             start = len(record.ids)
             record.extend_tokens(ids, [Source.MODEL] * len(ids), log_probs, policy_version, figures)
+            if record.first_response is None:
+                record.first_response = len(record.messages)
             record.messages.append(message)
             positions[i] = Position(
                 num_tokens=len(record.ids),

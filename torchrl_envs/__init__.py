@@ -8,6 +8,9 @@ if TYPE_CHECKING:
 
     from .chat_env import ChatEnv
     from .episode_env import EpisodeEnv
+    from .reward_calls import row_reward
+    from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
+    from .reward_logging import reward_metrics
     from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
@@ -23,9 +26,13 @@ _HOMES = {
     "EpisodeEnv": "torchrl_envs.episode_env",
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
     "Job": "torchrl_envs.transforms.tool_source",
+    "RewardErrorLimit": "torchrl_envs.reward_error_limit",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
     "StepCounter": "torchrl.envs.transforms",
+    "TooManyRewardErrors": "torchrl_envs.reward_error_limit",
     "ToolSource": "torchrl_envs.transforms.tool_source",
+    "reward_metrics": "torchrl_envs.reward_logging",
+    "row_reward": "torchrl_envs.reward_calls",
 }
 
 __all__ = [
@@ -37,9 +44,13 @@ __all__ = [
     "EpisodeEnv",
     "EpisodeTransform",
     "Job",
+    "RewardErrorLimit",
     "RewardFunctions",
     "StepCounter",
+    "TooManyRewardErrors",
     "ToolSource",
+    "reward_metrics",
+    "row_reward",
 ]
 
 

@@ -234,7 +234,9 @@ def _run_sync(chain: Sequence[Call], progress: _Progress) -> None:
 def _is_async(call: Call) -> bool:
     while isinstance(call, functools.partial):
         call = call.func
-    return inspect.iscoroutinefunction(call)
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+        getattr(call, "__call__", None)  # noqa: B004
+    )
 
 
 def _guarded(call: Call) -> Outcome:

@@ -23,6 +23,8 @@ from torchrl_data.loop_state import active_rows, read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 
 from .concurrent_calls import ConcurrentCalls
+from .reward_error_limit import RewardErrorLimit
+from .rewards import close_rewards
 from .transforms.episode_transform import EpisodeTransform
 from .transforms.tool_dispatcher import ToolDispatcher
 from .transforms.tool_source import ToolSource, check_tool_names
@@ -51,6 +53,7 @@ class EpisodeEnv(TransformedEnv):
         super().__init__(env, Compose(dispatcher, *parts))  # type: ignore[arg-type]
         self._calls = ConcurrentCalls()
         self._checked = False
+        self._error_limit = RewardErrorLimit()
         self._dispatcher = dispatcher
         self._find_tools()
 
@@ -136,8 +139,12 @@ class EpisodeEnv(TransformedEnv):
         if rows:
             for transform in self.episode_transforms():
                 transform.finish_episodes(tensordict, next_batch, rows)
+            final = read_conversations(next_batch, PROMPT, who="EpisodeEnv.step")
+            close_rewards(next_batch, rows, final)
             for transform in self.episode_transforms():
                 transform.release_episodes(rows)
+            limit = next(self.transforms_of(RewardErrorLimit), self._error_limit)
+            limit.record(next_batch, rows)
         return next_batch
 
     def _end_unanswered(self, next_batch: TensorDictBase, active: torch.Tensor) -> None:

@@ -1,22 +1,28 @@
 """How rewards of several sources come together in a batch.
 
-Shape legend: B rows.
+Shape legend: B rows, T tokens of a row.
 """
 
 import math
 import traceback
 from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
+from torchrl_data.conversation import Conversations
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_data.row_values import read_row_values, write_row_values
 
 from .concurrent_calls import Outcome
+from .token_entries import write_token_entry
 
-REWARD_ERRORS = "reward_errors"
+REWARD_ERRORS: Final = "reward_errors"
 """What went wrong, a string per row; empty where nothing did."""
+TOKEN_REWARDS: Final = "token_rewards"
+"""Rewards by token that wait for :func:`close_rewards`: a tensor ``[T]`` or ``None`` per row."""
 
 
 class RewardSource:
@@ -28,6 +34,15 @@ class RewardSource:
         raise NotImplementedError
 
 
+class RowReward(NamedTuple):
+    """What a source gave one row."""
+
+    value: float | Tensor | None = None
+    """A number, or one per token, float32 ``[T]``; ``None`` where the source does not apply."""
+    error: str = ""
+    """What went wrong."""
+
+
 def add_rewards(
     batch: TensorDictBase,
     name: str,
@@ -36,8 +51,9 @@ def add_rewards(
     *,
     weight: float = 1.0,
     who: str,
+    nan_applies: bool = True,
 ) -> None:
-    """Add one source's rewards to the sum.
+    """Add one source's rewards, one number per row, to the sum.
 
     ``reward`` is the weighted sum of the sources that apply. A row is ``scorable`` when at least
     one applies and none failed: a reward that raised, is NaN or infinite, or is not a number makes
@@ -50,46 +66,135 @@ def add_rewards(
         outcomes: what it gave for each; ``None`` means that it does not apply.
         weight: of this source in the sum.
         who: named in the errors.
+        nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
+    """
+    given = [_row_reward(outcome, who, nan_applies) for outcome in outcomes]
+    record_rewards(batch, name, rows, given, weight=weight)
+
+
+def record_rewards(
+    batch: TensorDictBase,
+    name: str,
+    rows: Sequence[int],
+    given: Sequence[RowReward],
+    *,
+    weight: float = 1.0,
+    scores: bool = True,
+) -> None:
+    """Add what a source gave, already checked, to the sum.
+
+    Args:
+        batch: see :func:`add_rewards`.
+        name: of the source; its entry is the row's sum where it gave a reward per token.
+        rows: the rows that it scored.
+        given: finite rewards and errors.
+        weight: of this source in the sum.
+        scores: whether a row that has only this reward is scored; ``False`` for a penalty.
     """
     size = batch.batch_size[0]
     reward = _entry(batch, REWARD, torch.zeros(size, 1, 1))
     scorable = _entry(batch, SCORABLE, torch.zeros(size, 1, dtype=torch.bool))
     own = _entry(batch, (REWARDS, name), torch.full((size, 1, 1), math.nan))
     errors = read_row_values(batch, REWARD_ERRORS, "")
-    for row, outcome in zip(rows, outcomes, strict=True):
-        value, error = _value(outcome, who)
+    by_token = read_row_values(batch, TOKEN_REWARDS)
+    for row, (value, error) in zip(rows, given, strict=True):
         if error:
             errors[row] = f"{errors[row]}\n{error}".strip()
-        elif value is not None:
+        if value is None or error:
+            continue
+        scorable[row] |= scores
+        if isinstance(value, Tensor):
+            own[row] = value.sum()
+            by_token[row] = weight * value + (0 if by_token[row] is None else by_token[row])
+        else:
             own[row] = value
             reward[row] += weight * value
-            scorable[row] = True
     for row in rows:
         scorable[row] &= not errors[row]
     batch.set(REWARD, reward)
     batch.set(SCORABLE, scorable)
     batch.set((REWARDS, name), own)
     write_row_values(batch, REWARD_ERRORS, errors)
+    if any(value is not None for value in by_token):
+        write_row_values(batch, TOKEN_REWARDS, by_token)
 
 
-def _entry(
-    batch: TensorDictBase, key: str | tuple[str, str], default: torch.Tensor
-) -> torch.Tensor:
-    value = batch.get(key, None)
-    return default if value is None else value.clone()
+def close_rewards(batch: TensorDictBase, rows: Sequence[int], conversations: Conversations) -> None:
+    """Once all sources have scored: one ``reward``, dense if any source gave it by token.
+
+    A number for the whole trajectory then belongs to its last sampled token (to its last token, if
+    nothing was sampled), so that the sum over tokens is what it was.
+
+    Args:
+        batch: what the sources wrote to. ``reward`` stays ``[B, 1, 1]``, or becomes ``[B, T, 1]``,
+            0 outside ``rows``.
+        rows: the rows that were scored.
+        conversations: of the batch.
+    """
+    if batch.get(TOKEN_REWARDS, None) is None:
+        return
+    by_token = read_row_values(batch, TOKEN_REWARDS)
+    total = batch.get(REWARD)
+    dense = []
+    for row in rows:
+        values = torch.zeros(max(conversations.num_tokens(row), 1))
+        if by_token[row] is not None:
+            values += by_token[row]
+        sampled = conversations.assistant_mask(row).nonzero()
+        values[int(sampled[-1]) if len(sampled) else -1] += float(total[row])
+        dense.append(values[:, None])
+    batch.pop(TOKEN_REWARDS)
+    write_token_entry(batch, REWARD, rows, dense)
 
 
-def _value(outcome: Outcome, who: str) -> tuple[float | None, str]:
-    """The reward, or ``None`` where it does not apply, and what went wrong."""
-    if outcome.error is not None:
-        lines = traceback.format_exception(outcome.error)
-        return None, f"{who} raised {''.join(lines)[-2048:]}"
-    if outcome.value is None:
+def turn_ends(assistant_mask: Tensor) -> Tensor:
+    """The last token of each turn of the policy.
+
+    Args:
+        assistant_mask: bool ``[T]``, True on sampled tokens.
+
+    Returns:
+        int64 ``[num_turns]``, rising.
+    """
+    after = torch.nn.functional.pad(assistant_mask[1:], (0, 1), value=False)
+    return (assistant_mask & ~after).nonzero().squeeze(-1)
+
+
+def number_or_error(value: Any, who: str, nan_applies: bool = True) -> tuple[float | None, str]:
+    """A finite reward, or ``None`` where there is none, and what is wrong with it.
+
+    Args:
+        value: what a source gave.
+        who: the source.
+        nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
+    """
+    if value is None:
         return None, ""
     try:
-        value = float(outcome.value)
-    except (TypeError, ValueError):
-        return None, f"{who} gave {outcome.value!r:.80}, which is not a number"
-    if not math.isfinite(value):
-        return None, f"{who} gave {value}"
-    return value, ""
+        single = not isinstance(value, str | bytes) and getattr(value, "ndim", 0) == 0
+        number = float(value) if single else None
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        return None, f"{who} gave {value!r:.80}, which is not a number"
+    if math.isnan(number) and not nan_applies:
+        return None, ""
+    if not math.isfinite(number):
+        return None, f"{who} gave {number}"
+    return number, ""
+
+
+def raised_text(error: BaseException, who: str) -> str:
+    """What is recorded of an error that a source raised: the end of its traceback."""
+    return f"{who} raised {''.join(traceback.format_exception(error))[-2048:]}"
+
+
+def _row_reward(outcome: Outcome, who: str, nan_applies: bool) -> RowReward:
+    if outcome.error is not None:
+        return RowReward(error=raised_text(outcome.error, who))
+    return RowReward(*number_or_error(outcome.value, who, nan_applies))
+
+
+def _entry(batch: TensorDictBase, key: str | tuple[str, str], default: Tensor) -> Tensor:
+    value = batch.get(key, None)
+    return default if value is None else value.clone()

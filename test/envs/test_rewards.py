@@ -11,7 +11,16 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_data.loop_state import read_conversations
 from torchrl_data.row_values import read_row_values
-from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
+from torchrl_envs import (
+    ChatEnv,
+    DataLoadingPrimer,
+    EnvironmentTools,
+    RewardErrorLimit,
+    RewardFunctions,
+    StepCounter,
+    TooManyRewardErrors,
+    row_reward,
+)
 
 
 class Valued:
@@ -87,40 +96,49 @@ def test_a_function_gets_what_it_names(score):
     assert seen["completions"][2] == [{"role": "assistant", "content": "reply 2"}]
     assert seen["everything"] == [
         "answer",
+        "completion_ids",
         "completions",
         "environments",
         "number",
         "prompt",
+        "prompt_ids",
         "prompts",
     ]
 
 
+BAD = [
+    pytest.param(math.nan, "gave nan", id="NaN"),
+    pytest.param(math.inf, "gave inf", id="infinity"),
+    pytest.param(-math.inf, "gave -inf", id="minus infinity"),
+    pytest.param("good", "'good', which is not a number", id="text"),
+    pytest.param([1.0], "which is not a number", id="list"),
+    pytest.param(torch.ones(1), "which is not a number", id="tensor"),
+]
+
+
 @pytest.mark.parametrize("kind", ["function", "environment"])
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        pytest.param(math.nan, "gave nan", id="NaN"),
-        pytest.param(math.inf, "gave inf", id="infinity"),
-        pytest.param(-math.inf, "gave -inf", id="minus infinity"),
-        pytest.param("good", "'good', which is not a number", id="text"),
-        pytest.param([1.0], "which is not a number", id="list"),
-        pytest.param(torch.ones(2), "which is not a number", id="tensor"),
-    ],
-)
-def test_a_bad_value_makes_its_row_alone_unscorable(score, kind, value, words):
+@pytest.mark.parametrize(("value", "words"), BAD)
+def test_a_bad_value_makes_its_row_alone_unscorable(scripted, play, kind, value, words):
     values = [1.0, value, 2.0]
+    used = [kind == "environment"]
 
     def source(completions):
-        return values
+        return values if used[0] else [0.0] * 3
 
     class Environment(Valued):
         def get_reward(self):
             return values[self.number]
 
+    policy = scripted({f"<{i}>": ["reply"] for i in range(3)})
     if kind == "function":
-        end, name = score([source], tools=None), "source"
+        env, name = make_env([source], tools=None), "source"
+        play(env, policy)
+        used[0] = True
     else:
-        end, name = score([lambda number: [0.0] * len(number)], tools=Environment), "Environment"
+        functions = [lambda number: [0.0] * len(number)]
+        env, name = make_env(functions, tools=Environment), "Environment"
+    end = play(env, policy)[0]
+    env.close()
     assert end["scorable"].view(-1).tolist() == [True, False, True]
     errors = read_row_values(end, "reward_errors")
     assert [bool(error) for error in errors] == [False, True, False]
@@ -129,6 +147,12 @@ def test_a_bad_value_makes_its_row_alone_unscorable(score, kind, value, words):
     assert end["reward"].isfinite().all(), "nothing that is not finite goes on"
     assert [rewards(end, name)[i] for i in (0, 2)] == [1.0, 2.0]
     assert math.isnan(rewards(end, name)[1])
+
+
+def test_nan_can_be_taken_for_none(score):
+    end = score([lambda **_: [math.nan, None, 1.0]], tools=None, nan_applies=False)
+    assert end["scorable"].view(-1).tolist() == [False, False, True]
+    assert read_row_values(end, "reward_errors") == [""] * 3
 
 
 def test_an_environment_that_raises_spoils_its_row_alone(score):
@@ -156,17 +180,42 @@ def test_a_function_that_raises_makes_its_rows_unscorable_and_is_named(score):
     assert rewards(end, "Valued") == [0, 1, 2], "the others are recorded"
 
 
-@pytest.mark.parametrize("value", [None, 1.0, [1.0], [1.0] * 4], ids=repr)
-def test_a_wrong_number_of_rewards_is_an_error_that_says_what_is_expected(score, value):
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "expected a list of 3, got None"),
+        (1.0, "expected a list of 3, got 1.0"),
+        ([1.0], r"expected a list of 3, got \[1.0\]"),
+        ([1.0] * 4, "expected a list of 3, got"),
+        ("abc", "expected a list of 3, got 'abc'"),
+        (torch.zeros(3, 1), "gave tensor.*which is not a number"),
+        ([[1.0]] * 3, r"gave \[1.0\], which is not a number"),
+        (["1.0"] * 3, "gave '1.0', which is not a number"),
+    ],
+    ids=["none", "scalar", "short", "long", "text", "tensor of two dimensions", "2-D", "strings"],
+)
+def test_a_wrong_shape_is_raised_at_the_first_use_and_says_what_is_expected(score, value, words):
     def wrong(completions):
         return value
 
-    end = score([wrong])
+    with pytest.raises(ValueError, match=f"reward function wrong .*{words}"):
+        score([wrong])
+
+
+def test_a_wrong_shape_later_costs_its_rows_only(scripted, play):
+    calls = []
+
+    def shrinks(completions):
+        calls.append(len(completions))
+        return [1.0] * (3 if len(calls) == 1 else 2)
+
+    env = make_env([shrinks])
+    policy = scripted({f"<{i}>": ["reply"] for i in range(3)})
+    assert play(env, policy)[0]["scorable"].all()
+    end = play(env, policy)[0]
+    env.close()
     assert not end["scorable"].any()
-    error = read_row_values(end, "reward_errors")[0]
-    assert (
-        f"wrong must return one reward per completion: expected a list of 3, got {value}" in error
-    )
+    assert "expected a list of 3" in read_row_values(end, "reward_errors")[0]
 
 
 def test_none_does_not_apply_and_is_no_error(score):
@@ -190,6 +239,127 @@ def test_functions_of_one_name_are_told_apart(score):
     names = ["<lambda>", "<lambda>_2", "<lambda>_3"]
     assert [rewards(end, name)[0] for name in names] == [0.0, 1.0, 2.0]
     assert rewards(end) == [3.0] * 3
+
+
+def test_names_are_unique_across_all_sources(scripted, play):
+    def Valued_(number):
+        return [1.0] * len(number)
+
+    Valued_.__name__ = "Valued"
+    rows = [{"prompt": "<0>", "number": 5}]
+    env = ChatEnv(batch_size=1).append_transform(
+        Compose(
+            DataLoadingPrimer(rows),
+            RewardFunctions([Valued_, Valued_]),
+            RewardFunctions([Valued_]),
+            EnvironmentTools(Valued),
+        )
+    )
+    (end,) = play(env, scripted(["reply"]))
+    env.close()
+    values = {name: end["rewards", name].item() for name in end["rewards"].keys()}  # noqa: SIM118
+    assert values == {"Valued": 5.0, "Valued_2": 1.0, "Valued_3": 1.0, "Valued_4": 1.0}
+    assert end["reward"].item() == 8.0
+
+
+def test_an_argument_that_nobody_gives_is_found_before_the_first_rollout():
+    def needs(completions, solution, tolerance=0.1):
+        return [0.0] * len(completions)
+
+    env = make_env([needs])
+    with pytest.raises(ValueError, match=r"needs requires \['solution'\].*\['answer', 'number'"):
+        env.check()
+    env.close()
+
+
+def test_a_function_of_one_rollout_fails_and_hangs_for_its_own_rollout(score):
+    gate = threading.Event()
+
+    @row_reward
+    def one(prompt, completion, environment, completion_ids, number):
+        if number == 0:
+            gate.wait()
+        if number == 1:
+            raise ValueError("no such answer")
+        assert prompt[-1]["content"] == "<2>"
+        assert completion == [{"role": "assistant", "content": "reply 2"}]
+        assert environment.number == 2
+        return len(completion_ids)
+
+    @row_reward
+    async def awaits(number):
+        await asyncio.sleep(0)
+        return number
+
+    end = score([one, awaits], timeout_s=0.3)
+    gate.set()
+    assert end["scorable"].view(-1).tolist() == [False, False, True]
+    errors = read_row_values(end, "reward_errors")
+    assert "no answer within 0.3 s" in errors[0]
+    assert "ValueError: no such answer" in errors[1]
+    assert rewards(end, "awaits") == [0.0, 1.0, 2.0]
+    # "reply 2", the end of the turn: nothing of the prompt.
+    full = read_conversations(end, "prompt", who="test")
+    assert rewards(end, "one")[2] == float(full.assistant_mask(2).sum())
+
+
+def test_an_exception_in_the_list_spoils_its_rollout_alone(score):
+    end = score([lambda **_: [1.0, TimeoutError("too slow"), 3.0]], tools=None)
+    assert rewards(end) == [1.0, 0.0, 3.0]
+    assert end["scorable"].view(-1).tolist() == [True, False, True]
+    assert "TimeoutError: too slow" in read_row_values(end, "reward_errors")[1]
+
+
+def test_an_example_in_the_prompt_is_no_completion(scripted, play):
+    seen = {}
+
+    def look(prompts, completions, prompt_ids, completion_ids):
+        seen.update(locals())
+        return [0.0]
+
+    shown = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ]
+    env = ChatEnv(batch_size=1).append_transform(
+        Compose(DataLoadingPrimer([{"prompt": shown}]), RewardFunctions(look))
+    )
+    policy = scripted(["four"])
+    play(env, policy)
+    env.close()
+    assert seen["prompts"] == [shown]
+    assert seen["completions"] == [[{"role": "assistant", "content": "four"}]]
+    ((prompt, said),) = policy.engine.served
+    assert seen["prompt_ids"] == [list(prompt)]
+    assert seen["completion_ids"] == [said.ids]
+
+
+def test_too_many_errors_end_the_run_with_a_summary(scripted, play):
+    def fails(number):
+        return [ValueError("no gold") if n % 2 else 1.0 for n in number]
+
+    rows = [{"prompt": f"<{i}>", "number": i} for i in range(10)]
+    parts = [DataLoadingPrimer(rows), RewardFunctions(fails)]
+    policy = scripted({"": ["reply"]})
+    env = ChatEnv(batch_size=10).append_transform(Compose(*parts))
+    play(env, policy)  # 5 of 10 rollouts
+    play(env, policy)  # 10 of 20: as many as 5 % of 200
+    with pytest.raises(TooManyRewardErrors, match="15 of the last 30") as error:
+        play(env, policy)
+    assert "15 x fails raised ValueError: no gold" in str(error.value)
+    env.close()
+    for limit, stops in ((0.02, True), (1.0, False)):
+        own = RewardErrorLimit(limit, window=100)
+        parts = [DataLoadingPrimer(rows), RewardFunctions(fails), own]
+        env = ChatEnv(batch_size=10).append_transform(Compose(*parts))
+        if stops:
+            with pytest.raises(TooManyRewardErrors, match="2% of 100"):
+                play(env, policy)
+        else:
+            for _ in range(3):
+                play(env, policy)
+        env.close()
 
 
 def test_functions_run_at_once_and_may_be_async(score):
@@ -250,6 +420,7 @@ def test_the_reward_sees_the_whole_conversation_once(scripted, call_text, play):
     [
         pytest.param([], None, "at least one function", id="no function"),
         pytest.param([print], [1.0, 2.0], "1 functions but 2 weights", id="weights"),
+        pytest.param([print], [math.nan], "weights must be finite", id="a weight of NaN"),
     ],
 )
 def test_wrong_settings_are_named(functions, weights, words):

@@ -1,25 +1,37 @@
 """Reward functions: plain functions of finished episodes.
 
-Shape legend: B rows.
+Shape legend: B rows, T tokens of a row.
 """
 
-import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Final, Literal
 
 from tensordict import TensorDictBase
 
 from torchrl_data.keys import PROMPT, ROW
 from torchrl_data.loop_state import read_conversations
 from torchrl_data.row_values import read_row_values
-from torchrl_envs.accepted_arguments import accepted_arguments
-from torchrl_envs.concurrent_calls import Call, ConcurrentCalls, Outcome
-from torchrl_envs.rewards import RewardSource, add_rewards
+from torchrl_envs.reward_calls import (
+    RewardFunction,
+    chains_of_calls,
+    missing_arguments,
+    read_outcomes,
+    reward_inputs,
+    scores_one_rollout,
+    unique_names,
+)
+from torchrl_envs.rewards import RewardSource, record_rewards
 
+from .data_loading import DataLoadingPrimer
 from .environment_tools import EnvironmentTools
 from .episode_transform import EpisodeTransform
 
-RewardFunction = Callable[..., Any]
+if TYPE_CHECKING:
+    from torchrl_envs.episode_env import EpisodeEnv
+
+Level = Literal["trajectory", "turn"]
+LEVELS: Final[tuple[Level, ...]] = ("trajectory", "turn")
 
 
 class RewardFunctions(EpisodeTransform, RewardSource):
@@ -27,116 +39,153 @@ class RewardFunctions(EpisodeTransform, RewardSource):
 
     A function gets lists, one item per episode that has just finished: ``prompts`` (what came
     before the policy's first turn) and ``completions`` (everything after it), both lists of
-    messages, ``environments`` (``None`` where there is none), and every column of the data. It
-    returns as many rewards; ``None`` means that it does not apply. It may be ``async``.
+    messages, ``prompt_ids`` and ``completion_ids`` (their tokens), ``environments`` (``None`` where
+    there is none), and every column of the data. It returns as many rewards; ``None`` means that it
+    does not apply, an exception in the list that this rollout could not be scored. It may be
+    ``async``, and an object with ``__call__``. A function marked with
+    :func:`~torchrl_envs.reward_calls.row_reward` scores one rollout at a time.
+
+    A wrong shape (not one number per rollout) is an error of the program: it is raised the first
+    time that the function is used. Later, and for everything else that goes wrong, the rollouts
+    concerned become unscorable; :class:`~torchrl_envs.reward_error_limit.RewardErrorLimit` says how
+    many may.
 
     Args:
-        functions: the functions.
-        weights: one per function; 1 for each when not given.
+        functions: the functions, or one. Those that have a ``close`` are closed with the transform.
+        weights: one per function; 1 for each when not given. 0 is for a metric.
+        level: ``"trajectory"``: one reward per rollout; ``"turn"``: a list of rewards, one per turn
+            of the policy, and the ``reward`` becomes dense, ``[B, T, 1]``, each at the last token
+            of its turn.
+        nan_applies: whether NaN is an error; ``False`` takes it for ``None``, as TRL does.
         timeout_s: deadline of one call.
 
     Raises:
-        ValueError: there is no function, or not as many weights as functions.
+        ValueError: there is no function, not as many finite weights as functions, or the level is
+            unknown.
+        TypeError: a function can't be called.
     """
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction],
+        functions: Sequence[RewardFunction] | RewardFunction,
         *,
         weights: Sequence[float] | None = None,
+        level: Level | str = "trajectory",
+        nan_applies: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
-        if not functions:
-            raise ValueError("RewardFunctions needs at least one function.")
-        if weights is not None and len(weights) != len(functions):
-            raise ValueError(
-                f"RewardFunctions: {len(functions)} functions but {len(weights)} weights."
-            )
-        self.functions = _unique_names(functions)
-        self.weights = list(weights) if weights is not None else [1.0] * len(functions)
-        self._calls = ConcurrentCalls(timeout_s=timeout_s)
+        listed = list(functions) if isinstance(functions, Sequence) else [functions]
+        _check_settings(listed, weights, level, timeout_s)
+        self.functions = dict(zip(unique_names(listed), listed, strict=True))
+        self.weights = list(weights) if weights is not None else [1.0] * len(listed)
+        self.level = level
+        self.nan_applies = nan_applies
+        self._used: set[str] = set()
+        self.timeout_s = timeout_s
 
     @property
     def reward_names(self) -> list[str]:
         """Unique name of each function."""
         return list(self.functions)
 
+    def check(self, env: "EpisodeEnv") -> None:
+        """Functions get what they require, and have names of their own.
+
+        Raises:
+            ValueError: a function requires an argument that is neither a column of the data nor
+                one of those that all functions get.
+        """
+        functions = list(self.functions.values())
+        taken: list[str] = []
+        for source in _other_sources(env, self):
+            taken += source.reward_names
+        self.functions = dict(zip(unique_names(functions, taken), functions, strict=True))
+        for loader in env.transforms_of(DataLoadingPrimer):
+            for name, function in self.functions.items():
+                missing = missing_arguments(function, loader.columns)
+                if missing:
+                    raise ValueError(
+                        f"The reward function {name} requires {missing}, which is neither a column "
+                        f"of the data, {sorted(loader.columns)}, nor given to every function. "
+                        "Rename it, or give it a default."
+                    )
+
     def finish_episodes(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
     ) -> None:
-        """Score the rows; a function that fails makes them unscorable."""
-        inputs = self._inputs(batch, next_batch, rows)
-        calls = [[_bind(function, inputs)] for function in self.functions.values()]
-        for (name, weight), outcomes in zip(
-            zip(self.functions, self.weights, strict=True), self._calls.run(calls), strict=True
-        ):
-            add_rewards(
-                next_batch,
-                name,
-                rows,
-                _per_row(outcomes[0], len(rows), name),
-                weight=weight,
-                who=name,
-            )
+        """Score the rows; a function that fails makes them unscorable.
 
-    def _inputs(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> dict[str, list[Any]]:
+        Raises:
+            ValueError: a function that is used for the first time returned a wrong shape; the
+                message says what it returned and what is expected.
+        """
         final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
-        chats = [final.messages(row) for row in rows]
-        starts = [_first_turn(chat) for chat in chats]
         tools = self.env_transforms(EnvironmentTools)
-        inputs: dict[str, list[Any]] = {
-            "prompts": [chat[:i] for chat, i in zip(chats, starts, strict=True)],
-            "completions": [chat[i:] for chat, i in zip(chats, starts, strict=True)],
-            "environments": [tools[0].instance(row) if tools else None for row in rows],
+        environments = [_environment(tools, row) for row in rows]
+        inputs = reward_inputs(final, rows, read_row_values(batch, ROW), environments)
+        chains = {
+            name: chains_of_calls(function, inputs, len(rows))
+            for name, function in self.functions.items()
         }
-        data = read_row_values(batch, ROW, {})
-        for column in data[rows[0]]:
-            inputs.setdefault(column, [data[row].get(column) for row in rows])
-        return inputs
+        results = iter(self.calls.run([c for own in chains.values() for c in own], self.timeout_s))
+        for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
+            given = read_outcomes(
+                name,
+                [next(results)[0] for _ in chains[name]],
+                final,
+                rows,
+                by_turn=self.level == "turn",
+                nan_applies=self.nan_applies,
+                one_each=scores_one_rollout(function),
+            )
+            if given.wrong_shape and name not in self._used:
+                raise ValueError(f"The reward function {given.wrong_shape}")
+            self._used.add(name)
+            record_rewards(next_batch, name, rows, given.rewards, weight=weight)
 
     def close(self) -> None:
-        """Stop the threads."""
-        self._calls.close()
+        """Close the functions that can be."""
+        for function in self.functions.values():
+            close: Callable[[], None] | None = getattr(function, "close", None)
+            if close is not None:
+                close()
 
 
-def _unique_names(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
-    """Functions by name; a name that comes again gets a number."""
-    named: dict[str, RewardFunction] = {}
+def _check_settings(
+    functions: Sequence[RewardFunction],
+    weights: Sequence[float] | None,
+    level: str,
+    timeout_s: float,
+) -> None:
+    if not functions:
+        raise ValueError("RewardFunctions needs at least one function.")
     for function in functions:
-        base = getattr(function, "__name__", type(function).__name__)
-        name, count = base, 1
-        while name in named:
-            count += 1
-            name = f"{base}_{count}"
-        named[name] = function
-    return named
+        if not callable(function):
+            raise TypeError(f"RewardFunctions: {function!r:.80} can't be called.")
+    if weights is not None and len(weights) != len(functions):
+        raise ValueError(f"RewardFunctions: {len(functions)} functions but {len(weights)} weights.")
+    if weights is not None and not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"RewardFunctions: the weights must be finite, got {list(weights)}.")
+    if not timeout_s > 0:
+        raise ValueError(f"RewardFunctions: timeout_s must be positive, got {timeout_s!r}.")
+    if level not in LEVELS:
+        raise ValueError(f"RewardFunctions: level must be one of {LEVELS}, got {level!r}.")
 
 
-def _first_turn(chat: Sequence[dict[str, Any]]) -> int:
-    roles = [message["role"] for message in chat]
-    return roles.index("assistant") if "assistant" in roles else len(roles)
+def _other_sources(env: "EpisodeEnv", own: RewardFunctions) -> list[RewardSource]:
+    """Sources whose names come first: earlier functions, and everything that is no function."""
+    transforms = list(env.episode_transforms())
+    before = transforms[: next(i for i, t in enumerate(transforms) if t is own)]
+    return [
+        source
+        for source in transforms
+        if isinstance(source, RewardSource)
+        and source is not own
+        and (source in before or not isinstance(source, RewardFunctions))
+    ]
 
 
-def _per_row(outcome: Outcome, num_rows: int, name: str) -> list[Outcome]:
-    if outcome.error is not None:
-        return [outcome] * num_rows
-    values = outcome.value
-    try:
-        values = list(values)
-    except TypeError:
-        values = None
-    if values is None or len(values) != num_rows:
-        error = ValueError(
-            f"The reward function {name} must return one reward per completion: expected a list of "
-            f"{num_rows}, got {outcome.value!r:.80}."
-        )
-        return [Outcome(error=error)] * num_rows
-    return [Outcome(value) for value in values]
-
-
-def _bind(function: RewardFunction, inputs: dict[str, list[Any]]) -> Call:
-    """The function with the inputs that it names, or all if it takes any."""
-    return functools.partial(function, **accepted_arguments(function, inputs))
+def _environment(tools: Sequence[EnvironmentTools], row: int) -> object:
+    found = [tool.instance(row) for tool in tools]
+    return next((environment for environment in found if environment is not None), None)
