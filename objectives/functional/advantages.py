@@ -176,7 +176,7 @@ def pass_at_k_advantage(
 def _choose_ratio(
     chosen: Float[Tensor, " B"], total: Float[Tensor, " B"], k: int
 ) -> Float[Tensor, " B"]:
-    """``C(chosen, k) / C(total, k)``; 0 where ``chosen`` is below k, undefined where ``total`` is."""
+    """``C(chosen, k) / C(total, k)``: 0 for ``chosen`` below k, undefined for such a ``total``."""
     ratio = torch.ones_like(chosen)
     for i in range(k):
         ratio = ratio * (chosen - i) / (total - i)
