@@ -77,7 +77,7 @@ class GRPOConfig:
     """Settings of ``grpo.py``."""
 
     task: str = "calculator"
-    """``calculator``, ``number_guessing``, or any generator of reasoning-gym."""
+    """A name for ``torchrl_envs.tasks.registry.make_task``: ``calculator``, ``wordle``, ..."""
     seed: int = 0
     engine: Engine = Engine.transformers
     policy: PolicyConfig = field(default_factory=PolicyConfig)

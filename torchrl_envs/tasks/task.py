@@ -1,6 +1,6 @@
 """What a task brings: rows to train and to be tested on, an environment, demonstrations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchrl_data.conversation import Message
@@ -12,8 +12,8 @@ class Task(NamedTuple):
     """Everything about a task that a training script needs."""
 
     name: str
-    environment: Callable[[], Any]
-    """Makes the environment of one rollout; see ``EnvironmentTools``."""
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]]
+    """Makes the environment of one rollout, or several by name; see ``EnvironmentTools``."""
     train_rows: Sequence[Row]
     held_out_rows: Sequence[Row]
     """Rows that are not trained on."""

@@ -1,0 +1,107 @@
+"""The JSON messages of an OpenEnv server: built and read, without any connection.
+
+Requests are ``{"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}``; answers are
+``{"type": "observation" | "state" | "mcp" | "error", "data": {...}}``.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from .errors import OpenEnvProtocolError, OpenEnvServerError
+
+CAPACITY_REACHED: Final = "CAPACITY_REACHED"
+FATAL_CODES: Final = frozenset({CAPACITY_REACHED, "FACTORY_ERROR", "SESSION_ERROR"})
+"""Errors after which the server closes the session."""
+ANSWERS: Final = {"reset": "observation", "step": "observation", "state": "state", "mcp": "mcp"}
+"""The type of the answer to each type of request."""
+
+
+class EnvResult(NamedTuple):
+    """What an environment answers to ``reset`` and ``step``."""
+
+    observation: dict[str, Any]
+    """The fields of the environment's own observation."""
+    reward: float | None = None
+    """Reward of the step; ``None`` where the environment gives none."""
+    done: bool = False
+    """Whether the episode is over."""
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    """What else the server says."""
+
+
+def request(kind: str, data: Mapping[str, Any] | None = None) -> str:
+    """A request as JSON.
+
+    Args:
+        kind: its type.
+        data: its data; left out when ``None``.
+
+    Raises:
+        TypeError: the data can't be written as JSON.
+        ValueError: a number is NaN or infinite.
+    """
+    message: dict[str, Any] = {"type": kind}
+    if data is not None:
+        message["data"] = dict(data)
+    return json.dumps(message, allow_nan=False)
+
+
+def answer_data(raw: str | bytes, *, kind: str) -> dict[str, Any]:
+    """The data of an answer.
+
+    Args:
+        raw: what came over the wire.
+        kind: the type of the request that it answers.
+
+    Raises:
+        OpenEnvServerError: the server answered with an error.
+        OpenEnvProtocolError: the answer breaks the protocol.
+    """
+    try:
+        message = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise OpenEnvProtocolError(f"the server's answer is not JSON: {raw[:80]!r}") from error
+    found = message.get("type") if isinstance(message, dict) else None
+    data = message.get("data") if isinstance(message, dict) else None
+    if found == "error" and isinstance(data, dict):
+        rest = {key: value for key, value in data.items() if key not in ("code", "message")}
+        code, text = str(data.get("code", "UNKNOWN")), str(data.get("message", ""))
+        errors = rest.get("errors")
+        if isinstance(errors, list):
+            text = "; ".join([text, *map(_validation_text, errors)])
+        raise OpenEnvServerError(code, text, rest)
+    if found != ANSWERS[kind] or not isinstance(data, dict):
+        raise OpenEnvProtocolError(
+            f"the server answered {kind!r} with {raw[:80]!r}, not with a message of type "
+            f"{ANSWERS[kind]!r}"
+        )
+    return data
+
+
+def _validation_text(error: Any) -> str:
+    if not isinstance(error, dict):
+        return str(error)
+    return f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', error)}"
+
+
+def env_result(data: Mapping[str, Any]) -> EnvResult:
+    """The answer to ``reset`` or ``step``.
+
+    Raises:
+        OpenEnvProtocolError: it lacks an observation, or reward or done have the wrong type.
+    """
+    observation, reward = data.get("observation"), data.get("reward")
+    done, metadata = data.get("done", False), data.get("metadata") or {}
+    if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
+        raise OpenEnvProtocolError(
+            "the server's answer must hold an observation (an object) and a reward (a number or "
+            f"null), got {dict(data)!r:.200}"
+        )
+    if not isinstance(done, bool | None) or not isinstance(metadata, dict):
+        raise OpenEnvProtocolError(
+            f"the server's answer must hold done (true or false), got {dict(data)!r:.200}"
+        )
+    return EnvResult(
+        observation, None if reward is None else float(reward), bool(done), dict(metadata)
+    )

@@ -1,0 +1,308 @@
+"""One session of an OpenEnv server over one WebSocket."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Mapping
+from typing import Any, Final, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from .errors import (
+    OpenEnvCapacityError,
+    OpenEnvConnectionError,
+    OpenEnvProtocolError,
+    OpenEnvServerError,
+    OpenEnvTimeoutError,
+    SessionNotResetError,
+)
+from .messages import (
+    CAPACITY_REACHED,
+    FATAL_CODES,
+    EnvResult,
+    answer_data,
+    env_result,
+    request,
+)
+
+MAX_ATTEMPTS: Final = 4
+"""One attempt to open a session and three more."""
+MAX_MESSAGE_BYTES: Final = 100 * 2**20
+_CLOSE_S: Final = 2.0
+_JITTER: Final = random.Random()
+_SCHEMES: Final = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+
+
+def websocket_url(base_url: str) -> str:
+    """Where the sessions of a server are.
+
+    Args:
+        base_url: of the server, with the scheme http, https, ws or wss.
+
+    Raises:
+        ValueError: the URL has another scheme or no host.
+    """
+    parts = urlsplit(base_url)
+    if parts.scheme not in _SCHEMES or not parts.hostname:
+        raise ValueError(
+            "OpenEnvSession: base_url must be http://, https://, ws:// or wss:// and a host, got "
+            f"{base_url!r}."
+        )
+    path = f"{parts.path.rstrip('/')}/ws"
+    return urlunsplit((_SCHEMES[parts.scheme], parts.netloc, path, parts.query, ""))
+
+
+class OpenEnvSession:
+    """An environment on an OpenEnv server, for one rollout.
+
+    All methods are coroutines of one event loop, so that many sessions step at the same time. A
+    session is opened by :meth:`reset`. When an answer does not come before the deadline, or the
+    connection is lost, the session is dead: no step reaches a server until :meth:`reset` has opened
+    a new session, and no step is ever sent twice.
+
+    Args:
+        base_url: of the server.
+        connect_timeout_s: deadline of one attempt to connect.
+        message_timeout_s: deadline of one answer.
+        capacity_timeout_s: how long to wait, with growing pauses, for a server whose sessions are
+            all taken.
+        headers: HTTP headers of the connection, an authorisation say.
+
+    Raises:
+        ValueError: the URL is not one of a server, or a duration is not positive.
+
+    Examples:
+        >>> session = OpenEnvSession("http://localhost:8000")
+        >>> session.is_reset
+        False
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        connect_timeout_s: float = 10.0,
+        message_timeout_s: float = 60.0,
+        capacity_timeout_s: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        durations = {
+            "connect_timeout_s": connect_timeout_s,
+            "message_timeout_s": message_timeout_s,
+            "capacity_timeout_s": capacity_timeout_s,
+        }
+        for name, value in durations.items():
+            if not value > 0:
+                raise ValueError(f"OpenEnvSession: {name} must be positive, got {value!r}.")
+        self.url = websocket_url(base_url)
+        self.connect_timeout_s = connect_timeout_s
+        self.message_timeout_s = message_timeout_s
+        self.capacity_timeout_s = capacity_timeout_s
+        self.headers = dict(headers or {})
+        self._socket: Any = None
+        self._is_reset = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether a step would reach an environment that was reset."""
+        return self._is_reset
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    # Requests -----------------------------------------------------------------------------------
+
+    async def reset(self, **arguments: Any) -> EnvResult:
+        """Begin an episode, in a new session if this one is dead or was never opened.
+
+        A failed connection, an answer with a status of 500 or more and a missed deadline are tried
+        again, three times at most; a server without a free session for ``capacity_timeout_s``.
+
+        Args:
+            **arguments: of the environment's own ``reset`` (``seed``, ``episode_id``, ...).
+
+        Raises:
+            OpenEnvServerError: the environment refused.
+            OpenEnvCapacityError: no session came free in time.
+            OpenEnvConnectionError: the server can't be reached.
+            OpenEnvProtocolError: the answer is not one of an OpenEnv server.
+        """
+        from tenacity import AsyncRetrying
+
+        async with self._lock:
+            self._is_reset = False
+            retrying = AsyncRetrying(
+                retry=_is_transient,
+                stop=_GiveUp(self.capacity_timeout_s),
+                wait=_pause,
+                reraise=True,
+            )
+            data = await retrying(self._reset_once, arguments)
+            result = env_result(data)
+            self._is_reset = True
+            return result
+
+    async def _reset_once(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            if self._socket is None:
+                await self._connect()
+            return await self._exchange("reset", arguments)
+        except OpenEnvServerError as error:
+            if error.code == CAPACITY_REACHED:
+                raise OpenEnvCapacityError(f"{self.url}: {error.message}") from error
+            raise
+
+    async def step(self, action: Mapping[str, Any]) -> EnvResult:
+        """Act.
+
+        Args:
+            action: the fields of the environment's action.
+
+        Raises:
+            SessionNotResetError: the session was never reset, or is dead.
+            OpenEnvServerError: the environment refused the action or raised; it can go on.
+            OpenEnvTimeoutError: no answer before the deadline; the session is dead.
+            OpenEnvConnectionError: the connection was lost; the session is dead.
+        """
+        async with self._lock:
+            self._require_reset("step")
+            return env_result(await self._exchange("step", action))
+
+    async def state(self) -> dict[str, Any]:
+        """The environment's state; raises what :meth:`step` does."""
+        async with self._lock:
+            self._require_reset("state")
+            return await self._exchange("state")
+
+    async def list_tools(self) -> list[dict[str, Any]]:
+        """The tools of an environment that speaks MCP: ``name``, ``description``, ``inputSchema``.
+
+        Returns:
+            The tools; none for an environment without MCP.
+
+        Raises:
+            OpenEnvConnectionError: there is no connection, or it was lost.
+            OpenEnvProtocolError: the answer is not one of MCP's.
+        """
+        async with self._lock:
+            if self._socket is None:
+                await self._connect()
+            rpc = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+            answer = await self._exchange("mcp", rpc)
+        if answer.get("error") is not None:
+            return []
+        tools = (answer.get("result") or {}).get("tools")
+        if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+            raise OpenEnvProtocolError(f"{self.url}: not a list of tools: {answer!r:.200}")
+        return tools
+
+    async def close(self) -> None:
+        """Give the session back to the server."""
+        socket, self._socket, self._is_reset = self._socket, None, False
+        if socket is None:
+            return
+        from websockets.exceptions import ConnectionClosed
+
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await socket.send(request("close"))
+                await socket.close()
+        except (TimeoutError, ConnectionClosed, OSError):
+            socket.transport.abort()
+
+    # The connection -----------------------------------------------------------------------------
+
+    def _require_reset(self, what: str) -> None:
+        if not self._is_reset:
+            raise SessionNotResetError(
+                f"{self.url}: {what} needs a session that was reset, and this one "
+                f"{'is dead' if self._socket is None else 'was not'}. Call reset() first."
+            )
+
+    async def _connect(self) -> None:
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import InvalidHandshake
+
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                # No retries inside: they are counted here.
+                self._socket = await connect(
+                    self.url,
+                    additional_headers=self.headers,
+                    open_timeout=None,
+                    close_timeout=_CLOSE_S,
+                    max_size=MAX_MESSAGE_BYTES,
+                )
+        except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
+            raise OpenEnvConnectionError(
+                f"{self.url}: no connection: {type(error).__name__}: {error}"
+            ) from error
+
+    async def _exchange(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request and wait for its answer; anything but an answer kills the session."""
+        from websockets.exceptions import ConnectionClosed
+
+        message = request(kind, data)
+        was_reset, self._is_reset = self._is_reset, False
+        answered = False
+        try:
+            async with asyncio.timeout(self.message_timeout_s):
+                with contextlib.suppress(ConnectionClosed):
+                    # A server that refuses a session says why, and closes.
+                    await self._socket.send(message)
+                raw = await self._socket.recv()
+            answer = answer_data(raw, kind=kind)
+            answered = True
+        except TimeoutError as error:
+            raise OpenEnvTimeoutError(
+                f"{self.url}: no answer to {kind} within {self.message_timeout_s:g} s"
+            ) from error
+        except ConnectionClosed as error:
+            raise OpenEnvConnectionError(f"{self.url}: connection lost in {kind}") from error
+        except OpenEnvServerError as error:
+            answered = error.code not in FATAL_CODES
+            raise
+        finally:
+            # A late answer must not be taken for that to another request: also on cancellation.
+            if answered:
+                self._is_reset = was_reset
+            else:
+                self._drop()
+        return answer
+
+    def _drop(self) -> None:
+        socket, self._socket, self._is_reset = self._socket, None, False
+        if socket is not None:
+            socket.transport.abort()
+
+
+def _is_transient(state: Any) -> bool:
+    """What another attempt may cure: no connection, status 500 or more, a missed deadline."""
+    error = state.outcome.exception()
+    if not isinstance(error, OpenEnvConnectionError):
+        return False
+    status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+    return status is None or status >= 500
+
+
+def _pause(state: Any) -> float:
+    """Seconds before the next attempt: growing, and scattered so that clients don't march."""
+    return min(2.0, 0.05 * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5)
+
+
+class _GiveUp:
+    """After four attempts; when all sessions are taken, after a time."""
+
+    def __init__(self, capacity_timeout_s: float) -> None:
+        self._deadline = time.monotonic() + capacity_timeout_s
+        self._failures = 0
+
+    def __call__(self, state: Any) -> bool:
+        if isinstance(state.outcome.exception(), OpenEnvCapacityError):
+            return time.monotonic() + state.upcoming_sleep > self._deadline
+        self._failures += 1
+        return self._failures >= MAX_ATTEMPTS

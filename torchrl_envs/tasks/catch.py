@@ -1,0 +1,107 @@
+"""Catch: move a paddle under a falling ball, turn by turn.
+
+The demonstrations move at random; where the ball is, is for the policy to see.
+"""
+
+import random
+from typing import Any, Final
+
+from torchrl_data.conversation import Message
+from torchrl_envs.games.catch import NUM_ROWS, CatchGame
+
+from .task import Row, Task
+
+PROMPT: Final = (
+    "The ball o falls one row each turn. Move the paddle = until the ball is on the last row, and "
+    "be under it."
+)
+NUM_MOVES: Final = NUM_ROWS - 1
+
+
+class Catch:
+    """A ball, a paddle and tools to move it; the reward is 1 if the ball was caught."""
+
+    def reset(self, *, start: int, **row: Any) -> str:
+        """Drop a ball.
+
+        Args:
+            start: decides the ball's column.
+            **row: other columns.
+        """
+        del row
+        self._game = CatchGame(start)
+        return self._game.board()
+
+    def move(self, direction: str) -> str:
+        """Move the paddle by one column.
+
+        Args:
+            direction: "left" or "right".
+
+        Returns:
+            The board.
+        """
+        if direction not in ("left", "right"):
+            raise ValueError(f"the direction must be left or right, not {direction!r:.40}")
+        return self._play(direction)
+
+    def stay(self) -> str:
+        """Leave the paddle where it is.
+
+        Returns:
+            The board.
+        """
+        return self._play("stay")
+
+    def _play(self, direction: str) -> str:
+        self._game.move(direction)
+        end = ""
+        if self._game.is_over:
+            end = "\ncaught" if self._game.reward > 0 else "\nmissed"
+        return f"{self._game.board()}{end}"
+
+    def get_reward(self) -> float:
+        """1 if the ball was caught, 0 if it was missed or still falls."""
+        return max(self._game.reward, 0.0)
+
+
+def _demonstration(row: Row, rng: random.Random) -> list[Message]:
+    environment = Catch()
+    board = environment.reset(**row)
+    messages: list[Message] = [{"role": "user", "content": f"{row['prompt']}\n\n{board}"}]
+    for _ in range(NUM_MOVES):
+        direction = rng.choice(["left", "right", ""])
+        name, arguments = ("move", {"direction": direction}) if direction else ("stay", {})
+        answer = environment.move(direction) if direction else environment.stay()
+        call = {"function": {"name": name, "arguments": arguments}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": answer})
+    return [*messages, {"role": "assistant", "content": "done"}]
+
+
+def catch_task(
+    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 2048, seed: int = 0
+) -> Task:
+    """Balls to be caught.
+
+    Args:
+        num_rows: training rows.
+        num_held_out: rows of the test, drawn independently: there is nothing to memorise.
+        num_demonstrations: conversations for the warm start.
+        seed: of everything.
+    """
+    rng = random.Random(seed)
+
+    def rows(count: int) -> list[Row]:
+        return [{"prompt": PROMPT, "start": rng.randrange(2**31)} for _ in range(count)]
+
+    train, held_out = rows(num_rows), rows(num_held_out)
+    return Task(
+        name="catch",
+        environment=Catch,
+        train_rows=train,
+        held_out_rows=held_out,
+        demonstrations=[_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        max_turns=NUM_MOVES + 1,
+        max_new_tokens=32,
+    )

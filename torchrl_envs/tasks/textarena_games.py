@@ -1,0 +1,250 @@
+"""Single-player games of the package textarena as environments: Sudoku, 2048, Mastermind, ...
+
+Needs the package ``textarena``. Its games draw from Python's global random numbers; here each
+session has a state of its own, whatever runs beside it. Some games need word lists that the package
+would download; nothing is downloaded here.
+"""
+
+import contextlib
+import io
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+from torchrl_data.conversation import Message
+
+from .task import Row, Task
+
+PREFIX: Final = "textarena/"
+"""What the names of these tasks begin with."""
+MAX_TURNS: Final = 40
+_GLOBAL_RANDOM = threading.Lock()
+
+
+def textarena_games() -> list[str]:
+    """The names of all games of the package; not all are for one player.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    return sorted(_registry())
+
+
+@cache
+def _registry() -> Mapping[str, Any]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            import_module("textarena")
+    except ImportError as error:
+        raise ImportError(
+            "The package textarena is not installed: pip install textarena."
+        ) from error
+    return import_module("textarena.envs.registration").ENV_REGISTRY
+
+
+class OwnRandom:
+    """A state of Python's global random numbers that is in force inside a ``with`` block only.
+
+    Blocks of all threads run one after the other; what is outside finds its state as it was.
+
+    Args:
+        seed: of the state.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._state = random.Random(seed).getstate()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Put the state in force."""
+        with _GLOBAL_RANDOM:
+            outside = random.getstate()
+            random.setstate(self._state)
+            try:
+                yield
+            finally:
+                self._state = random.getstate()
+                random.setstate(outside)
+
+
+@contextlib.contextmanager
+def _no_downloads(game: str) -> Iterator[None]:
+    """TextArena's word games download word lists when they are imported; here that is an error."""
+    nltk: Any = import_module("nltk")
+    download = nltk.download
+
+    def refuse(names: Any = None, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        raise LookupError(
+            f"TextArena's {game} needs the word lists {names!r} of nltk. Install them once with "
+            f"nltk.download({names!r}); nothing is downloaded during training."
+        )
+
+    nltk.download = refuse
+    try:
+        yield
+    finally:
+        nltk.download = download
+
+
+class TextArenaSession:
+    """One game for one player.
+
+    Args:
+        game: its name, ``"Sudoku-v0-easy"`` say.
+        seed: the same seed, the same game.
+
+    Raises:
+        ValueError: there is no such game, or it is not for one player.
+        LookupError: the game needs word lists that are not installed.
+    """
+
+    def __init__(self, game: str, *, seed: int) -> None:
+        if game not in _registry():
+            raise ValueError(f"TextArena has no game {game!r}; see textarena_games().")
+        self.done = False
+        self.reward = 0.0
+        self.game = game
+        self._random = OwnRandom(seed)
+        with self._random(), _no_downloads(game), contextlib.redirect_stdout(io.StringIO()):
+            self._env = import_module("textarena").make(game)
+            try:
+                self._env.reset(num_players=1, seed=seed)
+            except (AssertionError, ValueError) as error:
+                raise ValueError(f"TextArena's {game} can't be played alone: {error}") from error
+            # The games' prompts and boards pile up in the wrapper's text: kept to show what is new.
+            self._shown = str(self._env.get_observation()[1])
+        self.opening = self._shown
+
+    def act(self, action: str) -> str:
+        """Make a move.
+
+        Args:
+            action: in the game's own notation.
+
+        Returns:
+            What is new since the last move.
+
+        Raises:
+            ValueError: the game is over.
+        """
+        if self.done:
+            raise ValueError("the game is over")
+        with self._random(), contextlib.redirect_stdout(io.StringIO()):
+            done, _ = self._env.step(action)
+            self.done = bool(done)
+            if not done:
+                shown = str(self._env.get_observation()[1])
+                new = shown.removeprefix(self._shown)
+                self._shown = shown
+                return new.strip()
+            rewards, info = self._env.close()
+        self.reward = float(rewards[0]) if rewards else 0.0
+        reason = info[0].get("reason") if info else None
+        return f"The game is over. {reason or ''}".strip()
+
+
+class TextArenaGame:
+    """A game as an environment; :func:`textarena_environment` says which.
+
+    The reward is the game's own at its end, usually 1 for a game that is won and the fraction that
+    is solved otherwise; 0 for a game that did not end.
+    """
+
+    game: str
+
+    def reset(self, *, seed: int, **row: Any) -> str:
+        """Begin a game.
+
+        Args:
+            seed: the group's seed, or the row's ``game_seed`` where the data has one.
+            **row: other columns.
+        """
+        given = row.get("game_seed")
+        self._session = TextArenaSession(self.game, seed=seed if given is None else given)
+        return self._session.opening
+
+    def act(self, action: str) -> str:
+        """Make a move in the game.
+
+        Args:
+            action: The move, in the notation that the game asks for.
+
+        Returns:
+            What the game says.
+        """
+        return self._session.act(action)
+
+    def get_reward(self) -> float:
+        """The game's own reward."""
+        return self._session.reward
+
+
+def textarena_environment(game: str) -> type[TextArenaGame]:
+    """An environment class for one game.
+
+    Args:
+        game: its name, ``"Sudoku-v0-easy"`` say.
+
+    Raises:
+        ValueError: there is no such game, or it is not for one player.
+        LookupError: the game needs word lists that are not installed.
+    """
+    TextArenaSession(game, seed=0)
+    return type(game.partition("-")[0], (TextArenaGame,), {"game": game})
+
+
+def textarena_task(
+    game: str,
+    *,
+    num_rows: int = 4096,
+    num_held_out: int = 256,
+    num_demonstrations: int = 512,
+    seed: int = 0,
+) -> Task:
+    """A game as a task.
+
+    Args:
+        game: its name.
+        num_rows: training rows, each another game.
+        num_held_out: rows of the test.
+        num_demonstrations: conversations that show how to call the tool, with no skill.
+        seed: of everything.
+
+    Raises:
+        ValueError: there is no such game, or it is not for one player.
+        LookupError: the game needs word lists that are not installed.
+    """
+    environment = textarena_environment(game)
+    rng = random.Random(seed)
+    name = game.partition("-")[0]
+    prompt = f"Play {name}. Make each move with the tool act."
+
+    def rows(count: int) -> list[Row]:
+        return [{"prompt": prompt, "game_seed": rng.randrange(2**31)} for _ in range(count)]
+
+    train, held_out = rows(num_rows), rows(num_held_out)
+    opening = TextArenaSession(game, seed=train[0]["game_seed"]).opening
+    return Task(
+        name=f"{PREFIX}{game}",
+        environment=environment,
+        train_rows=train,
+        held_out_rows=held_out,
+        demonstrations=[_demonstration(prompt, opening, rng) for _ in range(num_demonstrations)],
+        max_turns=MAX_TURNS,
+        max_new_tokens=32,
+    )
+
+
+def _demonstration(prompt: str, opening: str, rng: random.Random) -> list[Message]:
+    numbers = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(1, 3)))
+    call = {"function": {"name": "act", "arguments": {"action": f"[{numbers}]"}}}
+    return [
+        {"role": "user", "content": f"{prompt}\n\n{opening}"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "ok"},
+        {"role": "assistant", "content": "done"},
+    ]
