@@ -150,6 +150,31 @@ class Conversations:
             records.append(record)
         return cls(records)
 
+    @classmethod
+    def from_tokens(
+        cls,
+        rows: Iterable[Sequence[int]],
+        messages: Iterable[Sequence[Message]],
+        *,
+        awaits_response: bool = False,
+    ) -> Self:
+        """Start conversations from tokens that somebody hands in; they are kept as they are.
+
+        Args:
+            rows: token ids of each row; none of them is the policy's.
+            messages: what each row says, for people, tools and rewards.
+            awaits_response: the next token is the policy's.
+        """
+        records, positions = [], []
+        for ids, said in zip(rows, messages, strict=True):
+            record = ConversationRecord()
+            record.extend_tokens(ids, [Source.CONTENT] * len(ids))
+            record.messages.extend(said)
+            n, m = len(record.ids), len(record.messages)
+            records.append(record)
+            positions.append(Position(n, m, m, awaits_response, n if awaits_response else 0))
+        return cls(records, positions)
+
     def __len__(self) -> int:
         return len(self._records)
 
@@ -331,20 +356,23 @@ class Conversations:
         *,
         policy_version: int = -1,
         extra: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        sampled: bool = True,
     ) -> Self:
-        """A snapshot with the policy's turn added.
+        """A snapshot with a turn of the assistant added.
 
         Args:
-            rows: sampled ids, their log-probs and the message that they spell, per row; ``None``
+            rows: the turn's ids, their log-probs and the message that they spell, per row; ``None``
                 leaves the row as it is.
             policy_version: the version that sampled them.
             extra: further figures of the sampled tokens, such as their entropy: by name, one list
                 per row. Every row has the column from then on.
+            sampled: the policy sampled the turn; ``False`` where somebody else said it.
 
         Raises:
             RuntimeError: a row does not await a response.
             ValueError: there are not as many log-probs, or further figures, as ids.
         """
+        source = Source.MODEL if sampled else Source.CONTENT
         records, positions = list(self._records), list(self._positions)
         for i, response in enumerate(rows):
             if response is None:
@@ -362,7 +390,7 @@ class Conversations:
                     )
             records[i] = record = self._writable(i)
             start = len(record.ids)
-            record.extend_tokens(ids, [Source.MODEL] * len(ids), log_probs, policy_version, figures)
+            record.extend_tokens(ids, [source] * len(ids), log_probs, policy_version, figures)
             if record.first_response is None:
                 record.first_response = len(record.messages)
             record.messages.append(message)

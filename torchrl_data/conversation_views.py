@@ -12,6 +12,7 @@ from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 from .conversation import Conversations, Source
 from .history import History
+from .messages import PLACEHOLDER_ROLE, Message
 
 _NO_BATCH = torch.Size([])
 
@@ -26,8 +27,8 @@ def conversations_of(leaf: Any) -> Conversations | None:
         parts = [conversations_of(part) for part in leaf.unbind(0)]
         found = [part for part in parts if part is not None]
         return Conversations.cat(found) if len(found) == len(parts) else None
-    data = getattr(leaf, "data", None)
-    return data if isinstance(data, Conversations) else None
+    held = getattr(type(leaf), "conversations", None)
+    return None if held is None else held(leaf)
 
 
 def history_view(
@@ -38,11 +39,11 @@ def history_view(
     Args:
         conversations: as many as the batch has elements.
         batch_size: the batch; the history has one dimension more.
-        response_only: the last message only.
+        response_only: the last message only; a placeholder where the policy has not answered.
     """
     rows = [
         History._from_messages(
-            [conversations.last_message(i)] if response_only else conversations.messages(i)
+            [_response(conversations, i)] if response_only else conversations.messages(i)
         )
         for i in range(len(conversations))
     ]
@@ -50,6 +51,12 @@ def history_view(
     for size in reversed(batch_size):
         stacked = [lazy_stack(stacked[i : i + size]) for i in range(0, len(stacked), size)]
     return stacked[0]
+
+
+def _response(conversations: Conversations, row: int) -> Message:
+    if conversations.position(row).awaits_response:
+        return {"role": PLACEHOLDER_ROLE, "content": ""}
+    return conversations.last_message(row)
 
 
 def row_tensordicts(conversations: Conversations) -> list[TensorDict]:

@@ -298,12 +298,47 @@ class ConversationEncoder:
             responses: sampled ids per row.
         """
         stops = set(self.stop_token_ids)
-        trimmed = [ids[:-1] if ids and ids[-1] in stops else ids for ids in responses]
+        return self.decode([ids[:-1] if ids and ids[-1] in stops else ids for ids in responses])
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of token ids, control tokens spelled out.
+
+        Args:
+            rows: ids per row; those outside the vocabulary are left out.
+        """
+        size = len(self.tokenizer)
         return self.tokenizer.batch_decode(
-            [list(ids) for ids in trimmed],
+            [[index for index in ids if 0 <= index < size] for ids in rows],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
+
+    def encode_turn(self, text: str, *, close: bool = False) -> tuple[list[int], str]:
+        """An assistant's turn that comes as text.
+
+        Args:
+            text: what is said; the end-of-turn token at its end is one, other control tokens that
+                it spells stay text.
+            close: end the turn also where the text does not.
+
+        Returns:
+            The ids, and the content of the message.
+        """
+        end = self._shape.end_of_turn
+        closed = bool(end) and text.endswith(end)
+        content = text.removesuffix(end) if closed else text
+        ids = self.guard.encode_texts([content])[0] if content else []
+        return ids + ([self.end_of_turn_id] if closed or close else []), content
+
+    def without_end(self, text: str) -> str:
+        """An assistant's text without the end-of-turn token that it spells at its end.
+
+        Args:
+            text: white space around the token goes too.
+        """
+        end = self._shape.end_of_turn
+        said = text.rstrip()
+        return said.removesuffix(end).rstrip() if end and said.endswith(end) else text
 
 
 def _label(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) -> list[Run]:

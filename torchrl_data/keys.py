@@ -24,6 +24,9 @@ from. Written by the policy on request."""
 MASKS: Final = "masks"
 """Group of the masks over ``("tokens", "full")``, bool, ragged ``[B, T]``."""
 
+INPUT_MODES: Final = (HISTORY, TEXT, TOKENS)
+"""What a conversation is shown as: messages, text or token ids."""
+
 PROMPT: Final = "prompt"
 RESPONSE: Final = "response"
 FULL: Final = "full"
@@ -31,19 +34,22 @@ FULL: Final = "full"
 HISTORY_PROMPT: Final[NestedKey] = (HISTORY, PROMPT)
 HISTORY_RESPONSE: Final[NestedKey] = (HISTORY, RESPONSE)
 HISTORY_FULL: Final[NestedKey] = (HISTORY, FULL)
-TOKENS_FULL: Final[NestedKey] = (TOKENS, FULL)
-LOG_PROBS_FULL: Final[NestedKey] = (LOG_PROBS, FULL)
-ATTENTION_MASK: Final[NestedKey] = (MASKS, "all_attention_mask")
+TOKENS_PROMPT: Final = (TOKENS, PROMPT)
+TOKENS_FULL: Final = (TOKENS, FULL)
+LOG_PROBS_FULL: Final = (LOG_PROBS, FULL)
+ATTENTION_MASK: Final = (MASKS, "all_attention_mask")
 """True where a token is real (not padding). Written by the policy."""
-ASSISTANT_MASK: Final[NestedKey] = (MASKS, "all_assistant_mask")
+ASSISTANT_MASK: Final = (MASKS, "all_assistant_mask")
 """True on the tokens that the policy sampled, stop token included. Written by the policy."""
-REF_LOG_PROBS_FULL: Final[NestedKey] = ("next", "ref_log_probs", FULL)
+REF_LOG_PROBS_FULL: Final = ("next", "ref_log_probs", FULL)
 """Log-probs under a reference model, float32, aligned with tokens. Written by ``RetrieveKL``."""
 
 QUERY: Final = "query"
 """What starts a conversation: a string or a list of messages per row. Written by data loading."""
 TOOLS: Final = "tools"
 """JSON schemas of the tools that a prompt shows, a list per row or ``None``. Written by tools."""
+TEXT_RESPONSE: Final = "text_response"
+"""An assistant's turn as text, a string per row, in place of a policy's. Written by the user."""
 ROW: Final = "row"
 """The dataset row of each rollout, a ``dict`` per row. Written by data loading."""
 GROUP_ID: Final = "group_id"

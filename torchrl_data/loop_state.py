@@ -7,22 +7,26 @@ somebody asks for one.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from .conversation import Conversations
+from .conversation_faces import ConversationFace, in_shape
 from .conversation_views import conversations_of
 from .errors import MissingEntryError
-from .keys import HISTORY, STEP_MASK
-from .layout import ChatHistory
+from .keys import HISTORY, INPUT_MODES, STEP_MASK, TEXT
+from .layout import ChatHistory, Text, Tokens
 from .tensorclass_views import attribute_reader, documented
+
+if TYPE_CHECKING:
+    from .encoder import ConversationEncoder
 
 
 def _read(leaf: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
-    return leaf.conversations() if name == "data" else read(leaf, name)
+    return leaf.shown() if name == "data" else read(leaf, name)
 
 
 @documented
@@ -31,7 +35,8 @@ class ConversationLeaf(NonTensorData):
     """Conversations as a leaf of a TensorDict, one row per batch element.
 
     Its ``data`` are always the conversations of its own rows: ``td[2:4]["history", "prompt"]`` has
-    two of them.
+    two of them. With a face they are what the face shows: ``td["text", "prompt"]`` is a list of
+    strings, ``td["tokens", "prompt"]`` a list of int64 ``[T]``.
     """
 
     _documentation = __doc__
@@ -41,6 +46,8 @@ class ConversationLeaf(NonTensorData):
     """Which row of the conversations each batch element is; int64, shaped like the batch."""
     whole: Tensor | None = None
     """The ``rows`` of a leaf that was never indexed: the same tensor, so the check is ``is``."""
+    face: Any = None
+    """A :class:`ConversationFace`, or ``None`` to show the conversations themselves."""
     _metadata: dict | None = None
     _is_non_tensor: bool = True
 
@@ -51,6 +58,7 @@ class ConversationLeaf(NonTensorData):
         batch_size: torch.Size,
         rows: Tensor | None = None,
         whole: Tensor | None = None,
+        face: ConversationFace | None = None,
     ) -> "ConversationLeaf":
         """A leaf of a batch size; without ``rows``, one that stands for all of them in order."""
         if rows is None:
@@ -63,6 +71,7 @@ class ConversationLeaf(NonTensorData):
         )
         state["_non_tensordict"].pop("rows", None)
         state["_non_tensordict"]["whole"] = whole
+        state["_non_tensordict"]["face"] = face
         return leaf
 
     @property
@@ -78,6 +87,14 @@ class ConversationLeaf(NonTensorData):
         if rows is None or rows is state["_non_tensordict"].get("whole"):
             return everything
         return everything[rows]
+
+    def shown(self) -> Any:
+        """What the face shows of this leaf's rows, or the conversations if there is none."""
+        face = self.__dict__["_non_tensordict"].get("face")
+        conversations = self.conversations()
+        if face is None:
+            return conversations
+        return in_shape(face.rows(conversations), self.batch_size)
 
     def clone(self, recurse: bool = True, **kwargs: Any) -> "ConversationLeaf":  # noqa: ARG002
         """The same leaf: conversations are snapshots, which nothing changes."""
@@ -98,7 +115,7 @@ class ConversationLeaf(NonTensorData):
         whole = state["_non_tensordict"].get("whole")
         if rows is not None and rows.shape != size:
             rows = rows.view(size)
-        return type(self).of(state["_non_tensordict"]["data"], size, rows, whole)
+        return type(self).of(state["_non_tensordict"]["data"], size, rows, whole, face_of(self))
 
     def where(  # type: ignore[override]
         self,
@@ -116,7 +133,18 @@ class ConversationLeaf(NonTensorData):
         both = Conversations.cat([self.conversations(), other.conversations()])
         own = torch.arange(self.numel())
         rows = torch.where(condition.reshape(-1), own, own + self.numel())
-        return type(self).of(both[rows], self.batch_size)
+        return type(self).of(both[rows], self.batch_size, face=face_of(self))
+
+
+def face_of(leaf: Any) -> ConversationFace | None:
+    """The face of a leaf that holds conversations, of the first one in a stack of leaves.
+
+    Args:
+        leaf: of a batch, or of several batches that were stacked.
+    """
+    while isinstance(leaf, NonTensorStack):
+        leaf = leaf.unbind(0)[0]
+    return leaf.__dict__["_non_tensordict"].get("face")
 
 
 def active_rows(batch: TensorDictBase) -> Tensor:
@@ -125,13 +153,23 @@ def active_rows(batch: TensorDictBase) -> Tensor:
     return torch.ones(batch.numel(), dtype=torch.bool) if mask is None else mask.view(-1)
 
 
-def write_conversations(batch: TensorDictBase, which: str, conversations: Conversations) -> None:
-    """Put a snapshot at ``("history", which)``.
+def write_conversations(
+    batch: TensorDictBase,
+    which: str,
+    conversations: Conversations,
+    *,
+    mode: str | None = None,
+    encoder: "ConversationEncoder | None" = None,
+) -> None:
+    """Put a snapshot at ``(mode, which)``.
 
     Args:
         batch: a TensorDict of as many rows as the snapshot has.
         which: ``"prompt"``, ``"response"`` or ``"full"``.
         conversations: the snapshot.
+        mode: ``"history"``, ``"text"`` or ``"tokens"``; when not given, that of the conversations
+            of this name which the batch holds already, or else ``"history"``.
+        encoder: spells them out in the modes ``"text"`` and ``"tokens"``.
 
     Raises:
         ValueError: the number of rows differs.
@@ -140,29 +178,37 @@ def write_conversations(batch: TensorDictBase, which: str, conversations: Conver
         raise ValueError(
             f"A batch of {batch.numel()} rows can't hold {len(conversations)} conversations."
         )
-    leaf = ConversationLeaf.of(conversations, batch.batch_size)
-    group = batch.get(HISTORY, None)
+    face = None
+    if mode is None:
+        held = _held_leaf(batch, which)
+        face = None if held is None else face_of(held)
+        mode = HISTORY if face is None else face.mode
+    elif mode != HISTORY and encoder is not None:
+        face = ConversationFace(mode, which, encoder)
+    leaf = ConversationLeaf.of(conversations, batch.batch_size, face=face)
+    group = _group(batch, mode)
     if group is None:
-        batch.set(HISTORY, ChatHistory.of({which: leaf}, batch.batch_size))
+        batch.set(mode, _new_group(mode, {which: leaf}, batch.batch_size))
     else:
         group.set(which, leaf)
 
 
 def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conversations:
-    """The snapshot at ``("history", which)``, with exactly the rows of the batch.
+    """The snapshot of a name, in whatever mode, with exactly the rows of the batch.
 
     Args:
-        batch: what holds it.
+        batch: what holds it at ``("history", which)``, ``("text", which)`` or
+            ``("tokens", which)``.
         which: ``"prompt"``, ``"response"`` or ``"full"``.
         who: the component that reads, named in the error.
 
     Raises:
         MissingEntryError: there is none.
     """
-    group = batch.get(HISTORY, None)
-    leaf = None if group is None else group.get(which, None)
-    conversations = conversations_of(leaf)
+    conversations = conversations_of(_held_leaf(batch, which))
     if conversations is None:
+        group = _group(batch, HISTORY)
+        leaf = None if group is None else group.get(which, None)
         found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
         raise MissingEntryError(
             f"{who} reads {(HISTORY, which)}, where the batch holds {type(leaf).__name__} instead "
@@ -170,3 +216,27 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
             "the policy (full) first."
         )
     return conversations
+
+
+def _group(batch: TensorDictBase, mode: str) -> Any:
+    """The group of a mode; a value of the same name (a column ``text``, say) is none."""
+    group = batch.get(mode, None)
+    return None if group is None or is_non_tensor(group) else group
+
+
+def _held_leaf(batch: TensorDictBase, which: str) -> Any:
+    """The leaf of a name that holds conversations, in the first mode that has one."""
+    for mode in INPUT_MODES:
+        group = _group(batch, mode)
+        leaf = None if group is None else group.get(which, None)
+        if leaf is not None and conversations_of(leaf) is not None:
+            return leaf
+    return None
+
+
+def _new_group(mode: str, parts: dict[str, Any], batch_size: torch.Size) -> Any:
+    if mode == HISTORY:
+        return ChatHistory.of(parts, batch_size)
+    group: Any = Text if mode == TEXT else Tokens
+    entries = TensorDict._new_unsafe(parts, batch_size=batch_size)
+    return group._from_tensordict(entries, {})

@@ -16,6 +16,7 @@ from tensordict import (
     NonTensorStack,
     TensorDict,
     TensorDictBase,
+    is_non_tensor,
 )
 from torch import Tensor
 
@@ -72,7 +73,9 @@ def rows_of(group: Any, name: str) -> list[Any]:
     """
     entries = entries_of(group)
     if not isinstance(entries, LazyStackedTensorDict):
-        return list(entries.get(name).unbind(0))
+        value = entries.get(name)
+        # Conversations show their rows as a list (see ``conversation_faces``).
+        return list(value.data if is_non_tensor(value) else value.unbind(0))
     return [row.get(name) for row in entries.unbind(0)]
 
 

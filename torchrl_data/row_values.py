@@ -6,7 +6,10 @@ They travel as one opaque list for the whole batch, which costs the same whateve
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+
+from .keys import QUERY
 
 
 def write_row_values(batch: TensorDictBase, key: str, values: Sequence[Any]) -> None:
@@ -37,18 +40,42 @@ def read_row_values(batch: TensorDictBase, key: str, default: Any = None) -> lis
         A new list of B values. A single value (a string, or the messages of one chat) that was set
         for the whole batch is repeated.
     """
-    size = batch.numel()
     entry = batch.get(key, None)
     if entry is None:
-        return [default] * size
+        return [default] * batch.numel()
+    return leaf_values(entry, batch.batch_size, one_chat=key == QUERY)
+
+
+def leaf_values(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> list[Any]:
+    """One Python value per row of a leaf.
+
+    Args:
+        entry: of a TensorDict of any shape, or a bare value.
+        shape: of the TensorDict; B is the number of its elements.
+        one_chat: a list of dictionaries is one value (the messages of a chat).
+
+    Returns:
+        A new list of B values; a single value is repeated.
+    """
     if isinstance(entry, NonTensorStack):
-        value = entry.tolist()
-    else:
-        value = entry.data if isinstance(entry, NonTensorData) else entry
-    if isinstance(value, list | tuple) and len(value) == size and not _is_one_chat(key, value):
-        return list(value)
+        return _flat(entry.tolist(), len(shape))
+    value = entry.data if isinstance(entry, NonTensorData) else entry
+    size = shape.numel()
+    if isinstance(value, list | tuple) and not (
+        one_chat and all(isinstance(item, dict) for item in value)
+    ):
+        if len(value) == size:
+            return list(value)
+        nested = _flat(value, len(shape))
+        if len(nested) == size:
+            return nested
     return [value] * size
 
 
-def _is_one_chat(key: str, value: Sequence[Any]) -> bool:
-    return key == "query" and all(isinstance(item, dict) for item in value)
+def _flat(values: Any, dims: int) -> list[Any]:
+    """The values of nested lists, ``dims`` deep."""
+    if dims <= 1:
+        return list(values) if dims == 1 and isinstance(values, list | tuple) else [values]
+    if not isinstance(values, list | tuple):
+        return [values]
+    return [value for part in values for value in _flat(part, dims - 1)]

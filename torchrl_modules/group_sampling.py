@@ -9,8 +9,6 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 
 from torchrl_data.conversation import Conversations
-from torchrl_data.keys import PROMPT
-from torchrl_data.loop_state import write_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 
 
@@ -33,9 +31,7 @@ def repeat_rows(
     repeated = batch.exclude(*values).reshape(-1)[index].reshape(size)
     for key, column in values.items():
         write_row_values(repeated, key, [column[i] for i in index.tolist()])
-    prompt = prompt[index]
-    write_conversations(repeated, PROMPT, prompt)
-    return repeated, prompt
+    return repeated, prompt[index]
 
 
 def _row_value_keys(batch: TensorDictBase) -> Sequence[str]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -12,12 +12,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_data.conversation import Conversations
-from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, TOKENS_FULL
-from torchrl_data.loop_state import read_conversations
+from torchrl_data.keys import LOG_PROBS_FULL
 from torchrl_data.packed import pack, unpack
 from torchrl_data.protocols import TokenScores
 
+from .policy_outputs import write_scores
 from .token_scoring import PackedScorer
 from .transformers_engine import TransformersEngine
 from .wrapper_base import LLMWrapperBase
@@ -63,36 +62,24 @@ class TransformersWrapper(LLMWrapperBase):
         """Sample a turn (``generate=True``) or score ``full`` (``generate=False``).
 
         Args:
-            tensordict: ``("history", "prompt")`` to generate; ``("history", "full")`` or ragged
-                ``("tokens", "full")`` with the assistant mask to score.
+            tensordict: ``(input_mode, "prompt")`` to generate; ``(input_mode, "full")`` or
+                ``("tokens", "full")``, with the assistant mask if it is known, to score.
 
         Returns:
             The same TensorDict. Scoring writes ``("log_probs", "full")``, float32, aligned with the
-            tokens, 0 outside the assistant mask.
+            tokens, 0 where nothing was scored: outside the assistant mask or, without one, outside
+            the response (the whole row where no prompt says what the response is).
         """
         if self.generate:
             return super().forward(tensordict)
-        ids, mask = self._read_full(tensordict)
-        flat_ids, lengths = pack(ids)
-        flat_mask, _ = pack(mask)
-        scores = self.score_packed(
-            flat_ids, lengths, flat_mask, temperature=self.sampling.temperature or 1.0
-        )
-        flat = torch.zeros(len(flat_ids), device=scores.log_prob.device)
-        flat = flat.masked_scatter(flat_mask.to(flat.device), scores.log_prob)
-        rows = lazy_stack([_row({LOG_PROBS_FULL: r}) for r in unpack(flat, lengths)])
-        return tensordict.update(rows.reshape(tensordict.batch_size))
-
-    def _read_full(self, tensordict: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
-        if TOKENS_FULL in tensordict.keys(include_nested=True):
-            flat = tensordict.reshape(-1)
-            return (
-                list(flat.get(TOKENS_FULL, as_list=True)),
-                list(flat.get(ASSISTANT_MASK, as_list=True)),
-            )
-        full: Conversations = read_conversations(tensordict, FULL, who=self._get_name())
-        rows = range(len(full))
-        return [full.token_ids(i) for i in rows], [full.assistant_mask(i) for i in rows]
+        rows = self.reads.rows_to_score(tensordict)
+        ids, lengths = pack(rows.ids)
+        mask, _ = pack(rows.masks)
+        scores = self.score_packed(ids, lengths, mask, temperature=self.sampling.temperature or 1.0)
+        flat = torch.zeros(len(ids), device=scores.log_prob.device)
+        flat = flat.masked_scatter(mask.to(flat.device), scores.log_prob)
+        write_scores(tensordict, rows, {LOG_PROBS_FULL: unpack(flat, lengths)})
+        return tensordict
 
     def score_packed(
         self,
@@ -107,10 +94,3 @@ class TransformersWrapper(LLMWrapperBase):
         return self.scorer.score_packed(
             ids, lengths, target_mask, temperature=temperature, entropy=entropy
         )
-
-
-def _row(entries: dict[Any, Tensor]) -> TensorDictBase:
-    row = TensorDict({}, batch_size=[])
-    for key, value in entries.items():
-        row.set(key, value)
-    return row

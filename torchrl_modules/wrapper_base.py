@@ -7,29 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation import Conversations, Message
-from torchrl_data.conversation_views import row_tensordicts
 from torchrl_data.encoder import ConversationEncoder
-from torchrl_data.keys import (
-    ENTROPY,
-    FINISH_REASON,
-    FULL,
-    HISTORY_FULL,
-    HISTORY_PROMPT,
-    PROMPT,
-    UNTEMPERED_LOG_PROBS,
-)
-from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
-from torchrl_data.padded_rows import padded_rows
+from torchrl_data.keys import ENTROPY, FINISH_REASON, FULL, HISTORY, PROMPT, UNTEMPERED_LOG_PROBS
+from torchrl_data.loop_state import active_rows
 from torchrl_data.row_values import write_row_values
 
 from .engine import Engine, Generation
 from .group_sampling import repeat_rows
+from .policy_inputs import PolicyInput
+from .policy_outputs import PolicyOutput
 from .sampling import SamplingParameters, requested_sampling
 
 
@@ -45,6 +37,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         chat_template: Jinja source with ``{% generation %}`` marks.
         chat_template_name: name of a built-in template.
         chat_template_kwargs: passed to the template.
+        input_mode: what prompts are: ``"history"`` (messages, to which the chat template is
+            applied), ``"text"`` or ``"tokens"`` (the whole prompt, taken as it is).
         write_tokens: also write ``tokens``, ``log_probs`` and ``masks`` as ragged rows. A collector
             switches it off, because it reads the same from the conversations once, at the end.
         pad_output: write them padded: the prompt on the left, the response on the right; the masks
@@ -57,9 +51,9 @@ class LLMWrapperBase(TensorDictModuleBase):
             distribution that each token was drawn from.
 
     Raises:
-        ValueError: a sampling parameter is out of range, both forms are given, the template is
-            not generation-marked, ``num_samples`` is below 1, or tokens are to be padded that are
-            not written.
+        ValueError: a sampling parameter is out of range, both forms are given, there is no such
+            input mode, the template is not generation-marked, ``num_samples`` is below 1, or
+            tokens are to be padded that are not written.
         TypeError: a sampling parameter is not known, or the tokenizer has no fast backend.
     """
 
@@ -73,6 +67,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        input_mode: str = HISTORY,
         write_tokens: bool = True,
         pad_output: bool = False,
         num_samples: int | None = None,
@@ -91,13 +86,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             raise ValueError(
                 f"{type(self).__name__}: num_samples must be at least 1, got {num_samples}."
             )
-        if pad_output and not write_tokens:
-            raise ValueError(
-                f"{type(self).__name__}: pad_output pads what write_tokens writes; write_tokens is "
-                "False."
-            )
-        self.in_keys: list[NestedKey] = [HISTORY_PROMPT]  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.out_keys: list[NestedKey] = [HISTORY_FULL, FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.engine = engine
         self.tokenizer = tokenizer
         self.encoder = ConversationEncoder(
@@ -109,17 +97,30 @@ class LLMWrapperBase(TensorDictModuleBase):
         if requested.stop_token_ids is None:
             requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
         self.sampling = requested
-        self.write_tokens = write_tokens
-        self.pad_output = pad_output
         self.num_samples = num_samples
+        self.reads = PolicyInput(input_mode, self.encoder, who=type(self).__name__)
+        self.writes = PolicyOutput(
+            input_mode,
+            self.encoder,
+            write_tokens=write_tokens,
+            pad_output=pad_output,
+            who=type(self).__name__,
+        )
+        self.in_keys: list[NestedKey] = [(input_mode, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.policy_version = 0
+
+    @property
+    def input_mode(self) -> str:
+        """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
+        return self.reads.mode
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sample one turn for every row.
 
         Args:
-            tensordict: ``("history", "prompt")``, ``[B]``; rows where ``_step``, bool ``[B]``, is
-                False are left as they are.
+            tensordict: ``(input_mode, "prompt")``, of any batch shape, from an environment or
+                built by hand; rows where ``_step``, bool, is False are left as they are.
 
         Returns:
             The same TensorDict with ``response``, ``full`` and ``finish_reason`` added; a new one
@@ -128,7 +129,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         Raises:
             MissingEntryError: there is no prompt.
         """
-        prompt = read_conversations(tensordict, PROMPT, who=self._get_name())
+        prompt = self.reads.prompts(tensordict)
         if self.num_samples is not None:
             prompt = self.encoder.encode_waiting(prompt)
             tensordict, prompt = repeat_rows(tensordict, prompt, self.num_samples)
@@ -137,19 +138,9 @@ class LLMWrapperBase(TensorDictModuleBase):
             prompt, full, reasons = self.respond(prompt)
         else:
             prompt, full, reasons = self._respond_some(prompt, active)
-        write_conversations(tensordict, PROMPT, prompt)
-        write_conversations(tensordict, FULL, full)
+        self.writes.write(tensordict, prompt, full)
         write_row_values(tensordict, FINISH_REASON, reasons)
-        if self.write_tokens:
-            tensordict.update(self._token_rows(full).reshape(tensordict.batch_size))
         return tensordict
-
-    def _token_rows(self, full: Conversations) -> TensorDictBase:
-        rows = row_tensordicts(full)
-        if not self.pad_output:
-            return lazy_stack(rows)
-        pad: Any = self.tokenizer.pad_token_id
-        return padded_rows(rows, pad_token_id=0 if pad is None else pad)
 
     def _respond_some(
         self, prompt: Conversations, active: Tensor

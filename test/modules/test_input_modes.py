@@ -1,0 +1,92 @@
+"""Prompts of all modes, from an environment or built by hand, and what the policy makes of them."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_data import ChatHistory, History, Masks, Text, Tokens
+from torchrl_modules import TransformersWrapper
+
+CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def make_policy(chatml_tokenizer, make_tiny_model):
+    def make(input_mode, **kwargs):
+        kwargs.setdefault("generate_kwargs", {"max_new_tokens": 6, "temperature": 0.0})
+        return TransformersWrapper(
+            make_tiny_model(), tokenizer=chatml_tokenizer, input_mode=input_mode, **kwargs
+        )
+
+    return make
+
+
+def prompt_ids(tokenizer):
+    """What the chat template's prompts of `CHATS` are in tokens."""
+    history = History.from_chats(CHATS)
+    return history.apply_chat_template(tokenizer=tokenizer, tokenize=True)
+
+
+def batch_of(form, tokenizer, shape=(3,)):
+    ids = prompt_ids(tokenizer)
+    shape = torch.Size(shape)
+    texts = tokenizer.batch_decode(ids)
+    if form == "history":
+        return TensorDict(
+            {"history": ChatHistory(prompt=History.from_chats(CHATS), batch_size=3)}, 3
+        )
+    if form == "text":
+        return TensorDict({"text": Text(prompt=texts, batch_size=3)}, 3)
+    if form == "ragged":
+        return TensorDict({"tokens": Tokens.from_rows(prompt=ids)}, 3)
+    if form == "nested":
+        nested = torch.nested.nested_tensor(ids, layout=torch.jagged)
+        return TensorDict({"tokens": Tokens(prompt=nested, batch_size=3)}, 3)
+    width = max(map(len, ids))
+    pad = tokenizer.pad_token_id
+    padded = torch.stack(
+        [torch.cat([ids[i].new_full((width - len(ids[i]),), pad), ids[i]]) for i in range(3)]
+    )
+    mask = torch.stack([torch.arange(width) >= width - len(row) for row in ids])
+    return TensorDict(
+        {
+            "tokens": Tokens(prompt=padded, padded=True, batch_size=3),
+            "masks": Masks(all_attention_mask=mask, batch_size=3),
+        },
+        3,
+    )
+
+
+FORMS = {
+    "history": "history",
+    "text": "text",
+    "ragged": "tokens",
+    "nested": "tokens",
+    "padded": "tokens",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_prompt_by_hand_gives_the_same_turn_in_every_mode(
+    form, make_policy, chatml_tokenizer
+):
+    batch = make_policy(FORMS[form])(batch_of(form, chatml_tokenizer))
+    expected = make_policy("history")(batch_of("history", chatml_tokenizer))
+    for i, (row, other) in enumerate(zip(batch.unbind(0), expected.unbind(0), strict=True)):
+        for key in (
+            ("tokens", "full"),
+            ("tokens", "response"),
+            ("masks", "all_assistant_mask"),
+            ("log_probs", "full"),
+        ):
+            torch.testing.assert_close(row[key], other[key])
+        assert row["tokens", "prompt"].tolist() == prompt_ids(chatml_tokenizer)[i].tolist()
+    assert batch["history"].response.content == expected["history"].response.content
+    assert batch["history"].response.role == [["assistant"]] * 3
+    if form == "text":
+        text = batch["text"]
+        assert [p + r for p, r in zip(text.prompt, text.response, strict=True)] == text.full
+        assert text.full == [
+            chatml_tokenizer.decode(row["tokens", "full"]) for row in batch.unbind(0)
+        ]
