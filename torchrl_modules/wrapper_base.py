@@ -98,13 +98,13 @@ class LLMWrapperBase(TensorDictModuleBase):
             requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
         self.sampling = requested
         self.num_samples = num_samples
-        self.reads = PolicyInput(input_mode, self.encoder, who=type(self).__name__)
+        self.reads = PolicyInput(input_mode, self.encoder, who=self._get_name())
         self.writes = PolicyOutput(
             input_mode,
             self.encoder,
             write_tokens=write_tokens,
             pad_output=pad_output,
-            who=type(self).__name__,
+            who=self._get_name(),
         )
         self.in_keys: list[NestedKey] = [(input_mode, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
