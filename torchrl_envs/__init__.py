@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
     from .chat_env import ChatEnv
     from .episode_env import EpisodeEnv
+    from .graders.math_verify_reward import MathVerifyReward
     from .reward_calls import row_reward
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
@@ -26,6 +27,7 @@ _HOMES = {
     "EpisodeEnv": "torchrl_envs.episode_env",
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
     "Job": "torchrl_envs.transforms.tool_source",
+    "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "RewardErrorLimit": "torchrl_envs.reward_error_limit",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
     "StepCounter": "torchrl.envs.transforms",
@@ -44,6 +46,7 @@ __all__ = [
     "EpisodeEnv",
     "EpisodeTransform",
     "Job",
+    "MathVerifyReward",
     "RewardErrorLimit",
     "RewardFunctions",
     "StepCounter",

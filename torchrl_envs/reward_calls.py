@@ -75,11 +75,12 @@ def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[
     """Arguments that a function requires and nobody gives.
 
     Args:
-        function: of one or of many rollouts.
+        function: of one or of many rollouts; an object may name columns in ``required_columns``.
         columns: of the data.
     """
+    required = [c for c in getattr(function, "required_columns", ()) if c not in columns]
     given = {*columns, *(SINGULAR.values() if scores_one_rollout(function) else LISTS)}
-    return [
+    return required + [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty

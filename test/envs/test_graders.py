@@ -1,0 +1,225 @@
+"""Verifiable rewards: what they find right, and what a hanging or greedy answer costs."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_data.row_values import read_row_values
+from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
+from torchrl_envs.graders.answers import (
+    exact_match,
+    final_text,
+    hash_answer,
+    hash_answer_match,
+    normalize_number,
+    read_tags,
+    think_answer_format,
+)
+from torchrl_envs.graders.killable_pool import KillablePool
+from torchrl_envs.graders.math_verify_reward import MathVerifyReward, grade_math
+
+HANGS = r"\boxed{9^{9^{9^9}}}"
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def test_mathematics_is_compared_by_value():
+    cases = [
+        (r"Hence \boxed{18}.", "18", 1.0),
+        (r"The result is $\frac{2}{4}$", r"\frac{1}{2}", 1.0),
+        ("<think>3?</think><answer>0.5</answer>", "1/2", 1.0),
+        (r"$1 + x^2$", "$x^2+1$", 1.0),
+        (r"\boxed{17}", "18", 0.0),
+        ("I do not know", "18", 0.0),
+        ("", "18", 0.0),
+    ]
+    assert [grade_math(text, gold) for text, gold, _ in cases] == [reward for *_, reward in cases]
+
+
+def test_a_hanging_answer_costs_its_rollout_only_and_its_process(scripted, play):
+    before = children()
+    rows = [
+        {"prompt": "<0>", "answer": "4"},
+        {"prompt": "<1>", "answer": "4"},
+        {"prompt": "<2>", "answer": ""},
+        {"prompt": "<3>", "answer": "4"},
+    ]
+    strict = MathVerifyReward(num_workers=1, timeout_s=2.0)
+    lenient = MathVerifyReward(num_workers=1, timeout_s=2.0, timeout_reward=0.25)
+    env = ChatEnv(batch_size=4).append_transform(DataLoadingPrimer(rows))
+    env.append_transform(RewardFunctions([strict, lenient]))
+    script = {"<0>": [r"\boxed{4}"], "<1>": [HANGS], "<2>": ["4"], "<3>": [r"\boxed{2+2}"]}
+    end = play(env, scripted(script))[0]
+    assert end["scorable"].view(-1).tolist() == [True, False, False, True]
+    assert end["reward"].view(-1).tolist() == [2.0, 0.25, 0.0, 2.0]
+    errors = read_row_values(end, "reward_errors")
+    assert "MathVerifyReward raised" in errors[1]
+    assert "was not graded within 2 s" in errors[1]
+    assert "can't read the right answer ''" in errors[2]
+    assert strict.num_timeouts == lenient.num_timeouts == 1
+    assert len(children() - before) >= 2
+    env.close()
+    assert not children() - before, "closing the environment ended the processes"
+
+
+def children():
+    found = psutil.Process().children(recursive=True)
+    # multiprocessing keeps one helper of its own until the program ends.
+    return {p.pid for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+
+
+def test_a_column_that_the_data_lacks_is_named_before_the_first_rollout():
+    env = ChatEnv(batch_size=1).append_transform(DataLoadingPrimer([{"prompt": "<0>"}]))
+    env.append_transform(RewardFunctions([MathVerifyReward(answer_column="gold")]))
+    with pytest.raises(ValueError, match=r"MathVerifyReward requires \['gold'\]"):
+        env.check()
+    env.close()
+
+
+def test_memory_is_bounded():
+    pool = KillablePool(num_workers=1, max_memory_mb=64)
+    future = pool.submit(bytearray, 2**30)
+    with pytest.raises(MemoryError):
+        future.result(timeout=60)
+    pool.close()
+
+
+def test_no_process_outlives_a_killed_program(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import time
+            from torchrl_envs.graders.killable_pool import KillablePool
+
+            if __name__ == "__main__":
+                pool = KillablePool(num_workers=2, timeout_s=600)
+                for _ in range(2):
+                    pool.submit(time.sleep, 500)
+                pool.submit(time.sleep, 0)
+                time.sleep(500)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    program = subprocess.Popen([sys.executable, str(script)], env=environment)
+    running = wait_for(lambda: _workers(program.pid), "the pool did not start")
+    program.kill()
+    program.wait(timeout=10)
+    wait_for(lambda: not any(_alive(p) for p in running), "processes were left")
+
+
+def _workers(pid):
+    """The two workers, once each has the thread that watches its parent."""
+    found = psutil.Process(pid).children(recursive=True)
+    workers = [p for p in found if p.num_threads() > 1]
+    return workers if len(workers) == 2 else []
+
+
+def _alive(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def wait_for(condition, words, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,200", "1200"),
+        (" $1,200.50 ", "1200.5"),
+        ("120.00", "120"),
+        ("120.", "120"),
+        ("+07", "7"),
+        ("-0.0", "0"),
+        ("-.50", "-0.5"),
+        ("30%", "30"),
+        ("1000", "1000"),
+        ("12 apples", "12 apples"),
+        ("1.2.3", "1.2.3"),
+        ("-", "-"),
+        ("", ""),
+    ],
+)
+def test_numbers_are_normalised(text, number):
+    assert normalize_number(text) == number
+
+
+@given(
+    st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-9999, max_value=9999)
+)
+def test_a_number_is_the_same_however_it_is_written(value):
+    written = {f"{value}", f"{value:+}", f"${value:,}", f"{value}0", f" {value}. "}
+    normal = {normalize_number(text) for text in written}
+    assert len(normal) == 1
+    assert float(normal.pop()) == float(value)
+
+
+@given(st.text())
+def test_readers_of_answers_never_raise(text):
+    normalize_number(text)
+    hash_answer(text)
+    tags = read_tags(text)
+    assert (tags.num_answer > 0) == ("<answer>" in text and bool(tags.num_answer))
+    think_answer_format([said(text)])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so\n#### 72", "72"),
+        ("#### 1\n#### 2\nmore", "2"),
+        ("#### ", ""),
+        ("72", None),
+    ],
+)
+def test_the_answer_after_the_hashes(text, answer):
+    assert hash_answer(text) == answer
+
+
+def test_hash_answers_and_exact_answers():
+    texts = ["#### 1,000", "1000", "so #### 5 \n", "####"]
+    answers = ["reason #### 1000", "1000", "6", "####"]
+    chats = [said(text) for text in texts]
+    assert hash_answer_match(chats, answer=answers) == [1.0, 0.0, 0.0, 1.0]
+    assert exact_match(chats, answer=answers) == [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        (" <think>\na\n</think>\n<answer>b</answer>\n", 1.0),
+        ("<think>a</think><answer>b</answer> more", 0.0),
+        ("<answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a<think>b</think></think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+    ],
+)
+def test_the_format_with_reasoning_and_answer(text, reward):
+    assert think_answer_format([said(text)]) == [reward]
+
+
+def test_the_last_message_counts_if_the_policy_wrote_it():
+    assert final_text([*said("a"), {"role": "tool", "content": "b"}, *said("c")]) == "c"
+    assert final_text([*said("a"), {"role": "tool", "content": "b"}]) == ""
+    assert final_text([]) == ""
+    assert final_text(said([{"type": "text", "text": "x"}, {"type": "image"}])) == "x"
+    assert final_text(said(None)) == ""

@@ -1,0 +1,1 @@
+"""Rewards that a program can verify: exact answers, formats, mathematics in killable processes."""

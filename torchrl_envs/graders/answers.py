@@ -1,0 +1,126 @@
+"""Answers in texts: found, normalised, compared; and whether a text has the format asked for.
+
+The reward functions here have TRL's signature: see ``RewardFunctions``.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from torchrl_data.conversation import Message
+
+_THINK: Final = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOTH: Final = re.compile(
+    r"\s*<think>((?:(?!</?think>|</?answer>).)*)</think>\s*"
+    r"<answer>((?:(?!</?think>|</?answer>).)*)</answer>\s*",
+    re.DOTALL,
+)
+
+
+class Tagged(NamedTuple):
+    """What stands in the first ``<think>`` and the last ``<answer>`` block of a text."""
+
+    think: str
+    answer: str
+    num_think: int
+    num_answer: int
+
+
+def message_text(message: Mapping[str, Any] | None) -> str:
+    """The text of a message; of content parts, that of the text parts.
+
+    Args:
+        message: in the chat format, or ``None`` for no message.
+    """
+    content = None if message is None else message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+
+
+def final_text(completion: Sequence[Message]) -> str:
+    """What the policy said last: the text of the last message if it is the assistant's.
+
+    Args:
+        completion: messages.
+    """
+    last = completion[-1] if completion else None
+    return message_text(last) if last is not None and last["role"] == "assistant" else ""
+
+
+def read_tags(text: str) -> Tagged:
+    """The reasoning and the answer of a text, stripped; empty where a block is absent."""
+    thinks, answers = _THINK.findall(text), _ANSWER.findall(text)
+    return Tagged(
+        think=thinks[0].strip() if thinks else "",
+        answer=answers[-1].strip() if answers else "",
+        num_think=len(thinks),
+        num_answer=len(answers),
+    )
+
+
+def hash_answer(text: str) -> str | None:
+    """What follows the last ``####`` of a text, up to the end of its line; GSM8K's format."""
+    if "####" not in text:
+        return None
+    return text.rsplit("####", 1)[1].strip().split("\n")[0].strip()
+
+
+def normalize_number(text: str) -> str:
+    """A number as it is compared: ``"$1,200.50 "`` is ``"1200.5"``, ``"+07"`` is ``"7"``.
+
+    Anything that is no decimal number comes back stripped and otherwise as it is.
+    """
+    plain = text.strip()
+    for sign in ",$%":
+        plain = plain.replace(sign, "")
+    match = re.fullmatch(r"([+-]?)([0-9]*)\.?([0-9]*)\.?", plain.strip())
+    if match is None or not (match[2] or match[3]):
+        return text.strip()
+    whole, fraction = match[2].lstrip("0") or "0", match[3].rstrip("0")
+    minus = "-" if match[1] == "-" and (whole != "0" or fraction) else ""
+    return f"{minus}{whole}.{fraction}" if fraction else f"{minus}{whole}"
+
+
+def exact_match(
+    completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
+) -> list[float]:
+    """1 where the last message is the answer, but for white space around it.
+
+    Args:
+        completions: a list of messages per rollout.
+        answer: the right answers.
+    """
+    return [
+        float(final_text(completion).strip() == str(right).strip())
+        for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+def hash_answer_match(
+    completions: Sequence[Sequence[Message]], answer: Sequence[str], **_: Any
+) -> list[float]:
+    """1 where the number after the last ``####`` is that of the answer.
+
+    Args:
+        completions: a list of messages per rollout.
+        answer: the right answers, with or without ``####``.
+    """
+    rewards = []
+    for completion, right in zip(completions, answer, strict=True):
+        said, expected = hash_answer(final_text(completion)), hash_answer(right)
+        wanted = normalize_number(right if expected is None else expected)
+        rewards.append(float(said is not None and normalize_number(said) == wanted))
+    return rewards
+
+
+def think_answer_format(completions: Sequence[Sequence[Message]], **_: Any) -> list[float]:
+    """1 where the last message is one ``<think>`` block and one ``<answer>`` block.
+
+    Args:
+        completions: a list of messages per rollout.
+    """
+    return [float(_BOTH.fullmatch(final_text(chat)) is not None) for chat in completions]

@@ -1,0 +1,116 @@
+"""Mathematical answers, compared by the package math-verify in killable processes.
+
+Needs ``pip install torchrl-agents[graders]``.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torchrl_data.conversation import Message
+
+from .answers import final_text, read_tags
+from .killable_pool import KillablePool
+
+
+class MathVerifyReward:
+    r"""1 where the last message's mathematical answer equals the right one, else 0.
+
+    The answer is read from the last ``<answer>`` block if there is one, else from the whole
+    message: a ``\boxed{}`` or other LaTeX, or the last number. An expression that takes too long
+    to parse or to compare costs its own process only, which is killed; its rollout can't be scored,
+    unless ``timeout_reward`` says what it gets.
+
+    Use it as a reward function: ``RewardFunctions([MathVerifyReward()])``, which also closes it.
+
+    Args:
+        answer_column: of the data; LaTeX or plain.
+        num_workers: processes.
+        timeout_s: deadline for one rollout, from when a process takes it up; that of
+            ``RewardFunctions`` counts the wait for a process too.
+        timeout_reward: for a rollout that takes longer; ``None`` makes it unscorable.
+
+    Raises:
+        ValueError: a setting is not positive.
+        ImportError: math-verify or pebble is not installed.
+    """
+
+    scores_one_rollout = True
+
+    def __init__(
+        self,
+        *,
+        answer_column: str = "answer",
+        num_workers: int = 2,
+        timeout_s: float = 5.0,
+        timeout_reward: float | None = None,
+    ) -> None:
+        if find_spec("math_verify") is None:
+            raise ImportError(
+                "MathVerifyReward needs the package math-verify, which is not installed: pip "
+                "install torchrl-agents[graders]."
+            )
+        self.answer_column = answer_column
+        self.timeout_reward = timeout_reward
+        self.required_columns = (answer_column,)
+        self.num_timeouts = 0
+        self._pool = KillablePool(num_workers=num_workers, timeout_s=timeout_s)
+
+    async def __call__(self, completion: Sequence[Message], **columns: Any) -> float:
+        """Score one rollout.
+
+        Args:
+            completion: its messages.
+            **columns: of the data.
+
+        Raises:
+            TimeoutError: time was up, and ``timeout_reward`` is ``None``.
+            ValueError: the right answer can't be read.
+        """
+        right = str(columns[self.answer_column])
+        future = self._pool.submit(grade_math, final_text(completion), right)
+        try:
+            return await asyncio.wrap_future(future)
+        except TimeoutError:
+            self.num_timeouts += 1
+            if self.timeout_reward is not None:
+                return self.timeout_reward
+            raise TimeoutError(
+                f"the answer was not graded within {self._pool.timeout_s:g} s"
+            ) from None
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._pool.close()
+
+
+def grade_math(said: str, right: str) -> float:
+    """Compare two answers; without a time limit, so run it in a killable process.
+
+    Args:
+        said: a text with the answer in it.
+        right: the right answer.
+
+    Returns:
+        1 or 0.
+
+    Raises:
+        ValueError: the right answer can't be read.
+    """
+    # It warns that its own time limits are off; here processes are killed instead.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    math_verify = import_module("math_verify")
+    expected = _parse(math_verify, right) or _parse(math_verify, f"${right}$")
+    if not expected:
+        raise ValueError(f"math-verify can't read the right answer {right!r:.200}")
+    answer = read_tags(said).answer
+    given = _parse(math_verify, answer) or _parse(math_verify, f"${answer}$") if answer else []
+    given = given or _parse(math_verify, said)
+    return float(math_verify.verify(expected, given, timeout_seconds=None))
+
+
+def _parse(math_verify: Any, text: str) -> list[Any]:
+    return math_verify.parse(text, parsing_timeout=None)
