@@ -1,12 +1,18 @@
 """A tokenizer, a tiny model and a scripted engine: the real parts that tests are made of."""
 
+import contextlib
+import gc
 import json
 import os
+import threading
+import time
+from typing import NamedTuple
 
 # Before torch is imported, where the command line has not set them.
 for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items():
     os.environ.setdefault(_name, _value)
 
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
@@ -146,3 +152,45 @@ def play():
         raise AssertionError(f"episodes {(~finished).nonzero().view(-1).tolist()} did not end")
 
     return run
+
+
+class _Held(NamedTuple):
+    """What a process holds: children, threads and open files."""
+
+    children: set[int]
+    threads: set[threading.Thread]
+    files: dict[str, str]
+
+    @classmethod
+    def now(cls):
+        files = {}
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
+                files[number] = os.readlink(f"/proc/self/fd/{number}")
+        children = {child.pid for child in psutil.Process().children(recursive=True)}
+        return cls(children, set(threading.enumerate()), files)
+
+    def more_than(self, before):
+        """What is held now and was not before, in words."""
+        files = {n: to for n, to in self.files.items() if before.files.get(n) != to}
+        return [
+            *(f"process {pid}" for pid in self.children - before.children),
+            *(f"thread {t.name}" for t in self.threads - before.threads if t.is_alive()),
+            *(f"file {to}" for to in files.values()),
+        ]
+
+
+@pytest.fixture
+def no_leaks():
+    """Fails a test that leaves a child process, a thread or an open file behind.
+
+    For a whole file: ``pytestmark = pytest.mark.usefixtures("no_leaks")``.
+    """
+    before = _Held.now()
+    yield
+    deadline = time.monotonic() + 5.0
+    while left := _Held.now().more_than(before):
+        gc.collect()
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.01)

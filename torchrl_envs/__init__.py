@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
+    from .transforms.function_tools import FunctionTools
     from .transforms.reward_functions import RewardFunctions
     from .transforms.tool_source import Answer, Job, ToolSource
 
@@ -26,6 +27,7 @@ _HOMES = {
     "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
     "EpisodeEnv": "torchrl_envs.episode_env",
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
+    "FunctionTools": "torchrl_envs.transforms.function_tools",
     "Job": "torchrl_envs.transforms.tool_source",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "RewardErrorLimit": "torchrl_envs.reward_error_limit",
@@ -45,6 +47,7 @@ __all__ = [
     "EnvironmentTools",
     "EpisodeEnv",
     "EpisodeTransform",
+    "FunctionTools",
     "Job",
     "MathVerifyReward",
     "RewardErrorLimit",

@@ -85,14 +85,14 @@ class ConcurrentCalls:
         progress = _Progress(timeouts_s)
         if not chain:
             return progress, None
-        if any(_is_async(call) for call in chain):
+        if any(is_async(call) for call in chain):
             return progress, self._loop.submit(self._run_async(chain, progress))
         return progress, self._threads.submit(functools.partial(_run_sync, chain, progress))
 
     async def _run_async(self, chain: Sequence[Call], progress: "_Progress") -> None:
         for call in chain:
             progress.begin()
-            if _is_async(call):
+            if is_async(call):
                 progress.outcomes.append(await _guarded_async(call))
             else:
                 future = self._threads.submit(functools.partial(_guarded, call))
@@ -108,7 +108,7 @@ class ConcurrentCalls:
             if remaining <= 0:
                 future.cancel()
                 done = list(progress.outcomes)
-                if not _is_async(chain[min(len(done), len(chain) - 1)]):
+                if not is_async(chain[min(len(done), len(chain) - 1)]):
                     self._threads.replace_stuck()
                 error = CallTimeoutError(f"no answer within {progress.timeout_s:g} s")
                 return done + [Outcome(error=error)] * (len(chain) - len(done))
@@ -231,7 +231,8 @@ def _run_sync(chain: Sequence[Call], progress: _Progress) -> None:
         progress.outcomes.append(_guarded(call))
 
 
-def _is_async(call: Call) -> bool:
+def is_async(call: Call) -> bool:
+    """Whether a call has to be awaited."""
     while isinstance(call, functools.partial):
         call = call.func
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(

@@ -1,6 +1,7 @@
-"""An environment's methods as tools: found, documented and checked before anything runs."""
+"""Functions and methods as tools: found, documented and checked before anything runs."""
 
 import inspect
+import re
 import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -16,6 +17,12 @@ from transformers.utils.chat_template_utils import (
 
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 """The lifecycle of an environment; never offered to the model."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NOT_BY_NAME: Final = {
+    inspect.Parameter.POSITIONAL_ONLY: "",
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
 
 
 class Tool(NamedTuple):
@@ -67,18 +74,40 @@ def environment_tools(environment: type | object) -> dict[str, Tool]:
     return tools
 
 
-def function_tool(function: Callable[..., Any], *, owner: str | None = None) -> Tool:
+def function_tool(
+    function: Callable[..., Any], *, owner: str | None = None, name: str | None = None
+) -> Tool:
     """A function as a tool.
 
     Args:
         function: with type hints and a Google docstring.
         owner: its class, named in errors.
+        name: what the model calls it; the function's own name when not given.
 
     Raises:
-        ValueError: a docstring, a type hint or the description of an argument is missing.
+        ValueError: a docstring, a type hint or the description of an argument is missing, an
+            argument can't be given by name, or the name is none that a model can call.
+        TypeError: it is not a function or a method.
     """
-    name = function.__name__
+    if not inspect.isroutine(function):
+        raise TypeError(
+            f"A tool is a function or a method, got {type(function).__name__}: {function!r:.80}. "
+            "Define one with def, type hints and a docstring."
+        )
+    name = name or function.__name__
     label = f"{owner}.{name}" if owner else name
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"The tool {label!r:.80} can't be called by that name: use 1 to 64 letters, digits, "
+            "'_', '-' and '.'."
+        )
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in _NOT_BY_NAME:
+            raise ValueError(
+                f"The tool {label} can't be offered to a model: its argument "
+                f"{_NOT_BY_NAME[parameter.kind]}{argument} is {parameter.kind.description}, but a "
+                "model gives each argument by its name. Write the arguments out."
+            )
     try:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
@@ -87,7 +116,33 @@ def function_tool(function: Callable[..., Any], *, owner: str | None = None) -> 
             "an `Args:` section that describes each argument, and a type hint for each. Prefix the "
             "name with an underscore if it is not meant as a tool."
         ) from error
-    parameters = schema["function"]["parameters"]
+    schema["function"]["name"] = name
+    return schema_tool(schema)
+
+
+def schema_tool(schema: dict[str, Any]) -> Tool:
+    """A tool from a schema in the format that chat templates show.
+
+    Args:
+        schema: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+
+    Raises:
+        jsonschema.SchemaError: the parameters are not a JSON schema.
+    """
+    function = schema["function"]
+    parameters = function["parameters"]
     # An argument that the tool does not have is an error, not a Python exception inside it.
-    strict = {**parameters, "additionalProperties": False}
-    return Tool(name, schema, Draft202012Validator(strict))
+    strict = {"additionalProperties": False, **_with_null(parameters)}
+    Draft202012Validator.check_schema(strict)
+    return Tool(function["name"], schema, Draft202012Validator(strict))
+
+
+def _with_null(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters whose ``nullable`` ones, OpenAPI's word for it, accept null."""
+    properties = {
+        name: {"anyOf": [schema, {"type": "null"}]}
+        if isinstance(schema, dict) and schema.get("nullable")
+        else schema
+        for name, schema in parameters.get("properties", {}).items()
+    }
+    return {**parameters, "properties": properties} if properties else parameters

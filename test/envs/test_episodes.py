@@ -359,7 +359,7 @@ def test_a_failing_call_is_answered_and_disturbs_no_other(
     ],
 )
 def test_any_result_is_text_of_bounded_length(scripted, call_text, play, tool, expected):
-    env = make_env(make_rows(1), EnvironmentTools(Awkward, max_result_chars=100))
+    env = make_env(make_rows(1), EnvironmentTools(Awkward, max_result_bytes=100))
     ends = play(env, scripted([call_text(tool), "done"]))
     assert tool_messages(ends[0], 0) == [expected]
     env.close()

@@ -221,7 +221,7 @@ def zero_tool() -> int:
 
 
 def test_settings_that_can_not_work_are_refused():
-    with pytest.raises(ValueError, match="timeout_s and max_result_chars must be positive"):
+    with pytest.raises(ValueError, match="timeout_s and max_result_bytes must be positive"):
         Tools(echo, timeout_s=0)
 
 

@@ -1,12 +1,28 @@
 """Whatever a tool returns or raises, the model reads valid text of bounded length."""
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_envs.concurrent_calls import Outcome
-from torchrl_envs.tool_results import MAX_ERROR_CHARS, result_text
+from torchrl_envs.tool_results import MAX_ERROR_BYTES, result_text
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclass
+class Data:
+    x: int
+
 
 VALUES = st.recursive(
     st.none()
@@ -25,16 +41,38 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(VALUES, st.integers(0, 40))
+@settings(max_examples=300, deadline=None)
+@given(VALUES, st.integers(1, 40))
 def test_any_value_is_text_of_bounded_length(value, cap):
-    text = result_text(Outcome(value), max_chars=cap)
-    assert text.encode("utf-8").decode("utf-8") == text
-    head, _, mark = text.partition("\n[... ")
-    if mark.endswith(" more characters were cut]"):
-        assert len(head) <= cap
+    text = result_text(Outcome(value), max_bytes=cap)
+    head, mark, rest = text.partition("\n[... ")
+    if mark and rest.endswith(("were cut]", "was cut]")):
+        assert len(head.encode("utf-8")) <= cap
     else:
-        assert len(text) <= cap
+        assert len(text.encode("utf-8")) <= cap
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        pytest.param("a" * 10, "a" * 8 + "\n[... 2 more characters were cut]", id="text"),
+        pytest.param("é" * 5, "é" * 4 + "\n[... 1 more characters were cut]", id="two bytes each"),
+        pytest.param("aé€€", "aé€\n[... 1 more characters were cut]", id="no half a character"),
+        pytest.param(b"a" * 10, "a" * 8 + "\n[... 2 more bytes were cut]", id="bytes"),
+        pytest.param(b"\xffok", "\N{REPLACEMENT CHARACTER}ok", id="not UTF-8"),
+        pytest.param(memoryview(b"ab"), "ab", id="memory"),
+        pytest.param(None, "null", id="nothing"),
+        pytest.param({2, 1}, "[1, 2]", id="set"),
+        pytest.param({"é": [1, 2]}, '{"é": [\n[... the rest was cut]', id="JSON is cut too"),
+        pytest.param([float("nan")], "[nan]", id="NaN is not JSON"),
+        pytest.param(Point(1, 2), "[1, 2]", id="named tuple"),
+        pytest.param(Data(1), '{"x": 1}', id="dataclass"),
+        pytest.param(torch.tensor([1, 2]), "[1, 2]", id="tensor"),
+        pytest.param(Path("/x"), "/x", id="str"),
+    ],
+)
+def test_values_as_text(value, expected):
+    assert result_text(Outcome(value), max_bytes=8) == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -43,8 +81,7 @@ def test_any_error_is_a_json_object(message):
     text = result_text(Outcome(error=OSError(message)))
     said = json.loads(text)["error"]
     assert said.startswith("OSError: ")
-    assert len(said) < MAX_ERROR_CHARS + 60
-    assert text.encode("utf-8")
+    assert len(said.encode("utf-8")) < MAX_ERROR_BYTES + 60
 
 
 def test_an_error_that_can_not_be_shown_is_named():

@@ -17,7 +17,7 @@ from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.accepted_arguments import accepted_arguments
 from torchrl_envs.concurrent_calls import Call
 from torchrl_envs.rewards import RewardSource, add_rewards
-from torchrl_envs.tool_results import MAX_RESULT_CHARS
+from torchrl_envs.tool_results import MAX_RESULT_BYTES
 from torchrl_envs.tool_schemas import Tool, environment_tools
 
 from .data_loading import DataLoadingPrimer
@@ -51,7 +51,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         overlap_calls: whether the calls of one turn may run at once on one environment.
         timeout_s: deadline of one call, in seconds; also of ``reset``, ``get_reward`` and
             ``close``.
-        max_result_chars: longer results are cut, with a mark.
+        max_result_bytes: longer results are cut, with a mark.
         show_schemas: whether the chat template shows the tools to the model.
 
     Raises:
@@ -65,11 +65,11 @@ class EnvironmentTools(ToolSource, RewardSource):
         route_column: str = "environment",
         overlap_calls: bool = False,
         timeout_s: float = 30.0,
-        max_result_chars: int = MAX_RESULT_CHARS,
+        max_result_bytes: int = MAX_RESULT_BYTES,
         show_schemas: bool = True,
     ) -> None:
         super().__init__(
-            timeout_s=timeout_s, max_result_chars=max_result_chars, show_schemas=show_schemas
+            timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
         )
         self.is_routed = isinstance(factory, Mapping)
         self.factories: dict[str, Factory] = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrent_calls import Call, Outcome
-from torchrl_envs.tool_results import MAX_RESULT_CHARS, result_text
+from torchrl_envs.tool_results import MAX_RESULT_BYTES, as_text, result_text
 
 from .episode_transform import EpisodeTransform
 
@@ -79,7 +79,7 @@ class ToolSource(EpisodeTransform):
 
     Args:
         timeout_s: deadline of one call, in seconds.
-        max_result_chars: longer results are cut, with a mark.
+        max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
         show_schemas: whether the chat template shows the tools to the model.
 
     Raises:
@@ -90,17 +90,17 @@ class ToolSource(EpisodeTransform):
         self,
         *,
         timeout_s: float = 30.0,
-        max_result_chars: int = MAX_RESULT_CHARS,
+        max_result_bytes: int = MAX_RESULT_BYTES,
         show_schemas: bool = True,
     ) -> None:
         super().__init__()
-        if not timeout_s > 0 or max_result_chars < 1:
+        if not timeout_s > 0 or max_result_bytes < 1:
             raise ValueError(
-                f"{type(self).__name__}: timeout_s and max_result_chars must be positive, got "
-                f"{timeout_s!r} and {max_result_chars!r}."
+                f"{type(self).__name__}: timeout_s and max_result_bytes must be positive, got "
+                f"{timeout_s!r} and {max_result_bytes!r}."
             )
         self.timeout_s = timeout_s
-        self.max_result_chars = max_result_chars
+        self.max_result_bytes = max_result_bytes
         self.show_schemas = show_schemas
 
     # Tools that are called in the model's format --------------------------------------------------
@@ -121,13 +121,20 @@ class ToolSource(EpisodeTransform):
     def job(self, call: ToolCall, function: Callable[..., Any], *, lane: Hashable = None) -> Job:
         """A job with this source's deadline and cap, answered with a ``tool`` message.
 
+        What the function returns is made text where it runs, under the deadline.
+
         Args:
             call: what the model asked for.
             function: takes no arguments.
             lane: see :class:`Job`.
         """
-        cap = self.max_result_chars
-        return Job(function, lambda outcome: tool_answer(call, outcome, cap), self.timeout_s, lane)
+
+        def phrase(outcome: Outcome) -> Answer:
+            failed = outcome.error is not None
+            content = result_text(outcome) if failed else outcome.value
+            return Answer(tool_message(call, content), is_error=failed)
+
+        return Job(as_text(function, self.max_result_bytes), phrase, self.timeout_s, lane)
 
     # What is in the text --------------------------------------------------------------------------
 
@@ -143,18 +150,6 @@ class ToolSource(EpisodeTransform):
         """
         del row, text
         return ()
-
-
-def tool_answer(call: ToolCall, outcome: Outcome, max_chars: int = MAX_RESULT_CHARS) -> Answer:
-    """A message of the ``tool`` role with what a call gave.
-
-    Args:
-        call: it is named in the message.
-        outcome: a value, or an error, which becomes a JSON object that the model can read.
-        max_chars: cap of the text.
-    """
-    content = result_text(outcome, max_chars=max_chars)
-    return Answer(tool_message(call, content), is_error=outcome.error is not None)
 
 
 def tool_message(call: ToolCall | None, content: str) -> Message:
