@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .grpo import GRPOLoss
     from .keys import DistillationLossKeys, GRPOLossKeys, SFTLossKeys
     from .mc_advantage import MCAdvantage
+    from .non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
     from .outputs import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
     from .packed_batch import MaskingStrategy, PackedBatch
     from .parts import (
@@ -74,6 +75,9 @@ _HOME = {
     "LUSPO": "presets",
     "MCAdvantage": "mc_advantage",
     "MaskingStrategy": "packed_batch",
+    "NonFiniteGate": "non_finite_gate",
+    "NonFiniteStepError": "non_finite_gate",
+    "StepOutcome": "non_finite_gate",
     "PackedBatch": "packed_batch",
     "RayMCAdvantage": "ray_mc_advantage",
     "SAPO": "presets",
@@ -116,6 +120,8 @@ __all__ = [
     "LeaveOneOut",
     "MCAdvantage",
     "MaskingStrategy",
+    "NonFiniteGate",
+    "NonFiniteStepError",
     "PackedBatch",
     "PassAtK",
     "RayMCAdvantage",
@@ -124,6 +130,7 @@ __all__ = [
     "SFTLossOutput",
     "SamplerCorrection",
     "SapoSurrogate",
+    "StepOutcome",
     "TokenFilters",
     "TopKRewardSelector",
     "VespoSurrogate",

@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from warm_start import warm_start
 
 from collectors import LLMCollector
-from objectives import GRPOLoss, GRPOLossOutput, MCAdvantage
+from objectives import GRPOLoss, GRPOLossOutput, MCAdvantage, NonFiniteGate
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -163,6 +163,9 @@ def main(cfg: GRPOConfig) -> None:
         optimizer = torch.optim.AdamW(
             actor.parameters(), lr=cfg.train.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
+        gate = NonFiniteGate(
+            optimizer, max_grad_norm=cfg.train.max_grad_norm, dump_dir=out / "not_finite"
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
             lambda step: min(
@@ -185,21 +188,18 @@ def main(cfg: GRPOConfig) -> None:
                     batch = loss_module.pack(buffer[:])
                     window = loss_module.measure_window(batch)
                 for _ in range(num_epochs):
-                    optimizer.zero_grad()
                     outputs = []
                     for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
                         outputs.append(loss_module(part, window=window))
-                        outputs[-1].total().backward()
-                    norm = torch.nn.utils.clip_grad_norm_(
-                        actor.parameters(), cfg.train.max_grad_norm
-                    )
-                    optimizer.step()
+                        gate.backward(outputs[-1], part)
+                    outcome = gate.step()
                     losses = GRPOLossOutput.combine(outputs)
                     figures |= {
                         "loss": losses.loss_objective.item(),
                         "clip_fraction": losses.clip_fraction.item(),
                         "kl_approx": losses.kl_approx.item(),
-                        "grad_norm": norm.item(),
+                        "grad_norm": outcome.grad_norm,
+                        "steps_not_finite": float(gate.num_not_finite),
                         "rows_trained": float(batch.num_rows),
                     }
                 schedule.step()

@@ -1,0 +1,188 @@
+"""An optimizer step that a loss or a gradient that is not finite cannot pass.
+
+One NaN in a gradient turns every parameter into NaN; here it costs one step, leaves a file with the
+batch to look at, and ends the run only when it keeps happening.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .packed_batch import PackedBatch
+
+
+@runtime_checkable
+class LossOutput(Protocol):
+    """What a loss gives back."""
+
+    def total(self) -> Tensor:
+        """What to call ``backward`` on."""
+        ...
+
+
+class StepOutcome(NamedTuple):
+    """What became of one optimizer step."""
+
+    grad_norm: float
+    """Norm of the whole gradient before clipping; NaN where it is not finite."""
+    skipped: str = ""
+    """Why no step was made; empty when one was."""
+    dump: Path | None = None
+    """The file with the batch of a step that was not finite."""
+
+
+class NonFiniteStepError(RuntimeError):
+    """Too many steps in a row were not finite."""
+
+
+class NonFiniteGate:
+    """Runs ``backward`` and ``optimizer.step`` while everything is finite.
+
+    A step whose loss or gradient is not finite is skipped: parameters and the optimizer's state
+    stay as they are, to the bit, and the gradients are dropped. So is a step for which there is no
+    gradient at all::
+
+        gate = NonFiniteGate(optimizer, max_grad_norm=1.0, dump_dir="outputs/not_finite")
+        for part in packed.micro_batches(max_tokens=8192):
+            gate.backward(loss(part, window=window), part)
+        outcome = gate.step()
+
+    Args:
+        optimizer: its parameters are trained.
+        max_grad_norm: gradients of a larger norm are scaled down to it; ``None`` for no limit.
+        dump_dir: where the batches of skipped steps are written, a safetensors file each: the
+            tensors of the packed batch, and the reason in the header. ``None`` for nowhere.
+        max_skipped_in_a_row: more than so many, and :meth:`step` raises.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        dump_dir: str | Path | None = None,
+        max_skipped_in_a_row: int = 2,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
+        if max_skipped_in_a_row < 0:
+            raise ValueError(
+                f"max_skipped_in_a_row must not be negative, got {max_skipped_in_a_row}."
+            )
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.dump_dir = None if dump_dir is None else Path(dump_dir)
+        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.num_steps = 0
+        """Calls of :meth:`step`, skipped ones included."""
+        self.num_not_finite = 0
+        self._in_a_row = 0
+        self._batches: list[PackedBatch] = []
+        self._bad_loss = ""
+
+    def backward(self, output: LossOutput, batch: PackedBatch | None = None) -> Tensor:
+        """Add the gradient of a loss to those of the step.
+
+        Args:
+            output: of a loss.
+            batch: what it was computed from, for the dump of a step that is not finite.
+
+        Returns:
+            The loss, detached.
+        """
+        total = output.total()
+        if batch is not None and self.dump_dir is not None:
+            self._batches.append(batch)
+        if not bool(total.isfinite().all()):
+            terms = _terms(output)
+            self._bad_loss = self._bad_loss or f"the loss is {total.detach().tolist()} ({terms})"
+        elif total.requires_grad:
+            total.backward()
+        return total.detach()
+
+    def step(self) -> StepOutcome:
+        """Make the optimizer step, or skip it, and drop the gradients.
+
+        Returns:
+            What became of it.
+
+        Raises:
+            NonFiniteStepError: this one and those before it were skipped for what is not finite,
+                more than ``max_skipped_in_a_row``.
+        """
+        self.num_steps += 1
+        parameters = [p for p in self._parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        reason = self._bad_loss
+        if not reason and not bool(norm.isfinite()):
+            reason = f"the norm of the gradient is {float(norm)}"
+        outcome = StepOutcome(float(norm))
+        if reason:
+            outcome = StepOutcome(float("nan"), reason, self._dump(reason))
+        elif not parameters:
+            outcome = StepOutcome(0.0, "no gradient")
+        else:
+            if self.max_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._batches, self._bad_loss = [], ""
+        self._count(outcome, not_finite=bool(reason))
+        return outcome
+
+    def _count(self, outcome: StepOutcome, *, not_finite: bool) -> None:
+        self.num_not_finite += not_finite
+        self._in_a_row = self._in_a_row + 1 if not_finite else 0
+        if self._in_a_row > self.max_skipped_in_a_row:
+            where = f" The batch is in {outcome.dump}." if outcome.dump is not None else ""
+            raise NonFiniteStepError(
+                f"{self._in_a_row} optimizer steps in a row were not finite, the last because "
+                f"{outcome.skipped}. The parameters are those of before.{where} Lower the learning "
+                "rate, clip harder, or look at the batch."
+            )
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _dump(self, reason: str) -> Path | None:
+        if self.dump_dir is None or not self._batches:
+            return None
+        from safetensors.torch import save_file
+
+        self.dump_dir.mkdir(parents=True, exist_ok=True)
+        path = self.dump_dir / f"step_{self.num_steps}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for index, batch in enumerate(self._batches):
+            tensors |= {f"{index}.{name}": value for name, value in _tensors(batch)}
+        save_file(tensors, path, metadata={"reason": reason, "step": json.dumps(self.num_steps)})
+        return path
+
+
+def _tensors(batch: PackedBatch) -> Iterable[tuple[str, Tensor]]:
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        items = value.items() if isinstance(value, Mapping) else [("", value)]
+        for name, tensor in items:
+            yield f"{field.name}.{name}".rstrip("."), tensor.detach().cpu().clone()
+
+
+def _terms(output: LossOutput) -> str:
+    """The terms of a loss that are not finite, by name."""
+    items = getattr(output, "items", dict)()
+    bad = [
+        f"{name} {value.detach().tolist()}"
+        for name, value in items
+        if isinstance(value, Tensor) and not bool(value.isfinite().all())
+    ]
+    return ", ".join(bad) or "no term by name"

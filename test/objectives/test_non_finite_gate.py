@@ -1,0 +1,137 @@
+"""FAULTS L01: what is not finite never reaches a parameter."""
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from objectives import GRPOLoss, NonFiniteGate, NonFiniteStepError
+
+
+class Loss:
+    """A loss of a given value and gradient."""
+
+    def __init__(self, total):
+        self.value = total
+
+    def total(self):
+        return self.value
+
+    def items(self):
+        return [("loss_objective", self.value)]
+
+
+def make_gate(**options):
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, betas=(0.9, 0.95))
+    gate = NonFiniteGate(optimizer, **options)
+    gate.backward(Loss((parameter * torch.tensor([3.0, 4.0])).sum()))
+    assert gate.step().grad_norm == 5
+    return gate, parameter, optimizer
+
+
+def with_gradient(parameter, value):
+    """A finite loss whose gradient is ``value`` in one entry."""
+    total = parameter.sum()
+    total.register_hook(lambda grad: grad * value)
+    return Loss(total)
+
+
+def state_of(parameter, optimizer):
+    return parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())
+
+
+def assert_same_state(parameter, optimizer, before):
+    assert torch.equal(parameter, before[0])
+    now = optimizer.state_dict()
+    for key, value in before[1]["state"][0].items():
+        assert torch.equal(now["state"][0][key], value), key
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_L01_a_step_that_is_not_finite_changes_nothing(where, value):
+    gate, parameter, optimizer = make_gate()
+    before = state_of(parameter, optimizer)
+    good = Loss(parameter.sum())
+    gate.backward(good)
+    gate.backward(
+        Loss(parameter.sum() * value) if where == "loss" else with_gradient(parameter, value)
+    )
+    outcome = gate.step()
+    assert where in outcome.skipped
+    assert math.isnan(outcome.grad_norm)
+    assert_same_state(parameter, optimizer, before)
+    assert parameter.grad is None
+    assert (gate.num_steps, gate.num_not_finite) == (2, 1)
+    # The next one is a step as if nothing had been.
+    gate.backward(Loss(parameter.sum()))
+    assert gate.step().skipped == ""
+    assert not torch.equal(parameter, before[0])
+
+
+def test_L01_ends_the_run_only_when_it_keeps_happening(tmp_path):
+    gate, parameter, _ = make_gate(max_skipped_in_a_row=2)
+
+    def bad():
+        gate.backward(Loss(parameter.sum() * math.nan))
+        return gate.step()
+
+    for _ in range(3):  # never three in a row
+        bad(), bad()
+        gate.backward(Loss(parameter.sum()))
+        gate.step()
+    bad(), bad()
+    with pytest.raises(NonFiniteStepError, match=r"3 optimizer steps.*loss_objective nan"):
+        bad()
+
+
+def test_L01_the_batch_is_kept_to_look_at(make_scorer, make_batch, tmp_path):
+    scorer = make_scorer()
+    loss = GRPOLoss(scorer)
+    optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
+    gate = NonFiniteGate(optimizer, dump_dir=tmp_path / "bad")
+    batch = make_batch()
+    for row in batch.unbind(0):
+        row["advantage"] = torch.full_like(row["advantage"], math.inf)
+    packed = loss.pack(batch)
+    before = scorer.table.detach().clone()
+    for part in packed.micro_batches(num_rows=4):
+        gate.backward(loss(part), part)
+    outcome = gate.step()
+    assert torch.equal(scorer.table, before)
+    assert outcome.dump == tmp_path / "bad" / "step_1.safetensors"
+    with safe_open(outcome.dump, "pt") as file:
+        assert "loss_objective" in file.metadata()["reason"]
+        ids = torch.cat([file.get_tensor(f"{i}.ids") for i in range(2)])
+        assert torch.equal(ids, packed.ids)
+        assert file.get_tensor("0.entries.advantage").isinf().all()
+
+
+def test_L02_a_step_without_a_gradient_leaves_the_momentum_alone():
+    gate, parameter, optimizer = make_gate()
+    before = state_of(parameter, optimizer)
+    gate.backward(Loss(torch.zeros((), requires_grad=True)))
+    assert gate.step().skipped == "no gradient"
+    assert_same_state(parameter, optimizer, before)
+    assert gate.num_not_finite == 0
+
+
+def test_gradients_are_clipped_to_the_norm():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    gate = NonFiniteGate(torch.optim.SGD([parameter], lr=1.0), max_grad_norm=0.5)
+    gate.backward(Loss((parameter * torch.tensor([3.0, 4.0])).sum()))
+    assert gate.step().grad_norm == 5
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.3, -0.4]))
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [({"max_grad_norm": 0.0}, "max_grad_norm"), ({"max_skipped_in_a_row": -1}, "in_a_row")],
+    ids=["norm 0", "negative count"],
+)
+def test_settings_out_of_range_raise(options, hint):
+    with pytest.raises(ValueError, match=hint):
+        NonFiniteGate(torch.optim.SGD([torch.zeros(1)], lr=1.0), **options)
