@@ -10,7 +10,7 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
@@ -32,6 +32,7 @@ class KillablePool:
         timeout_s: deadline of one call, from when a process takes it up.
         max_memory_mb: what a process may allocate beside what it starts with; beyond it a call
             raises ``MemoryError``.
+        preload: modules that a process imports when it starts, before any deadline runs.
 
     Raises:
         ValueError: a setting is not positive.
@@ -39,7 +40,12 @@ class KillablePool:
     """
 
     def __init__(
-        self, *, num_workers: int = 2, timeout_s: float = 5.0, max_memory_mb: int = 2048
+        self,
+        *,
+        num_workers: int = 2,
+        timeout_s: float = 5.0,
+        max_memory_mb: int = 2048,
+        preload: Sequence[str] = (),
     ) -> None:
         if num_workers < 1 or not timeout_s > 0 or max_memory_mb < 1:
             raise ValueError(
@@ -56,6 +62,7 @@ class KillablePool:
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.max_memory_mb = max_memory_mb
+        self.preload = tuple(preload)
         self._lock = threading.Lock()
         self._pool: Any = None
         self._stop: weakref.finalize | None = None
@@ -76,7 +83,7 @@ class KillablePool:
                     max_workers=self.num_workers,
                     context=multiprocessing.get_context("spawn"),
                     initializer=_start_worker,
-                    initargs=(os.getpid(), self.max_memory_mb),
+                    initargs=(os.getpid(), self.max_memory_mb, self.preload),
                 )
                 self._stop = weakref.finalize(self, _stop_pool, self._pool)
             return self._pool.schedule(function, args=args, timeout=self.timeout_s)
@@ -94,13 +101,15 @@ def _stop_pool(pool: Any) -> None:
     pool.join(timeout=_STOP_S)
 
 
-def _start_worker(parent: int, max_memory_mb: int) -> None:
+def _start_worker(parent: int, max_memory_mb: int, preload: Sequence[str]) -> None:
     """Limit the memory, and end with the process that started this one, whatever runs here."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    for module in preload:
+        import_module(module)
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limit = held + max_memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:

@@ -57,7 +57,9 @@ class MathVerifyReward:
         self.timeout_reward = timeout_reward
         self.required_columns = (answer_column,)
         self.num_timeouts = 0
-        self._pool = KillablePool(num_workers=num_workers, timeout_s=timeout_s)
+        self._pool = KillablePool(
+            num_workers=num_workers, timeout_s=timeout_s, preload=["math_verify", __name__]
+        )
 
     async def __call__(self, completion: Sequence[Message], **columns: Any) -> float:
         """Score one rollout.
