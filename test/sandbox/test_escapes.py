@@ -1,0 +1,384 @@
+"""Attacks on the sandbox: every one is blocked, or bounded by a limit.
+
+Each attack says "blocked" if it was stopped and "ESCAPED" if not. A secret lies in the
+environment, in a file, in a unix socket and in a process outside.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from torchrl_envs.sandbox import Sandbox, SandboxLimits, UnsandboxedCodeWarning
+
+CANARY = "canary-6f1b2c"
+MIB = 1024 * 1024
+LIMITS = SandboxLimits(
+    timeout_s=5.0,
+    memory_bytes=160 * MIB,
+    disk_bytes=8 * MIB,
+    num_files=256,
+    num_processes=16,
+    num_open_files=32,
+)
+PRELUDE = """
+import ctypes, os, signal, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def libc_call(name, *arguments):
+    if getattr(libc, name)(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), name)
+def expect_blocked(attack, *errors):
+    try:
+        found = attack()
+    except (errors or OSError) as error:
+        print("blocked", type(error).__name__)
+    else:
+        print("ESCAPED", found)
+"""
+
+
+def _read(path):
+    return f"expect_blocked(lambda: open({path!r}).read())"
+
+
+# Name of the attack, program. Names in braces are filled in from the victim.
+BLOCKED = {
+    "A01 environment": "if 'canary' in str(dict(os.environ)): print('ESCAPED')\nprint('blocked')",
+    "A01 environment of the parent": _read("/proc/{parent}/environ"),
+    "A01 environment of the first process": (
+        "print('ESCAPED' if 'canary' in open('/proc/self/environ').read() else 'blocked')\n"
+        + _read("/proc/1/environ")
+    ),
+    "A02 a private file": _read("{secret}"),
+    "A02 the password file": _read("/etc/shadow"),
+    "A02 this project": _read("{project_file}"),
+    "A02 a private file through another root": _read("/proc/1/root{secret}"),
+    "A02 a private file through another working directory": _read("/proc/1/cwd{secret}"),
+    "A03 write a private file": "expect_blocked(lambda: open('{secret}', 'a').write('x'))",
+    "A03 write into the system": "expect_blocked(lambda: open('/usr/bin/x', 'w'))",
+    "A03 write next to the interpreter": (
+        "expect_blocked(lambda: open(sys.prefix + '/x', 'w'))\n"
+        "expect_blocked(lambda: os.chmod(sys.executable, 0o777))"
+    ),
+    "A04 connect over TCP": """
+        import socket
+        expect_blocked(lambda: socket.create_connection(("127.0.0.1", {tcp_port}), 1).recv(99))""",
+    "A04 listen on TCP": """
+        import socket
+        expect_blocked(lambda: socket.create_server(("0.0.0.0", 0)))""",
+    "A05 send over UDP": """
+        import socket
+        expect_blocked(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            .sendto(b"x", ("127.0.0.1", {udp_port})))""",
+    "A05 ask a name server": """
+        import socket
+        expect_blocked(lambda: socket.getaddrinfo("example.com", 80))""",
+    "A05 abstract unix socket": """
+        import socket
+        expect_blocked(lambda: socket.socket(socket.AF_UNIX).connect({abstract!r}))""",
+    "A05 raw and netlink sockets": """
+        import socket
+        for family in (socket.AF_PACKET, socket.AF_NETLINK, 40):
+            expect_blocked(lambda: socket.socket(family, socket.SOCK_RAW))""",
+    "A06 memory of the parent": _read("/proc/{parent}/mem"),
+    "A06 memory of the supervisor": _read("/proc/1/mem"),
+    "A06 trace a process": """
+        expect_blocked(lambda: libc_call("ptrace", 16, {parent}, None, None))
+        expect_blocked(lambda: libc_call("ptrace", 16, 1, None, None))""",
+    "A06 read memory across processes": """
+        buffer = ctypes.create_string_buffer(8)
+        vector = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
+        expect_blocked(lambda: libc_call("process_vm_readv", 1, vector, 1, vector, 1, 0))""",
+    "A07 signal the parent": "expect_blocked(lambda: os.kill({parent}, 0))",
+    "A07 signal a process group": "expect_blocked(lambda: os.killpg({group}, 0))",
+    "A07 signal everybody": """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for who, number in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (-1, signal.SIGTERM)):
+            try:
+                os.kill(who, number)
+            except (ProcessLookupError, PermissionError) as error:
+                print("refused", error)
+        print("blocked, or this would have killed the sandbox or more")""",
+    "A07 slow the supervisor down": """
+        expect_blocked(lambda: os.setpriority(os.PRIO_PROCESS, 1, 19))
+        expect_blocked(lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)))
+        import resource
+        expect_blocked(lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)))""",
+    "A08 raise a limit again": """
+        import resource
+        expect_blocked(lambda: resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999)), ValueError)
+        expect_blocked(lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)), ValueError)""",
+    "A09 memory outside of processes": """
+        expect_blocked(lambda: os.memfd_create("x"))
+        expect_blocked(lambda: libc_call("shmget", 0, 1 << 20, 0o1600))
+        expect_blocked(lambda: libc_call("msgget", 0, 0o1600))""",
+    "A11 symbolic and hard links": """
+        os.symlink("{secret}", "/tmp/link")
+        expect_blocked(lambda: open("/tmp/link").read())
+        expect_blocked(lambda: os.link("{secret}", "/tmp/hard"))
+        expect_blocked(lambda: open("/tmp/" + "../" * 20 + "{secret}").read())""",
+    "A11 become root": """
+        expect_blocked(lambda: os.setuid(0))
+        expect_blocked(lambda: os.setgroups([0]))
+        expect_blocked(lambda: libc_call("unshare", 0x10000000))
+        expect_blocked(lambda: libc_call("syscall", 56, 0x10000000 | 17, 0, 0, 0, 0))
+        expect_blocked(lambda: os.chroot("/tmp"))
+        expect_blocked(lambda: libc_call("mount", b"x", b"/tmp", b"tmpfs", 0, None))
+        expect_blocked(lambda: libc_call("umount2", b"/tmp", 2))""",
+    "A11 devices and kernel interfaces": """
+        expect_blocked(lambda: os.mknod("/tmp/disk", 0o60666, os.makedev(8, 0)))
+        expect_blocked(lambda: open("/proc/sys/kernel/core_pattern", "w"))
+        expect_blocked(lambda: open("/proc/sysrq-trigger", "w"))
+        expect_blocked(lambda: libc_call("syscall", 425, 1, None))
+        expect_blocked(lambda: libc_call("syscall", 321, 0, None, 0))
+        expect_blocked(lambda: open("/sys/kernel/security/x").read())
+        expect_blocked(lambda: os.open("/dev/kmsg", os.O_RDONLY))""",
+}
+
+# Name of the attack: program, what its output must show.
+BOUNDED = {
+    "A08 fork bomb": (
+        """
+        import itertools
+        def count():
+            for n in itertools.count():
+                if os.fork() == 0:
+                    time.sleep(30)
+                os.write(1, b"x")
+        expect_blocked(count)""",
+        lambda result: 8 <= result.stdout.count("x") <= 17 and "blocked" in result.stdout,
+    ),
+    "A08 thread bomb": (
+        """
+        import threading
+        for n in range(1000):
+            try:
+                threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+            except RuntimeError:
+                print("blocked", n)
+                break""",
+        lambda result: "blocked" in result.stdout,
+    ),
+    "A09 memory of one process": (
+        """
+        def grow():
+            held = []
+            while True:
+                held.append(bytearray(4 << 20))
+                os.write(1, b"x")
+        expect_blocked(grow, MemoryError)""",
+        lambda result: 1 < result.stdout.count("x") * 4 <= 160 and "blocked" in result.stdout,
+    ),
+    "A09 memory of all processes in sum": (
+        """
+        for n in range(10):
+            if os.fork() == 0:
+                held = []
+                for m in range(12):
+                    held.append(b"1" * (8 << 20))
+                    os.write(1, b"x")
+                    time.sleep(0.02)
+                time.sleep(30)
+        time.sleep(30)""",
+        lambda result: result.out_of_memory and 80 < result.stdout.count("x") * 8 <= 400,
+    ),
+    "A10 fill the disk": (
+        """
+        def fill():
+            for n in range(100):
+                with open(f"/tmp/{n}", "wb") as file:
+                    file.write(bytes(1 << 20))
+                os.write(1, b"x")
+        expect_blocked(fill)
+        import resource
+        expect_blocked(lambda: open("/dev/shm/more", "wb").write(bytes(1 << 20)))""",
+        lambda result: 4 <= result.stdout.count("x") <= 8 and result.stdout.count("blocked") == 2,
+    ),
+    "A10 many files": (
+        """
+        def touch():
+            for n in range(100_000):
+                os.close(os.open(f"/tmp/{n}", os.O_CREAT))
+                os.write(1, b"x")
+        expect_blocked(touch)""",
+        lambda result: 200 < result.stdout.count("x") <= 256 and "blocked" in result.stdout,
+    ),
+    "A10 many open files": (
+        """
+        def pile_up():
+            held = []
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+                os.write(1, b"x")
+        expect_blocked(pile_up)""",
+        lambda result: result.stdout.count("x") < 32 and "blocked" in result.stdout,
+    ),
+    "A12 ignore every signal": (
+        """
+        for number in range(1, 65):
+            try:
+                signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError):
+                continue
+        print("blocked later", flush=True)
+        while True:
+            time.sleep(1)""",
+        lambda result: result.timed_out and result.wall_s < 3,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory):
+    """What an attack could reach outside."""
+    secret = tmp_path_factory.mktemp("home") / "secret"
+    secret.write_text(CANARY)
+    environment = {**os.environ, "SECRET": CANARY}
+    sleeper = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+    abstract = f"\0{CANARY}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as unix,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(abstract)
+        unix.listen()
+        yield {
+            "parent": sleeper.pid,
+            "group": sleeper.pid,
+            "secret": str(secret),
+            "project_file": __file__,
+            "tcp_port": tcp.getsockname()[1],
+            "udp_port": udp.getsockname()[1],
+            "abstract": abstract,
+        }
+    assert sleeper.poll() is None
+    sleeper.kill()
+    sleeper.wait()
+    assert secret.read_text() == CANARY
+
+
+def _program(attack, victim):
+    attack = textwrap.dedent(attack)
+    for name, value in victim.items():
+        attack = attack.replace(f"{{{name}!r}}", repr(value)).replace(f"{{{name}}}", str(value))
+    return PRELUDE + attack
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
+def sandbox(request):
+    os.environ["SECRET"] = CANARY
+    yield Sandbox(limits=LIMITS, isolation=request.param)
+    del os.environ["SECRET"]
+
+
+@pytest.mark.parametrize("attack", BLOCKED)
+def test_blocked(attack, sandbox, victim):
+    result = sandbox.run(_program(BLOCKED[attack], victim))
+    assert result.succeeded, result
+    assert "blocked" in result.stdout
+    assert "ESCAPED" not in result.stdout
+    assert CANARY not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("attack", BOUNDED)
+def test_bounded(attack, sandbox, victim):
+    program, holds = BOUNDED[attack]
+    result = sandbox.run(_program(program, victim), timeout_s=1.0 if "A12" in attack else None)
+    assert holds(result), result
+    assert "ESCAPED" not in result.stdout
+
+
+def test_nothing_outlives_a_run(sandbox):
+    mark = f"outlives-{os.getpid()}"
+    program = f"""
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv("/bin/sh", ["{mark}", "-c", "sleep 60; true"])
+    os._exit(0)
+os.wait()
+time.sleep(0.1)
+print("started")
+"""
+    result = sandbox.run(program)
+    assert result.stdout == "started\n"
+    assert result.wall_s < 5  # the daemon holds the output pipes open
+    assert not _running(mark)
+
+
+def _running(mark):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                command = file.read()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if command.startswith(mark.encode()):
+            found.append(pid)
+    return found
+
+
+def test_everything_ends_with_the_program_that_started_it():
+    """Killed, not closed: nobody is left to clean up."""
+    mark = f"orphan-{os.getpid()}"
+    program = f"import os; os.execv('/bin/sh', ['{mark}', '-c', 'sleep 60; true'])"
+    starter = f"""
+import os, signal, threading, time
+from torchrl_envs.sandbox import Sandbox, SandboxSession
+sandbox = Sandbox()
+for run in (SandboxSession(sandbox).run, sandbox.run):
+    threading.Thread(target=run, args=({program!r},)).start()
+time.sleep(1)
+print("started", flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    assert len(_running(mark)) == 2
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    gone = threading.Event()
+    for _ in range(20):
+        if not _running(mark):
+            break
+        gone.wait(0.1)
+    assert not _running(mark)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "A02 a private file",
+        "A03 write a private file",
+        "A04 connect over TCP",
+        "A05 send over UDP",
+        "A05 abstract unix socket",
+        "A07 signal the parent",
+        "A07 signal a process group",
+    ],
+)
+def test_the_attacks_are_real(attack, victim):
+    """Without isolation they succeed."""
+    open_sandbox = _unsandboxed()
+    program = _program(BLOCKED[attack], victim).replace("recv(99)", "close()")
+    with open(victim["secret"]) as file:
+        secret = file.read()
+    result = open_sandbox.run(program)
+    with open(victim["secret"], "w") as file:
+        file.write(secret)
+    assert "ESCAPED" in result.stdout, result
+    assert result.isolation == "none"
+
+
+def _unsandboxed():
+    with pytest.warns(UnsandboxedCodeWarning, match="rights of this process"):
+        return Sandbox(isolation="none", allow_unsandboxed=True)

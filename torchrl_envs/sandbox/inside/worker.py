@@ -1,0 +1,123 @@
+"""The process that runs the code: limits on itself first, then the code."""
+
+import builtins
+import os
+import resource
+import signal
+import sys
+import types
+
+from . import kernel
+from .frames import read_message, write_all
+from .landlock import restrict_paths
+
+_FILE_NAME = "<python>"
+_EXIT_STATUS_OF_ERROR = 1
+
+
+def restrict(config):
+    """Apply every limit to this process; nothing can lift one again."""
+    os.setsid()
+    for name, value in config["resource_limits"]:
+        number = getattr(resource, name)
+        _, hard = resource.getrlimit(number)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+    if config["isolation"] == "landlock":
+        restrict_paths(config["readable"], config["writable"])
+    if config["syscall_filter"]:
+        kernel.load_syscall_filter(config["syscall_filter"])
+
+
+def take_streams(keep):
+    """Standard input is empty; no descriptor but those named stays open."""
+    empty = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(empty, 0)
+    kept = sorted({0, 1, 2, *keep})
+    for low, high in zip(kept, [*kept[1:], 1 << 20], strict=True):
+        os.closerange(low + 1, high)
+    text = {"encoding": "utf-8", "closefd": False}
+    sys.stdin = sys.__stdin__ = open(0, **text)  # noqa: SIM115
+    text["errors"] = "backslashreplace"
+    sys.stdout = sys.__stdout__ = open(1, "w", **text)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, **text)  # noqa: SIM115
+
+
+def prepare_interpreter(config):
+    """What a program expects of an interpreter, and an empty main module.
+
+    Returns:
+        The main module's namespace.
+    """
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    kernel.set_dumpable(True)
+    builtins.exit = builtins.quit = sys.exit
+    sys.argv = [""]
+    sys.path.extend(config["packages"])
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    return main.__dict__
+
+
+def run_once(code, namespace):
+    """Run a program as a script is run: its exit status is the process's."""
+    status = _run(code, namespace, keep_exit=True)
+    if status:
+        sys.exit(status)
+
+
+def serve(requests, answers, namespace):
+    """Run what is asked, one after the other, in one namespace."""
+    own = os.getpid()
+    while (request := read_message(requests)) is not None:
+        status = _run(request["code"], namespace, keep_exit=False)
+        _flush()
+        if os.getpid() != own:  # a process that the program forked, and that came back here
+            os._exit(status)
+        write_all(answers, b"%d\n" % status)
+
+
+def _run(code, namespace, keep_exit):
+    try:
+        exec(compile(code, _FILE_NAME, "exec", dont_inherit=True), namespace)
+    except SystemExit as stop:
+        if keep_exit:
+            raise
+        return _status_of(stop.code)
+    except BaseException as error:
+        _show(error, code)
+        return _EXIT_STATUS_OF_ERROR
+    return 0
+
+
+def _status_of(code):
+    if code is None or isinstance(code, int):
+        return int(code or 0) & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return _EXIT_STATUS_OF_ERROR
+
+
+def _show(error, code):
+    """The traceback of the program's own frames, as the interpreter shows it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != _FILE_NAME:
+        trace = trace.tb_next
+    _flush()
+    try:
+        import linecache  # only now: these take a good part of the time to start
+        import traceback
+
+        linecache.cache[_FILE_NAME] = (len(code), None, code.splitlines(keepends=True), _FILE_NAME)
+        traceback.print_exception(type(error), error, trace)
+    except MemoryError:
+        sys.__excepthook__(type(error), error.with_traceback(trace), trace)
+
+
+def _flush():
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # the program closed or replaced it

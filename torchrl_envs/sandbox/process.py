@@ -1,0 +1,173 @@
+"""One running sandbox, as its parent sees it: requests go in, capped output comes out."""
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from .capped_output import CappedOutput
+from .inside.frames import pack
+
+_READ_BYTES: Final = 1 << 16
+_GRACE_S: Final = 2.0
+"""How much later than the supervisor inside the parent looks at the clock."""
+_MAX_LINE_BYTES: Final = 4096
+_ENVIRONMENT: Final = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class SandboxProcess:
+    """Starts a sandbox and talks to its supervisor.
+
+    Args:
+        command: the whole command line.
+        config: the supervisor's settings; the descriptor of its reports is added.
+        max_output_bytes: cap of each output stream.
+    """
+
+    def __init__(
+        self, command: Sequence[str], config: dict[str, Any], *, max_output_bytes: int
+    ) -> None:
+        self._max_output_bytes = max_output_bytes
+        self._selector = selectors.DefaultSelector()
+        self._outgoing = bytearray()
+        self._line = b""
+        self._reports: list[str] = []
+        self._status, inside = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=_ENVIRONMENT,
+                pass_fds=(inside,),
+                start_new_session=True,
+                cwd="/",
+            )
+        except BaseException:
+            os.close(self._status)
+            self._selector.close()
+            raise
+        finally:
+            os.close(inside)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._stdin = self._process.stdin
+        self.clear_output()
+        for stream, take in (
+            (self._process.stdout.fileno(), lambda data: self.stdout.add(data)),
+            (self._process.stderr.fileno(), lambda data: self.stderr.add(data)),
+            (self._status, self._take_status),
+        ):
+            os.set_blocking(stream, False)
+            self._selector.register(stream, selectors.EVENT_READ, take)
+        os.set_blocking(self._stdin.fileno(), False)
+        self.send({**config, "status_fd": inside})
+
+    def clear_output(self) -> None:
+        """Forget what was written until now."""
+        self.stdout = CappedOutput(self._max_output_bytes)
+        self.stderr = CappedOutput(self._max_output_bytes)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message; it is written while a report is awaited."""
+        if not self._outgoing:
+            self._selector.register(self._stdin.fileno(), selectors.EVENT_WRITE, None)
+        self._outgoing += pack(message)
+
+    def next_report(self, *, timeout_s: float) -> str:
+        """The supervisor's next line; output is read meanwhile.
+
+        Args:
+            timeout_s: the supervisor keeps this deadline itself; a little later it is given up.
+
+        Returns:
+            The line; ``"timeout"`` if it had to be given up, and ``"exit -9"`` if it went without
+            one, because something outside killed it.
+        """
+        deadline = time.monotonic() + timeout_s + _GRACE_S
+        while not self._reports and self._status_is_open():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return "timeout"
+            for key, _ in self._selector.select(remaining):
+                self._handle(key)
+        self._drain()
+        return self._reports.pop(0) if self._reports else "exit -9"
+
+    def kill(self) -> None:
+        """End it with all of its processes, and give everything back."""
+        if self._process.poll() is None and not self._outgoing:
+            # The supervisor goes when its input ends, and the rest with it.
+            self._close_stdin()
+            try:
+                self._process.wait(timeout=_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        elif self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._selector.close()
+        self._close_stdin()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        os.close(self._status)
+
+    def _close_stdin(self) -> None:
+        if not self._stdin.closed:
+            if self._selector.get_map() and self._stdin.fileno() in self._selector.get_map():
+                self._selector.unregister(self._stdin.fileno())
+            self._stdin.close()
+
+    def _status_is_open(self) -> bool:
+        return self._status in self._selector.get_map()
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        if key.data is None:
+            self._write()
+        else:
+            self._read(key.fd, key.data)
+
+    def _write(self) -> None:
+        try:
+            written = os.write(self._stdin.fileno(), self._outgoing[:_READ_BYTES])
+        except BrokenPipeError:
+            written = len(self._outgoing)  # it has ended; its status says how
+        del self._outgoing[:written]
+        if not self._outgoing:
+            self._selector.unregister(self._stdin.fileno())
+
+    def _read(self, fd: int, take: Callable[[bytes], None]) -> bool:
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            take(data)
+        else:
+            self._selector.unregister(fd)
+        return bool(data)
+
+    def _drain(self) -> None:
+        """Read what was written before the report; a program that goes on writing waits."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None and key.fd != self._status:
+                for _ in range(64):
+                    if not self._read(key.fd, key.data):
+                        break
+
+    def _take_status(self, data: bytes) -> None:
+        *lines, self._line = (self._line + data)[-_MAX_LINE_BYTES:].split(b"\n")
+        self._reports += [line.decode("ascii", errors="replace") for line in lines]
