@@ -66,7 +66,8 @@ def make_env(
 
 def evaluate(env: EpisodeEnv, policy: LLMWrapperBase) -> TensorDictBase:
     """One rollout of each held-out prompt, sampled as in training."""
-    env.transform[0].rewind()
+    for data in env.transforms_of(DataLoadingPrimer):
+        data.rewind()
     return LLMCollector(env, policy).collect()
 
 
