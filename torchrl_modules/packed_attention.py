@@ -1,12 +1,12 @@
 """Causal attention over packed sequences, without a mask and without padding.
 
-Registered with Transformers as the attention ``"packed_sdpa"``: on packed input each segment
-attends to itself alone; on any other input it is Transformers' own ``"sdpa"``.
+Registered with Transformers as the attention ``"packed_sdpa"``: on packed input each token attends
+to its own sequence alone; on any other input it is Transformers' own ``"sdpa"``.
 
 Shape legend: N packed tokens, H heads, G key-value heads, D head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import groupby
@@ -18,6 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from .prefix_trie import PrefixTrie
+from .trie_attention import has_trie_attention, trie_attention
 
 PACKED_SDPA: Final = "packed_sdpa"
 _LAYERS: Final = {"full_attention", "sliding_attention"}
@@ -33,10 +36,10 @@ def packed_sdpa_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    segment_lengths: Sequence[int] | None = None,
+    trie: PrefixTrie | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each segment of one packed row.
+    """Attention within the sequences of one packed row.
 
     Args:
         module: the attention layer.
@@ -47,13 +50,14 @@ def packed_sdpa_forward(
         dropout: probability.
         scaling: factor on the scores; 1/sqrt(D) when ``None``.
         sliding_window: a token sees at most this many tokens, itself included.
-        segment_lengths: tokens of each segment, summing to N; ``None`` when not packed.
+        trie: which tokens make up the sequences; ``None`` when the input is not packed. Sequences
+            share tokens only where :func:`can_share` allows it.
         **kwargs: passed on when the input is not packed.
 
     Returns:
         ``[1, N, H, D]`` and ``None``.
     """
-    if segment_lengths is None:
+    if trie is None:
         return sdpa_attention_forward(
             module,
             query,
@@ -65,8 +69,13 @@ def packed_sdpa_forward(
             sliding_window=sliding_window,
             **kwargs,
         )
+    lengths = [segment.end - segment.start for segment in trie.segments]
+    plain = dropout == 0.0 and (sliding_window is None or max(lengths) <= sliding_window)
+    on_cpu = plain and query.device.type == "cpu" and has_trie_attention(query.device, query.dtype)
+    if trie.is_shared or on_cpu:
+        return trie_attention(query, key, value, trie, scale=scaling), None
     # Neighbours of one length are one batch, so sorting segments by length makes few calls.
-    runs = [(length, len(list(run))) for length, run in groupby(segment_lengths)]
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     totals = [length * count for length, count in runs]
     outputs = []
     for (length, count), *tensors in zip(
@@ -128,6 +137,30 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     AttentionMaskInterface.register(PACKED_SDPA, _mask)
     model.set_attn_implementation(PACKED_SDPA)
     return True
+
+
+def can_share(model: PreTrainedModel, longest: int) -> bool:
+    """Whether sequences may share the tokens that they begin with.
+
+    Args:
+        model: takes packed input.
+        longest: tokens of the longest sequence.
+
+    Returns:
+        ``False`` where attention is more than plain: dropout in training, a window that is
+        shorter than a sequence, or a device without the kernels.
+    """
+    config = model.config.get_text_config()
+    dropout = any(
+        isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name)
+        for name, value in config.to_dict().items()
+    )
+    window = getattr(config, "sliding_window", None) or longest
+    return (
+        not (model.training and dropout)
+        and window >= longest
+        and has_trie_attention(model.device, model.dtype)
+    )
 
 
 def _can_be_packed(model: PreTrainedModel) -> bool:

@@ -3,6 +3,8 @@
 Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -11,7 +13,8 @@ from torchrl_data.packed import cumulative_lengths, pad, sequence_index, unpack
 from torchrl_data.protocols import TokenScores
 
 from .chunked_head import chunked_log_prob
-from .packed_attention import packed_input, use_packed_attention
+from .packed_attention import can_share, packed_input, use_packed_attention
+from .prefix_trie import PrefixTrie, build_trie
 
 # Settings by which some models change the logits after the head; those use the model's own head.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -25,12 +28,21 @@ class PackedScorer:
             supports registered attentions; scored padded otherwise.
         micro_batch_tokens: most tokens of one forward pass when no gradient is needed; ``None``
             for no limit.
+        share_prefixes: run what sequences of a pass begin with in common through the model once,
+            where the model's attention allows it. Values and gradients are the same.
     """
 
-    def __init__(self, model: PreTrainedModel, *, micro_batch_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        micro_batch_tokens: int | None = None,
+        share_prefixes: bool = True,
+    ) -> None:
         self.model = model
         self.packed = use_packed_attention(model)
         self.micro_batch_tokens = micro_batch_tokens
+        self.share_prefixes = share_prefixes
         head = model.get_output_embeddings()
         plain = type(head) is nn.Linear and not any(
             getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_SETTINGS
@@ -71,8 +83,6 @@ class PackedScorer:
     def _score(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, temperature: float, entropy: bool
     ) -> TokenScores:
-        order = _length_order(ids, lengths)
-        ids, target_mask, lengths = ids[order], target_mask[order], lengths.sort(stable=True).values
         # The token at position t is predicted by the hidden state at t - 1.
         predictors = target_mask.nonzero().squeeze(1) - 1
         targets = ids[target_mask]
@@ -80,66 +90,65 @@ class PackedScorer:
             empty = torch.zeros(0, device=ids.device)
             return TokenScores(empty, empty if entropy else None)
         if self._head is None:
-            log_p = torch.log_softmax(self._own_logits(ids, lengths, predictors) / temperature, -1)
+            logits = self._own_logits(ids, lengths, target_mask, predictors)
+            log_p = torch.log_softmax(logits / temperature, -1)
             log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
-            entropies = torch.special.entr(log_p.exp()).sum(-1)
-        else:
-            hidden = self._hidden(ids, lengths)[predictors]
-            log_prob, entropies = chunked_log_prob(
-                hidden,
-                self._head.weight,
-                targets,
-                bias=self._head.bias,
-                temperature=temperature,
-            )
-        # Back in the order in which the tokens came.
-        back = order[target_mask].argsort()
-        return TokenScores(log_prob[back], entropies[back] if entropy else None)
+            entropies = torch.special.entr(log_p.exp()).sum(-1) if entropy else None
+            return TokenScores(log_prob, entropies)
+        log_prob, entropies = chunked_log_prob(
+            self._hidden(ids, lengths, target_mask, predictors),
+            self._head.weight,
+            targets,
+            bias=self._head.bias,
+            temperature=temperature,
+        )
+        return TokenScores(log_prob, entropies if entropy else None)
 
-    def _hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Last hidden states of packed sequences, ``[N, D]``."""
+    def _hidden(
+        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
+    ) -> Tensor:
+        """Last hidden states at some packed positions, ``[K, D]``."""
         decoder = self.model.base_model
         if not self.packed:
             inputs, keep = _padded_inputs(ids, lengths)
-            return decoder(**inputs, use_cache=False).last_hidden_state[keep]
+            return decoder(**inputs, use_cache=False).last_hidden_state[keep][predictors]
+        trie = self._trie(ids, lengths, target_mask)
         with packed_input():
-            output = decoder(
-                input_ids=ids[None],
-                position_ids=_positions(lengths)[None],
-                segment_lengths=lengths.tolist(),
-                use_cache=False,
-            )
-        return output.last_hidden_state[0]
+            output = decoder(**_packed_inputs(trie), use_cache=False)
+        return output.last_hidden_state[0, trie.node[predictors]]
 
-    def _own_logits(self, ids: Tensor, lengths: Tensor, predictors: Tensor) -> Tensor:
+    def _own_logits(
+        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
+    ) -> Tensor:
         """Float32 logits of the model's own head at some packed positions, ``[K, V]``."""
         if not self.packed:
             inputs, keep = _padded_inputs(ids, lengths)
             return self.model(**inputs, use_cache=False).logits[keep][predictors].float()
+        trie = self._trie(ids, lengths, target_mask)
         with packed_input():
             output = self.model(
-                input_ids=ids[None],
-                position_ids=_positions(lengths)[None],
-                segment_lengths=lengths.tolist(),
-                use_cache=False,
-                logits_to_keep=predictors,
+                **_packed_inputs(trie), use_cache=False, logits_to_keep=trie.node[predictors]
             )
         return output.logits[0].float()
 
+    def _trie(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> PrefixTrie:
+        # What comes after the predictor of the last target of a sequence is needed by nobody.
+        ends = _last_targets(lengths, target_mask)
+        share = self.share_prefixes and can_share(self.model, int(ends.max()))
+        return build_trie(ids, lengths, ends, share=share)
 
-def _length_order(ids: Tensor, lengths: Tensor) -> Tensor:
-    """Where each token comes from when the sequences are sorted by length, int64 ``[N]``."""
+
+def _last_targets(lengths: Tensor, target_mask: Tensor) -> Tensor:
+    """Position of the last target in each sequence, 0 where there is none; int64 ``[B]``."""
     starts = cumulative_lengths(lengths)[:-1]
-    by_length = lengths.argsort(stable=True)
-    sorted_lengths = lengths[by_length]
-    shift = starts[by_length] - cumulative_lengths(sorted_lengths)[:-1]
-    return torch.arange(len(ids), device=ids.device) + shift.repeat_interleave(sorted_lengths)
+    at = target_mask.nonzero().squeeze(1)
+    row = sequence_index(lengths)[at]
+    last = torch.zeros_like(lengths)
+    return last.scatter_reduce(0, row, at - starts[row], "amax")
 
 
-def _positions(lengths: Tensor) -> Tensor:
-    starts = cumulative_lengths(lengths)[:-1]
-    index = sequence_index(lengths)
-    return torch.arange(len(index), device=lengths.device) - starts[index]
+def _packed_inputs(trie: PrefixTrie) -> dict[str, Any]:
+    return {"input_ids": trie.ids[None], "position_ids": trie.positions[None], "trie": trie}
 
 
 def _padded_inputs(ids: Tensor, lengths: Tensor) -> tuple[dict[str, Tensor], Tensor]:
