@@ -5,16 +5,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .llm_collector import LLMCollector
+    from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
     from .weight_update.in_process import InProcessUpdater
     from .weight_update.interface import WeightUpdater
 
 _HOMES = {
     "InProcessUpdater": ".weight_update.in_process",
     "LLMCollector": ".llm_collector",
+    "RolloutFunctionCollector": ".rollout_func",
     "WeightUpdater": ".weight_update.interface",
+    "generate_rollout_completions": ".rollout_func",
 }
 
-__all__ = ["InProcessUpdater", "LLMCollector", "WeightUpdater"]
+__all__ = [
+    "InProcessUpdater",
+    "LLMCollector",
+    "RolloutFunctionCollector",
+    "WeightUpdater",
+    "generate_rollout_completions",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,14 +4,16 @@ Shape legend: B rows, T tokens of a row.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tensordict import TensorDictBase
 
+from torchrl_data.conversation import Conversations
 from torchrl_data.keys import PROMPT, ROW
 from torchrl_data.loop_state import read_conversations
 from torchrl_data.row_values import read_row_values
+from torchrl_envs.concurrent_calls import ConcurrentCalls
 from torchrl_envs.reward_calls import (
     RewardFunction,
     chains_of_calls,
@@ -114,26 +116,47 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     def finish_episodes(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
     ) -> None:
-        """Score the rows; a function that fails makes them unscorable.
+        """Score the rows, see :meth:`score`."""
+        final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
+        tools = self.env_transforms(EnvironmentTools)
+        environments = [_environment(tools, row) for row in rows]
+        data = read_row_values(batch, ROW)
+        self.score(next_batch, final, rows, data, environments, self.calls)
+
+    def score(
+        self,
+        batch: TensorDictBase,
+        conversations: Conversations,
+        rows: Sequence[int],
+        data: Sequence[Mapping[str, Any] | None],
+        environments: Sequence[Any],
+        calls: ConcurrentCalls,
+    ) -> None:
+        """Score finished conversations; a function that fails makes them unscorable.
+
+        Args:
+            batch: the rewards are written to it, see :func:`~torchrl_envs.rewards.add_rewards`.
+            conversations: of the whole batch.
+            rows: which are scored.
+            data: the data row of every conversation of the batch.
+            environments: of each of ``rows``.
+            calls: runs the functions.
 
         Raises:
             ValueError: a function that is used for the first time returned a wrong shape; the
                 message says what it returned and what is expected.
         """
-        final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
-        tools = self.env_transforms(EnvironmentTools)
-        environments = [_environment(tools, row) for row in rows]
-        inputs = reward_inputs(final, rows, read_row_values(batch, ROW), environments)
+        inputs = reward_inputs(conversations, rows, data, environments)
         chains = {
             name: chains_of_calls(function, inputs, len(rows))
             for name, function in self.functions.items()
         }
-        results = iter(self.calls.run([c for own in chains.values() for c in own], self.timeout_s))
+        results = iter(calls.run([c for own in chains.values() for c in own], self.timeout_s))
         for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
             given = read_outcomes(
                 name,
                 [next(results)[0] for _ in chains[name]],
-                final,
+                conversations,
                 rows,
                 by_turn=self.level == "turn",
                 nan_applies=self.nan_applies,
@@ -142,7 +165,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             if given.wrong_shape and name not in self._used:
                 raise ValueError(f"The reward function {given.wrong_shape}")
             self._used.add(name)
-            record_rewards(next_batch, name, rows, given.rewards, weight=weight)
+            record_rewards(batch, name, rows, given.rewards, weight=weight)
 
     def close(self) -> None:
         """Close the functions that can be."""

@@ -1,0 +1,323 @@
+"""For those who own their loop: a user's function makes the rollouts, the rest stays the same.
+
+Shape legend: B rollouts, T tokens of a rollout (ragged).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torchrl.data import ReplayBuffer
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_data.conversation import ConversationRecord, Conversations, Position, Source
+from torchrl_data.keys import (
+    DONE,
+    PROMPT,
+    QUERY,
+    ROW,
+    STOP_REASON,
+    TERMINATED,
+    TRUNCATED,
+)
+from torchrl_data.loop_state import write_conversations
+from torchrl_data.messages import Message
+from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_envs.concurrent_calls import ConcurrentCalls, Outcome
+from torchrl_envs.reward_calls import RewardFunction
+from torchrl_envs.rewards import add_rewards, close_rewards
+from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
+from torchrl_envs.transforms.reward_functions import RewardFunctions
+from torchrl_modules import LLMWrapperBase
+
+from .llm_collector import trajectory_rows
+from .rollout_checks import RolloutRow, check_rollouts
+from .weight_update.in_process import InProcessUpdater
+from .weight_update.interface import WeightUpdater
+
+RolloutFunction = Callable[[list[Any], "RolloutFunctionCollector"], Mapping[str, Any]]
+
+
+class PolicyOwner(Protocol):
+    """What :func:`generate_rollout_completions` needs: a collector is one."""
+
+    policy: Any
+    """A policy, usually an ``LLMWrapperBase``."""
+
+
+class RolloutFunctionCollector:
+    """Collects what a user's own rollout function returns; TRL's ``rollout_func``.
+
+    ``rollout_func(prompts, collector)`` gets one prompt per rollout (the rollouts of a group come
+    one after the other) and this collector, whose ``policy`` and ``processing_class`` it may use,
+    and returns a dictionary of lists: ``prompt_ids``, ``completion_ids``, ``logprobs`` (of the
+    distribution that was sampled from), and if it likes ``env_mask`` (0 on tokens that the policy
+    did not sample), ``truncated``, and further fields, which reward functions get by their names.
+
+    Args:
+        rollout_func: the function.
+        policy: whose weights are trained.
+        data: where prompts come from, in groups.
+        num_rollouts: rollouts of a batch; whole groups.
+        reward_functions: score the rollouts, see
+            :class:`~torchrl_envs.transforms.reward_functions.RewardFunctions`.
+        reward_field: a returned field that is a reward by itself, ``"env_reward"`` say.
+        replay_buffer: extended with every batch.
+        total_rollouts: stop after this many; ``None`` goes on while there is data.
+        postproc: changes a batch before it goes into the buffer.
+        weight_updater: how :meth:`update_policy_weights_` reaches the policy; in process when not
+            given.
+
+    Raises:
+        ValueError: there is no reward, or ``num_rollouts`` does not hold whole groups.
+    """
+
+    def __init__(
+        self,
+        rollout_func: RolloutFunction,
+        policy: Any,
+        data: DataLoadingPrimer,
+        *,
+        num_rollouts: int,
+        reward_functions: RewardFunctions | Sequence[RewardFunction] = (),
+        reward_field: str | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        total_rollouts: int | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        weight_updater: WeightUpdater | None = None,
+    ) -> None:
+        if num_rollouts < 1 or num_rollouts % data.group_size:
+            raise ValueError(
+                f"RolloutFunctionCollector: num_rollouts must hold whole groups of "
+                f"{data.group_size}, got {num_rollouts}."
+            )
+        if reward_field is None and not (
+            isinstance(reward_functions, RewardFunctions) or reward_functions
+        ):
+            raise ValueError(
+                "RolloutFunctionCollector: no reward. Give reward_functions=[...], or name with "
+                "reward_field= the field of rollout_func's result that is the reward."
+            )
+        self.rollout_func = rollout_func
+        self.policy = policy
+        self.data = data
+        self.num_rollouts = num_rollouts
+        self.reward_field = reward_field
+        self.reward_functions: RewardFunctions | None = None
+        if isinstance(reward_functions, RewardFunctions):
+            self.reward_functions = reward_functions
+        elif reward_functions:
+            self.reward_functions = RewardFunctions(reward_functions)
+        self.replay_buffer = replay_buffer
+        self.total_rollouts = total_rollouts
+        self.postproc = postproc
+        self.weight_updater = weight_updater or InProcessUpdater(policy)
+        self.num_collected = 0
+        self._calls = ConcurrentCalls()
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer, by the name that TRL's trainers have for it."""
+        return self.policy.tokenizer
+
+    @property
+    def policy_version(self) -> int:
+        """The version that new tokens are stamped with."""
+        return self.weight_updater.version
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches until the data or the budget is used up."""
+        while self.total_rollouts is None or self.num_collected < self.total_rollouts:
+            try:
+                yield self.collect()
+            except DataExhaustedError:
+                return
+
+    def collect(self) -> TensorDictBase:
+        """One batch of rollouts.
+
+        Returns:
+            What :meth:`~collectors.LLMCollector.collect` gives; the response of a row is everything
+            after its prompt. The same rows are in the replay buffer.
+
+        Raises:
+            TypeError: something that the function returned has the wrong type.
+            ValueError: a key is missing, a length is wrong or a value is out of range; the message
+                names the key and the row. A reward function's wrong shape, too.
+        """
+        batch = TensorDict({}, batch_size=[self.num_rollouts])
+        rows = list(range(self.num_rollouts))
+        self.data.draw_rows(batch, rows)
+        prompts = read_row_values(batch, QUERY)
+        version = self.policy_version
+        rollouts = check_rollouts(self.rollout_func(list(prompts), self), self.num_rollouts)
+        conversations = rollout_conversations(
+            rollouts, prompts, self.processing_class, policy_version=version
+        )
+        write_conversations(batch, PROMPT, conversations)
+        _write_ends(batch, rollouts)
+        self._score(batch, rollouts, conversations)
+        trajectories = lazy_stack(list(trajectory_rows(batch, rows)))
+        self.num_collected += self.num_rollouts
+        if self.postproc is not None:
+            trajectories = self.postproc(trajectories)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(trajectories)
+        return trajectories
+
+    def _score(
+        self, batch: TensorDictBase, rollouts: Sequence[RolloutRow], conversations: Conversations
+    ) -> None:
+        rows = list(range(len(rollouts)))
+        if self.reward_field is not None:
+            if self.reward_field not in rollouts[0].extra:
+                raise ValueError(
+                    f"rollout_func did not return {self.reward_field!r}, the reward field; it "
+                    f"returned the fields {sorted(rollouts[0].extra)}."
+                )
+            given = [Outcome(rollout.extra[self.reward_field]) for rollout in rollouts]
+            add_rewards(batch, self.reward_field, rows, given, who=self.reward_field)
+        if self.reward_functions is not None:
+            columns = read_row_values(batch, ROW)
+            data = [{**columns[row], **rollouts[row].extra} for row in rows]
+            self.reward_functions.score(
+                batch, conversations, rows, data, [None] * len(rows), self._calls
+            )
+        close_rewards(batch, rows, conversations)
+
+    def update_policy_weights_(self, source: nn.Module | Mapping[str, Tensor]) -> int:
+        """Push the trainer's weights to the policy; see :class:`~collectors.LLMCollector`."""
+        return self.weight_updater.push(source)
+
+    def shutdown(self) -> None:
+        """Stop the threads of the reward functions."""
+        self._calls.close()
+
+
+def generate_rollout_completions(
+    owner: PolicyOwner, prompts: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Sample one completion per prompt with the policy of a collector.
+
+    Args:
+        owner: the collector that a rollout function is given, or anything with a ``policy``.
+        prompts: a string or a list of messages each, or token ids: those of an earlier result with
+            more after them go on exactly where it ended.
+
+    Returns:
+        One dictionary per prompt: ``prompt_ids``, ``completion_ids`` and ``logprobs`` (lists),
+        ``text``, and ``finish_reason`` (``"stop"``, ``"length"`` or ``"error: ..."``, with an empty
+        completion).
+
+    Raises:
+        TypeError: a prompt is neither.
+    """
+    policy: LLMWrapperBase = owner.policy
+    by_ids = [i for i, prompt in enumerate(prompts) if _is_ids(prompt)]
+    by_messages = [i for i in range(len(prompts)) if i not in set(by_ids)]
+    ids: dict[int, list[int]] = {i: [int(t) for t in prompts[i]] for i in by_ids}
+    if by_messages:
+        chats = Conversations.from_messages([prompt_messages(prompts[i]) for i in by_messages])
+        encoded = policy.encoder.encode_waiting(chats)
+        ids |= {i: encoded.ids(k) for k, i in enumerate(by_messages)}
+    order = range(len(prompts))
+    generations = policy.engine.generate([ids[i] for i in order], policy.sampling)
+    texts = policy.encoder.decode_responses([g.ids for g in generations])
+    return [
+        {
+            "prompt_ids": ids[i],
+            "completion_ids": list(generation.ids),
+            "logprobs": list(generation.log_probs),
+            "text": text,
+            "finish_reason": generation.finish_reason
+            if generation.error is None
+            else f"error: {generation.error}",
+        }
+        for i, generation, text in zip(order, generations, texts, strict=True)
+    ]
+
+
+def _is_ids(prompt: Any) -> bool:
+    prompt = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and all(isinstance(token, int) for token in prompt)
+    )
+
+
+def prompt_messages(prompt: Any) -> list[Message]:
+    """A prompt of a data set as messages.
+
+    Args:
+        prompt: a string (what the user says) or a list of messages.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) for m in prompt):
+        return [dict(message) for message in prompt]
+    raise TypeError(
+        f"A prompt is a string or a list of messages, got {type(prompt).__name__}: {prompt!r:.60}."
+    )
+
+
+def rollout_conversations(
+    rollouts: Sequence[RolloutRow],
+    prompts: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    policy_version: int,
+) -> Conversations:
+    """Rollouts as finished conversations: their tokens as they are, their text decoded from them.
+
+    Args:
+        rollouts: checked.
+        prompts: a string or a list of messages each.
+        tokenizer: decodes the completions.
+        policy_version: stamped on the sampled tokens.
+    """
+    records, positions = [], []
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
+        record = ConversationRecord()
+        record.messages.extend(prompt_messages(prompt))
+        record.first_response = len(record.messages)
+        record.extend_tokens(rollout.prompt_ids, [Source.CONTENT] * len(rollout.prompt_ids))
+        start = 0
+        for sampled, run in groupby(rollout.sampled):
+            end = start + len(list(run))
+            ids = rollout.completion_ids[start:end]
+            if sampled:
+                log_probs = rollout.log_probs[start:end]
+                record.extend_tokens(ids, [Source.MODEL] * len(ids), log_probs, policy_version)
+            else:
+                record.extend_tokens(ids, [Source.CONTENT] * len(ids))
+            text = str(tokenizer.decode(ids, skip_special_tokens=True))
+            role = "assistant" if sampled else "tool"
+            record.messages.append({"role": role, "content": text})
+            start = end
+        records.append(record)
+        positions.append(
+            Position(
+                num_tokens=len(record.ids),
+                num_messages=len(record.messages),
+                num_encoded=len(record.messages),
+                response_start=len(rollout.prompt_ids),
+            )
+        )
+    return Conversations(records, positions)
+
+
+def _write_ends(batch: TensorDictBase, rollouts: Sequence[RolloutRow]) -> None:
+    truncated = torch.tensor([rollout.truncated for rollout in rollouts]).view(-1, 1)
+    batch.set(TRUNCATED, truncated)
+    batch.set(TERMINATED, ~truncated)
+    batch.set(DONE, torch.ones_like(truncated))
+    reasons = ["truncated" if rollout.truncated else "answered" for rollout in rollouts]
+    write_row_values(batch, STOP_REASON, reasons)
