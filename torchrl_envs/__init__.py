@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from .reward_calls import row_reward
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
+    from .sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
     from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
     from .transforms.function_tools import FunctionTools
+    from .transforms.python_interpreter import PythonInterpreter
     from .transforms.reward_functions import RewardFunctions
     from .transforms.tool_source import Answer, Job, ToolSource
 
@@ -30,8 +32,13 @@ _HOMES = {
     "FunctionTools": "torchrl_envs.transforms.function_tools",
     "Job": "torchrl_envs.transforms.tool_source",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
+    "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
     "RewardErrorLimit": "torchrl_envs.reward_error_limit",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
+    "Sandbox": "torchrl_envs.sandbox",
+    "SandboxLimits": "torchrl_envs.sandbox",
+    "SandboxResult": "torchrl_envs.sandbox",
+    "SandboxSession": "torchrl_envs.sandbox",
     "StepCounter": "torchrl.envs.transforms",
     "TooManyRewardErrors": "torchrl_envs.reward_error_limit",
     "ToolSource": "torchrl_envs.transforms.tool_source",
@@ -50,8 +57,13 @@ __all__ = [
     "FunctionTools",
     "Job",
     "MathVerifyReward",
+    "PythonInterpreter",
     "RewardErrorLimit",
     "RewardFunctions",
+    "Sandbox",
+    "SandboxLimits",
+    "SandboxResult",
+    "SandboxSession",
     "StepCounter",
     "TooManyRewardErrors",
     "ToolSource",
