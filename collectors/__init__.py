@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
     from .weight_update.in_process import InProcessUpdater
     from .weight_update.interface import WeightUpdater
+    from .weight_update.vllm_updater import vLLMUpdater
 
 _HOMES = {
     "InProcessUpdater": ".weight_update.in_process",
@@ -15,6 +16,7 @@ _HOMES = {
     "RolloutFunctionCollector": ".rollout_func",
     "WeightUpdater": ".weight_update.interface",
     "generate_rollout_completions": ".rollout_func",
+    "vLLMUpdater": ".weight_update.vllm_updater",
 }
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "RolloutFunctionCollector",
     "WeightUpdater",
     "generate_rollout_completions",
+    "vLLMUpdater",
 ]
 
 

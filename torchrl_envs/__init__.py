@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
     from .transforms.function_tools import FunctionTools
+    from .transforms.policy_version import PolicyVersion
     from .transforms.python_interpreter import PythonInterpreter
     from .transforms.reward_functions import RewardFunctions
     from .transforms.tool_source import Answer, Job, ToolSource
@@ -32,6 +33,7 @@ _HOMES = {
     "FunctionTools": "torchrl_envs.transforms.function_tools",
     "Job": "torchrl_envs.transforms.tool_source",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
+    "PolicyVersion": "torchrl_envs.transforms.policy_version",
     "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
     "RewardErrorLimit": "torchrl_envs.reward_error_limit",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
@@ -57,6 +59,7 @@ __all__ = [
     "FunctionTools",
     "Job",
     "MathVerifyReward",
+    "PolicyVersion",
     "PythonInterpreter",
     "RewardErrorLimit",
     "RewardFunctions",

@@ -108,7 +108,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         )
         self.in_keys: list[NestedKey] = [(input_mode, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.policy_version = 0
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that serve; the next tokens are stamped with it."""
+        return self.engine.version
 
     @property
     def input_mode(self) -> str:
@@ -172,6 +176,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             generated is left as it was), and why each turn ended.
         """
         prompt = self.encoder.encode_waiting(prompt)
+        version = self.policy_version
         generations = self.engine.generate(
             [prompt.ids(i) for i in range(len(prompt))],
             self.sampling,
@@ -180,7 +185,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         texts = self.encoder.decode_responses([g.ids for g in generations])
         full = prompt.append_responses(
             [_turn(g, text) for g, text in zip(generations, texts, strict=True)],
-            policy_version=self.policy_version,
+            policy_version=[g.token_versions(version) for g in generations],
             extra=self._figures(generations),
         )
         return prompt, full, [_reason(g) for g in generations]
@@ -208,8 +213,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         Raises:
             ValueError: the engine refuses the update; the old weights and version stay.
         """
-        self.engine.update_weights({k: v.detach() for k, v in state_dict.items()})
-        self.policy_version = self.policy_version + 1 if version is None else version
+        weights = {name: value.detach() for name, value in state_dict.items()}
+        self.engine.update_weights(weights, version=version)
         return self.policy_version
 
 

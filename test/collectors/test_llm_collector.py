@@ -216,7 +216,7 @@ def test_shutdown_closes_what_runs(scripted, call_text):
             raise OSError("the engine is gone")
         return policy(batch)
 
-    collector = LLMCollector(env, breaks, weight_updater=object())
+    collector = LLMCollector(env, breaks)
     with pytest.raises(OSError, match="engine is gone"):
         collector.collect()
     assert events == ["reset"] * 2
