@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
     from .transforms.function_tools import FunctionTools
+    from .transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
     from .transforms.policy_version import PolicyVersion
     from .transforms.python_interpreter import PythonInterpreter
     from .transforms.reward_functions import RewardFunctions
@@ -32,9 +33,13 @@ _HOMES = {
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
     "FunctionTools": "torchrl_envs.transforms.function_tools",
     "Job": "torchrl_envs.transforms.tool_source",
+    "KLComputation": "torchrl_envs.transforms.kl",
+    "KLRewardTransform": "torchrl_envs.transforms.kl",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "PolicyVersion": "torchrl_envs.transforms.policy_version",
     "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
+    "RetrieveKL": "torchrl_envs.transforms.kl",
+    "RetrieveLogProb": "torchrl_envs.transforms.kl",
     "RewardErrorLimit": "torchrl_envs.reward_error_limit",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
     "Sandbox": "torchrl_envs.sandbox",
@@ -58,9 +63,13 @@ __all__ = [
     "EpisodeTransform",
     "FunctionTools",
     "Job",
+    "KLComputation",
+    "KLRewardTransform",
     "MathVerifyReward",
     "PolicyVersion",
     "PythonInterpreter",
+    "RetrieveKL",
+    "RetrieveLogProb",
     "RewardErrorLimit",
     "RewardFunctions",
     "Sandbox",
