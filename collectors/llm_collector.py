@@ -175,6 +175,19 @@ class LLMCollector:
             "full")``. The same rows are in the replay buffer.
         """
         self._track_version()
+        try:
+            trajectories = self._run_episodes()
+        except BaseException:
+            self.env.release_episodes()
+            raise
+        self.num_collected += len(trajectories)
+        if self.postproc is not None:
+            trajectories = self.postproc(trajectories)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(trajectories)
+        return trajectories
+
+    def _run_episodes(self) -> TensorDictBase:
         size = self.env.batch_size[0]
         rows: list[TensorDictBase | None] = [None] * size
         active = torch.ones(size, dtype=torch.bool)
@@ -195,13 +208,7 @@ class LLMCollector:
                 f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
                 "turns. Append a StepCounter(max_steps=...)."
             )
-        trajectories = lazy_stack([self._labelled(row) for row in rows if row is not None])
-        self.num_collected += size
-        if self.postproc is not None:
-            trajectories = self.postproc(trajectories)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(trajectories)
-        return trajectories
+        return lazy_stack([self._labelled(row) for row in rows if row is not None])
 
     def _labelled(self, row: TensorDictBase) -> TensorDictBase:
         tracker = self.policy_version_tracker
