@@ -105,9 +105,7 @@ class ScriptedEngine:
         self.served.append((prompt, Generation(list(turn), log_probs, reason)))
         return self.served[-1][1]
 
-    version = 0
-
-    def update_weights(self, state_dict, *, version=None):
+    def update_weights(self, state_dict):
         raise ValueError("a script has no weights")
 
 

@@ -216,11 +216,12 @@ def test_shutdown_closes_what_runs(scripted, call_text):
             raise OSError("the engine is gone")
         return policy(batch)
 
-    collector = LLMCollector(env, breaks)
+    collector = LLMCollector(env, breaks, weight_updater=object())
     with pytest.raises(OSError, match="engine is gone"):
         collector.collect()
-    assert events == ["reset"] * 2 + ["close"] * 2
+    assert events == ["reset"] * 2
     collector.shutdown()
+    assert events == ["reset"] * 2 + ["close"] * 2
     collector.shutdown()
     assert events.count("close") == 2
 
