@@ -36,6 +36,7 @@ from torchrl_envs.episode_env import EpisodeEnv
 from torchrl_envs.rewards import REWARD_ERRORS
 from torchrl_envs.token_entries import TOKEN_ENTRIES, token_entries_of_row
 from torchrl_envs.transforms.data_loading import DataExhaustedError
+from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
@@ -66,6 +67,8 @@ class LLMCollector:
         postproc: changes a batch of trajectories before it goes into the buffer.
         weight_updater: how :meth:`update_policy_weights_` reaches the policy; in process when not
             given.
+        track_policy_version: append a :class:`~torchrl_envs.PolicyVersion`, or the one given, and
+            keep it at the version that the policy acknowledged; see ``policy_version_tracker``.
         max_turns: safety limit on the turns of an episode that nothing else ends.
 
     Raises:
@@ -82,6 +85,7 @@ class LLMCollector:
         total_trajectories: int | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         weight_updater: WeightUpdater | None = None,
+        track_policy_version: bool | PolicyVersion = False,
         max_turns: int = 1000,
     ) -> None:
         if not isinstance(env, EpisodeEnv):
@@ -94,15 +98,21 @@ class LLMCollector:
                 "LLMCollector: max_turns and total_trajectories must be at least 1, got "
                 f"{max_turns} and {total_trajectories}."
             )
+        self.policy_version_tracker = _tracker(track_policy_version)
+        """Knows the policy's version, if it is tracked."""
+        if self.policy_version_tracker is not None:
+            env.append_transform(self.policy_version_tracker)
         env.check()
         self.env = env
         self.policy = policy
         self.replay_buffer = replay_buffer
         self.total_trajectories = total_trajectories
         self.postproc = postproc
-        self.weight_updater = weight_updater or InProcessUpdater(policy)
+        self.weight_updater = weight_updater or InProcessUpdater()
+        self.weight_updater.attach(policy)
         self.max_turns = max_turns
         self.num_collected = 0
+        self._track_version()
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Batches of trajectories until the data or the budget is used up."""
@@ -117,16 +127,40 @@ class LLMCollector:
         """The version that new tokens are stamped with."""
         return self.weight_updater.version
 
-    def update_policy_weights_(self, source: nn.Module | Mapping[str, Tensor]) -> int:
+    def update_policy_weights_(
+        self,
+        source: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        version: int | None = None,
+    ) -> int:
         """Push the trainer's weights to the policy.
 
         Args:
             source: the trained model, or its state dict.
+            state_dict: the same under TorchRL's name; give one of the two.
+            version: the number of these weights, above the present one; ``None`` counts on.
 
         Returns:
-            The new policy version.
+            The new policy version, acknowledged by the policy.
+
+        Raises:
+            TypeError: neither or both of ``source`` and ``state_dict`` are given.
+            ValueError: the policy refuses the update and goes on with its old weights.
         """
-        return self.weight_updater.push(source)
+        given = [weights for weights in (source, state_dict) if weights is not None]
+        if len(given) != 1:
+            raise TypeError(
+                "LLMCollector.update_policy_weights_ takes a model or a state dict, got "
+                f"{len(given)} of them."
+            )
+        new_version = self.weight_updater.push(given[0], version=version)
+        self._track_version()
+        return new_version
+
+    def _track_version(self) -> None:
+        if self.policy_version_tracker is not None:
+            self.policy_version_tracker.advance_to(self.policy_version)
 
     def collect(self) -> TensorDictBase:
         """One batch of finished trajectories.
@@ -135,11 +169,25 @@ class LLMCollector:
             A lazy stack ``[B]`` of ragged rows, in the environment's order: what
             :func:`~torchrl_data.conversation_views.row_tensordicts` gives, with ``reward``
             ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
-            ``policy_version`` (when the trajectory began), ``num_turns``, ``num_tool_calls`` and
-            ``num_tool_errors`` ``[1]`` where there are tools, ``("rewards", source)``,
-            ``stop_reason``, ``reward_errors`` and ``("history", "full")``. The same
-            rows are in the replay buffer.
+            ``policy_version`` (when the trajectory began; as the tracker writes it, if there is
+            one), ``num_turns``, ``num_tool_calls`` and ``num_tool_errors`` ``[1]`` where there are
+            tools, ``("rewards", source)``, ``stop_reason``, ``reward_errors`` and ``("history",
+            "full")``. The same rows are in the replay buffer.
         """
+        self._track_version()
+        try:
+            trajectories = self._run_episodes()
+        except BaseException:
+            self.env.release_episodes()
+            raise
+        self.num_collected += len(trajectories)
+        if self.postproc is not None:
+            trajectories = self.postproc(trajectories)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(trajectories)
+        return trajectories
+
+    def _run_episodes(self) -> TensorDictBase:
         size = self.env.batch_size[0]
         rows: list[TensorDictBase | None] = [None] * size
         active = torch.ones(size, dtype=torch.bool)
@@ -160,17 +208,23 @@ class LLMCollector:
                 f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
                 "turns. Append a StepCounter(max_steps=...)."
             )
-        trajectories = lazy_stack([row for row in rows if row is not None])
-        self.num_collected += size
-        if self.postproc is not None:
-            trajectories = self.postproc(trajectories)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(trajectories)
-        return trajectories
+        return lazy_stack([self._labelled(row) for row in rows if row is not None])
+
+    def _labelled(self, row: TensorDictBase) -> TensorDictBase:
+        tracker = self.policy_version_tracker
+        if tracker is not None and tracker.named:
+            row.set_non_tensor(POLICY_VERSION, tracker.label(int(row.get(POLICY_VERSION))))
+        return row
 
     def shutdown(self) -> None:
         """Close the environment and everything that its episodes hold."""
         self.env.close(raise_if_closed=False)
+
+
+def _tracker(track: bool | PolicyVersion) -> PolicyVersion | None:
+    if isinstance(track, bool):
+        return PolicyVersion() if track else None
+    return track
 
 
 def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDict]:

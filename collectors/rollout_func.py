@@ -114,7 +114,8 @@ class RolloutFunctionCollector:
         self.replay_buffer = replay_buffer
         self.total_rollouts = total_rollouts
         self.postproc = postproc
-        self.weight_updater = weight_updater or InProcessUpdater(policy)
+        self.weight_updater = weight_updater or InProcessUpdater()
+        self.weight_updater.attach(policy)
         self.num_collected = 0
         self._calls = ConcurrentCalls()
 

@@ -105,7 +105,9 @@ class ScriptedEngine:
         self.served.append((prompt, Generation(list(turn), log_probs, reason)))
         return self.served[-1][1]
 
-    def update_weights(self, state_dict):
+    version = 0
+
+    def update_weights(self, state_dict, *, version=None):
         raise ValueError("a script has no weights")
 
 

@@ -69,7 +69,7 @@ class ConversationRecord:
         ids: Sequence[int],
         sources: Sequence[int],
         log_probs: Sequence[float] | None = None,
-        version: int = -1,
+        version: int | Sequence[int] = -1,
         extra: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """Append tokens; ``log_probs`` and ``extra`` are given for sampled tokens only."""
@@ -80,7 +80,7 @@ class ConversationRecord:
         self.ids.extend(ids)
         self.sources.extend(sources)
         self.log_probs.extend(log_probs if log_probs is not None else [0.0] * len(ids))
-        self.versions.extend([version] * len(ids))
+        self.versions.extend([version] * len(ids) if isinstance(version, int) else version)
 
     def copy_prefix(self, num_tokens: int, num_messages: int) -> "ConversationRecord":
         """A record of its own that starts like this one."""
@@ -354,7 +354,7 @@ class Conversations:
         self,
         rows: Sequence[tuple[Sequence[int], Sequence[float], Message] | None],
         *,
-        policy_version: int = -1,
+        policy_version: int | Sequence[int | Sequence[int]] = -1,
         extra: Mapping[str, Sequence[Sequence[float]]] | None = None,
         sampled: bool = True,
     ) -> Self:
@@ -363,14 +363,15 @@ class Conversations:
         Args:
             rows: the turn's ids, their log-probs and the message that they spell, per row; ``None``
                 leaves the row as it is.
-            policy_version: the version that sampled them.
+            policy_version: the version that sampled them; or one per row; or, for a row, one per
+                token, when the weights changed while it was sampled.
             extra: further figures of the sampled tokens, such as their entropy: by name, one list
                 per row. Every row has the column from then on.
             sampled: the policy sampled the turn; ``False`` where somebody else said it.
 
         Raises:
             RuntimeError: a row does not await a response.
-            ValueError: there are not as many log-probs, or further figures, as ids.
+            ValueError: there are not as many log-probs, versions or further figures, as ids.
         """
         source = Source.MODEL if sampled else Source.CONTENT
         records, positions = list(self._records), list(self._positions)
@@ -383,14 +384,18 @@ class Conversations:
             if not positions[i].awaits_response:
                 raise RuntimeError(f"Row {i} does not await a response: encode its messages first.")
             figures = {name: column[i] for name, column in (extra or {}).items()}
-            for name, values in {"log-probs": log_probs, **figures}.items():
+            version = policy_version if isinstance(policy_version, int) else policy_version[i]
+            per_token = {"log-probs": log_probs, **figures}
+            if not isinstance(version, int):
+                per_token["policy versions"] = version
+            for name, values in per_token.items():
                 if len(values) != len(ids):
                     raise ValueError(
                         f"Row {i} has {len(ids)} sampled tokens but {len(values)} {name}."
                     )
             records[i] = record = self._writable(i)
             start = len(record.ids)
-            record.extend_tokens(ids, [source] * len(ids), log_probs, policy_version, figures)
+            record.extend_tokens(ids, [source] * len(ids), log_probs, version, figures)
             if record.first_response is None:
                 record.first_response = len(record.messages)
             record.messages.append(message)

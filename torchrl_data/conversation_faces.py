@@ -5,7 +5,6 @@ The record of tokens stays the truth; a face is worked out when somebody looks.
 Shape legend: B rows, T tokens of a row (ragged).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,18 +52,3 @@ class ConversationFace:
             text[len(prompt) :] if text.startswith(prompt) else self.encoder.decode([row[n:]])[0]
             for text, prompt, row, n in zip(full, before, ids, starts, strict=True)
         ]
-
-
-def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
-    """Rows as nested lists of a batch's shape; the row itself for a batch without dimensions.
-
-    Args:
-        rows: as many as the shape has elements.
-        shape: of the batch.
-    """
-    if not len(shape):
-        return rows[0]
-    nested = list(rows)
-    for size in reversed(shape[1:]):
-        nested = [nested[i : i + size] for i in range(0, len(nested), size)]
-    return nested

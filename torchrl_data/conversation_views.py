@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
+from .batch_leaf import BatchLeaf
 from .conversation import Conversations, Source
 from .history import History
 from .messages import PLACEHOLDER_ROLE, Message
@@ -27,9 +28,8 @@ def conversations_of(leaf: Any) -> Conversations | None:
         parts = [conversations_of(part) for part in leaf.unbind(0)]
         found = [part for part in parts if part is not None]
         return Conversations.cat(found) if len(found) == len(parts) else None
-    held = getattr(type(leaf), "conversations", None)
-    data = getattr(leaf, "data", None) if held is None else held(leaf)
-    return data if isinstance(data, Conversations) else None
+    snapshot = leaf.snapshot() if isinstance(leaf, BatchLeaf) else None
+    return snapshot if isinstance(snapshot, Conversations) else None
 
 
 def history_view(

@@ -1,6 +1,7 @@
 """Python values in a TensorDict, one per row: strings, messages, data rows.
 
-They travel as one opaque list for the whole batch, which costs the same whatever the batch.
+They travel as one opaque list for the whole batch, which costs the same whatever the batch, and
+follow the batch when it is indexed, stacked or partly reset.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
+from .batch_leaf import BatchLeaf, RowValues
 from .keys import QUERY
 
 
@@ -25,7 +27,7 @@ def write_row_values(batch: TensorDictBase, key: str, values: Sequence[Any]) -> 
     """
     if len(values) != batch.numel():
         raise ValueError(f"{key!r}: {len(values)} values for {batch.numel()} rows.")
-    batch.set(key, NonTensorData(list(values), batch_size=batch.batch_size))
+    batch.set(key, BatchLeaf.of(RowValues(values), batch.batch_size))
 
 
 def read_row_values(batch: TensorDictBase, key: str, default: Any = None) -> list[Any]:
@@ -57,6 +59,8 @@ def leaf_values(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> lis
     Returns:
         A new list of B values; a single value is repeated.
     """
+    if isinstance(entry, BatchLeaf):
+        return list(entry.snapshot())
     if isinstance(entry, NonTensorStack):
         return _flat(entry.tolist(), len(shape))
     value = entry.data if isinstance(entry, NonTensorData) else entry

@@ -44,9 +44,12 @@ class TextHistory:
         self.token_spans: list[tuple[int, int]] = []
         self.system_spans: list[bool] = []
         self.token_masks = torch.zeros(0, dtype=torch.int64)
+        self.log_probs = torch.zeros(0)
         self.completed = False
         self.truncated = False
+        self.stop_reason = ""
         self.reward = 0.0
+        self.reward_error = ""
         if text:
             self.append_segment(text, tokens, system=system)
 
@@ -69,13 +72,15 @@ class TextHistory:
         """
         history = cls()
         ids = conversations.token_ids(row)
+        all_log_probs = conversations.log_probs(row)
         mask = conversations.sources(row) == Source.MODEL
         start = 0
         for sampled, group in groupby(mask.tolist()):
             segment = ids[start : start + len(list(group))]
             start += len(segment)
             text = str(tokenizer.decode(segment.tolist()))
-            history.append_segment(text, segment, system=not sampled)
+            log_probs = all_log_probs[start - len(segment) : start]
+            history.append_segment(text, segment, system=not sampled, log_probs=log_probs)
         history.reward = reward
         history.completed = not conversations.position(row).awaits_response
         return history
@@ -86,20 +91,35 @@ class TextHistory:
         start, end = self.text_spans[-1]
         return self.text[start:end]
 
-    def append_segment(self, text: str, tokens: Tensor | None, *, system: bool = True) -> None:
+    def append_segment(
+        self,
+        text: str,
+        tokens: Tensor | None,
+        system: bool = True,
+        *,
+        log_probs: Tensor | None = None,
+    ) -> None:
         """Add a segment.
 
         Args:
             text: its text.
             tokens: its token ids, int64 ``[T]``.
             system: whether the system wrote it, and not the model.
+            log_probs: of its tokens as they were sampled, float32 ``[T]``, in nats; 0 when not
+                given.
 
         Raises:
-            ValueError: the text or the tokens are empty.
+            ValueError: the text or the tokens are empty, or there are not as many log-probs.
         """
         if not text or tokens is None or not len(tokens):
             count = 0 if tokens is None else len(tokens)
             raise ValueError(f"A segment needs text and tokens, got {text!r} and {count} tokens.")
+        if log_probs is None:
+            log_probs = torch.zeros(len(tokens))
+        if len(log_probs) != len(tokens):
+            raise ValueError(
+                f"A segment of {len(tokens)} tokens needs as many log-probs, got {len(log_probs)}."
+            )
         self.text_spans.append((len(self.text), len(self.text) + len(text)))
         self.token_spans.append((len(self.tokens), len(self.tokens) + len(tokens)))
         self.system_spans.append(system)
@@ -107,15 +127,18 @@ class TextHistory:
         self.tokens = torch.cat([self.tokens, tokens])
         written = torch.full((len(tokens),), int(not system), dtype=torch.int64)
         self.token_masks = torch.cat([self.token_masks, written])
+        self.log_probs = torch.cat([self.log_probs, log_probs])
 
-    def complete(self, truncated: bool = False) -> None:
+    def complete(self, truncated: bool = False, *, stop_reason: str = "") -> None:
         """Say that the episode has ended.
 
         Args:
             truncated: by a limit, and not by itself.
+            stop_reason: why.
         """
         self.completed = True
         self.truncated = truncated
+        self.stop_reason = stop_reason
 
     def split_query_response_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens of the first segment, of the others, and the mask of the others.

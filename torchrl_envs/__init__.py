@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from .reward_calls import row_reward
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
+    from .sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
     from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
     from .transforms.function_tools import FunctionTools
+    from .transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+    from .transforms.policy_version import PolicyVersion
+    from .transforms.python_interpreter import PythonInterpreter
     from .transforms.reward_functions import RewardFunctions
     from .transforms.tool_source import Answer, Job, ToolSource
 
@@ -29,9 +33,19 @@ _HOMES = {
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
     "FunctionTools": "torchrl_envs.transforms.function_tools",
     "Job": "torchrl_envs.transforms.tool_source",
+    "KLComputation": "torchrl_envs.transforms.kl",
+    "KLRewardTransform": "torchrl_envs.transforms.kl",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
+    "PolicyVersion": "torchrl_envs.transforms.policy_version",
+    "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
+    "RetrieveKL": "torchrl_envs.transforms.kl",
+    "RetrieveLogProb": "torchrl_envs.transforms.kl",
     "RewardErrorLimit": "torchrl_envs.reward_error_limit",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
+    "Sandbox": "torchrl_envs.sandbox",
+    "SandboxLimits": "torchrl_envs.sandbox",
+    "SandboxResult": "torchrl_envs.sandbox",
+    "SandboxSession": "torchrl_envs.sandbox",
     "StepCounter": "torchrl.envs.transforms",
     "TooManyRewardErrors": "torchrl_envs.reward_error_limit",
     "ToolSource": "torchrl_envs.transforms.tool_source",
@@ -49,9 +63,19 @@ __all__ = [
     "EpisodeTransform",
     "FunctionTools",
     "Job",
+    "KLComputation",
+    "KLRewardTransform",
     "MathVerifyReward",
+    "PolicyVersion",
+    "PythonInterpreter",
+    "RetrieveKL",
+    "RetrieveLogProb",
     "RewardErrorLimit",
     "RewardFunctions",
+    "Sandbox",
+    "SandboxLimits",
+    "SandboxResult",
+    "SandboxSession",
     "StepCounter",
     "TooManyRewardErrors",
     "ToolSource",

@@ -225,6 +225,11 @@ class _LoopThread:
                 loop.close()
 
 
+def run_call(call: Call) -> Outcome:
+    """Run one call here and now; a coroutine function gets an event loop of its own."""
+    return _guarded(lambda: asyncio.run(call()) if is_async(call) else call())
+
+
 def _run_sync(chain: Sequence[Call], progress: _Progress) -> None:
     for call in chain:
         progress.begin()

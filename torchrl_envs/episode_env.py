@@ -14,6 +14,8 @@ from torchrl.envs.transforms import Compose
 from torchrl_data.keys import (
     DONE,
     FINISH_REASON,
+    MAX_NEW_TOKENS,
+    NO_LIMIT,
     PROMPT,
     STOP_REASON,
     TERMINATED,
@@ -21,10 +23,18 @@ from torchrl_data.keys import (
 )
 from torchrl_data.loop_state import active_rows, read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.stop_reasons import (
+    ANSWERED,
+    ERROR,
+    MAX_STEPS,
+    NO_DATA,
+    RESPONSE_LENGTH,
+    kind_of,
+)
 
 from .concurrent_calls import ConcurrentCalls
 from .reward_error_limit import RewardErrorLimit
-from .rewards import close_rewards
+from .rewards import REWARD_ERRORS, RewardSource, RowReward, close_rewards, record_rewards
 from .transforms.episode_transform import EpisodeTransform
 from .transforms.tool_dispatcher import ToolDispatcher
 from .transforms.tool_source import ToolSource, check_tool_names
@@ -38,7 +48,8 @@ class EpisodeEnv(TransformedEnv):
     A row is done when the policy's turn is left without an answer (no tool result, no message of
     anybody else), when a transform such as ``StepCounter`` truncates it, or when it could not be
     generated. Then it is scored, whatever the order in which the transforms were appended, and what
-    it held is given back. ``stop_reason`` says why it ended.
+    it held is given back. ``stop_reason`` says why it ended. A row that could not begin gets no
+    turn: its first step ends it, truncated and unscorable.
 
     Args:
         env: the base environment.
@@ -106,51 +117,84 @@ class EpisodeEnv(TransformedEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if not self._checked:
             self.check()
-        size = self.batch_size.numel()
-        batch = _one_dimension(
+        size = self.batch_size[0]
+        batch = (
             TensorDict({}, batch_size=self.batch_size) if tensordict is None else tensordict.copy()
         )
         mask = batch.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().squeeze(-1).tolist()
-        for transform in self.episode_transforms():
-            transform.release_episodes(rows)
-        for transform in self.episode_transforms():
-            transform.draw_rows(batch, rows)
-        for transform in self.episode_transforms():
-            transform.begin_episodes(batch, rows)
-        self._dispatcher.show_tools(batch, rows)
-        batch = _in_shape(batch, self.batch_size)
-        reset = self.base_env._reset(batch, **kwargs)
-        self.base_env._complete_done(self.base_env.full_done_spec, reset)
-        reset = self.transform._reset(batch, reset)
         reasons = read_row_values(batch, STOP_REASON, "")
         for row in rows:
             reasons[row] = ""
+        write_row_values(batch, STOP_REASON, reasons)
+        self.release_episodes(rows)
+        try:
+            reset = self._begin(batch, rows, **kwargs)
+        except BaseException:
+            self.release_episodes(rows)
+            raise
+        reasons = read_row_values(batch, STOP_REASON)
         write_row_values(reset, STOP_REASON, reasons)
+        _limit_turns(reset, [row for row in rows if reasons[row]])
         return reset
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        next_batch = _one_dimension(super()._step(tensordict))
-        self._end_step(_one_dimension(tensordict), next_batch)
-        return _in_shape(next_batch, self.batch_size)
+    def _begin(self, batch: TensorDictBase, rows: Sequence[int], **kwargs: Any) -> TensorDictBase:
+        for transform in self.episode_transforms():
+            transform.draw_rows(batch, rows)
+        for transform in self.episode_transforms():
+            reasons = read_row_values(batch, STOP_REASON)
+            transform.begin_episodes(batch, [row for row in rows if not reasons[row]])
+        self._dispatcher.show_tools(batch, rows)
+        reset = self.base_env._reset(batch, **kwargs)
+        self.base_env._complete_done(self.base_env.full_done_spec, reset)
+        return self.transform._reset(batch, reset)
 
-    def _end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
-        """End episodes, score them, and give back what they hold."""
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         active = active_rows(tensordict)
+        next_batch = super()._step(tensordict)
         _keep_flags(tensordict, next_batch, ~active)
+        began = [not reason for reason in read_row_values(tensordict, STOP_REASON, "")]
+        _limit_turns(next_batch)
         self._end_unanswered(next_batch, active)
+        _truncate(next_batch, active & ~torch.tensor(began))
         finished = next_batch.get(DONE).view(-1) & active
         rows = finished.nonzero().squeeze(-1).tolist()
         self._write_stop_reasons(tensordict, next_batch, rows)
         if rows:
-            for transform in self.episode_transforms():
-                transform.finish_episodes(tensordict, next_batch, rows)
-            final = read_conversations(next_batch, PROMPT, who="EpisodeEnv.step")
-            close_rewards(next_batch, rows, final)
-            for transform in self.episode_transforms():
-                transform.release_episodes(rows)
+            self._score(tensordict, next_batch, [row for row in rows if began[row]])
+            self._mark_unscorable(next_batch, [row for row in rows if not began[row]])
+            self.release_episodes(rows)
             limit = next(self.transforms_of(RewardErrorLimit), self._error_limit)
             limit.record(next_batch, rows)
+        return next_batch
+
+    def _score(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        if rows:
+            for transform in self.episode_transforms():
+                transform.finish_episodes(batch, next_batch, rows)
+            final = read_conversations(next_batch, PROMPT, who="EpisodeEnv.step")
+            close_rewards(next_batch, rows, final)
+
+    def _mark_unscorable(self, next_batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Rows that never began have no reward; what kept them from it is their error."""
+        if not rows:
+            return
+        for source in self.episode_transforms():
+            for name in source.reward_names if isinstance(source, RewardSource) else ():
+                record_rewards(next_batch, name, rows, [RowReward()] * len(rows))
+        reasons = read_row_values(next_batch, STOP_REASON)
+        errors = read_row_values(next_batch, REWARD_ERRORS, "")
+        for row in rows:
+            errors[row] = "" if kind_of(reasons[row]) == NO_DATA else reasons[row]
+        write_row_values(next_batch, REWARD_ERRORS, errors)
+
+    def release_episodes(self, rows: Sequence[int] | None = None) -> None:
+        """Give back what some rows hold, or all; their episodes are over, finished or not."""
+        rows = range(self.batch_size[0]) if rows is None else rows
+        for transform in self.episode_transforms():
+            transform.release_episodes(rows)
 
     def _end_unanswered(self, next_batch: TensorDictBase, active: torch.Tensor) -> None:
         """A conversation goes on only if somebody spoke after the policy."""
@@ -168,31 +212,16 @@ class EpisodeEnv(TransformedEnv):
         reasons = read_row_values(batch, STOP_REASON, "")
         held = read_row_values(next_batch, STOP_REASON, "")
         finish = read_row_values(batch, FINISH_REASON, "")
-        truncated = next_batch.get(TRUNCATED).view(-1)
-        cut = [row for row in rows if not truncated[row] and finish[row] == "length"]
+        truncated = next_batch.get(TRUNCATED).view(-1).tolist()
         for row in rows:
-            if held[row]:
-                reasons[row] = held[row]
-            elif finish[row].startswith("error"):
-                reasons[row] = finish[row]
-            elif row in cut:
-                reasons[row] = "response_length"
-            else:
-                reasons[row] = "max_steps" if truncated[row] else "answered"
-        if cut:
-            # A turn cut at its budget did not end by itself.
-            flags = next_batch.get(TRUNCATED).clone()
-            flags[cut] = True
-            next_batch.set(TRUNCATED, flags)
-            ended = next_batch.get(TERMINATED).clone()
-            ended[cut] = False
-            next_batch.set(TERMINATED, ended)
+            reasons[row] = reasons[row] or held[row] or _stop_reason(finish[row], truncated[row])
+        # A turn cut at its budget did not end by itself.
+        _truncate(next_batch, torch.tensor([reason == RESPONSE_LENGTH for reason in reasons]))
         write_row_values(next_batch, STOP_REASON, reasons)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Give back what all rows hold, and close."""
-        for transform in self.episode_transforms():
-            transform.release_episodes(range(self.batch_size.numel()))
+        self.release_episodes()
         super().close(raise_if_closed=raise_if_closed)
         self._calls.close()
 
@@ -205,10 +234,33 @@ def _keep_flags(batch: TensorDictBase, next_batch: TensorDictBase, rows: torch.T
             next_batch.set(key, torch.where(rows.view(-1, 1), held, next_batch.get(key)))
 
 
-def _one_dimension(batch: TensorDictBase) -> TensorDictBase:
-    """The batch itself if it is ``[B]``, and otherwise its rows in one dimension."""
-    return batch if batch.ndim == 1 else batch.reshape(batch.numel())
+def _truncate(batch: TensorDictBase, rows: torch.Tensor) -> None:
+    """Some rows are done without having ended by themselves."""
+    if bool(rows.any()):
+        rows = rows.view(-1, 1)
+        batch.set(TRUNCATED, batch.get(TRUNCATED) | rows)
+        batch.set(DONE, batch.get(DONE) | rows)
+        batch.set(TERMINATED, batch.get(TERMINATED) & ~rows)
 
 
-def _in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:
-    return batch if batch.batch_size == shape else batch.reshape(shape)
+def _stop_reason(finish_reason: str, truncated: bool) -> str:
+    if kind_of(finish_reason) == ERROR:
+        return finish_reason
+    if truncated:
+        return MAX_STEPS
+    return RESPONSE_LENGTH if finish_reason == "length" else ANSWERED
+
+
+def _limit_turns(batch: TensorDictBase, no_turn: Sequence[int] = ()) -> None:
+    """Write how long the next turns may be: nothing limits them if no transform said so.
+
+    Args:
+        batch: written to.
+        no_turn: rows in which the policy says nothing more.
+    """
+    if batch.get(MAX_NEW_TOKENS, None) is None:
+        batch.set(MAX_NEW_TOKENS, torch.full(batch.batch_size, NO_LIMIT))
+    if no_turn:
+        budget = batch.get(MAX_NEW_TOKENS).clone()
+        budget[list(no_turn)] = 0
+        batch.set(MAX_NEW_TOKENS, budget)

@@ -135,16 +135,35 @@ def close_rewards(batch: TensorDictBase, rows: Sequence[int], conversations: Con
         return
     by_token = read_row_values(batch, TOKEN_REWARDS)
     total = batch.get(REWARD)
-    dense = []
-    for row in rows:
-        values = torch.zeros(max(conversations.num_tokens(row), 1))
-        if by_token[row] is not None:
-            values += by_token[row]
-        sampled = conversations.assistant_mask(row).nonzero()
-        values[int(sampled[-1]) if len(sampled) else -1] += float(total[row])
-        dense.append(values[:, None])
+    dense = [
+        dense_reward(total[row], by_token[row], conversations.assistant_mask(row)) for row in rows
+    ]
     batch.pop(TOKEN_REWARDS)
     write_token_entry(batch, REWARD, rows, dense)
+
+
+def dense_reward(total: Tensor, by_token: Tensor | None, assistant_mask: Tensor) -> Tensor:
+    """A reward for each token, whose sum is that of what is given.
+
+    Args:
+        total: of the trajectory, one value; it goes to the last sampled token (to the last token,
+            if nothing was sampled). Or already by token, ``[T, 1]``.
+        by_token: added, ``[T]``.
+        assistant_mask: bool ``[T]``, True on sampled tokens.
+
+    Returns:
+        float32 ``[max(T, 1), 1]``.
+    """
+    length = max(len(assistant_mask), 1)
+    values = torch.zeros(length)
+    sampled = assistant_mask.nonzero()
+    if total.numel() == length > 1:
+        values += total.reshape(-1)
+    else:
+        values[int(sampled[-1]) if len(sampled) else -1] += float(total)
+    if by_token is not None:
+        values += by_token
+    return values[:, None]
 
 
 def turn_ends(assistant_mask: Tensor) -> Tensor:

@@ -29,8 +29,13 @@ def result_text(outcome: Outcome, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
         ``{"error": "<type>: <message>"}``.
     """
     if outcome.error is not None:
-        return error_text(f"{type(outcome.error).__name__}: {_safe_str(outcome.error)}")
+        return error_text(error_line(outcome.error))
     return value_text(outcome.value, max_bytes=max_bytes)
+
+
+def error_line(error: BaseException) -> str:
+    """The type and the message of an error, whatever its ``str`` does; at most 2 KiB."""
+    return clean_text(f"{type(error).__name__}: {_safe_str(error)}", MAX_ERROR_BYTES)
 
 
 def error_text(message: str) -> str:

@@ -5,32 +5,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .chunked_head import chunked_log_prob
-    from .engine import Engine, Generation
+    from .engine import Engine, EngineDied, Generation, VersionSpan
     from .sampling import SamplingParameters
     from .transformers_engine import TransformersEngine
     from .transformers_wrapper import TransformersWrapper
+    from .vllm_async import AsyncVLLMEngine
+    from .vllm_engine import VLLMEngine
+    from .vllm_serve import start_server
+    from .vllm_server import VLLMServerEngine
     from .vllm_wrapper import vLLMWrapper
     from .wrapper_base import LLMWrapperBase
 
 _HOMES = {
+    "AsyncVLLMEngine": "vllm_async",
     "Engine": "engine",
+    "EngineDied": "engine",
     "Generation": "engine",
     "LLMWrapperBase": "wrapper_base",
     "SamplingParameters": "sampling",
     "TransformersEngine": "transformers_engine",
     "TransformersWrapper": "transformers_wrapper",
+    "VLLMEngine": "vllm_engine",
+    "VLLMServerEngine": "vllm_server",
+    "VersionSpan": "engine",
     "chunked_log_prob": "chunked_head",
+    "start_server": "vllm_serve",
     "vLLMWrapper": "vllm_wrapper",
 }
 
 __all__ = [
+    "AsyncVLLMEngine",
     "Engine",
+    "EngineDied",
     "Generation",
     "LLMWrapperBase",
     "SamplingParameters",
     "TransformersEngine",
     "TransformersWrapper",
+    "VLLMEngine",
+    "VLLMServerEngine",
+    "VersionSpan",
     "chunked_log_prob",
+    "start_server",
     "vLLMWrapper",
 ]
 

@@ -8,6 +8,30 @@ from torch import Tensor
 from .sampling import SamplingParameters
 
 
+class EngineDied(RuntimeError):
+    """An engine is gone, or makes no progress; what it had in flight has to be asked for again.
+
+    Args:
+        message: which engine, and what was seen.
+        results: one per prompt of the call that failed: the generation, where it was finished
+            before, ``None`` where it was in flight.
+    """
+
+    def __init__(
+        self, message: str, *, results: "Sequence[Generation | None] | None" = None
+    ) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+class VersionSpan(NamedTuple):
+    """Tokens of a response, from ``start`` to before ``end``, drawn by one version."""
+
+    version: int
+    start: int
+    end: int
+
+
 class Generation(NamedTuple):
     """One sampled response."""
 
@@ -23,10 +47,27 @@ class Generation(NamedTuple):
     """One per token, of the model's own softmax; only when asked for."""
     entropies: Sequence[float] = ()
     """One per token, in nats, of the distribution that it was drawn from; only when asked for."""
+    versions: Sequence[VersionSpan] = ()
+    """Which weights drew which tokens, in order and without gaps, when the engine knows."""
+
+    def token_versions(self, otherwise: int) -> list[int]:
+        """The version that drew each token.
+
+        Args:
+            otherwise: the version of all of them, when the engine did not say.
+        """
+        if not self.versions:
+            return [otherwise] * len(self.ids)
+        return [span.version for span in self.versions for _ in range(span.start, span.end)]
 
 
 class Engine(Protocol):
     """Draws tokens. One implementation per inference library."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve: 0 at first, and higher after each update."""
+        ...
 
     def generate(
         self,
@@ -46,16 +87,23 @@ class Engine(Protocol):
 
         Returns:
             One generation per prompt, in order.
+
+        Raises:
+            EngineDied: the engine is gone or stuck.
         """
         ...
 
-    def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
         """Replace the weights, all or none.
 
         Args:
             state_dict: parameter name (Transformers' names) to value.
+            version: the number of these weights, above the present one; ``None`` counts on.
 
         Raises:
-            ValueError: a name, shape or value is wrong; the old weights keep serving.
+            ValueError: a name, shape or value is wrong, or the version does not go up; the old
+                weights keep serving.
         """
         ...

@@ -95,14 +95,15 @@ class PackedScorer:
             log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
             entropies = torch.special.entr(log_p.exp()).sum(-1) if entropy else None
             return TokenScores(log_prob, entropies)
-        log_prob, entropies = chunked_log_prob(
+        scores = chunked_log_prob(
             self._hidden(ids, lengths, target_mask, predictors),
             self._head.weight,
             targets,
             bias=self._head.bias,
             temperature=temperature,
+            entropy=entropy,
         )
-        return TokenScores(log_prob, entropies if entropy else None)
+        return TokenScores(scores.log_prob, scores.entropy)
 
     def _hidden(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from .decode_loop import DecodeLoop
 from .engine import Generation
 from .sampling import SamplingParameters
-from .weights import check_state_dict
+from .weights import check_state_dict, next_version
 
 
 class TransformersEngine:
@@ -33,6 +33,12 @@ class TransformersEngine:
         self.model = model
         own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_model_len = max_model_len or own or 1 << 62
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """How many updates the weights have seen, or the number that the last one was given."""
+        return self._version
 
     @torch.no_grad()
     def generate(
@@ -81,10 +87,14 @@ class TransformersEngine:
             return f"the prompt holds a token outside the vocabulary of {vocabulary}"
         return None
 
-    def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
         """See :meth:`torchrl_modules.engine.Engine.update_weights`."""
+        version = next_version(version, self._version, who=f"{type(self).__name__}.update_weights")
         own = self.model.state_dict()
         check_state_dict(state_dict, own, who=type(self).__name__)
         with torch.no_grad():
             for name, value in state_dict.items():
                 own[name].copy_(value)
+        self._version = version

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from .engine import Generation
+from .engine import EngineDied, Generation
 from .sampling import SamplingParameters
 from .vllm_engine import VLLMEngine
 from .vllm_requests import read_output
@@ -50,7 +50,7 @@ class AsyncVLLMEngine:
         RuntimeError: the engine is closed or in use elsewhere.
     """
 
-    def __init__(self, engine: VLLMEngine, *, stall_timeout_s: float = 300.0) -> None:
+    def __init__(self, engine: VLLMEngine, *, stall_timeout_s: float = 30.0) -> None:
         self._engine = engine
         self._lease = ExitStack()
         self._llm_engine: Any = self._lease.enter_context(engine.used_by("AsyncVLLMEngine"))
@@ -88,7 +88,8 @@ class AsyncVLLMEngine:
             The stream of its tokens.
 
         Raises:
-            RuntimeError: the engine died or is closed.
+            EngineDied: the engine died.
+            RuntimeError: it is closed.
         """
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
         stream = GenerationStream(self._request_abort, self._check_progress, self._stall_timeout_s)
@@ -123,7 +124,8 @@ class AsyncVLLMEngine:
             The response, with the versions that drew it.
 
         Raises:
-            RuntimeError: the engine died, makes no progress, or is closed.
+            EngineDied: the engine died, or makes no progress.
+            RuntimeError: it is closed.
         """
         async with self.submit(prompt, params, max_new_tokens=max_new_tokens) as stream:
             return await stream.result()
@@ -148,7 +150,8 @@ class AsyncVLLMEngine:
         Raises:
             TypeError: as for `VLLMEngine.update_weights`.
             ValueError: as for `VLLMEngine.update_weights`; the old weights keep serving.
-            RuntimeError: the engine died or is closed.
+            EngineDied: the engine died.
+            RuntimeError: it is closed.
         """
 
         def update() -> None:
@@ -163,7 +166,8 @@ class AsyncVLLMEngine:
         """Stop making steps; requests wait, and new ones are taken on.
 
         Raises:
-            RuntimeError: the engine died or is closed.
+            EngineDied: the engine died.
+            RuntimeError: it is closed.
         """
         await self._call(lambda: self._set_paused(True))
 
@@ -171,7 +175,8 @@ class AsyncVLLMEngine:
         """Go on after `pause`.
 
         Raises:
-            RuntimeError: the engine died or is closed.
+            EngineDied: the engine died.
+            RuntimeError: it is closed.
         """
         await self._call(lambda: self._set_paused(False))
 
@@ -227,7 +232,7 @@ class AsyncVLLMEngine:
         self._check_alive()
         idle_s = time.monotonic() - self._progress_s
         if not self._paused and idle_s >= self._stall_timeout_s:
-            raise RuntimeError(
+            raise EngineDied(
                 f"AsyncVLLMEngine has made no step for {idle_s:.0f} s, though it has requests. It "
                 "is stuck; end this process, or raise stall_timeout_s if a step may take longer."
             )
@@ -335,5 +340,5 @@ def _deliver(items: list[tuple[GenerationStream, Any]]) -> None:
         stream.deliver(item)
 
 
-def _died(error: BaseException) -> RuntimeError:
-    return RuntimeError(f"AsyncVLLMEngine: the engine has ended: {error!r}.")
+def _died(error: BaseException) -> EngineDied:
+    return EngineDied(f"AsyncVLLMEngine: the engine has ended: {error!r}.")

@@ -13,11 +13,12 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from .engine import Generation
+from .engine import EngineDied, Generation
 from .sampling import SamplingParameters
 from .vllm_requests import check_prompt, read_output, sampling_params
 from .vllm_runtime import import_vllm, preserved_globals
 from .vllm_weights import ExpectedWeights, load_weights
+from .weights import next_version
 
 # Settings that the contract of an engine fixes.
 _FIXED: Final = {
@@ -74,10 +75,46 @@ class VLLMEngine:
             engine_kwargs = _CPU_DEFAULTS | engine_kwargs
         self._owns_group = not torch.distributed.is_initialized()
         with preserved_globals():
-            self._llm: Any = self._names.LLM(
+            llm = self._names.LLM(
                 model=model, max_model_len=max_model_len, **_FIXED, **engine_kwargs
             )
-        config = self._llm.llm_engine.vllm_config.model_config
+        self._owns_llm = True
+        self._take(llm)
+        self._warm_up(model)
+
+    @classmethod
+    def from_llm(cls, llm: Any) -> Self:
+        """Draw tokens with a ``vllm.LLM`` that is built already; it stays its owner's to close.
+
+        Args:
+            llm: runs in this process, with ``logprobs_mode="processed_logprobs"``.
+
+        Raises:
+            ValueError: it runs in a process of its own, where weights can't reach it and its death
+                would not be noticed; or its log-probs are not those of the sampled distribution.
+        """
+        engine = cls.__new__(cls)
+        engine._names = import_vllm()
+        if not hasattr(llm.llm_engine.engine_core, "engine_core"):
+            raise ValueError(
+                f"{cls.__name__}.from_llm: this LLM runs in a process of its own. Set "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, or run it as a server: "
+                "start_server(...)."
+            )
+        mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
+        if mode != _FIXED["logprobs_mode"]:
+            raise ValueError(
+                f"{cls.__name__}.from_llm: this LLM reports {mode!r}, which are not the log-probs "
+                f"of the distribution sampled from. Build it with logprobs_mode="
+                f"{_FIXED['logprobs_mode']!r}."
+            )
+        engine._owns_llm = engine._owns_group = False
+        engine._take(llm)
+        return engine
+
+    def _take(self, llm: Any) -> None:
+        self._llm: Any = llm
+        config = llm.llm_engine.vllm_config.model_config
         self.vocab_size: int = config.get_vocab_size()
         """Token ids are below it."""
         self.max_model_len: int = config.max_model_len
@@ -89,7 +126,6 @@ class VLLMEngine:
         self._user = ""
         self._mixed = False
         self._dead = ""
-        self._warm_up(model)
 
     def _warm_up(self, model: str) -> None:
         try:
@@ -129,7 +165,8 @@ class VLLMEngine:
             One generation per prompt, in order.
 
         Raises:
-            RuntimeError: the engine is closed, in use elsewhere, or lost its weights.
+            EngineDied: the engine is closed or broken.
+            RuntimeError: it is in use elsewhere, or lost its weights.
             ValueError: ``max_new_tokens`` has not one value per prompt.
         """
         budgets = max_new_tokens
@@ -231,12 +268,7 @@ class VLLMEngine:
             ValueError: as for `update_weights`.
             RuntimeError: vLLM failed in the middle of loading.
         """
-        version = self._version + 1 if version is None else version
-        if version <= self._version:
-            raise ValueError(
-                f"VLLMEngine.update_weights: version {version} is not above the present one, "
-                f"{self._version}."
-            )
+        version = next_version(version, self._version, who="VLLMEngine.update_weights")
         weights = self._expected_weights().check(state_dict)
         self._mixed = True
         self._llm.collective_rpc(load_weights, args=(self._names, weights))
@@ -291,11 +323,11 @@ class VLLMEngine:
             vLLM's ``LLMEngine``, to be stepped.
 
         Raises:
-            RuntimeError: the engine is closed or broken, in use elsewhere, or its weights are a
-                mixture.
+            EngineDied: the engine is closed or broken.
+            RuntimeError: it is in use elsewhere, or its weights are a mixture.
         """
         if self._dead:
-            raise RuntimeError(f"VLLMEngine cannot serve: {self._dead}. Build another one.")
+            raise EngineDied(f"VLLMEngine cannot serve: {self._dead}. Build another one.")
         if self._mixed and not repairs:
             raise RuntimeError(
                 "VLLMEngine cannot serve: an update failed in the middle, and its weights are a "
@@ -327,6 +359,8 @@ class VLLMEngine:
                 return
             self._dead = "it is closed"
             client, self._llm = self._llm.llm_engine.engine_core, None
+            if not self._owns_llm:
+                return
             if self._owns_group:
                 client.shutdown()
             else:  # `shutdown` would end the process group of the trainer.

@@ -14,6 +14,7 @@ from .engine import Generation
 from .sampling import SamplingParameters
 from .vllm_http import JSONClient
 from .vllm_requests import check_prompt
+from .weights import next_version
 
 
 class VLLMServerEngine:
@@ -158,12 +159,7 @@ class VLLMServerEngine:
             RuntimeError: vLLM failed in the middle of loading; the server stays paused and this
                 refuses to generate until an update succeeds.
         """
-        version = self.version + 1 if version is None else version
-        if version <= self.version:
-            raise ValueError(
-                f"VLLMServerEngine.update_weights: version {version} is not above the present "
-                f"one, {self.version}."
-            )
+        version = next_version(version, self.version, who="VLLMServerEngine.update_weights")
         with (
             self._lock,
             tempfile.TemporaryDirectory(prefix="weights-", dir=self._weights_directory) as folder,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Self
 
-from .engine import Generation
+from .engine import Generation, VersionSpan
 
 
 class Delta(NamedTuple):
@@ -16,14 +16,6 @@ class Delta(NamedTuple):
     """One per token, in nats, of the distribution that it was drawn from."""
     version: int
     """Of the weights that drew them."""
-
-
-class VersionSpan(NamedTuple):
-    """Tokens of a response, from ``start`` to before ``end``, drawn by one version."""
-
-    version: int
-    start: int
-    end: int
 
 
 class VersionedGeneration(NamedTuple):
@@ -103,7 +95,7 @@ class GenerationStream:
             The whole response, the tokens that were iterated over before included.
 
         Raises:
-            RuntimeError: the engine died, makes no progress, or was closed.
+            EngineDied: the engine died, or makes no progress.
         """
         async for _ in self:
             pass

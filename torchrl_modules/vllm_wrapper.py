@@ -4,35 +4,46 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from .engine import Engine
 from .sampling import requested_sampling
+from .vllm_async import AsyncVLLMEngine
+from .vllm_blocking import BlockingVLLMEngine
 from .vllm_engine import VLLMEngine
 from .vllm_requests import check_reported
+from .vllm_server import VLLMServerEngine
 from .wrapper_base import LLMWrapperBase
 
 
 class vLLMWrapper(LLMWrapperBase):
-    """Samples with vLLM in this process.
+    """Samples with vLLM, wherever it runs: token ids in, token ids and log-probs out.
 
     It draws tokens and nothing else: score with a
     :class:`~torchrl_modules.transformers_wrapper.TransformersWrapper`, which has gradients too.
 
     Args:
-        model: a hub id or a local path, or an engine that runs already.
-        tokenizer: the model's tokenizer; loaded beside it when ``model`` is a string.
-        engine_kwargs: settings of the engine, see
-            :class:`~torchrl_modules.vllm_engine.VLLMEngine`.
+        model: a hub id or a local path: vLLM is built in this process. A URL
+            (``unix:///path/of/the/socket`` or ``http://host:port``): a server that
+            ``torchrl_modules.vllm_serve`` started on this machine. Or an engine that runs already:
+            a ``vllm.LLM`` of this process, a `VLLMEngine`, an `AsyncVLLMEngine`, or whatever else
+            has the methods of :class:`~torchrl_modules.engine.Engine`.
+        tokenizer: the model's tokenizer; loaded beside it when ``model`` is an id or a path.
+        engine_kwargs: settings of the engine that is built, see
+            :class:`~torchrl_modules.vllm_engine.VLLMEngine` and
+            :class:`~torchrl_modules.vllm_server.VLLMServerEngine`.
         **kwargs: see :class:`~torchrl_modules.wrapper_base.LLMWrapperBase`.
 
     Raises:
+        ConnectionError: nobody answers at the URL.
         ImportError: vLLM is not installed.
-        TypeError: ``model`` is an engine and no tokenizer is given.
+        TypeError: no tokenizer is given with an engine or a URL, or ``engine_kwargs`` is given
+            with an engine, which is built already; or ``model`` is none of the above.
         ValueError: ``entropy`` is asked for, or ``untempered_log_probs`` of a distribution that is
             tempered or truncated: vLLM gives neither.
     """
 
     def __init__(
         self,
-        model: str | VLLMEngine,
+        model: Any,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         engine_kwargs: dict[str, Any] | None = None,
@@ -47,9 +58,43 @@ class vLLMWrapper(LLMWrapperBase):
                 entropy=kwargs.get("entropy", False),
             )
         )
-        if isinstance(model, str):
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            model = VLLMEngine(model, **(engine_kwargs or {}))
+        if not isinstance(model, str) and engine_kwargs is not None:
+            raise TypeError(
+                "vLLMWrapper: engine_kwargs are settings of an engine that is built here, but "
+                f"{type(model).__name__} is built already."
+            )
         if tokenizer is None:
-            raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
-        super().__init__(model, tokenizer=tokenizer, **kwargs)
+            if not isinstance(model, str) or "://" in model:
+                raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        assert tokenizer is not None
+        super().__init__(as_engine(model, **(engine_kwargs or {})), tokenizer=tokenizer, **kwargs)
+
+
+def as_engine(model: Any, **settings: Any) -> Engine:
+    """The engine that a user means.
+
+    Args:
+        model: as for `vLLMWrapper`.
+        settings: of an engine that has to be built.
+
+    Raises:
+        TypeError: it is none that is known.
+    """
+    if isinstance(model, str):
+        return (
+            VLLMServerEngine(model, **settings) if "://" in model else VLLMEngine(model, **settings)
+        )
+    if isinstance(model, AsyncVLLMEngine):
+        return BlockingVLLMEngine(model)
+    if hasattr(model, "llm_engine"):
+        return VLLMEngine.from_llm(model)
+    missing = [
+        name for name in ("generate", "update_weights", "version") if not hasattr(model, name)
+    ]
+    if missing:
+        raise TypeError(
+            "vLLMWrapper takes a model id, a path, a URL or an engine, got "
+            f"{type(model).__name__}, which has no {missing[0]!r}."
+        )
+    return model

@@ -25,8 +25,11 @@ def check_state_dict(
     for name, value in new.items():
         if name in own and value.shape != own[name].shape:
             faults.append(f"{name} has shape {tuple(value.shape)}, not {tuple(own[name].shape)}")
+        elif name in own and value.is_floating_point() != own[name].is_floating_point():
+            faults.append(f"{name} is {value.dtype}, not {own[name].dtype}")
         elif value.is_floating_point() and not bool(torch.isfinite(value).all()):
             faults.append(f"{name} holds NaN or infinity")
+    faults += _contradictions(new, own)
     if strict:
         given = {own[name].data_ptr() for name in new if name in own}
         faults += [
@@ -39,3 +42,32 @@ def check_state_dict(
         raise ValueError(
             f"{who} refuses the weight update and keeps its weights ({len(faults)} faults): {shown}"
         )
+
+
+def _contradictions(new: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    first: dict[int, str] = {}
+    faults = []
+    for name in new.keys() & own.keys():
+        other = first.setdefault(own[name].data_ptr(), name)
+        left, right = new[other], new[name]
+        if left.data_ptr() != right.data_ptr() and not torch.equal(left, right.to(left)):
+            faults.append(f"{other} and {name} are tied, but are given different values")
+    return faults
+
+
+def next_version(version: int | None, present: int, *, who: str) -> int:
+    """The number of new weights.
+
+    Args:
+        version: what was asked for; ``None`` counts on.
+        present: of the weights that serve.
+        who: the receiver, named in the error.
+
+    Raises:
+        ValueError: it is not above the present one.
+    """
+    if version is None:
+        return present + 1
+    if version <= present:
+        raise ValueError(f"{who}: version {version} is not above the present one, {present}.")
+    return version

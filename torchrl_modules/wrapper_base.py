@@ -14,7 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation import Conversations, Message
 from torchrl_data.encoder import ConversationEncoder
-from torchrl_data.keys import ENTROPY, FINISH_REASON, FULL, HISTORY, PROMPT, UNTEMPERED_LOG_PROBS
+from torchrl_data.keys import (
+    ENTROPY,
+    FINISH_REASON,
+    FULL,
+    HISTORY,
+    MAX_NEW_TOKENS,
+    PROMPT,
+    UNTEMPERED_LOG_PROBS,
+)
 from torchrl_data.loop_state import active_rows
 from torchrl_data.row_values import write_row_values
 
@@ -108,7 +116,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         )
         self.in_keys: list[NestedKey] = [(input_mode, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.policy_version = 0
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that serve; the next tokens are stamped with it."""
+        return self.engine.version
 
     @property
     def input_mode(self) -> str:
@@ -120,7 +132,9 @@ class LLMWrapperBase(TensorDictModuleBase):
 
         Args:
             tensordict: ``(input_mode, "prompt")``, of any batch shape, from an environment or
-                built by hand; rows where ``_step``, bool, is False are left as they are.
+                built by hand, and perhaps ``max_new_tokens``, int64, which bounds each row's turn
+                beside the sampling parameters. Rows that are done, that get no token, or where
+                ``_step``, bool, is False are left as they are.
 
         Returns:
             The same TensorDict with ``response``, ``full`` and ``finish_reason`` added; a new one
@@ -134,19 +148,25 @@ class LLMWrapperBase(TensorDictModuleBase):
             prompt = self.encoder.encode_waiting(prompt)
             tensordict, prompt = repeat_rows(tensordict, prompt, self.num_samples)
         active = active_rows(tensordict)
+        budgets = tensordict.get(MAX_NEW_TOKENS, None)
+        if budgets is not None:
+            active = active & (budgets.view(-1) > 0)
+            budgets = budgets.view(-1).clamp(max=self.sampling.max_new_tokens).tolist()
         if bool(active.all()):
-            prompt, full, reasons = self.respond(prompt)
+            prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets)
         else:
-            prompt, full, reasons = self._respond_some(prompt, active)
+            prompt, full, reasons = self._respond_some(prompt, active, budgets)
         self.writes.write(tensordict, prompt, full)
         write_row_values(tensordict, FINISH_REASON, reasons)
         return tensordict
 
     def _respond_some(
-        self, prompt: Conversations, active: Tensor
+        self, prompt: Conversations, active: Tensor, budgets: Sequence[int] | None
     ) -> tuple[Conversations, Conversations, list[str]]:
         rows = active.nonzero().squeeze(-1).tolist()
-        new_prompt, new_full, new_reasons = self.respond(prompt[rows])
+        new_prompt, new_full, new_reasons = self.respond(
+            prompt[rows], max_new_tokens=None if budgets is None else [budgets[i] for i in rows]
+        )
         index = list(range(len(prompt)))
         reasons = [""] * len(prompt)
         for new, row in enumerate(rows):
@@ -165,25 +185,39 @@ class LLMWrapperBase(TensorDictModuleBase):
 
         Args:
             prompt: B conversations.
-            max_new_tokens: a budget per row that overrides the sampling parameters'.
+            max_new_tokens: a budget per row that overrides the sampling parameters'. No turn is
+                longer than the engine's ``max_model_len`` leaves room for.
 
         Returns:
             The encoded prompts, the conversations with the policy's turn (a row that could not be
             generated is left as it was), and why each turn ended.
         """
+        if not len(prompt):
+            return prompt, prompt, []
         prompt = self.encoder.encode_waiting(prompt)
+        version = self.policy_version
+        ids = [prompt.ids(i) for i in range(len(prompt))]
+        budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)
         generations = self.engine.generate(
-            [prompt.ids(i) for i in range(len(prompt))],
+            ids,
             self.sampling,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=[
+                self._bounded(budget, len(row)) for budget, row in zip(budgets, ids, strict=True)
+            ],
         )
         texts = self.encoder.decode_responses([g.ids for g in generations])
         full = prompt.append_responses(
             [_turn(g, text) for g, text in zip(generations, texts, strict=True)],
-            policy_version=self.policy_version,
+            policy_version=[g.token_versions(version) for g in generations],
             extra=self._figures(generations),
         )
         return prompt, full, [_reason(g) for g in generations]
+
+    def _bounded(self, budget: int, num_prompt_tokens: int) -> int:
+        limit = getattr(self.engine, "max_model_len", None)
+        room = budget if limit is None else limit - num_prompt_tokens
+        # Without any room the engine refuses the row, and says why.
+        return min(budget, room) if room > 0 else budget
 
     def _figures(self, generations: Sequence[Generation]) -> dict[str, list[Sequence[float]]]:
         figures: dict[str, list[Sequence[float]]] = {}
@@ -208,8 +242,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         Raises:
             ValueError: the engine refuses the update; the old weights and version stay.
         """
-        self.engine.update_weights({k: v.detach() for k, v in state_dict.items()})
-        self.policy_version = self.policy_version + 1 if version is None else version
+        weights = {name: value.detach() for name, value in state_dict.items()}
+        self.engine.update_weights(weights, version=version)
         return self.policy_version
 
 

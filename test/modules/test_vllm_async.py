@@ -80,7 +80,7 @@ def test_a_bad_prompt_alone_is_marked(run):
     async def main(engine):
         return await asyncio.gather(
             engine.generate([], ENDLESS),
-            engine.generate([200], ENDLESS),
+            engine.generate([337], ENDLESS),
             engine.generate(PROMPTS[1], ENDLESS, max_new_tokens=0),
             engine.generate(PROMPTS[1], ENDLESS, max_new_tokens=1),
         )

@@ -17,13 +17,6 @@ from torchrl_modules.vllm_server import VLLMServerEngine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 PARAMS = SamplingParameters(max_new_tokens=24, temperature=0.7, top_k=20, stop_token_ids=(3,))
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "kv_cache_memory_bytes": 64 << 20,
-    "block_size": 32,
-}
-
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
@@ -44,24 +37,9 @@ def assert_from(model, rows):
         torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=5e-5, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def server(model_directory):
-    with start_server(model_directory, **OPTIONS) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def module_engine(server):
-    engine = VLLMServerEngine(server, timeout_s=60, num_connections=8)
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def engine(module_engine, model):
-    if module_engine.version:
-        module_engine.update_weights(model.state_dict())
-    return module_engine
+def engine(server_engine):
+    return server_engine
 
 
 def test_log_probs_are_those_of_the_distribution_sampled_from(engine, model):
@@ -71,7 +49,7 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(engine, model):
 
 
 def test_a_bad_row_alone_is_marked(engine):
-    prompts = [[], [1] * 128, [200], [-1], [5], PROMPTS[1]]
+    prompts = [[], [1] * 128, [337], [-1], [5], PROMPTS[1]]
     rows = engine.generate(prompts, PARAMS, max_new_tokens=[4, 4, 4, 4, 0, 4])
     assert [row.finish_reason for row in rows[:5]] == ["error"] * 5
     assert all(row.error for row in rows[:5])

@@ -214,7 +214,7 @@ def test_bad_settings(sandbox, tmp_path):
     with pytest.raises(ValueError, match="private inside"):
         Sandbox(packages=[tmp_path])
     with pytest.raises(ValueError, match="everything in it could be read"):
-        Sandbox(packages=[os.path.expanduser("~")])
+        Sandbox(packages=["/"])
     with pytest.raises(ValueError, match="1048577 characters"):
         sandbox.run("#" * (KIB * KIB + 1))
 

@@ -27,6 +27,10 @@ class SandboxSession:
         self._process: SandboxProcess | None = None
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type["SandboxSession"], tuple[Sandbox]]:
+        """A copy starts afresh."""
+        return type(self), (self.sandbox,)
+
     def run(self, code: str, *, timeout_s: float | None = None) -> SandboxResult:
         """Run a program where the last one stopped.
 

@@ -5,7 +5,7 @@ Shape legend: B rows.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
@@ -15,7 +15,13 @@ from torchrl_data.loop_state import read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.accepted_arguments import accepted_arguments
-from torchrl_envs.concurrent_calls import Call
+from torchrl_envs.environment_instances import (
+    Beginning,
+    EnvironmentInstances,
+    Factory,
+    Started,
+)
+from torchrl_envs.observations import with_observation
 from torchrl_envs.rewards import RewardSource, add_rewards
 from torchrl_envs.tool_results import MAX_RESULT_BYTES
 from torchrl_envs.tool_schemas import Tool, environment_tools
@@ -26,31 +32,31 @@ from .tool_source import Job, ToolSource
 if TYPE_CHECKING:
     from torchrl_envs.episode_env import EpisodeEnv
 
-Factory = Callable[[], Any]
-
 
 class EnvironmentTools(ToolSource, RewardSource):
     """Gives every rollout an environment of its own.
 
     An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
-    (all of them if it takes ``**kwargs``), and ``seed``, the group's seed, if it names it; a string
-    that it returns is added to the last user message after a blank line, or becomes a user message
-    if there is none. Every other public method is a tool. ``get_reward()`` is asked once, when the
-    episode ends; it gets ``messages``, the whole conversation, if it names it, and ``None`` from it
-    means that it does not apply. ``close()`` is always called. All may be ``async``.
+    (all of them if it takes ``**kwargs``), and ``seed``, the group's seed, if it names it; what it
+    returns, a string or a list of content parts, is added to the last user message (a string after
+    a blank line), or becomes a user message if there is none. Every other public method is a tool.
+    ``get_reward()`` is asked once, when the episode ends; it gets ``messages``, the whole
+    conversation, if it names it, and ``None`` from it means that it does not apply. ``close()`` is
+    always called. All may be ``async``.
 
     The calls of one rollout run in the order in which the model wrote them, unless the environment
     may be called while it is being called; those of different rollouts run at once. A call that
     fails, is malformed or misses its deadline is answered with an error that the model can read;
-    the other rollouts are not disturbed.
+    the other rollouts are not disturbed. A row whose environment can't be made or reset in time
+    ends at its first step, truncated and unscorable, with the error in ``stop_reason``.
 
     Args:
         factory: a class or callable that makes an environment, or ``{name: factory}`` routed by a
             column of the data.
         route_column: the column that names the factory.
         overlap_calls: whether the calls of one turn may run at once on one environment.
-        timeout_s: deadline of one call, in seconds; also of ``reset``, ``get_reward`` and
-            ``close``.
+        timeout_s: deadline of one call, in seconds; also of ``get_reward`` and ``close``.
+        start_timeout_s: deadline of making an environment, and of its ``reset``.
         max_result_bytes: longer results are cut, with a mark.
         show_schemas: whether the chat template shows the tools to the model.
 
@@ -65,6 +71,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         route_column: str = "environment",
         overlap_calls: bool = False,
         timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
         max_result_bytes: int = MAX_RESULT_BYTES,
         show_schemas: bool = True,
     ) -> None:
@@ -81,7 +88,9 @@ class EnvironmentTools(ToolSource, RewardSource):
         self.tools: dict[str, dict[str, Tool]] = {
             name: environment_tools(cls) for name, cls in self.types.items()
         }
-        self._instances: dict[int, tuple[str, Any]] = {}
+        self._instances = EnvironmentInstances(
+            self.factories, self.types, start_timeout_s=start_timeout_s, timeout_s=timeout_s
+        )
 
     # Composition --------------------------------------------------------------------------------
 
@@ -141,54 +150,39 @@ class EnvironmentTools(ToolSource, RewardSource):
     def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         """Make and reset an environment per row; add what it says to the query.
 
-        Raises:
-            RuntimeError: an environment could not be made or reset; none is left open.
-            TypeError: ``reset`` returned neither a string nor ``None``.
+        A row whose environment fails gets ``stop_reason``, which ends it; no other row is touched.
         """
+        columns = read_row_values(batch, ROW, {})
+        names = {row: self._route(columns[row]) for row in rows}
+        seeds = batch.get(SEED, None)
+        if seeds is not None:
+            columns = [{**c, "seed": s} for c, s in zip(columns, seeds.tolist(), strict=True)]
+        known = [row for row in rows if names[row] in self.factories]
+        beginnings = {row: Beginning(names[row], columns[row]) for row in known}
+        started = self._instances.start(beginnings, self.calls)
         queries = read_row_values(batch, QUERY, [])
-        try:
-            self._make(batch, rows)
-            for row, observation in zip(rows, self._reset_instances(batch, rows), strict=True):
-                queries[row] = _with_observation(queries[row], observation)
-        except BaseException:
-            self.release_episodes(rows)
-            raise
+        failures: dict[int, tuple[str, BaseException]] = {}
+        for row in rows:
+            start = started.get(row) or Started(error=self._unknown(), failed_in="route")
+            try:
+                queries[row] = with_observation(queries[row], start.observation)
+            except TypeError as error:
+                start = Started(error=error, failed_in="reset")
+            if start.error is not None:
+                failures[row] = (f"{names[row]}: {start.failed_in}", start.error)
+        self.release_episodes(list(failures))
+        self.refuse_rows(batch, failures)
         write_row_values(batch, QUERY, queries)
 
-    def _make(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        columns = read_row_values(batch, ROW, {})
-        for row in rows:
-            name = columns[row][self.route_column] if self.is_routed else next(iter(self.factories))
-            try:
-                self._instances[row] = (name, self.factories[name]())
-            except Exception as error:
-                raise RuntimeError(f"{name} could not be made for row {row}") from error
+    def _route(self, columns: dict[str, Any]) -> Any:
+        return columns.get(self.route_column) if self.is_routed else next(iter(self.factories))
 
-    def _reset_instances(self, batch: TensorDictBase, rows: Sequence[int]) -> list[Any]:
-        """Reset the environments of some rows and give what they say."""
-        columns = read_row_values(batch, ROW, {})
-        seed = batch.get(SEED, None)
-        seeds = [None] * len(columns) if seed is None else seed.tolist()
-        chains = [[self._reset_call(row, columns[row], seeds[row])] for row in rows]
-        observations = []
-        for row, (outcome,) in zip(rows, self.calls.run(chains, self.timeout_s), strict=True):
-            if outcome.error is not None:
-                name = self._instances[row][0]
-                raise RuntimeError(f"{name}.reset failed for row {row}") from outcome.error
-            observations.append(outcome.value)
-        return observations
-
-    def _reset_call(self, row: int, columns: dict[str, Any], seed: int | None) -> Call:
-        reset = self._instances[row][1].reset
-        given = {**columns, "seed": seed} if seed is not None else dict(columns)
-        return functools.partial(reset, **accepted_arguments(reset, given, drop="seed"))
+    def _unknown(self) -> ValueError:
+        return ValueError(f"there is no such environment; there are {sorted(self.factories)}")
 
     def release_episodes(self, rows: Sequence[int]) -> None:
         """Close the environments of some rows."""
-        held = [self._instances.pop(row) for row in rows if row in self._instances]
-        closing = [[env.close] for _, env in held if hasattr(env, "close")]
-        if closing:
-            self.calls.run(closing, self.timeout_s)
+        self._instances.release(rows, lambda: self.calls)
 
     # Tools --------------------------------------------------------------------------------------
 
@@ -257,19 +251,3 @@ def _required_parameters(cls: type) -> set[str]:
         for p in parameters
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
-
-
-def _with_observation(query: Any, observation: Any) -> Any:
-    """The query with what the environment said on reset."""
-    if observation is None or observation == "":
-        return query
-    if not isinstance(observation, str):
-        raise TypeError(
-            f"An environment's reset returns a string or None, got {type(observation).__name__}."
-        )
-    if isinstance(query, str):
-        return f"{query}\n\n{observation}" if query else observation
-    if query and query[-1]["role"] == "user" and isinstance(query[-1]["content"], str):
-        last = {**query[-1], "content": f"{query[-1]['content']}\n\n{observation}"}
-        return [*query[:-1], last]
-    return [*query, {"role": "user", "content": observation}]

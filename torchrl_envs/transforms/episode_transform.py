@@ -3,15 +3,21 @@
 Shape legend: B rows.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
+from torchrl_data.keys import STOP_REASON
+from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
 from torchrl_envs.concurrent_calls import ConcurrentCalls
+from torchrl_envs.tool_results import error_line
 
 T = TypeVar("T", bound=Transform)
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torchrl_envs.episode_env import EpisodeEnv
@@ -23,7 +29,8 @@ class EpisodeTransform(Transform):
     The order of events is fixed, whatever the order in which transforms were appended:
 
     1. ``draw_rows``: data is drawn for the rows that are reset;
-    2. ``begin_episodes``: their environments start and may add to the query;
+    2. ``begin_episodes``: their environments start and may add to the query; a row that can't
+       begin (:meth:`refuse_rows`) takes part in nothing more, and its first step ends it;
     3. the base environment resets, and the transforms' ``_reset`` runs;
     4. each step, the base environment steps, the jobs of all :class:`ToolSource` run, and the
        transforms' ``_step`` runs;
@@ -69,6 +76,23 @@ class EpisodeTransform(Transform):
 
     def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         """Start the episodes of some rows; may change ``query`` and ``tools``."""
+
+    def refuse_rows(
+        self, batch: TensorDictBase, failures: Mapping[int, tuple[str, BaseException]]
+    ) -> None:
+        """Say in ``begin_episodes`` that some rows can't begin; it is logged, and ends them alone.
+
+        Args:
+            batch: gets ``stop_reason``: ``"environment_error: <where>: <type>: <message>"``.
+            failures: where it failed and the error, by row.
+        """
+        if not failures:
+            return
+        reasons = read_row_values(batch, STOP_REASON, "")
+        for row, (where, error) in failures.items():
+            _log.warning("Row %d does not begin: %s failed", row, where, exc_info=error)
+            reasons[row] = f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}"
+        write_row_values(batch, STOP_REASON, reasons)
 
     def finish_episodes(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]

@@ -168,12 +168,13 @@ def _count(
     batch: TensorDictBase, next_batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]
 ) -> None:
     """Add the calls and the errors of a step to the counts."""
-    calls, errors = [0] * batch.numel(), [0] * batch.numel()
+    size = batch.batch_size[0]
+    calls, errors = [0] * size, [0] * size
     for row, given in answers.items():
         calls[row] = len(given)
         errors[row] = sum(answer.is_error for answer in given)
     for key, new in zip(_COUNTS, (calls, errors), strict=True):
-        count = torch.tensor(new).view(*batch.batch_size, 1)
+        count = torch.tensor(new).view(size, 1)
         held = batch.get(key, None)
         next_batch.set(key, count if held is None else held + count)
 
@@ -188,11 +189,10 @@ def _end(batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]) -> None
     if not ends:
         return
     reasons = read_row_values(batch, STOP_REASON, "")
-    over = torch.zeros(batch.numel(), 1, dtype=torch.bool)
+    over = torch.zeros(batch.batch_size[0], 1, dtype=torch.bool)
     for row, reason in ends.items():
         reasons[row] = reason
         over[row] = True
-    over = over.view(*batch.batch_size, 1)
     write_row_values(batch, STOP_REASON, reasons)
     batch.set(TERMINATED, batch.get(TERMINATED) | over)
     batch.set(DONE, batch.get(DONE) | over)

@@ -109,7 +109,8 @@ def _show(error, code):
         import linecache  # only now: these take a good part of the time to start
         import traceback
 
-        linecache.cache[_FILE_NAME] = (len(code), None, code.splitlines(keepends=True), _FILE_NAME)
+        lines = [line + "\n" for line in code.split("\n")]
+        linecache.cache[_FILE_NAME] = (len(code), None, lines, _FILE_NAME)
         traceback.print_exception(type(error), error, trace)
     except MemoryError:
         sys.__excepthook__(type(error), error.with_traceback(trace), trace)

@@ -1,0 +1,46 @@
+"""Why an episode ended: every value of the entry ``stop_reason``, in one place.
+
+A reason may carry a detail after a colon (``"error: the prompt is empty"``); :func:`kind_of` gives
+the part before it. ``""`` is a row that is still running.
+"""
+
+from typing import Final
+
+ANSWERED: Final = "answered"
+"""The policy's turn was left without an answer by tools or anybody else: terminated."""
+MAX_STEPS: Final = "max_steps"
+"""A transform such as ``StepCounter`` truncated the episode."""
+RESPONSE_LENGTH: Final = "response_length"
+"""A turn was cut at the policy's own limit of one turn: truncated."""
+TOKEN_BUDGET: Final = "token_budget"
+"""The episode's token budget is used up: truncated."""
+CONTEXT_LENGTH: Final = "context_length"
+"""The conversation is as long as the model takes: truncated."""
+ERROR: Final = "error"
+"""``error: ...``: the engine could not serve the row: truncated."""
+ENVIRONMENT_ERROR: Final = "environment_error"
+"""``environment_error: ...``: an environment could not be made or reset: truncated, unscorable."""
+NO_DATA: Final = "no_data"
+"""The data ended before this row of the batch: it is no trajectory, and nobody gets it."""
+
+STOP_REASONS: Final = (
+    ANSWERED,
+    MAX_STEPS,
+    RESPONSE_LENGTH,
+    TOKEN_BUDGET,
+    CONTEXT_LENGTH,
+    ERROR,
+    ENVIRONMENT_ERROR,
+    NO_DATA,
+)
+"""All of them."""
+
+
+def kind_of(reason: str) -> str:
+    """The reason without its detail.
+
+    Examples:
+        >>> kind_of("error: the prompt is empty")
+        'error'
+    """
+    return reason.partition(":")[0]

@@ -1,0 +1,53 @@
+"""What an environment says on reset, and where in the conversation it goes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def with_observation(query: Any, observation: Any) -> Any:
+    """The query with what the environment said on reset.
+
+    Args:
+        query: a string or a list of messages; not written to.
+        observation: a string, a list of content parts (``{"type": ...}``), or ``None``.
+
+    Returns:
+        The query with the observation at the end of its last message, if that is the user's, or
+        in a user message of its own.
+
+    Raises:
+        TypeError: the observation is something else.
+    """
+    if observation is None or observation in ("", []):
+        return query
+    if not isinstance(observation, str) and not _are_parts(observation):
+        raise TypeError(
+            "An environment's reset returns a string, a list of content parts or None, got "
+            f"{type(observation).__name__}."
+        )
+    if isinstance(query, str):
+        joined = _joined(query, observation)
+        return joined if isinstance(joined, str) else [{"role": "user", "content": joined}]
+    if query and query[-1]["role"] == "user":
+        last = {**query[-1], "content": _joined(query[-1]["content"], observation)}
+        return [*query[:-1], last]
+    return [*query, {"role": "user", "content": observation}]
+
+
+def _are_parts(observation: Any) -> bool:
+    return isinstance(observation, list) and all(
+        isinstance(part, Mapping) and "type" in part for part in observation
+    )
+
+
+def _joined(content: str | list[Any], observation: str | list[Any]) -> str | list[Any]:
+    """A message's content and an observation after it; parts as soon as one of them has parts."""
+    if not content:
+        return observation
+    if isinstance(content, str) and isinstance(observation, str):
+        return f"{content}\n\n{observation}"
+    return [*_parts(content), *_parts(observation)]
+
+
+def _parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
