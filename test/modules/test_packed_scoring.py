@@ -159,7 +159,8 @@ def test_a_changed_token_changes_nothing_before_it_and_no_other_row(scorers, nam
     after = score(rows)
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         same = lengths[i] - 1 if i != row else max(at - 1, 0)
-        assert torch.equal(old[:same], new[:same])
+        # Not to the bit: another token may begin like another row, and be computed beside it.
+        torch.testing.assert_close(old[:same], new[:same], rtol=1e-4, atol=1e-5)
     if at > 0:
         assert not torch.equal(before[row][at - 1 :], after[row][at - 1 :])
 

@@ -156,7 +156,7 @@ def scores_and_gradients(model, rows, masks, *, share_prefixes):
     ids, lengths = pack(rows)
     scores = scorer.score_packed(ids, lengths, torch.cat(masks), temperature=0.8, entropy=True)
     hook.remove()
-    weights = torch.linspace(-1, 2, len(scores.log_prob))
+    weights = torch.linspace(-1, 2, len(scores.log_prob), dtype=scores.log_prob.dtype)
     loss = scores.log_prob @ weights + 0.3 * scores.entropy.sum()
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return [scores.log_prob.detach(), scores.entropy.detach()], gradients, sum(read)
@@ -185,8 +185,11 @@ def test_sharing_changes_neither_values_nor_gradients(models, name, prompts, gro
     alone, gradients_alone, num_alone = scores_and_gradients(
         models[name], rows, masks, share_prefixes=False
     )
-    torch.testing.assert_close(values, alone)
-    torch.testing.assert_close(gradients, gradients_alone)
+    # The norms of these models are computed in float32.
+    torch.testing.assert_close(values, alone, rtol=1e-4, atol=1e-5)
+    for found, expected in zip(gradients, gradients_alone, strict=True):
+        scale = max(expected.abs().max().item(), 1.0)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * scale)
     assert num_read <= num_alone
 
 
