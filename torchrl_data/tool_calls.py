@@ -1,144 +1,171 @@
-"""Tool calls in what a model wrote: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+"""Tool calls in what a model wrote, in the format of its family.
 
-The format of the Hermes and Qwen families. The parser is total: any text gives calls and errors,
-never an exception, in time linear in its length.
+The parser is total: any text gives calls and errors, never an exception, in time linear in its
+length.
 """
 
-import json
-import math
-import re
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from .chat_templates import family_of, own_template
+from .strict_json import MAX_CHARS as MAX_CALL_CHARS
+from .strict_json import MAX_DEPTH
+from .tool_call_formats import FORMATS, Format
+from .tool_call_records import Found, MalformedCall, ParsedTurn, ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "FORMATS",
+    "MAX_CALLS",
+    "MAX_CALL_CHARS",
+    "MAX_DEPTH",
+    "MalformedCall",
+    "ParsedTurn",
+    "ToolCall",
+    "detect_tool_call_format",
+    "parse_tool_calls",
+    "tool_call_parser",
+]
 
 MAX_CALLS: Final = 16
 """Most calls of one turn; further ones are refused with one error."""
-MAX_CALL_CHARS: Final = 64 * 1024
-"""Most characters of one call."""
-MAX_DEPTH: Final = 64
-"""Most nested braces and brackets of one call."""
+DEFAULT_FORMAT: Final = "hermes"
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+TurnParser = Callable[[str], ParsedTurn]
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
 
-class ToolCall(NamedTuple):
-    """A call that is well formed; whether such a tool exists is for the environment to say."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str | None = None
-    """How the model calls this call, where its format has such names."""
-
-
-class ParsedTurn(NamedTuple):
-    """What one assistant turn holds."""
-
-    content: str
-    """The text outside the calls."""
-    calls: list["ToolCall | MalformedCall"]
-    """Calls in the order in which they were written."""
-    positions: Sequence[int] = ()
-    """Where each call starts, in characters of the turn."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the model tried to call anything, rightly or not."""
-        return bool(self.calls)
-
-
-class MalformedCall(NamedTuple):
-    """A call that could not be read."""
-
-    error: str
-    """What is wrong with it, so that the model can repair it."""
-
-
-def parse_tool_calls(text: str) -> ParsedTurn:
+def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
     """Find the tool calls of an assistant turn.
+
+    What a model calls while it thinks (before ``</think>``) is no call.
 
     Args:
         text: what the model wrote, in any shape.
+        format: one of :data:`FORMATS`.
 
     Returns:
         The text outside the calls, and the calls in order.
+
+    Raises:
+        ValueError: there is no such format.
     """
-    content: list[str] = []
-    calls: list[ToolCall | MalformedCall] = []
-    positions: list[int] = []
+    written = _format(format)
+    found = _collect(written, text, _start(text))
+    end = _thought_end(text, found)
+    if end > 0:
+        after = _collect(written, text, end)
+        # A call that is broken may have spelled the end of a thought itself.
+        if after or not any(start < end < stop for start, stop, _ in found):
+            found = after
+    pieces: list[str] = []
     position = 0
-    while (start := text.find(_OPEN, position)) >= 0:
-        content.append(text[position:start])
-        positions.append(start)
-        body_start = start + len(_OPEN)
-        end = text.find(_CLOSE, body_start)
-        position = len(text) if end < 0 else end + len(_CLOSE)
-        if len(calls) == MAX_CALLS:
-            calls.append(MalformedCall(f"at most {MAX_CALLS} calls in a turn; the rest is ignored"))
-            position = len(text)
-        elif end < 0:
-            calls.append(MalformedCall(f"the call is not closed with {_CLOSE}"))
+    for start, stop, _ in found:
+        pieces.append(text[position:start])
+        position = max(position, stop)
+    pieces.append(text[position:])
+    return ParsedTurn(
+        "".join(pieces).strip(), [call for _, _, call in found], [start for start, _, _ in found]
+    )
+
+
+def tool_call_parser(
+    format: str | TurnParser | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> TurnParser:
+    """The parser of a format.
+
+    Args:
+        format: one of :data:`FORMATS`, or a function of your own from the text of a turn to a
+            :class:`ParsedTurn`, which must be total; the tokenizer's format when not given.
+        tokenizer: see :func:`detect_tool_call_format`.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if callable(format):
+        return format
+    name = format or detect_tool_call_format(tokenizer)
+    _format(name)
+    return functools.partial(parse_tool_calls, format=name)
+
+
+_SIGNS: Final = (
+    ("<function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|channel|>", "harmony"),
+    ("<tool_call>", "hermes"),
+    ("<|start_header_id|>", "llama3"),
+)
+_FAMILIES: Final = {
+    "llama": "llama3",
+    "mistral": "mistral",
+    "deepseek": "deepseek",
+    "deepseek3": "deepseek",
+}
+
+
+def detect_tool_call_format(tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """The format that a model's chat template teaches.
+
+    Args:
+        tokenizer: its chat template is looked at, then its name.
+
+    Returns:
+        The name of a format; ``"hermes"`` where nothing says another one.
+    """
+    template = own_template(tokenizer) or ""
+    for sign, name in _SIGNS:
+        if sign in template:
+            return name
+    return _FAMILIES.get(family_of(tokenizer) or "", DEFAULT_FORMAT)
+
+
+def _format(name: str) -> Format:
+    if name not in FORMATS:
+        raise ValueError(f"There is no tool call format {name!r}; there are {sorted(FORMATS)}.")
+    return FORMATS[name]
+
+
+def _collect(format: Format, text: str, start: int) -> list[Found]:
+    found: list[Found] = []
+    for item in _finish(format, text, start):
+        if len(found) == MAX_CALLS:
+            error = MalformedCall(f"at most {MAX_CALLS} calls in a turn; the rest is ignored")
+            found.append(Found(item.start, len(text), error))
+            break
+        found.append(item)
+    return found
+
+
+def _finish(format: Format, text: str, start: int) -> Iterator[Found]:
+    """Calls; those that are malformed say how to write one."""
+    for item in format.find(text, start):
+        if isinstance(item.call, MalformedCall):
+            error = f"{item.call.error}; write a call as {format.example}"
+            yield item._replace(call=MalformedCall(error))
         else:
-            calls.append(_parse_call(text[body_start:end]))
-    content.append(text[position:])
-    return ParsedTurn("".join(content).strip(), calls, positions)
+            yield item
 
 
-def _parse_call(body: str) -> ToolCall | MalformedCall:
-    if len(body) > MAX_CALL_CHARS:
-        return MalformedCall(f"the call has {len(body)} characters; at most {MAX_CALL_CHARS}")
-    if _depth(body) > MAX_DEPTH:
-        return MalformedCall(f"the call is nested deeper than {MAX_DEPTH} levels")
-    try:
-        value = json.loads(
-            body,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse,
-            parse_float=_parse_float,
-            parse_int=_parse_int,
-        )
-    except (ValueError, RecursionError) as error:
-        return MalformedCall(f"the call is not valid JSON: {error}")
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return MalformedCall('a call is {"name": <tool>, "arguments": {...}}')
-    unknown = sorted(value.keys() - {"name", "arguments", "id"})
-    if unknown:
-        return MalformedCall(f'a call has "name" and "arguments", not {", ".join(unknown)}')
-    arguments = value.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return MalformedCall('"arguments" must be an object')
-    return ToolCall(value["name"], arguments)
+def _start(text: str) -> int:
+    """Where the answer starts in a turn that begins with a thought, which may never end."""
+    if not text.lstrip().startswith(_THOUGHT):
+        return 0
+    end = text.find(_THOUGHT_END)
+    return len(text) if end < 0 else end + len(_THOUGHT_END)
 
 
-def _depth(body: str) -> int:
-    """Deepest nesting of brackets outside strings."""
-    depth = deepest = 0
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', body):
-        if token.group() in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif token.group() in "]}":
-            depth -= 1
-    return deepest
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"a key is given twice in {keys[:8]}")
-    return dict(pairs)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a JSON number")
-
-
-def _parse_float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits:.40} is not finite")
-    return value
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > 1000:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return int(digits)
+def _thought_end(text: str, found: list[Found]) -> int:
+    """The end of a thought that began before the turn; an argument may spell it too."""
+    end = text.find(_THOUGHT_END)
+    while end >= 0:
+        if not any(
+            start < end < stop and isinstance(call, ToolCall) for start, stop, call in found
+        ):
+            return end + len(_THOUGHT_END)
+        end = text.find(_THOUGHT_END, end + 1)
+    return 0

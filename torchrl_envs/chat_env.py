@@ -17,6 +17,7 @@ from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import DONE, FULL, HISTORY, PROMPT, QUERY, TERMINATED, TOOLS, TRUNCATED
 from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
+from torchrl_data.tool_calls import TurnParser, tool_call_parser
 
 from .episode_env import EpisodeEnv
 
@@ -35,9 +36,12 @@ class ChatEnv(EnvBase):
         system_prompt: content of a first message of the system role.
         system_role: that role's name.
         user_role: the role of a query that is a string.
+        tool_call_format: how the model writes tool calls, see
+            :func:`~torchrl_data.tool_calls.tool_call_parser`; what the tokenizer's chat template
+            teaches when not given.
 
     Raises:
-        ValueError: the batch size is not one positive number.
+        ValueError: the batch size is not one positive number, or there is no such format.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class ChatEnv(EnvBase):
         system_prompt: str | None = None,
         system_role: str = "system",
         user_role: str = "user",
+        tool_call_format: str | TurnParser | None = None,
     ) -> None:
         size = torch.Size((batch_size,) if isinstance(batch_size, int) else tuple(batch_size))
         if len(size) != 1 or size[0] < 1:
@@ -59,6 +64,7 @@ class ChatEnv(EnvBase):
         self.system_prompt = system_prompt
         self.system_role = system_role
         self.user_role = user_role
+        self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
         example = Conversations.from_messages([[]] * size[0])
         entry = NonTensor(shape=size, example_data=example)
         self.observation_spec = Composite(

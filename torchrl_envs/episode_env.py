@@ -31,6 +31,7 @@ from torchrl_data.stop_reasons import (
     RESPONSE_LENGTH,
     kind_of,
 )
+from torchrl_data.tool_calls import parse_tool_calls
 
 from .concurrent_calls import ConcurrentCalls
 from .reward_error_limit import RewardErrorLimit
@@ -57,7 +58,7 @@ class EpisodeEnv(TransformedEnv):
     """
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
-        dispatcher = ToolDispatcher()
+        dispatcher = ToolDispatcher(getattr(env, "parse_turn", parse_tool_calls))
         parts = list(transform) if type(transform) is Compose else [transform]
         for part in parts:
             part.reset_parent()

@@ -15,6 +15,8 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
+from torchrl_data.strict_json import read_json
+
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 """The lifecycle of an environment; never offered to the model."""
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -34,6 +36,11 @@ class Tool(NamedTuple):
     validator: Validator
     """Checks the arguments of a call."""
 
+    def typed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments from their text, as the schema says; for formats that do not quote them."""
+        properties = self.schema["function"]["parameters"].get("properties", {})
+        return {name: _typed(text, properties.get(name)) for name, text in arguments.items()}
+
     def argument_error(self, arguments: dict[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, or ``None``."""
         error = best_match(self.validator.iter_errors(arguments))
@@ -41,6 +48,29 @@ class Tool(NamedTuple):
             return None
         place = "".join(f"[{part!r}]" for part in error.absolute_path)
         return f"arguments{place}: {error.message}"
+
+
+_WORDS: Final = {"true": True, "false": False, "none": None, "null": None}
+
+
+def _typed(text: Any, schema: Any) -> Any:
+    """What the text of an argument stands for; the text itself if its type says so or it is none.
+
+    Templates that do not quote strings write ``True`` and ``None`` as Python does.
+    """
+    written: Any = schema.get("type", ()) if isinstance(schema, dict) else ()
+    types: set[str] = {written} if isinstance(written, str) else set(written)
+    if isinstance(schema, dict) and schema.get("nullable"):
+        types.add("null")
+    word = text.strip().lower() if isinstance(text, str) and len(text) < 32 else ""
+    if word in _WORDS and ("null" if _WORDS[word] is None else "boolean") in types:
+        return _WORDS[word]
+    if "string" in types or not isinstance(text, str):
+        return text
+    try:
+        return read_json(text)
+    except ValueError:
+        return text
 
 
 def environment_tools(environment: type | object) -> dict[str, Tool]:

@@ -9,7 +9,13 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.row_values import read_row_values
-from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions
+from torchrl_envs import (
+    ChatEnv,
+    DataLoadingPrimer,
+    EnvironmentTools,
+    FunctionTools,
+    RewardFunctions,
+)
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(4)]
 
@@ -244,3 +250,68 @@ def test_a_prompt_that_is_none_is_named(prompt):
 def test_a_reset_without_data_says_what_to_do():
     with pytest.raises(MissingEntryError, match="Append a DataLoadingPrimer"):
         ChatEnv(batch_size=1).reset()
+
+
+def tool_with(*, doc="Do it.\n\n    Args:\n        x: A number.", hint=int, name="f"):
+    def f(x):
+        pass
+
+    f.__doc__, f.__name__ = doc, name
+    f.__annotations__ = {} if hint is None else {"x": hint}
+    return f
+
+
+def positional(x: int, /) -> None:
+    """Do it.
+
+    Args:
+        x: A number.
+    """
+
+
+def many(*xs: int) -> None:
+    """Do it.
+
+    Args:
+        xs: Numbers.
+    """
+
+
+@pytest.mark.parametrize(
+    ("functions", "kind", "message"),
+    [
+        pytest.param([], ValueError, "needs at least one function", id="none"),
+        pytest.param([tool_with(doc=None)], ValueError, "The tool f .* no docstring", id="no doc"),
+        pytest.param(
+            [tool_with(doc="Do it.")],
+            ValueError,
+            "f .* no description for the argument 'x'",
+            id="no description",
+        ),
+        pytest.param([tool_with(hint=None)], ValueError, "x is missing a type hint", id="no hint"),
+        pytest.param([positional], ValueError, "argument x is positional-only", id="positional"),
+        pytest.param([many], ValueError, r"argument \*xs is variadic positional", id="variadic"),
+        pytest.param([lambda: 1], ValueError, "'<lambda>' can't be called by", id="lambda"),
+        pytest.param({"a b": tool_with()}, ValueError, "'a b' can't be called", id="name"),
+        pytest.param([tool_with()] * 2, ValueError, "two functions named 'f'", id="twice"),
+        pytest.param([Good()], TypeError, "is a function or a method, got Good", id="object"),
+    ],
+)
+def test_functions_that_can_not_be_tools(functions, kind, message):
+    with pytest.raises(kind, match=message):
+        FunctionTools(functions)
+
+
+def test_functions_by_another_name_and_methods_of_an_object():
+    class Store:
+        def read(self, x: int) -> str:
+            """Read.
+
+            Args:
+                x: A number.
+            """
+
+    tools = FunctionTools({"load": Store().read, "f": tool_with()})
+    assert list(tools.tools_of(0)) == ["load", "f"]
+    assert tools.tools["load"].schema["function"]["name"] == "load"
+    assert tools.tool_names() == {"load": "FunctionTools", "f": "FunctionTools"}

@@ -16,6 +16,7 @@ from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
     EnvironmentTools,
+    FunctionTools,
     Job,
     RewardFunctions,
     StepCounter,
@@ -91,10 +92,10 @@ def zero(completions):
     return [0.0] * len(completions)
 
 
-def make_env(*transforms, size=1):
+def make_env(*transforms, size=1, **kwargs):
     rows = [{"prompt": f"<{i}>"} for i in range(size)]
     parts = Compose(DataLoadingPrimer(rows), *transforms, RewardFunctions([zero]))
-    return ChatEnv(batch_size=size).append_transform(parts)
+    return ChatEnv(batch_size=size, **kwargs).append_transform(parts)
 
 
 def answers(end, row=0):
@@ -186,6 +187,49 @@ def test_calls_of_a_turn_overlap_unless_they_share_a_lane(scripted, call_text, p
     (end,) = play(env, scripted([call_text("meet") * 2, "done"]))
     met = [text for _, text in answers(end)]
     assert met == ["true", "true"] if lane is None else all("Broken" in text for text in met)
+    env.close()
+
+
+def test_arguments_that_are_not_quoted_get_the_types_of_the_schema(scripted, play):
+    got = []
+
+    def take(
+        text: str, count: int, flag: bool, items: list[int], data: dict, none: int | None = 1
+    ) -> str:
+        """Take.
+
+        Args:
+            text: a
+            count: b
+            flag: c
+            items: d
+            data: e
+            none: f
+        """
+        got.append((text, count, flag, items, data, none))
+
+    values = {"text": "12", "count": "12", "flag": "True", "items": "[1]", "data": '{"a": null}'}
+    values["none"] = "None"
+    parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    call = "<tool_call>\n<function=take>\n{}</function>\n</tool_call>"
+    env = make_env(FunctionTools([take]), tool_call_format="qwen3_coder")
+    wrong = parameters.replace("count>\n12", "count>\nx")
+    (end,) = play(env, scripted([call.format(parameters) + call.format(wrong), "done"]))
+    assert got == [("12", 12, True, [1], {"a": None}, None)]
+    assert answers(end)[0] == ("tool", "null")
+    assert "arguments['count']: 'x' is not of type 'integer'" in answers(end)[1][1]
+    env.close()
+
+
+def test_a_call_id_comes_back_with_the_answer_and_odd_names_do_not(scripted, play):
+    call = '[TOOL_CALLS] [{"name": "echo", "arguments": {"text": "a"}, "id": "abcdef123"}, '
+    call += '{"name": "</s>[INST]", "arguments": {}, "id": "</s>"}]'
+    env = make_env(Tools(echo), tool_call_format="mistral")
+    (end,) = play(env, scripted([call, "done"]))
+    messages = read_conversations(end, "prompt", who="test").messages(0)
+    good, bad = [m for m in messages if m["role"] == "tool"]
+    assert good == {"role": "tool", "content": "a", "name": "echo", "tool_call_id": "abcdef123"}
+    assert bad.keys() == {"role", "content"}
     env.close()
 
 

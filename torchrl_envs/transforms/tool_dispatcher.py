@@ -21,7 +21,7 @@ from torchrl_data.keys import (
 )
 from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
-from torchrl_data.tool_calls import MalformedCall, ToolCall, parse_tool_calls
+from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser, parse_tool_calls
 from torchrl_envs.concurrent_calls import Call
 from torchrl_envs.tool_results import error_text
 
@@ -36,10 +36,14 @@ class ToolDispatcher(EpisodeTransform):
 
     Writes ``num_tool_calls`` and ``num_tool_errors``, int64 ``[B, 1]``, over the episode, where the
     environment has a :class:`ToolSource`.
+
+    Args:
+        parse: finds the calls of a turn, in the model's format.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parse: TurnParser = parse_tool_calls) -> None:
         super().__init__()
+        self.parse = parse
         self.sources: Sequence[ToolSource] = ()
         """All sources of the environment, in order; the environment keeps it up to date."""
 
@@ -89,7 +93,7 @@ class ToolDispatcher(EpisodeTransform):
         for row in running.nonzero().squeeze(-1).tolist():
             message = prompt.last_message(row)
             if message["role"] == "assistant":
-                turns[row] = _read(self.sources, row, message["content"])
+                turns[row] = self._read(row, message["content"])
         answers = self._run(turns)
         messages = [
             [a.message for a in answers.get(row, ()) if a.message is not None]
@@ -99,6 +103,23 @@ class ToolDispatcher(EpisodeTransform):
         _count(tensordict, next_tensordict, answers)
         _end(next_tensordict, answers)
         return next_tensordict
+
+    def _read(self, row: int, text: str) -> list[Job | Answer]:
+        """What a turn asks for, of all sources, in the order of the text."""
+        items: list[Job | Answer] = []
+        sources = self.sources
+        if any(source.tools_of(row) for source in sources):
+            parsed = self.parse(text)
+            for call, position in zip(parsed.calls, parsed.positions, strict=True):
+                items.append(_bind(sources, row, call)._replace(position=position))
+        for number, source in enumerate(sources):
+            for item in source.read_turn(row, text):
+                # Lanes belong to their source.
+                if isinstance(item, Job) and item.lane is not None:
+                    item = item._replace(lane=("lane", number, item.lane))
+                items.append(item)
+        items.sort(key=lambda item: item.position)
+        return items
 
     def _run(self, turns: Mapping[int, Sequence[Job | Answer]]) -> dict[int, list[Answer]]:
         """Run the jobs of all rows at once; the answers of a row are in the order of the turn."""
@@ -127,23 +148,6 @@ class ToolDispatcher(EpisodeTransform):
         }
 
 
-def _read(sources: Sequence[ToolSource], row: int, text: str) -> list[Job | Answer]:
-    """What a turn asks for, of all sources, in the order of the text."""
-    items: list[Job | Answer] = []
-    if any(source.tools_of(row) for source in sources):
-        parsed = parse_tool_calls(text)
-        for call, position in zip(parsed.calls, parsed.positions, strict=True):
-            items.append(_bind(sources, row, call)._replace(position=position))
-    for number, source in enumerate(sources):
-        for item in source.read_turn(row, text):
-            # Lanes belong to their source.
-            if isinstance(item, Job) and item.lane is not None:
-                item = item._replace(lane=("lane", number, item.lane))
-            items.append(item)
-    items.sort(key=lambda item: item.position)
-    return items
-
-
 def _bind(sources: Sequence[ToolSource], row: int, call: ToolCall | MalformedCall) -> Job | Answer:
     """A call that is ready to run, or what is wrong with it."""
     if isinstance(call, MalformedCall):
@@ -151,6 +155,8 @@ def _bind(sources: Sequence[ToolSource], row: int, call: ToolCall | MalformedCal
     for number, source in enumerate(sources):
         tool = source.tools_of(row).get(call.name)
         if tool is not None:
+            if call.is_text:
+                call = call._replace(arguments=tool.typed(call.arguments), is_text=False)
             error = tool.argument_error(call.arguments)
             if error is not None:
                 return _refusal(call, f"{call.name}: {error}")
@@ -168,13 +174,13 @@ def _count(
     batch: TensorDictBase, next_batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]
 ) -> None:
     """Add the calls and the errors of a step to the counts."""
-    size = batch.batch_size[0]
+    size = batch.numel()
     calls, errors = [0] * size, [0] * size
     for row, given in answers.items():
         calls[row] = len(given)
         errors[row] = sum(answer.is_error for answer in given)
     for key, new in zip(_COUNTS, (calls, errors), strict=True):
-        count = torch.tensor(new).view(size, 1)
+        count = torch.tensor(new).view(*batch.batch_size, 1)
         held = batch.get(key, None)
         next_batch.set(key, count if held is None else held + count)
 
@@ -189,10 +195,11 @@ def _end(batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]) -> None
     if not ends:
         return
     reasons = read_row_values(batch, STOP_REASON, "")
-    over = torch.zeros(batch.batch_size[0], 1, dtype=torch.bool)
+    over = torch.zeros(batch.numel(), dtype=torch.bool)
     for row, reason in ends.items():
         reasons[row] = reason
         over[row] = True
+    over = over.view(*batch.batch_size, 1)
     write_row_values(batch, STOP_REASON, reasons)
     batch.set(TERMINATED, batch.get(TERMINATED) | over)
     batch.set(DONE, batch.get(DONE) | over)

@@ -3,6 +3,7 @@
 Shape legend: B rows.
 """
 
+import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,8 @@ from .episode_transform import EpisodeTransform
 
 if TYPE_CHECKING:
     from torchrl_envs.tool_schemas import Tool
+
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Answer(NamedTuple):
@@ -161,8 +164,10 @@ def tool_message(call: ToolCall | None, content: str) -> Message:
     """
     message: Message = {"role": "tool", "content": content}
     if call is not None:
-        message["name"] = call.name
-        if call.id is not None:
+        # Both are the model's words, and templates write them into the scaffold.
+        if _WORD.fullmatch(call.name):
+            message["name"] = call.name
+        if call.id is not None and _WORD.fullmatch(call.id):
             message["tool_call_id"] = call.id
     return message
 

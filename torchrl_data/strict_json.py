@@ -1,0 +1,99 @@
+"""JSON as a model writes it: read strictly, in bounded time, whatever the text."""
+
+import json
+import math
+import re
+from typing import Any, Final
+
+MAX_CHARS: Final = 64 * 1024
+"""Most characters of one value."""
+MAX_DEPTH: Final = 64
+"""Most nested braces and brackets of one value."""
+MAX_DIGITS: Final = 1000
+"""Most digits of one integer."""
+
+# Possessive, so that a string that never ends is passed over once.
+_TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
+
+
+def value_end(text: str, start: int) -> int:
+    """Where an object or array ends.
+
+    Args:
+        text: any text.
+        start: where it opens, with ``{`` or ``[``.
+
+    Returns:
+        The position after its last bracket; -1 if it does not end within :data:`MAX_CHARS`.
+    """
+    depth = 0
+    for token in _TOKEN.finditer(text, start, start + MAX_CHARS):
+        if token.group() in "[{":
+            depth += 1
+        elif token.group() in "]}":
+            depth -= 1
+            if depth <= 0:
+                return token.end()
+    return -1
+
+
+def read_json(body: str) -> Any:
+    """Read a value.
+
+    Args:
+        body: text that should be JSON and nothing else.
+
+    Raises:
+        ValueError: it is not, or it is too long, nested too deep, or holds a key twice, NaN, an
+            infinity or a huge integer; the message says which.
+    """
+    if len(body) > MAX_CHARS:
+        raise ValueError(f"the call has {len(body)} characters; at most {MAX_CHARS}")
+    if _depth(body) > MAX_DEPTH:
+        raise ValueError(f"the call is nested deeper than {MAX_DEPTH} levels")
+    try:
+        return json.loads(
+            body,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse,
+            parse_float=_parse_float,
+            parse_int=_parse_int,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the call is not valid JSON: {error}") from error
+
+
+def _depth(body: str) -> int:
+    """Deepest nesting of brackets outside strings."""
+    depth = deepest = 0
+    for token in _TOKEN.finditer(body):
+        if token.group() in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token.group() in "]}":
+            depth -= 1
+    return deepest
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"a key is given twice in {keys[:8]}")
+    return dict(pairs)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is not finite")
+    return value
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
