@@ -1,12 +1,6 @@
-"""Real OpenEnv servers in a process of their own."""
-
-import sys
-from pathlib import Path
+"""Fixtures of tests that talk to OpenEnv servers."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "openenv_servers"))
-
 from process import ServerProcess
 
 
