@@ -4,8 +4,10 @@ import contextlib
 import gc
 import json
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 # Before torch is imported, where the command line has not set them.
@@ -17,6 +19,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent / "openenv_servers"))
+
+from fixtures import servers  # noqa: E402, F401
 
 from torchrl_modules import Generation, LLMWrapperBase  # noqa: E402
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer  # noqa: E402
