@@ -28,8 +28,8 @@ def conversations_of(leaf: Any) -> Conversations | None:
         parts = [conversations_of(part) for part in leaf.unbind(0)]
         found = [part for part in parts if part is not None]
         return Conversations.cat(found) if len(found) == len(parts) else None
-    snapshot = leaf.snapshot() if isinstance(leaf, BatchLeaf) else None
-    return snapshot if isinstance(snapshot, Conversations) else None
+    data = leaf.snapshot() if isinstance(leaf, BatchLeaf) else getattr(leaf, "data", None)
+    return data if isinstance(data, Conversations) else None
 
 
 def history_view(

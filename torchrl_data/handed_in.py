@@ -16,6 +16,7 @@ from .conversation_views import conversations_of
 from .errors import missing_part
 from .history import History
 from .keys import ASSISTANT_MASK, FULL, HISTORY, LOG_PROBS_FULL, PROMPT, TEXT
+from .loop_state import conversation_leaf
 from .messages import check_messages
 from .ragged import entries_of
 from .row_values import leaf_values
@@ -39,7 +40,8 @@ def read_prompts(
 
     Returns:
         B conversations. Messages wait to be encoded; text and tokens are the whole prompt, to which
-        no template is applied, and show as one message of the user.
+        no template is applied, and show as one message of the user (unless a policy left a record
+        of the same tokens at ``("history", "prompt")``).
 
     Raises:
         MissingEntryError: there is no such entry.
@@ -53,7 +55,11 @@ def read_prompts(
     encoder = _need(encoder, mode, who)
     if mode == TEXT:
         return prompt_of_tokens(_encode_texts(_texts(batch, PROMPT, who), encoder), encoder)
-    return prompt_of_tokens(TokenEntries(batch, PROMPT, who=who).ids(), encoder)
+    ids = TokenEntries(batch, PROMPT, who=who).ids()
+    record = read_held(batch, HISTORY, PROMPT)
+    if record is not None and _all_ids(record) == ids:
+        return record
+    return prompt_of_tokens(ids, encoder)
 
 
 def prompt_of_tokens(ids: Sequence[Sequence[int]], encoder: "ConversationEncoder") -> Conversations:
@@ -134,14 +140,8 @@ def read_held(batch: TensorDictBase, mode: str, which: str) -> Conversations | N
         mode: ``"history"``, ``"text"`` or ``"tokens"``.
         which: ``"prompt"`` or ``"full"``.
     """
-    if not has_entry(batch, (mode, which)):
-        return None
-    entries = entries_of(batch.get(mode))
-    first = entries
-    while isinstance(first, LazyStackedTensorDict):
-        first = entries_of(first.tensordicts[0])
-    # Ragged rows can't be stacked, so they are not asked for.
-    return conversations_of(entries.get(which)) if is_non_tensor(first.get(which)) else None
+    leaf = conversation_leaf(batch, mode, which)
+    return None if leaf is None else conversations_of(leaf)
 
 
 def _part(batch: TensorDictBase, mode: str, which: str, who: str) -> Any:
@@ -160,16 +160,30 @@ def _need(encoder: "ConversationEncoder | None", mode: str, who: str) -> "Conver
 
 
 def _chats(batch: TensorDictBase, which: str, who: str) -> list[list[Message]]:
-    leaf = _part(batch, HISTORY, which, who)
+    return chats_of(_part(batch, HISTORY, which, who), batch.numel(), who=who)
+
+
+def chats_of(leaf: Any, size: int, *, who: str) -> list[list[Message]]:
+    """The messages of each conversation of a ``History``.
+
+    Args:
+        leaf: a ``History``: one conversation ``[M]``, or a batch ``[*B, M]``.
+        size: B, how many there should be.
+        who: the component that reads, named in errors.
+
+    Raises:
+        TypeError: it is no ``History``.
+        ValueError: there are more or fewer conversations, or a message is wrong.
+    """
     if not isinstance(leaf, History):
         raise TypeError(
             f"{who} reads conversations from 'history': a History, got {type(leaf).__name__}. "
             "Build one with History.from_chats([[{'role': ..., 'content': ...}]])."
         )
     chats = _flat_chats(leaf.to_chats())
-    if len(chats) != batch.numel():
+    if len(chats) != size:
         raise ValueError(
-            f"{who}: a History of {len(chats)} conversations in a batch of {batch.numel()} rows."
+            f"{who}: a History of {len(chats)} conversations in a batch of {size} rows."
         )
     for row, chat in enumerate(chats):
         check_messages(chat, row=row)

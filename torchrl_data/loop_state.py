@@ -7,7 +7,7 @@ holds the leaves is a :class:`ChatHistory`, which builds a ``History`` when some
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from .batch_leaf import BatchLeaf, face_of
@@ -17,6 +17,7 @@ from .conversation_views import conversations_of
 from .errors import MissingEntryError
 from .keys import DONE, HISTORY, INPUT_MODES, STEP_MASK, TEXT
 from .layout import ChatHistory, Text, Tokens
+from .ragged import entries_of
 
 if TYPE_CHECKING:
     from .encoder import ConversationEncoder
@@ -101,17 +102,37 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
 def _group(batch: TensorDictBase, mode: str) -> Any:
     """The group of a mode; a value of the same name (a column ``text``, say) is none."""
     group = batch.get(mode, None)
-    return None if group is None or is_non_tensor(group) else group
+    return None if group is None or is_non_tensor(group) else entries_of(group)
 
 
 def _held_leaf(batch: TensorDictBase, which: str) -> Any:
-    """The leaf of a name that holds conversations, in the first mode that has one."""
-    for mode in INPUT_MODES:
-        group = _group(batch, mode)
-        leaf = None if group is None else group.get(which, None)
-        if leaf is not None and conversations_of(leaf) is not None:
-            return leaf
-    return None
+    """The leaf of a name that holds conversations.
+
+    A policy writes ``history`` in every mode, so that of another mode is the newer one.
+    """
+    leaves = (conversation_leaf(batch, mode, which) for mode in reversed(INPUT_MODES))
+    return next((leaf for leaf in leaves if leaf is not None), None)
+
+
+def conversation_leaf(batch: TensorDictBase, mode: str, which: str) -> Any:
+    """The leaf at ``(mode, which)`` if it holds conversations, and otherwise ``None``.
+
+    Args:
+        batch: of any shape and layout.
+        mode: ``"history"``, ``"text"`` or ``"tokens"``.
+        which: ``"prompt"``, ``"response"`` or ``"full"``.
+    """
+    group = _group(batch, mode)
+    if group is None:
+        return None
+    first = group
+    while isinstance(first, LazyStackedTensorDict):
+        first = entries_of(first.tensordicts[0])
+    # Ragged rows of tensors can't be stacked, so they are not asked for.
+    leaf = first.get(which, None)
+    if leaf is None or conversations_of(leaf) is None:
+        return None
+    return leaf if first is group else group.get(which)
 
 
 def _new_group(mode: str, parts: dict[str, Any], batch_size: torch.Size) -> Any:

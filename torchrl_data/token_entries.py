@@ -13,6 +13,7 @@ from torch import Tensor
 from .errors import missing_part
 from .keys import ATTENTION_MASK, TOKENS
 from .ragged import entries_of
+from .row_values import leaf_values
 
 
 def token_rows(batch: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None:
@@ -23,31 +24,34 @@ def token_rows(batch: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | No
         key: group and name.
     """
     group = batch.get(key[0], None)
-    return None if group is None or is_non_tensor(group) else _rows(group, key[1])
+    return None if group is None or is_non_tensor(group) else rows_in(group, key[1])
 
 
-def _rows(group: Any, name: str) -> list[Tensor] | None:
+def rows_in(group: Any, name: str) -> list[Tensor] | None:
+    """The rows of an entry of a group, see :func:`token_rows`.
+
+    Args:
+        group: a TensorDict or TensorClass of any shape and layout.
+        name: the entry.
+    """
     entries = entries_of(group)
     if isinstance(entries, LazyStackedTensorDict):
-        parts = [_rows(part, name) for part in entries.unbind(0)]
+        parts = [rows_in(part, name) for part in entries.unbind(0)]
         found = [part for part in parts if part is not None]
         return [row for part in found for row in part] if len(found) == len(parts) else None
     value = entries.get(name, None)
     if value is None:
         return None
     if is_non_tensor(value):
-        data = value.tolist()
-        return None if data is None else _listed(data, entries.batch_dims)
+        given = leaf_values(value, entries.batch_size)
+        return (
+            None
+            if any(row is None for row in given)
+            else [torch.as_tensor(row).reshape(-1) for row in given]
+        )
     if value.is_nested:
         return list(value.unbind())
     return list(value.reshape(-1, value.shape[-1]).unbind(0))
-
-
-def _listed(data: Any, dims: int) -> list[Tensor]:
-    """Rows that came as nested lists of numbers or tensors."""
-    if dims == 0 or isinstance(data, Tensor):
-        return [torch.as_tensor(data)]
-    return [row for part in data for row in _listed(part, dims - 1)]
 
 
 class TokenEntries:

@@ -118,8 +118,8 @@ class EpisodeEnv(TransformedEnv):
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if not self._checked:
             self.check()
-        size = self.batch_size[0]
-        batch = (
+        size = self.batch_size.numel()
+        batch = _one_dimension(
             TensorDict({}, batch_size=self.batch_size) if tensordict is None else tensordict.copy()
         )
         mask = batch.get("_reset", None)
@@ -146,13 +146,19 @@ class EpisodeEnv(TransformedEnv):
             reasons = read_row_values(batch, STOP_REASON)
             transform.begin_episodes(batch, [row for row in rows if not reasons[row]])
         self._dispatcher.show_tools(batch, rows)
+        batch = _in_shape(batch, self.batch_size)
         reset = self.base_env._reset(batch, **kwargs)
         self.base_env._complete_done(self.base_env.full_done_spec, reset)
         return self.transform._reset(batch, reset)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        next_batch = _one_dimension(super()._step(tensordict))
+        self._end_step(_one_dimension(tensordict), next_batch)
+        return _in_shape(next_batch, self.batch_size)
+
+    def _end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
+        """End episodes, score them, and give back what they hold."""
         active = active_rows(tensordict)
-        next_batch = super()._step(tensordict)
         _keep_flags(tensordict, next_batch, ~active)
         began = [not reason for reason in read_row_values(tensordict, STOP_REASON, "")]
         _limit_turns(next_batch)
@@ -167,7 +173,6 @@ class EpisodeEnv(TransformedEnv):
             self.release_episodes(rows)
             limit = next(self.transforms_of(RewardErrorLimit), self._error_limit)
             limit.record(next_batch, rows)
-        return next_batch
 
     def _score(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
@@ -193,7 +198,7 @@ class EpisodeEnv(TransformedEnv):
 
     def release_episodes(self, rows: Sequence[int] | None = None) -> None:
         """Give back what some rows hold, or all; their episodes are over, finished or not."""
-        rows = range(self.batch_size[0]) if rows is None else rows
+        rows = range(self.batch_size.numel()) if rows is None else rows
         for transform in self.episode_transforms():
             transform.release_episodes(rows)
 
@@ -263,5 +268,14 @@ def _limit_turns(batch: TensorDictBase, no_turn: Sequence[int] = ()) -> None:
         batch.set(MAX_NEW_TOKENS, torch.full(batch.batch_size, NO_LIMIT))
     if no_turn:
         budget = batch.get(MAX_NEW_TOKENS).clone()
-        budget[list(no_turn)] = 0
+        budget.view(-1)[list(no_turn)] = 0
         batch.set(MAX_NEW_TOKENS, budget)
+
+
+def _one_dimension(batch: TensorDictBase) -> TensorDictBase:
+    """The batch itself if it is ``[B]``, and otherwise its rows in one dimension."""
+    return batch if batch.ndim == 1 else batch.reshape(batch.numel())
+
+
+def _in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:
+    return batch if batch.batch_size == shape else batch.reshape(shape)

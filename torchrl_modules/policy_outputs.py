@@ -21,6 +21,7 @@ from torchrl_data.keys import (
     PROMPT,
     RESPONSE,
     TEXT,
+    TOKENS,
     TOKENS_FULL,
 )
 from torchrl_data.loop_state import write_conversations
@@ -72,14 +73,13 @@ class PolicyOutput:
             prompt: the conversations before the turn.
             full: the same with the turn.
         """
-        if self.mode == HISTORY:
-            self._write_part(batch, PROMPT, prompt)
-        else:
+        # Where the tokens are written as ragged rows, the record is in the history alone.
+        if self.mode == TEXT or (self.mode == TOKENS and not self.write_tokens):
             self._write_part(batch, PROMPT, prompt, self.mode)
-            # Ragged rows of tokens are written below, if they are written at all.
-            if self.mode == TEXT or not self.write_tokens:
-                self._write_part(batch, RESPONSE, full, self.mode)
-                self._write_part(batch, FULL, full, self.mode)
+            self._write_part(batch, RESPONSE, full, self.mode)
+            self._write_part(batch, FULL, full, self.mode)
+        else:
+            self._write_part(batch, PROMPT, prompt)
         self._write_part(batch, RESPONSE, full)
         self._write_part(batch, FULL, full)
         if self.write_tokens:

@@ -149,8 +149,11 @@ def test_a_dataset_of_datasets_works():
             r"Static has no reset\(self, \*\*row\)",
             id="no reset",
         ),
-        pytest.param(lambda: ChatEnv(batch_size=(2, 3)), "one positive number", id="batch size"),
-        pytest.param(lambda: ChatEnv(batch_size=0), "one positive number", id="no rows"),
+        pytest.param(lambda: ChatEnv(batch_size=(2, 0)), r"at least one row.*2, 0", id="no rows"),
+        pytest.param(lambda: ChatEnv(input_mode="txt"), "input_mode.*got 'txt'", id="mode"),
+        pytest.param(
+            lambda: ChatEnv(input_mode="tokens"), "chat template.*give tokenizer=", id="tokenizer"
+        ),
     ],
 )
 def test_what_can_not_work_is_named_before_it_runs(build, words):

@@ -119,9 +119,10 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             ValueError: it does not.
         """
-        if env.batch_size[0] % self.group_size:
+        size = env.batch_size.numel()
+        if size % self.group_size:
             raise ValueError(
-                f"DataLoadingPrimer: a batch of {env.batch_size[0]} rows does not hold whole "
+                f"DataLoadingPrimer: a batch of {size} rows does not hold whole "
                 f"groups of {self.group_size}. Make the batch size a multiple of group_size."
             )
 
