@@ -23,6 +23,7 @@ from torchrl_data.keys import (
     PROMPT,
     REWARD,
     REWARDS,
+    ROW,
     SCORABLE,
     STEP_MASK,
     STOP_REASON,
@@ -242,6 +243,7 @@ def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDict]:
     rewards = batch.get(REWARDS, None)
     reasons = read_row_values(batch, STOP_REASON, "")
     errors = read_row_values(batch, REWARD_ERRORS, "")
+    data = read_row_values(batch, ROW)
     for out, row in zip(exported, rows, strict=True):
         write_conversations(out, FULL, conversations[row])
         for key, value in dense.items():
@@ -256,6 +258,8 @@ def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDict]:
         out.set("num_turns", torch.tensor(_num_turns(conversations, row)))
         out.set_non_tensor(STOP_REASON, reasons[row])
         out.set_non_tensor(REWARD_ERRORS, errors[row])
+        if data[row] is not None:
+            out.set_non_tensor(ROW, data[row])
     return exported
 
 

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
     from .sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
+    from .tasks.countdown import CountdownEnv, CountdownRewardParser
+    from .tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+    from .tasks.math_problems import MATHEnv
+    from .transforms.answer_reward import AnswerReward
     from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
@@ -25,16 +29,23 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Answer": "torchrl_envs.transforms.tool_source",
+    "AnswerReward": "torchrl_envs.transforms.answer_reward",
     "ChatEnv": "torchrl_envs.chat_env",
+    "CountdownEnv": "torchrl_envs.tasks.countdown",
+    "CountdownRewardParser": "torchrl_envs.tasks.countdown",
     "DataExhaustedError": "torchrl_envs.transforms.data_loading",
     "DataLoadingPrimer": "torchrl_envs.transforms.data_loading",
     "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
     "EpisodeEnv": "torchrl_envs.episode_env",
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
     "FunctionTools": "torchrl_envs.transforms.function_tools",
+    "GSM8KEnv": "torchrl_envs.tasks.gsm8k",
+    "GSM8KPrepareQuestion": "torchrl_envs.tasks.gsm8k",
+    "GSM8KRewardParser": "torchrl_envs.tasks.gsm8k",
     "Job": "torchrl_envs.transforms.tool_source",
     "KLComputation": "torchrl_envs.transforms.kl",
     "KLRewardTransform": "torchrl_envs.transforms.kl",
+    "MATHEnv": "torchrl_envs.tasks.math_problems",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "PolicyVersion": "torchrl_envs.transforms.policy_version",
     "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
@@ -49,22 +60,30 @@ _HOMES = {
     "StepCounter": "torchrl.envs.transforms",
     "TooManyRewardErrors": "torchrl_envs.reward_error_limit",
     "ToolSource": "torchrl_envs.transforms.tool_source",
+    "make_gsm8k_env": "torchrl_envs.tasks.gsm8k",
     "reward_metrics": "torchrl_envs.reward_logging",
     "row_reward": "torchrl_envs.reward_calls",
 }
 
 __all__ = [
     "Answer",
+    "AnswerReward",
     "ChatEnv",
+    "CountdownEnv",
+    "CountdownRewardParser",
     "DataExhaustedError",
     "DataLoadingPrimer",
     "EnvironmentTools",
     "EpisodeEnv",
     "EpisodeTransform",
     "FunctionTools",
+    "GSM8KEnv",
+    "GSM8KPrepareQuestion",
+    "GSM8KRewardParser",
     "Job",
     "KLComputation",
     "KLRewardTransform",
+    "MATHEnv",
     "MathVerifyReward",
     "PolicyVersion",
     "PythonInterpreter",
@@ -79,6 +98,7 @@ __all__ = [
     "StepCounter",
     "TooManyRewardErrors",
     "ToolSource",
+    "make_gsm8k_env",
     "reward_metrics",
     "row_reward",
 ]

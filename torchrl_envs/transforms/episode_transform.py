@@ -46,6 +46,14 @@ class EpisodeTransform(Transform):
             raise self._misplaced()
         return container.calls  # type: ignore[union-attr]
 
+    @property
+    def in_environment(self) -> bool:
+        """Whether it belongs to an environment, and not to a replay buffer or nothing."""
+        try:
+            return self.container is not None
+        except ValueError:  # TorchRL's, for a Compose that belongs to no environment.
+            return False
+
     def env_transforms(self, kind: type[T]) -> list[T]:
         """The transforms of a class in the environment that this one belongs to."""
         container = self.container

@@ -6,9 +6,8 @@ Shape legend: B rows, T tokens of a row (ragged).
 from collections.abc import Callable, Sequence
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
-from torchrl.envs import EnvBase
 
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, PROMPT, REWARD
@@ -16,6 +15,7 @@ from torchrl_data.loop_state import read_conversations
 from torchrl_data.token_entries import TokenEntries
 from torchrl_envs.rewards import RowReward, dense_reward, record_rewards
 from torchrl_envs.token_entries import read_token_entry, write_token_entry
+from torchrl_envs.trajectory_batches import copied_rows, joined_rows
 
 from .episode_transform import EpisodeTransform
 
@@ -133,22 +133,16 @@ class TrajectoryTransform(EpisodeTransform):
         Returns:
             A batch of the same size with the results.
         """
-        first = tensordict.reshape(-1)[0]
-        if self.results and all(first.get(_next(key), None) is not None for key in self.results):
+        held = copied_rows(tensordict)[0]
+        if self.results and all(held.get(_next(key), None) is not None for key in self.results):
             return tensordict
         return self._work(tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         # An environment passes what a step starts from: there is nothing to do yet.
-        if tensordict is None or self._in_environment():
+        if tensordict is None or self.in_environment:
             return tensordict
         return self.forward(tensordict)
-
-    def _in_environment(self) -> bool:
-        try:
-            return isinstance(self.container, EnvBase)
-        except ValueError:  # TorchRL's, for a Compose that belongs to no environment.
-            return False
 
     def _work(self, batch: TensorDictBase) -> TensorDictBase:
         who = self._get_name()
@@ -159,7 +153,7 @@ class TrajectoryTransform(EpisodeTransform):
                 f"{who} reads {ASSISTANT_MASK}, which the batch lacks: it says which tokens the "
                 "policy sampled."
             )
-        rows = [row.copy() for row in batch.reshape(-1).unbind(0)]
+        rows = copied_rows(batch)
         keeps: Sequence[Tensor | None] = entries.keep or [None] * len(rows)
         found = [
             TokenRow(torch.tensor(ids), mask.bool(), _finder(row, keep), who)
@@ -171,7 +165,7 @@ class TrajectoryTransform(EpisodeTransform):
                 row.set(_next(key), _padded(tokens.results[key], keep))
             if tokens.penalty is not None:
                 self._add_penalty(row, tokens, keep)
-        return lazy_stack(rows).reshape(batch.batch_size)
+        return joined_rows(rows, batch.batch_size)
 
     def _add_penalty(self, row: TensorDictBase, tokens: TokenRow, keep: Tensor | None) -> None:
         assert tokens.penalty is not None

@@ -1,0 +1,188 @@
+"""Countdown: reach a number with some others, each used once, by the four operations."""
+
+import ast
+import operator
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, Final
+
+from torchrl_data.keys import REWARD
+from torchrl_envs.graders.answers import read_tags
+from torchrl_envs.transforms.answer_reward import AnswerReward
+
+from .question_env import QuestionEnv
+
+SYSTEM_PROMPT: Final = (
+    "You are given numbers and a target. First reason inside <think> and </think>, then give an "
+    "arithmetic expression with the value of the target, which uses each number exactly once and "
+    "only + - * / and parentheses, inside <answer> and </answer>."
+)
+MAX_EXPRESSION_CHARS: Final = 500
+_OPERATIONS: Final[dict[type, Callable[[Fraction, Fraction], Fraction]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def countdown_rows(
+    num_rows: int,
+    *,
+    num_count: int = 4,
+    max_number: int = 100,
+    max_target: int = 1000,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Problems that can be solved: the target is the value of a random expression.
+
+    Args:
+        num_rows: how many.
+        num_count: numbers in each.
+        max_number: the largest of them.
+        max_target: the largest target; the smallest is 1.
+        seed: of everything.
+
+    Returns:
+        Rows with ``prompt``, ``numbers``, ``target`` and a ``solution``.
+
+    Raises:
+        ValueError: a count is too small.
+    """
+    if min(num_rows, max_number, max_target) < 1 or num_count < 2:
+        raise ValueError(
+            "countdown_rows: num_rows, max_number and max_target must be at least 1 and num_count "
+            f"at least 2, got {num_rows}, {max_number}, {max_target} and {num_count}."
+        )
+    rng = random.Random(seed)
+    rows = []
+    while len(rows) < num_rows:
+        numbers = [rng.randint(1, max_number) for _ in range(num_count)]
+        solution, value = _random_expression(numbers, rng)
+        if 1 <= value <= max_target:
+            rng.shuffle(numbers)
+            listed = ", ".join(map(str, numbers))
+            prompt = f"Numbers: {listed}. Target: {value}."
+            rows.append(
+                {"prompt": prompt, "numbers": numbers, "target": value, "solution": solution}
+            )
+    return rows
+
+
+def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, int]:
+    """Combine numbers in turn; every intermediate value is a positive integer."""
+    text, value = str(numbers[0]), numbers[0]
+    for number in numbers[1:]:
+        choices = {"+": value + number, "*": value * number}
+        if value > number:
+            choices["-"] = value - number
+        if value % number == 0:
+            choices["/"] = value // number
+        sign = rng.choice(sorted(choices))
+        text, value = f"({text} {sign} {number})", choices[sign]
+    return text, value
+
+
+def evaluate(expression: str) -> tuple[Fraction, Counter[int]] | None:
+    """The exact value of an arithmetic expression, and the numbers in it. Nothing is executed.
+
+    Args:
+        expression: whole numbers, ``+ - * /`` and parentheses.
+
+    Returns:
+        Value and numbers, or ``None`` for anything else (a division by zero too).
+    """
+    if len(expression) > MAX_EXPRESSION_CHARS:
+        return None
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        numbers: Counter[int] = Counter()
+        return _value(tree.body, numbers), numbers
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, numbers: Counter[int]) -> Fraction:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        left, right = _value(node.left, numbers), _value(node.right, numbers)
+        return _OPERATIONS[type(node.op)](left, right)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        numbers[node.value] += 1
+        return Fraction(node.value)
+    raise ValueError("not a number, and not one of the four operations")
+
+
+class CountdownRewardParser(AnswerReward):
+    """1 for an expression that uses each number once and has the target's value, 0.1 for another.
+
+    It writes ``reward_answer``, ``reward_think``, ``reward_right`` and ``success``.
+
+    Args:
+        format_reward: for an answer that is wrong.
+        correct_reward: for one that is right.
+        **kwargs: see :class:`~torchrl_envs.transforms.answer_reward.AnswerReward`.
+    """
+
+    required_columns = ("numbers", "target")
+    part_keys = ("reward_answer", "reward_think", "reward_right", "success")
+
+    def __init__(
+        self, *, format_reward: float = 0.1, correct_reward: float = 1.0, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.format_reward = format_reward
+        self.correct_reward = correct_reward
+
+    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+        """See :class:`AnswerReward`."""
+        del query
+        tags = read_tags(text)
+        result = evaluate(tags.answer) if tags.answer else None
+        success = result is not None and result == (row["target"], Counter(row["numbers"]))
+        reward = self.format_reward if tags.answer else 0.0
+        if success:
+            reward = self.correct_reward
+        return {
+            REWARD: reward,
+            "reward_answer": float(bool(tags.answer)),
+            "reward_think": float(bool(tags.think)),
+            "reward_right": reward,
+            "success": success,
+        }
+
+
+class CountdownEnv(QuestionEnv):
+    """Countdown problems, made here.
+
+    Args:
+        num_rows: different problems.
+        num_count: numbers in each.
+        max_number: the largest of them.
+        max_target: the largest target.
+        compute_reward: whether to score with :class:`CountdownRewardParser`.
+        seed: of the problems, their order and the groups' seeds.
+        system_prompt: says which format the answer has.
+        **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int = 4096,
+        num_count: int = 4,
+        max_number: int = 100,
+        max_target: int = 1000,
+        compute_reward: bool = True,
+        seed: int = 0,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        **kwargs: Any,
+    ) -> None:
+        sizes = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
+        rows = countdown_rows(num_rows, **sizes, seed=seed)
+        rewards = [CountdownRewardParser()] if compute_reward else []
+        super().__init__(rows, rewards, seed=seed, system_prompt=system_prompt, **kwargs)

@@ -1,0 +1,155 @@
+"""GSM8K: word problems of primary school, answered with a number.
+
+Cobbe et al., 2021, arXiv:2110.14168. A row has ``question`` and ``answer``; the answer ends with
+``#### `` and the number.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tensordict import TensorDictBase
+
+from torchrl_data.keys import QUERY, REWARD
+from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_envs.dataset_rows import dataset_rows, require_columns
+from torchrl_envs.graders.answers import hash_answer, normalize_number, read_tags
+from torchrl_envs.transforms.answer_reward import AnswerReward
+from torchrl_envs.transforms.episode_transform import EpisodeTransform
+
+from .question_env import QuestionEnv
+
+SYSTEM_PROMPT: Final = (
+    "You solve word problems. First reason inside <think> and </think>, then give the number, and "
+    "nothing else, inside <answer> and </answer>."
+)
+
+
+class GSM8KRewardParser(AnswerReward):
+    """1 for the right number in ``<answer>``, 0.1 for another one there, 0 without an answer.
+
+    It writes ``reward_answer`` and ``reward_think`` (whether the blocks are there),
+    ``reward_right`` and ``success``, ``[B, 1, 1]`` each.
+
+    Args:
+        format_reward: for an answer that is wrong.
+        correct_reward: for one that is right.
+        answer_column: of the data; what follows its last ``####``, or all of it.
+        **kwargs: see :class:`~torchrl_envs.transforms.answer_reward.AnswerReward`.
+    """
+
+    part_keys = ("reward_answer", "reward_think", "reward_right", "success")
+
+    def __init__(
+        self,
+        *,
+        format_reward: float = 0.1,
+        correct_reward: float = 1.0,
+        answer_column: str = "answer",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.format_reward = format_reward
+        self.correct_reward = correct_reward
+        self.answer_column = answer_column
+        self.required_columns = (answer_column,)  # type: ignore[misc]
+
+    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+        """See :class:`AnswerReward`."""
+        del query
+        tags = read_tags(text)
+        gold = str(row[self.answer_column])
+        marked = hash_answer(gold)
+        right = normalize_number(gold if marked is None else marked)
+        success = bool(tags.answer) and normalize_number(tags.answer) == right
+        reward = self.format_reward if tags.answer else 0.0
+        if success:
+            reward = self.correct_reward
+        return {
+            REWARD: reward,
+            "reward_answer": float(bool(tags.answer)),
+            "reward_think": float(bool(tags.think)),
+            "reward_right": reward,
+            "success": success,
+        }
+
+
+class GSM8KPrepareQuestion(EpisodeTransform):
+    """Puts a question into a prompt.
+
+    Args:
+        template: text with ``{question}`` in it.
+
+    Raises:
+        ValueError: the template lacks it.
+    """
+
+    def __init__(
+        self, template: str = "{question}\nThink step by step, then give the number."
+    ) -> None:
+        super().__init__()
+        if "{question}" not in template:
+            raise ValueError(
+                f"GSM8KPrepareQuestion: the template has no {{question}}: {template!r:.80}."
+            )
+        self.template = template
+
+    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Change the queries of the rows that begin.
+
+        Raises:
+            TypeError: a query is no string.
+        """
+        queries = read_row_values(batch, QUERY)
+        for row in rows:
+            if not isinstance(queries[row], str):
+                raise TypeError(
+                    "GSM8KPrepareQuestion takes questions that are strings, got "
+                    f"{type(queries[row]).__name__}."
+                )
+            queries[row] = self.template.replace("{question}", queries[row])
+        write_row_values(batch, QUERY, queries)
+
+
+class GSM8KEnv(QuestionEnv):
+    """Questions of GSM8K.
+
+    Args:
+        dataset: a hub id, a local path, or the rows themselves.
+        split: which split.
+        compute_reward: whether to score with :class:`GSM8KRewardParser`.
+        system_prompt: says which format the answer has.
+        **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
+
+    Raises:
+        ValueError: the data lack ``question`` or ``answer``, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: Any = "openai/gsm8k",
+        split: str = "train",
+        compute_reward: bool = True,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        **kwargs: Any,
+    ) -> None:
+        rows = dataset_rows(dataset, split=split, name="main")
+        require_columns(rows, ["question", "answer"], "GSM8KEnv")
+        rewards = [GSM8KRewardParser()] if compute_reward else []
+        super().__init__(
+            rows, rewards, prompt_column="question", system_prompt=system_prompt, **kwargs
+        )
+
+
+def make_gsm8k_env(
+    dataset: Any = "openai/gsm8k", num_envs: int = 1, repeats: int | None = None, **kwargs: Any
+) -> GSM8KEnv:
+    """Make a :class:`GSM8KEnv`.
+
+    Args:
+        dataset: a hub id, a local path, or the rows themselves.
+        num_envs: rows of the environment.
+        repeats: rollouts of one question.
+        **kwargs: see :class:`GSM8KEnv`.
+    """
+    return GSM8KEnv(dataset=dataset, num_envs=num_envs, repeats=repeats, **kwargs)

@@ -1,0 +1,61 @@
+"""An environment of questions from a data set, each answered in words.
+
+Shape legend: B rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl.envs import Transform
+from torchrl.envs.transforms import Compose, StepCounter
+
+from torchrl_envs.chat_env import ChatEnv
+from torchrl_envs.episode_env import EpisodeEnv
+from torchrl_envs.transforms.data_loading import DataLoadingPrimer
+
+
+class QuestionEnv(EpisodeEnv):
+    """A :class:`~torchrl_envs.ChatEnv` with data, rewards and a limit of turns.
+
+    Args:
+        rows: the data, see :func:`~torchrl_envs.dataset_rows.dataset_rows`.
+        rewards: transforms that score.
+        num_envs: rows of the environment, B; a multiple of ``repeats``.
+        repeats: rollouts of one draw, which form a group; 1 when not given.
+        shuffle: whether to draw in random order.
+        seed: of the order and the groups' seeds.
+        max_steps: most turns of the policy.
+        num_epochs: passes over the data; ``None`` goes on for ever.
+        prompt_column: the column with the prompt.
+        **kwargs: see :class:`~torchrl_envs.ChatEnv`.
+
+    Raises:
+        ValueError: a setting is out of range, or the data lack a column.
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        rewards: Sequence[Transform],
+        *,
+        num_envs: int = 1,
+        repeats: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        max_steps: int = 1,
+        num_epochs: int | None = None,
+        prompt_column: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        primer = DataLoadingPrimer(
+            rows,
+            group_size=repeats or 1,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            prompt_column=prompt_column,
+        )
+        limit = StepCounter(max_steps=max_steps)
+        parts = Compose(primer, *rewards, limit)  # type: ignore[call-arg]
+        super().__init__(ChatEnv(batch_size=num_envs, **kwargs), parts)
+        self.check()

@@ -1,0 +1,175 @@
+"""Rewards that are read off the policy's last message.
+
+Shape legend: B rows.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_data.errors import MissingEntryError
+from torchrl_data.keys import DONE, FULL, PROMPT, REWARD, ROW, TERMINATED
+from torchrl_data.loop_state import active_rows, read_conversations
+from torchrl_data.row_values import read_row_values
+from torchrl_envs.concurrent_calls import Outcome
+from torchrl_envs.graders.answers import final_text, message_text, read_tags
+from torchrl_envs.rewards import RewardSource, add_rewards
+from torchrl_envs.trajectory_batches import copied_rows, joined_rows
+
+from .data_loading import DataLoadingPrimer
+from .episode_transform import EpisodeTransform
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode_env import EpisodeEnv
+
+
+class AnswerReward(EpisodeTransform, RewardSource):
+    """Scores the last message of the policy by its data row.
+
+    In an environment it is one of the sources whose rewards are summed. It can also score finished
+    trajectories (as a collector's ``postproc``, or when they come into a replay buffer); there its
+    reward takes the place of one that is already there, unless ``add_to_reward`` says otherwise.
+
+    Args:
+        set_done_if_answer: end the episode at a message with an ``<answer>`` block, whatever else
+            might answer it.
+        weight: of the reward in the sum.
+        add_to_reward: for finished trajectories: add to the reward that they have.
+    """
+
+    required_columns: ClassVar[tuple[str, ...]] = ()
+    """Columns of the data that :meth:`parts` reads."""
+    part_keys: ClassVar[tuple[str, ...]] = ("success",)
+    """Further entries, float32 ``[B, 1, 1]`` (``success`` is bool); NaN or False where the row has
+    just not been scored."""
+
+    def __init__(
+        self, *, set_done_if_answer: bool = True, weight: float = 1.0, add_to_reward: bool = False
+    ) -> None:
+        super().__init__()
+        if not math.isfinite(weight):
+            raise ValueError(f"{self._get_name()}: weight must be finite, got {weight!r}.")
+        self.set_done_if_answer = set_done_if_answer
+        self.weight = weight
+        self.add_to_reward = add_to_reward
+
+    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+        """Score a message.
+
+        Args:
+            text: the last message.
+            row: of the data.
+            query: the last message before the policy's first turn.
+
+        Returns:
+            ``reward``, and what belongs to :attr:`part_keys`.
+        """
+        raise NotImplementedError
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The class's name."""
+        return [self._get_name()]
+
+    def check(self, env: "EpisodeEnv") -> None:
+        """The data have the columns.
+
+        Raises:
+            ValueError: they don't.
+        """
+        for loader in env.transforms_of(DataLoadingPrimer):
+            missing = [c for c in self.required_columns if c not in loader.columns]
+            if missing:
+                raise ValueError(
+                    f"{self._get_name()} reads the columns {missing}, which the data lack; they "
+                    f"have {sorted(loader.columns)}."
+                )
+
+    # In an environment --------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if not self.set_done_if_answer:
+            return next_tensordict
+        prompt = read_conversations(next_tensordict, PROMPT, who=self._get_name())
+        turn = read_conversations(tensordict, FULL, who=self._get_name())
+        said = [final_text(turn.messages(i)[-1:]) for i in range(len(turn))]
+        answered = torch.tensor([read_tags(text).num_answer > 0 for text in said])
+        assert len(prompt) == len(answered)
+        answered = (answered & active_rows(tensordict)).view(next_tensordict.get(DONE).shape)
+        for key in (TERMINATED, DONE):
+            next_tensordict.set(key, next_tensordict.get(key) | answered)
+        return next_tensordict
+
+    def finish_episodes(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Score the rows."""
+        final = read_conversations(next_batch, PROMPT, who=self._get_name())
+        data = read_row_values(batch, ROW)
+        found = [self._score(final.messages(i), final.first_response(i), data[i]) for i in rows]
+        name = self._get_name()
+        outcomes = [
+            Outcome(error=p) if isinstance(p, Exception) else Outcome(p[REWARD]) for p in found
+        ]
+        add_rewards(next_batch, name, rows, outcomes, weight=self.weight, who=name)
+        size = next_batch.batch_size[0]
+        for key in self.part_keys:
+            value = torch.zeros(size, 1, 1, dtype=torch.bool if key == "success" else torch.float32)
+            if key != "success":
+                value.fill_(math.nan)
+            for row, parts in zip(rows, found, strict=True):
+                if not isinstance(parts, Exception):
+                    value[row] = parts[key]
+            next_batch.set(key, value)
+
+    def _score(
+        self, messages: Sequence[Mapping[str, Any]], first: int, row: Mapping[str, Any] | None
+    ) -> dict[str, Any] | Exception:
+        query = message_text(messages[first - 1]) if first else ""
+        # A row of data that can't be scored marks itself, never the batch.
+        try:
+            said = [m for m in messages[first:] if m["role"] == "assistant"]
+            return self.parts(message_text(said[-1] if said else None), row or {}, query)
+        except Exception as error:
+            return error
+
+    # On finished trajectories -------------------------------------------------------------------
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score finished trajectories.
+
+        Args:
+            tensordict: rows with ``("history", "full")`` and the data's ``row``.
+
+        Returns:
+            A batch of the same size with ``reward`` and the further entries, ``[1, 1]`` each; the
+            batch itself if it has the further entries already.
+        """
+        who = self._get_name()
+        full = read_conversations(tensordict, FULL, who=who)
+        out = copied_rows(tensordict)
+        if all(out[0].get(key, None) is not None for key in self.part_keys):
+            return tensordict
+        for i, row in enumerate(out):
+            data = read_row_values(row, ROW)[0]
+            if data is None:
+                raise MissingEntryError(
+                    f"{who} reads {ROW!r}, the row of the data, which is absent."
+                )
+            parts = self._score(full.messages(i), full.first_response(i), data)
+            if isinstance(parts, Exception):
+                raise parts
+            value = torch.tensor([[self.weight * float(parts[REWARD])]])
+            held = row.get(REWARD, None)
+            row.set(REWARD, value + held if self.add_to_reward and held is not None else value)
+            for key in self.part_keys:
+                row.set(key, torch.tensor([[parts[key]]]))
+        return joined_rows(out, tensordict.batch_size)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        if tensordict is None or self.in_environment:
+            return tensordict
+        return self.forward(tensordict)
