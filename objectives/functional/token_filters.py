@@ -38,7 +38,8 @@ def entropy_threshold(
         raise ValueError(f"top_fraction must lie in (0, 1], got {top_fraction}.")
     active = entropy.detach().masked_fill(~mask, torch.nan).flatten()
     # One more NaN, which is ignored, so that there is something when there are no tokens.
-    return torch.nn.functional.pad(active, (0, 1), value=torch.nan).nanquantile(1 - top_fraction)
+    padded = torch.nn.functional.pad(active, (0, 1), value=torch.nan)  # mutate: equivalent (NaNs)
+    return padded.nanquantile(1 - top_fraction)
 
 
 def high_entropy_mask(
@@ -67,7 +68,7 @@ def high_entropy_mask(
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, top_fraction=top_fraction)
-    return (entropy.detach() >= threshold) & mask
+    return (entropy >= threshold) & mask
 
 
 def trust_region_mask(

@@ -250,6 +250,15 @@ def test_turn_advantage_of_a_rollout_with_a_reward_that_is_not_finite_is_0():
     assert got.tolist() == pytest.approx([-a, -a, a, 0, 0])
 
 
+def test_the_entropy_quantile_is_that_of_the_active_tokens():
+    entropy = torch.tensor([9.0, 1.0, 2.0, 3.0, 9.0])
+    mask = torch.tensor([False, True, True, True, False])
+    assert F.entropy_threshold(entropy, mask, top_fraction=0.5).item() == 2
+    keep = F.high_entropy_mask(entropy, mask, top_fraction=0.5)
+    assert keep.tolist() == [False, False, True, True, False]
+    assert F.entropy_threshold(entropy, mask & False, top_fraction=0.5).isnan()
+
+
 def test_gdpo_of_a_rollout_without_any_reward_is_0():
     rewards = torch.tensor([[1.0, NAN], [3.0, NAN], [NAN, NAN]])
     got = F.gdpo_advantage(rewards, torch.zeros(3, dtype=torch.int64), torch.ones(2))
