@@ -95,7 +95,7 @@ def trust_region_mask(
     """
     if not threshold > 0:
         raise ValueError(f"threshold must be positive, got {threshold}.")
-    divergence = log_ratio(log_prob.detach(), behavior_log_prob, mask).square() / 2
+    divergence = log_ratio(log_prob, behavior_log_prob, mask).square() / 2
     return (divergence <= threshold) & mask
 
 
@@ -130,9 +130,9 @@ def off_policy_sequence_mask(
     See Also:
         DeepSeek-AI, 2025 (V3.2), arXiv:2512.02556, eq. 9.
     """
-    drift = sequence_mean(-log_ratio(log_prob.detach(), sampler_log_prob, mask), mask, lengths)
+    drift = sequence_mean(-log_ratio(log_prob, sampler_log_prob, mask), mask, lengths)
     close = spread(drift, log_prob, lengths) <= threshold
-    return ((advantage.masked_fill(~mask, 0.0) >= 0) | close) & mask
+    return ((advantage >= 0) | close) & mask
 
 
 def overlong_mask(

@@ -250,6 +250,14 @@ def test_turn_advantage_of_a_rollout_with_a_reward_that_is_not_finite_is_0():
     assert got.tolist() == pytest.approx([-a, -a, a, 0, 0])
 
 
+def test_negative_log_likelihood_is_0_outside_the_mask():
+    log_prob = torch.tensor([NAN, -2.0], requires_grad=True)
+    loss = F.negative_log_likelihood(log_prob, torch.tensor([False, True]))
+    loss.sum().backward()
+    assert loss.tolist() == [0, 2]
+    assert log_prob.grad.tolist() == [0, -1]
+
+
 def test_the_entropy_quantile_is_that_of_the_active_tokens():
     entropy = torch.tensor([9.0, 1.0, 2.0, 3.0, 9.0])
     mask = torch.tensor([False, True, True, True, False])
