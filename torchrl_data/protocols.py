@@ -15,6 +15,8 @@ class TokenScores(NamedTuple):
     """float32 ``[K]``, in nats, differentiable in the model's parameters."""
     entropy: Tensor | None = None
     """float32 ``[K]``, in nats; only when asked for."""
+    untempered_log_prob: Tensor | None = None
+    """float32 ``[K]``, in nats, under the model's own softmax; only when asked for."""
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .chunked_head import chunked_log_prob
     from .engine import Engine, EngineDied, Generation, VersionSpan
     from .sampling import SamplingParameters
+    from .token_distribution import TokenDistribution
     from .transformers_engine import TransformersEngine
     from .transformers_wrapper import TransformersWrapper
     from .vllm_async import AsyncVLLMEngine
@@ -23,6 +24,7 @@ _HOMES = {
     "Generation": "engine",
     "LLMWrapperBase": "wrapper_base",
     "SamplingParameters": "sampling",
+    "TokenDistribution": "token_distribution",
     "TransformersEngine": "transformers_engine",
     "TransformersWrapper": "transformers_wrapper",
     "VLLMEngine": "vllm_engine",
@@ -40,6 +42,7 @@ __all__ = [
     "Generation",
     "LLMWrapperBase",
     "SamplingParameters",
+    "TokenDistribution",
     "TransformersEngine",
     "TransformersWrapper",
     "VLLMEngine",

@@ -11,18 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from torchrl_data.packed import pad
 
 from .engine import Generation
 from .sampling import SamplingParameters
+from .truncation import logits_warpers
 
 _COMPACT_BELOW = 0.75
 """Rows that have ended are dropped from the batch once fewer than this fraction still run."""
@@ -47,7 +41,7 @@ class DecodeLoop:
     ) -> None:
         self._model = model
         self._greedy = params.temperature == 0
-        self._warpers = _warpers(params)
+        self._warpers = logits_warpers(params)
         self._budgets = torch.tensor(budgets, device=model.device)
         self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
         shape = (len(prompts), max(budgets))
@@ -154,16 +148,3 @@ class DecodeLoop:
         )
         self._lengths = self._lengths + 1
         self._logits = output.logits[:, -1]
-
-
-def _warpers(params: SamplingParameters) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = []
-    if params.temperature not in (0.0, 1.0):
-        warpers.append(TemperatureLogitsWarper(params.temperature))
-    if params.top_k > 0:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0.0:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    return warpers

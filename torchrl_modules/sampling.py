@@ -82,6 +82,15 @@ class SamplingParameters:
         return cls(**given)
 
 
+def untruncated(params: SamplingParameters) -> SamplingParameters:
+    """The same without top-k, top-p and min-p.
+
+    Args:
+        params: are not changed.
+    """
+    return replace(params, top_k=0, top_p=1.0, min_p=0.0)
+
+
 def requested_sampling(
     who: str,
     generate_kwargs: Mapping[str, Any] | None,

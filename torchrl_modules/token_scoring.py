@@ -3,6 +3,7 @@
 Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden size.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torchrl_data.protocols import TokenScores
 from .chunked_head import chunked_log_prob
 from .packed_attention import can_share, packed_input, use_packed_attention
 from .prefix_trie import PrefixTrie, build_trie
+from .sampling import SamplingParameters
+from .truncation import truncated_head_log_prob, warped_log_prob
 
 # Settings by which some models change the logits after the head; those use the model's own head.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -57,8 +60,20 @@ class PackedScorer:
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        truncation: SamplingParameters | None = None,
+        untempered: bool = False,
     ) -> TokenScores:
         """See :class:`torchrl_data.protocols.TokenScorer`.
+
+        Args:
+            ids: int64 ``[N]``.
+            lengths: int64 ``[B]``.
+            target_mask: bool ``[N]``.
+            temperature: of the softmax.
+            entropy: also give it.
+            truncation: its top-k, top-p and min-p leave tokens out of the distribution; the
+                targets themselves are always in it.
+            untempered: also give the log-probs under the model's own softmax.
 
         Raises:
             ValueError: the shapes disagree, a sequence is empty, or a first token is a target.
@@ -67,43 +82,87 @@ class PackedScorer:
         device = self.model.device
         lengths = lengths.to(device)
         ids, target_mask = ids.to(device), target_mask.to(device)
+        drawn_from = replace(
+            truncation or SamplingParameters(),
+            temperature=temperature,
+            entropy=entropy,
+            untempered_log_probs=untempered,
+        )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._score(ids, lengths, target_mask, temperature, entropy)
+            return self._score(ids, lengths, target_mask, drawn_from)
         parts = [
-            self._score(ids[a:b], lengths[i:j], target_mask[a:b], temperature, entropy)
+            self._score(ids[a:b], lengths[i:j], target_mask[a:b], drawn_from)
             for i, j, a, b in _token_budget_splits(lengths, self.micro_batch_tokens)
         ]
-        return TokenScores(
-            torch.cat([part.log_prob for part in parts]),
-            torch.cat([part.entropy for part in parts if part.entropy is not None])
-            if entropy
-            else None,
-        )
+        columns = zip(*parts, strict=True)
+        return TokenScores(*[None if c[0] is None else torch.cat(c) for c in columns])
+
+    def logits(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
+        """The model's logits for each target: memory of K x V.
+
+        Args:
+            ids: int64 ``[N]``.
+            lengths: int64 ``[B]``.
+            target_mask: bool ``[N]``.
+
+        Returns:
+            ``[K, V]``, float32, differentiable.
+
+        Raises:
+            ValueError: as for :meth:`score_packed`.
+        """
+        _check_packed(ids, lengths, target_mask)
+        device = self.model.device
+        ids, lengths, target_mask = ids.to(device), lengths.to(device), target_mask.to(device)
+        predictors = target_mask.nonzero().squeeze(1) - 1
+        if len(predictors) == 0:
+            return torch.zeros(0, self.model.config.get_text_config().vocab_size, device=device)
+        if self._head is None:
+            return self._own_logits(ids, lengths, target_mask, predictors)
+        return self._head(self._hidden(ids, lengths, target_mask, predictors)).float()
 
     def _score(
-        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, temperature: float, entropy: bool
+        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, drawn_from: SamplingParameters
     ) -> TokenScores:
         # The token at position t is predicted by the hidden state at t - 1.
         predictors = target_mask.nonzero().squeeze(1) - 1
         targets = ids[target_mask]
         if len(targets) == 0:
             empty = torch.zeros(0, device=ids.device)
-            return TokenScores(empty, empty if entropy else None)
-        if self._head is None:
-            logits = self._own_logits(ids, lengths, target_mask, predictors)
-            log_p = torch.log_softmax(logits / temperature, -1)
-            log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
-            entropies = torch.special.entr(log_p.exp()).sum(-1) if entropy else None
-            return TokenScores(log_prob, entropies)
-        scores = chunked_log_prob(
-            self._hidden(ids, lengths, target_mask, predictors),
-            self._head.weight,
+            return TokenScores(
+                empty,
+                empty if drawn_from.entropy else None,
+                empty if drawn_from.untempered_log_probs else None,
+            )
+        read = self._hidden if self._head is not None else self._own_logits
+        outputs = read(ids, lengths, target_mask, predictors)
+        log_prob, entropy = self._head_scores(outputs, targets, drawn_from)
+        untempered = None
+        if drawn_from.untempered_log_probs:
+            own = SamplingParameters()
+            plain = drawn_from.temperature == 1.0 and not drawn_from.truncates
+            untempered = log_prob if plain else self._head_scores(outputs, targets, own)[0]
+        return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
+
+    def _head_scores(
+        self, outputs: Tensor, targets: Tensor, drawn_from: SamplingParameters
+    ) -> tuple[Tensor, Tensor | None]:
+        """From hidden states ``[K, D]``, or from logits ``[K, V]`` of a head of another kind."""
+        head = self._head
+        if head is None:
+            return warped_log_prob(outputs, targets, drawn_from)
+        if drawn_from.truncates:
+            return truncated_head_log_prob(
+                outputs, head.weight, targets, drawn_from, bias=head.bias
+            )
+        return chunked_log_prob(
+            outputs,
+            head.weight,
             targets,
-            bias=self._head.bias,
-            temperature=temperature,
-            entropy=entropy,
+            bias=head.bias,
+            temperature=drawn_from.temperature,
+            entropy=drawn_from.entropy,
         )
-        return TokenScores(scores.log_prob, scores.entropy)
 
     def _hidden(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor

@@ -1,5 +1,6 @@
 """A policy over a Transformers model: generates, and scores what was generated."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from torchrl_data.keys import LOG_PROBS_FULL
-from torchrl_data.packed import pack, unpack
+from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
+from torchrl_data.packed import pack, pad, unpack
 from torchrl_data.protocols import TokenScores
 
 from .policy_outputs import write_scores
+from .sampling import SamplingParameters, untruncated
+from .token_distribution import TokenDistribution
 from .token_scoring import PackedScorer
 from .transformers_engine import TransformersEngine
+from .truncation import warped_log_softmax
 from .wrapper_base import LLMWrapperBase
 
 
@@ -31,6 +35,9 @@ class TransformersWrapper(LLMWrapperBase):
         generate: ``True`` to sample in :meth:`forward`, ``False`` to score ``full``.
         max_model_len: most tokens of a row; the model's own limit when not given.
         micro_batch_tokens: most tokens of one scoring pass when no gradient is needed.
+        score_truncated: scores are those of the distribution that is sampled from, top-k, top-p
+            and min-p included, so that with the sampler's weights they are the sampler's; a token
+            that was drawn is always in the distribution. ``False`` scores the whole softmax.
         **kwargs: see :class:`~torchrl_modules.wrapper_base.LLMWrapperBase`.
 
     Raises:
@@ -45,6 +52,7 @@ class TransformersWrapper(LLMWrapperBase):
         generate: bool = True,
         max_model_len: int | None = None,
         micro_batch_tokens: int | None = None,
+        score_truncated: bool = True,
         **kwargs: Any,
     ) -> None:
         if isinstance(model, str):
@@ -56,6 +64,7 @@ class TransformersWrapper(LLMWrapperBase):
         super().__init__(engine, tokenizer=tokenizer, **kwargs)
         self.model = model
         self.generate = generate
+        self.score_truncated = score_truncated
         self.scorer = PackedScorer(model, micro_batch_tokens=micro_batch_tokens)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -68,18 +77,47 @@ class TransformersWrapper(LLMWrapperBase):
         Returns:
             The same TensorDict. Scoring writes ``("log_probs", "full")``, float32, aligned with the
             tokens, 0 where nothing was scored: outside the assistant mask or, without one, outside
-            the response (the whole row where no prompt says what the response is).
+            the response (the whole row where no prompt says what the response is); and likewise
+            ``("entropy", "full")`` and ``("untempered_log_probs", "full")`` where they were asked
+            for.
         """
         if self.generate:
             return super().forward(tensordict)
         rows = self.reads.rows_to_score(tensordict)
         ids, lengths = pack(rows.ids)
         mask, _ = pack(rows.masks)
-        scores = self.score_packed(ids, lengths, mask, temperature=self.sampling.temperature or 1.0)
-        flat = torch.zeros(len(ids), device=scores.log_prob.device)
-        flat = flat.masked_scatter(mask.to(flat.device), scores.log_prob)
-        write_scores(tensordict, rows, {LOG_PROBS_FULL: unpack(flat, lengths)})
+        scores = self._score_own(ids, lengths, mask)
+        columns = {
+            LOG_PROBS_FULL: scores.log_prob,
+            (ENTROPY, FULL): scores.entropy,
+            (UNTEMPERED_LOG_PROBS, FULL): scores.untempered_log_prob,
+        }
+        write_scores(
+            tensordict,
+            rows,
+            {
+                key: unpack(_spread(values, mask), lengths)
+                for key, values in columns.items()
+                if values is not None
+            },
+        )
         return tensordict
+
+    def _score_own(self, ids: Tensor, lengths: Tensor, mask: Tensor) -> TokenScores:
+        """Scores under the distribution that this policy samples from."""
+        return self.scorer.score_packed(
+            ids,
+            lengths,
+            mask,
+            temperature=self.sampling.temperature or 1.0,
+            entropy=self.sampling.entropy,
+            truncation=self._truncation,
+            untempered=self.sampling.untempered_log_probs,
+        )
+
+    @property
+    def _truncation(self) -> SamplingParameters | None:
+        return self.sampling if self.score_truncated else None
 
     def score_packed(
         self,
@@ -90,7 +128,70 @@ class TransformersWrapper(LLMWrapperBase):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """See :class:`torchrl_data.protocols.TokenScorer`."""
+        """See :class:`torchrl_data.protocols.TokenScorer`.
+
+        The temperature is the caller's; top-k, top-p and min-p are those of the sampling
+        parameters, unless ``score_truncated`` is off.
+        """
         return self.scorer.score_packed(
-            ids, lengths, target_mask, temperature=temperature, entropy=entropy
+            ids,
+            lengths,
+            target_mask,
+            temperature=temperature,
+            entropy=entropy,
+            truncation=self._truncation,
         )
+
+    def log_prob(self, tensordict: TensorDictBase) -> Tensor:
+        """Log-probs of what :meth:`forward` would score, differentiable; nothing is written.
+
+        Args:
+            tensordict: as for :meth:`forward` with ``generate=False``.
+
+        Returns:
+            float32 ``[*B, T]`` in nats, 0 where nothing is scored. Ragged rows are padded on the
+            right to the longest; padded ones keep their columns.
+        """
+        rows = self.reads.rows_to_score(tensordict)
+        ids, lengths = pack(rows.ids)
+        mask, _ = pack(rows.masks)
+        scores = self._score_own(ids, lengths, mask)
+        flat = unpack(_spread(scores.log_prob, mask), lengths)
+        padded = _as_columns(flat, rows.keep)
+        return padded.reshape(*tensordict.batch_size, -1)
+
+    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
+        """The distributions of what :meth:`forward` would score: memory of K x V logits.
+
+        Args:
+            tensordict: as for :meth:`forward` with ``generate=False``.
+
+        Returns:
+            One distribution per scored position of the batch ``[*B, T]``, laid out as in
+            :meth:`log_prob`; differentiable.
+        """
+        rows = self.reads.rows_to_score(tensordict)
+        ids, lengths = pack(rows.ids)
+        mask, _ = pack(rows.masks)
+        logits = self.scorer.logits(ids, lengths, mask)
+        params = self.sampling if self.score_truncated else untruncated(self.sampling)
+        log_p = warped_log_softmax(logits, params, ids[mask].to(logits.device))
+        columns = _as_columns(rows.masks, rows.keep)
+        return TokenDistribution(log_p, columns.reshape(*tensordict.batch_size, -1))
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    """``[K]`` to ``[N]``, 0 where nothing was scored."""
+    flat = torch.zeros(len(mask), dtype=values.dtype, device=values.device)
+    return flat.masked_scatter(mask.to(flat.device), values)
+
+
+def _as_columns(rows: Sequence[Tensor], keep: Sequence[Tensor] | None) -> Tensor:
+    """Rows without padding as ``[B, T]``, in the columns that they came in if they were padded."""
+    if keep is None:
+        return pad(rows, value=0)
+    placed = [
+        row.new_zeros(len(where)).masked_scatter(where.to(row.device), row)
+        for row, where in zip(rows, keep, strict=True)
+    ]
+    return torch.stack(placed)

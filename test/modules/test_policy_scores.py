@@ -1,0 +1,138 @@
+"""Scores of a policy: its own distribution, truncated as it samples, as log-probs or in full."""
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from objectives import GRPOLoss
+from torchrl_data.conversation import Conversations
+from torchrl_data.loop_state import write_conversations
+from torchrl_modules import TransformersWrapper, truncation
+
+CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
+DRAWN = [
+    pytest.param({}, id="plain"),
+    pytest.param({"temperature": 0.7}, id="tempered"),
+    pytest.param({"temperature": 0.7, "top_k": 6}, id="top-k"),
+    pytest.param({"top_p": 0.8}, id="top-p"),
+    pytest.param({"min_p": 0.1, "top_p": 0.9, "temperature": 1.3}, id="min-p, then top-p"),
+]
+
+
+def make_batch():
+    batch = TensorDict(batch_size=[len(CHATS)])
+    write_conversations(batch, "prompt", Conversations.from_messages(CHATS))
+    return batch
+
+
+@pytest.fixture
+def make_policy(chatml_tokenizer, make_tiny_model):
+    def make(*, seed=0, **kwargs):
+        kwargs["generate_kwargs"] = {"max_new_tokens": 8, **kwargs.get("generate_kwargs", {})}
+        return TransformersWrapper(make_tiny_model(seed), tokenizer=chatml_tokenizer, **kwargs)
+
+    return make
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+def test_scores_of_the_sampler_are_what_it_stored(make_policy, monkeypatch, drawn, pad_output):
+    monkeypatch.setattr(truncation, "_TILE_BYTES", 4 * 4 * 360)  # several tiles
+    torch.manual_seed(0)
+    options = {"generate_kwargs": drawn, "untempered_log_probs": True, "entropy": True}
+    policy = make_policy(pad_output=pad_output, **options)
+    batch = policy(make_batch())
+    names = ("log_probs", "entropy", "untempered_log_probs")
+    stored = {name: [row[name, "full"].clone() for row in batch.unbind(0)] for name in names}
+    given = batch.select("tokens", "masks")
+    scored = make_policy(generate=False, **options)(given)
+    for name in names:
+        for row, expected in zip(scored.unbind(0), stored[name], strict=True):
+            torch.testing.assert_close(row[name, "full"], expected, rtol=1e-4, atol=1e-5)
+    assert scored[0]["log_probs", "full"].requires_grad
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_the_ratio_of_unchanged_weights_is_one(make_policy, drawn):
+    torch.manual_seed(0)
+    policy = make_policy(generate_kwargs=drawn)
+    batch = policy(make_batch())
+    rows = [row.select("tokens", "masks", "log_probs") for row in batch.unbind(0)]
+    for row in rows:
+        row["advantage"] = torch.ones(1, 1)
+    output = GRPOLoss(policy, temperature=drawn.get("temperature", 1.0))(lazy_stack(rows))
+    torch.testing.assert_close(output.ratio_mean, torch.tensor(1.0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.kl_approx, torch.tensor(0.0), rtol=0, atol=1e-5)
+
+
+def test_the_whole_softmax_is_scored_on_request(make_policy, reference_log_probs):
+    torch.manual_seed(0)
+    policy = make_policy(generate_kwargs={"top_k": 4}, score_truncated=False)
+    batch = policy(make_batch())
+    found = policy.log_prob(batch)
+    for i, row in enumerate(batch.unbind(0)):
+        mask = row["masks", "all_assistant_mask"]
+        expected = reference_log_probs(policy.model, row["tokens", "full"].tolist())
+        torch.testing.assert_close(
+            found[i, : len(mask)][mask], expected[mask], rtol=1e-4, atol=1e-5
+        )
+        assert (row["log_probs", "full"][mask] > expected[mask] + 0.01).any(), "nothing was cut"
+    torch.testing.assert_close(policy.get_dist(batch).log_prob(_tokens(batch)), found)
+
+
+def test_a_token_that_other_weights_would_leave_out_has_a_finite_score_and_gradient(make_policy):
+    torch.manual_seed(0)
+    batch = make_policy(generate_kwargs={"top_k": 2})(make_batch())
+    other = make_policy(seed=1, generate_kwargs={"top_k": 2})
+    scores = other.log_prob(batch)
+    assert (scores < -1.0).any()
+    assert scores.isfinite().all()
+    scores.sum().backward()
+    assert all(p.grad.isfinite().all() for p in other.model.parameters())
+
+
+def _tokens(batch):
+    rows = [row["tokens", "full"] for row in batch.unbind(0)]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+def test_the_distribution_and_the_log_probs_agree_in_value_and_gradient(
+    make_policy, drawn, pad_output
+):
+    torch.manual_seed(0)
+    policy = make_policy(generate_kwargs=drawn, pad_output=pad_output)
+    batch = policy(make_batch())
+    tokens = batch["tokens", "full"] if pad_output else _tokens(batch)
+    dist = policy.get_dist(batch)
+    log_prob = policy.log_prob(batch)
+    assert dist.batch_shape == log_prob.shape == tokens.shape
+    torch.testing.assert_close(dist.log_prob(tokens), log_prob, rtol=1e-4, atol=1e-5)
+    assert torch.equal(log_prob != 0, dist.mask)
+    for i, row in enumerate(batch.unbind(0)):
+        mask = row["masks", "all_assistant_mask"]
+        stored = row["log_probs", "full"][mask]
+        torch.testing.assert_close(log_prob[i][dist.mask[i]], stored, rtol=1e-4, atol=1e-5)
+    parameters = list(policy.model.parameters())
+    found = torch.autograd.grad(log_prob.sum(), parameters)
+    expected = torch.autograd.grad(dist.log_prob(tokens).sum(), parameters)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * max(b.abs().max().item(), 1))
+
+
+def test_a_distribution_is_one_where_it_is_scored_and_nothing_elsewhere(make_policy):
+    torch.manual_seed(0)
+    policy = make_policy(generate_kwargs={"top_k": 3})
+    dist = policy.get_dist(policy(make_batch()))
+    probs = dist.probs
+    torch.testing.assert_close(probs.sum(-1), dist.mask.float())
+    assert ((probs > 0).sum(-1)[dist.mask] == 3).all()
+    expected = -(probs * probs.clamp(min=1e-30).log()).sum(-1)
+    torch.testing.assert_close(dist.entropy(), expected)
+    drawn = dist.sample((50,))
+    assert drawn.shape == (50, *dist.mask.shape)
+    assert not drawn[:, ~dist.mask].any()
+    assert dist.log_prob(drawn[0]).isfinite().all()
+    assert torch.equal(dist.mode[dist.mask], probs[dist.mask].argmax(-1))
+    assert dist.logits.shape == (*dist.mask.shape, policy.model.config.vocab_size)
