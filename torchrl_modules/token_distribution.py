@@ -4,10 +4,11 @@ Shape legend: B rows, T columns of the padded batch, K scored positions, V vocab
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution
 
 
 class TokenDistribution(Distribution):
@@ -21,14 +22,15 @@ class TokenDistribution(Distribution):
         mask: bool ``[*B, T]``: the K scored positions, in order.
     """
 
-    arg_constraints = {}  # noqa: RUF012
-    support = constraints.nonnegative_integer  # pyright: ignore[reportAssignmentType]
-    has_enumerate_support = False
-
     def __init__(self, log_p: Tensor, mask: Tensor) -> None:
         self.log_p = log_p
         self.mask = mask.to(log_p.device)
         super().__init__(batch_shape=mask.shape, validate_args=False)
+
+    @property
+    def arg_constraints(self) -> dict[str, Any]:
+        """None are checked."""
+        return {}
 
     def _spread(self, values: Tensor) -> Tensor:
         """``[K, ...]`` to ``[*B, T, ...]``, 0 where nothing is scored."""

@@ -94,8 +94,11 @@ class PackedScorer:
             self._score(ids[a:b], lengths[i:j], target_mask[a:b], drawn_from)
             for i, j, a, b in _token_budget_splits(lengths, self.micro_batch_tokens)
         ]
-        columns = zip(*parts, strict=True)
-        return TokenScores(*[None if c[0] is None else torch.cat(c) for c in columns])
+        return TokenScores(
+            torch.cat([part.log_prob for part in parts]),
+            _cat([part.entropy for part in parts]),
+            _cat([part.untempered_log_prob for part in parts]),
+        )
 
     def logits(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
         """The model's logits for each target: memory of K x V.
@@ -196,6 +199,11 @@ class PackedScorer:
         ends = _last_targets(lengths, target_mask)
         share = self.share_prefixes and can_share(self.model, int(ends.max()))
         return build_trie(ids, lengths, ends, share=share)
+
+
+def _cat(parts: list[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
 
 
 def _last_targets(lengths: Tensor, target_mask: Tensor) -> Tensor:
