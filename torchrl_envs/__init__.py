@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
     from .tasks.math_problems import MATHEnv
     from .transforms.answer_reward import AnswerReward
+    from .transforms.browser import BrowserTransform
     from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
     from .transforms.environment_tools import EnvironmentTools
     from .transforms.episode_transform import EpisodeTransform
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Answer": "torchrl_envs.transforms.tool_source",
     "AnswerReward": "torchrl_envs.transforms.answer_reward",
+    "BrowserTransform": "torchrl_envs.transforms.browser",
     "ChatEnv": "torchrl_envs.chat_env",
     "CountdownEnv": "torchrl_envs.tasks.countdown",
     "CountdownRewardParser": "torchrl_envs.tasks.countdown",
@@ -68,6 +70,7 @@ _HOMES = {
 __all__ = [
     "Answer",
     "AnswerReward",
+    "BrowserTransform",
     "ChatEnv",
     "CountdownEnv",
     "CountdownRewardParser",

@@ -1,0 +1,1 @@
+"""A headless Chromium that reaches the allowed hosts only."""
