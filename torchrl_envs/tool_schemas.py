@@ -41,6 +41,10 @@ class Tool(NamedTuple):
         properties = self.schema["function"]["parameters"].get("properties", {})
         return {name: _typed(text, properties.get(name)) for name, text in arguments.items()}
 
+    def __reduce__(self) -> "tuple[Callable[[dict[str, Any]], Tool], tuple[dict[str, Any]]]":
+        """Validators can't be pickled; a copy has one made from the schema."""
+        return schema_tool, (self.schema,)
+
     def argument_error(self, arguments: dict[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, or ``None``."""
         error = best_match(self.validator.iter_errors(arguments))

@@ -45,6 +45,11 @@ _MARK_BYTES: Final = 64
 """Room for the mark where content was cut."""
 
 
+_NUM_LOOKS: Final = 5
+_LOOK_MS: Final = 50.0
+"""A click's effects, a new page above all, come a moment after it."""
+
+
 class BrowserActionError(Exception):
     """An action could not be done; the message is for the model."""
 
@@ -147,7 +152,13 @@ class PageActions:
         return {**await self._where(), "status": response.status if response else None}
 
     async def _click(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        before = len(self._page.context.pages)
         await self._find(arguments).click(timeout=self._timeout_ms)
+        for _ in range(_NUM_LOOKS):
+            await self._page.wait_for_timeout(_LOOK_MS)
+            if len(self._page.context.pages) > before:
+                self._page = self._page.context.pages[-1]
+                break
         await self._page.wait_for_load_state("domcontentloaded", timeout=self._timeout_ms)
         return await self._where()
 
