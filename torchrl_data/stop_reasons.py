@@ -19,7 +19,10 @@ CONTEXT_LENGTH: Final = "context_length"
 ERROR: Final = "error"
 """``error: ...``: the engine could not serve the row: truncated."""
 ENVIRONMENT_ERROR: Final = "environment_error"
-"""``environment_error: ...``: an environment could not be made or reset: truncated, unscorable."""
+"""``environment_error: ...``: an environment could not be made or reset, or was lost: truncated,
+unscorable."""
+ENVIRONMENT_DONE: Final = "environment_done"
+"""The environment said that the episode is over: terminated."""
 NO_DATA: Final = "no_data"
 """The data ended before this row of the batch: it is no trajectory, and nobody gets it."""
 
@@ -31,6 +34,7 @@ STOP_REASONS: Final = (
     CONTEXT_LENGTH,
     ERROR,
     ENVIRONMENT_ERROR,
+    ENVIRONMENT_DONE,
     NO_DATA,
 )
 """All of them."""

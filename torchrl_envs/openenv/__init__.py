@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from .messages import EnvResult
     from .session import OpenEnvSession
+    from .tools import OpenEnvTools
 
 _HOMES = {
     "EnvResult": ".messages",
@@ -25,6 +26,7 @@ _HOMES = {
     "OpenEnvServerError": ".errors",
     "OpenEnvSession": ".session",
     "OpenEnvTimeoutError": ".errors",
+    "OpenEnvTools": ".tools",
     "SessionNotResetError": ".errors",
 }
 
@@ -37,6 +39,7 @@ __all__ = [
     "OpenEnvServerError",
     "OpenEnvSession",
     "OpenEnvTimeoutError",
+    "OpenEnvTools",
     "SessionNotResetError",
 ]
 

@@ -18,6 +18,7 @@ from torchrl_data.keys import (
     STOP_REASON,
     TERMINATED,
     TOOLS,
+    TRUNCATED,
 )
 from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
@@ -186,20 +187,22 @@ def _count(
 
 
 def _end(batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]) -> None:
-    """End the episodes that an answer says are over."""
+    """End the episodes that an answer says are over; its first such answer says why."""
     ends = {
-        row: reason
+        row: next((answer for answer in given if answer.stop_reason), None)
         for row, given in answers.items()
-        if (reason := next((a.stop_reason for a in given if a.stop_reason), ""))
     }
-    if not ends:
-        return
     reasons = read_row_values(batch, STOP_REASON, "")
-    over = torch.zeros(batch.numel(), dtype=torch.bool)
-    for row, reason in ends.items():
-        reasons[row] = reason
-        over[row] = True
-    over = over.view(*batch.batch_size, 1)
+    for row, answer in ends.items():
+        if answer is not None:
+            reasons[row] = answer.stop_reason
+    if not any(ends.values()):
+        return
     write_row_values(batch, STOP_REASON, reasons)
-    batch.set(TERMINATED, batch.get(TERMINATED) | over)
-    batch.set(DONE, batch.get(DONE) | over)
+    for key, is_truncation in ((TERMINATED, False), (TRUNCATED, True)):
+        over = torch.zeros(batch.numel(), dtype=torch.bool)
+        for row, answer in ends.items():
+            over[row] = answer is not None and answer.is_truncation is is_truncation
+        over = over.view(*batch.batch_size, 1)
+        batch.set(key, batch.get(key) | over)
+        batch.set(DONE, batch.get(DONE) | over)

@@ -30,6 +30,8 @@ class Answer(NamedTuple):
     """Counted in ``num_tool_errors``."""
     stop_reason: str = ""
     """If not empty, the episode ends here, for this reason."""
+    is_truncation: bool = False
+    """Whether that end is not the episode's own: it is truncated, not terminated."""
     position: int = 0
     """Where in the turn's text its cause is, in characters: answers are in this order."""
 

@@ -1,0 +1,240 @@
+"""An OpenEnv server as the environment of every rollout: its actions are tools.
+
+Shape legend: B rows.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from tensordict import TensorDictBase
+
+from torchrl_data.keys import QUERY, ROW, SEED
+from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
+from torchrl_data.tool_calls import ToolCall
+from torchrl_envs.concurrent_calls import Call, CallTimeoutError, ConcurrentCalls, Outcome
+from torchrl_envs.observations import with_observation
+from torchrl_envs.rewards import RewardSource, add_rewards
+from torchrl_envs.tool_results import error_line
+from torchrl_envs.tool_schemas import Tool
+from torchrl_envs.transforms.tool_source import Answer, Job, ToolSource
+
+from .actions import Action, actions_of_functions, actions_of_server, observation_text
+from .errors import OpenEnvError, OpenEnvServerError
+from .messages import EnvResult
+from .session import MAX_ATTEMPTS, OpenEnvSession
+
+RewardOf = Literal["sum", "last"]
+REWARDS_OF: Final[tuple[RewardOf, ...]] = ("sum", "last")
+_MARGIN_S: Final = 5.0
+"""How much longer than the session's own deadline the call of a tool may take."""
+
+
+class OpenEnvTools(ToolSource, RewardSource):
+    """Gives every rollout a session of an OpenEnv server; the sessions step at the same time.
+
+    ``reset`` gets the group's seed and the columns that are named; what the server says is added to
+    the query. A tool call is a step, and the observation its answer. An episode ends when an
+    observation says that it is done. Where the server does not answer in time or is lost, that row
+    alone is truncated and can't be scored; nothing is ever sent to a session that was not reset.
+
+    Args:
+        base_url: of the server, which must allow as many sessions as there are rows.
+        actions: functions that return the action of a tool call, with type hints and a docstring;
+            when not given, the server is asked what it can do: each of its MCP tools is a tool, or
+            its one kind of action is.
+        reset_columns: columns of the data that ``reset`` gets.
+        text_of: what the model reads of a reset or a step; ``None`` says nothing.
+        reward: ``"sum"`` of the steps' rewards, or the ``"last"`` one that the server gave.
+        name: of the reward.
+        where: columns and their values: rows with other values have no session here.
+        timeout_s: deadline of one answer, in seconds.
+        connect_timeout_s: deadline of one attempt to connect.
+        capacity_timeout_s: how long to wait for a server whose sessions are all taken.
+        headers: HTTP headers of the connections.
+        **kwargs: see :class:`~torchrl_envs.transforms.tool_source.ToolSource`.
+
+    Raises:
+        ValueError: the URL or a setting is wrong, or a function can't be offered to a model.
+        OpenEnvError: the server could not be asked for its actions.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        actions: Sequence[Callable[..., Mapping[str, Any]]] | None = None,
+        reset_columns: Sequence[str] = (),
+        text_of: Callable[[EnvResult], str | None] = observation_text,
+        reward: RewardOf = "sum",
+        name: str = "OpenEnv",
+        where: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 10.0,
+        capacity_timeout_s: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s, **kwargs)
+        if reward not in REWARDS_OF:
+            raise ValueError(f"OpenEnvTools: reward must be one of {REWARDS_OF}, got {reward!r}.")
+        self._session = functools.partial(
+            OpenEnvSession,
+            base_url,
+            connect_timeout_s=connect_timeout_s,
+            message_timeout_s=timeout_s,
+            capacity_timeout_s=capacity_timeout_s,
+            headers=headers,
+        )
+        attempts = MAX_ATTEMPTS * (connect_timeout_s + timeout_s)
+        self._reset_timeout_s = capacity_timeout_s + attempts + _MARGIN_S
+        self.base_url = base_url
+        self.reset_columns = tuple(reset_columns)
+        self.text_of = text_of
+        self.reward: RewardOf = reward
+        self.name = name
+        self.where = dict(where or {})
+        session = self._session()  # refuses what is wrong with the settings
+        if actions is None:
+            found = _ask(functools.partial(actions_of_server, session), attempts)
+        else:
+            found = actions_of_functions(actions)
+        self.actions: dict[str, Action] = {action.tool.name: action for action in found}
+        self._tools = {tool: action.tool for tool, action in self.actions.items()}
+        self._episodes: dict[int, _Episode] = {}
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The server's reward."""
+        return [self.name]
+
+    # Lifecycle ----------------------------------------------------------------------------------
+
+    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Open and reset a session per row; add what the server says to the query."""
+        columns = read_row_values(batch, ROW, {})
+        seeds = batch.get(SEED, None)
+        own = [row for row in rows if self._is_own(columns[row] or {})]
+        chains: list[list[Call]] = []
+        for row in own:
+            arguments = {name: columns[row][name] for name in self.reset_columns}
+            if seeds is not None:
+                arguments.setdefault("seed", int(seeds.view(-1)[row]))
+            self._episodes[row] = _Episode(self._session(), self.text_of)
+            chains.append([functools.partial(self._episodes[row].reset, arguments)])
+        queries = read_row_values(batch, QUERY, [])
+        failures: dict[int, tuple[str, BaseException]] = {}
+        for row, (outcome,) in zip(own, self.calls.run(chains, self._reset_timeout_s), strict=True):
+            if outcome.error is not None:
+                failures[row] = (f"{self.name}: reset", outcome.error)
+            else:
+                queries[row] = with_observation(queries[row], outcome.value)
+        self.release_episodes(list(failures))
+        self.refuse_rows(batch, failures)
+        write_row_values(batch, QUERY, queries)
+
+    def _is_own(self, row: Mapping[str, Any]) -> bool:
+        missing = [name for name in (*self.where, *self.reset_columns) if name not in row]
+        if missing:
+            raise ValueError(
+                f"OpenEnvTools reads the columns {missing}, which the data lacks; its columns are "
+                f"{sorted(row)}."
+            )
+        return all(row[name] == value for name, value in self.where.items())
+
+    def release_episodes(self, rows: Sequence[int]) -> None:
+        """Give the sessions of some rows back to the server."""
+        held = [self._episodes.pop(row) for row in rows if row in self._episodes]
+        if held:
+            self.calls.run([[episode.session.close] for episode in held], _MARGIN_S)
+
+    # Tools --------------------------------------------------------------------------------------
+
+    def tool_names(self) -> dict[str, str]:
+        """Every action, and the server that has it."""
+        return dict.fromkeys(self._tools, f"the OpenEnv server {self.base_url}")
+
+    def tools_of(self, row: int) -> Mapping[str, Tool]:
+        """The actions, in a row with a session."""
+        return self._tools if row in self._episodes else {}
+
+    def bind(self, row: int, call: ToolCall) -> Job:
+        """A call of a tool is a step of the row's session."""
+        episode = self._episodes[row]
+        step = functools.partial(episode.step, self.actions[call.name], call)
+        job = self.job(call, step, lane=row)
+        phrase = functools.partial(self._phrase, episode, job.phrase)
+        return job._replace(phrase=phrase, timeout_s=self.timeout_s + _MARGIN_S)
+
+    def _phrase(
+        self, episode: "_Episode", phrase: Callable[[Outcome], Answer], outcome: Outcome
+    ) -> Answer:
+        answer = phrase(outcome)
+        if outcome.error is not None and _is_loss(outcome.error):
+            episode.loss = episode.loss or outcome.error
+            reason = f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(episode.loss)}"
+            return answer._replace(stop_reason=reason, is_truncation=True)
+        return answer._replace(stop_reason=ENVIRONMENT_DONE) if episode.is_done else answer
+
+    # Reward -------------------------------------------------------------------------------------
+
+    def finish_episodes(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Add up what the server gave; a row that was lost can't be scored."""
+        del batch
+        outcomes = [
+            self._episodes[row].outcome(self.reward) if row in self._episodes else Outcome()
+            for row in rows
+        ]
+        add_rewards(next_batch, self.name, rows, outcomes, who=self.name)
+
+
+class _Episode:
+    """One row's session, and what it has given so far."""
+
+    def __init__(self, session: OpenEnvSession, text_of: Callable[[EnvResult], str | None]) -> None:
+        self.session = session
+        self.loss: BaseException | None = None
+        self.is_done = False
+        self._text_of = text_of
+        self._rewards: list[float] = []
+
+    async def reset(self, arguments: Mapping[str, Any]) -> str | None:
+        return self._text_of(await self.session.reset(**arguments))
+
+    async def step(self, action: Action, call: ToolCall) -> str:
+        if self.is_done:
+            raise ValueError("the episode is over")
+        result = await self.session.step(action.make(call))
+        self.is_done = result.done
+        if result.reward is not None:
+            self._rewards.append(result.reward)
+        return self._text_of(result) or ""
+
+    def outcome(self, reward: RewardOf) -> Outcome:
+        if self.loss is not None:
+            return Outcome(error=self.loss)
+        if not self._rewards:
+            return Outcome()
+        return Outcome(sum(self._rewards) if reward == "sum" else self._rewards[-1])
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether the session is gone: the server's own errors leave it alive."""
+    return isinstance(error, OpenEnvError | CallTimeoutError) and not isinstance(
+        error, OpenEnvServerError
+    )
+
+
+def _ask(call: Call, timeout_s: float) -> list[Action]:
+    """Run a coroutine function on a loop of its own: there may be one in this thread already."""
+    calls = ConcurrentCalls(timeout_s=timeout_s)
+    try:
+        outcome = calls.run([[call]])[0][0]
+    finally:
+        calls.close()
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
