@@ -10,6 +10,7 @@ from torch import Tensor
 from .engine import EngineDied, Generation
 from .sampling import SamplingParameters
 from .vllm_async import AsyncVLLMEngine
+from .vllm_stream import VersionedGeneration
 
 T = TypeVar("T")
 
@@ -73,10 +74,11 @@ class BlockingVLLMEngine:
         outcomes = self._wait(draw())
         error = next((one for one in outcomes if isinstance(one, BaseException)), None)
         if error is None:
-            return [one.generation._replace(versions=one.versions) for one in outcomes]
+            return [_with_figures(one, params) for one in outcomes]
         if isinstance(error, EngineDied):
             error.results = [
-                None if isinstance(one, BaseException) else one.generation for one in outcomes
+                None if isinstance(one, BaseException) else _with_figures(one, params)
+                for one in outcomes
             ]
         raise error
 
@@ -117,3 +119,10 @@ class BlockingVLLMEngine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _with_figures(result: VersionedGeneration, params: SamplingParameters) -> Generation:
+    generation = result.generation._replace(versions=result.versions)
+    if params.untempered_log_probs:  # the same, `check_reported` says
+        generation = generation._replace(untempered_log_probs=generation.log_probs)
+    return generation

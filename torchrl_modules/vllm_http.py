@@ -4,8 +4,13 @@ import http.client
 import json
 import socket
 import threading
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
+
+
+class AnswerTimeout(ConnectionError):
+    """Somebody is there, but did not answer in time."""
 
 
 class _SocketFileConnection(http.client.HTTPConnection):
@@ -52,7 +57,8 @@ class JSONClient:
             Status and answer; an answer that is no JSON as text, an empty one as ``None``.
 
         Raises:
-            ConnectionError: nobody answers at the URL, or not in time.
+            AnswerTimeout: there was no answer in time.
+            ConnectionError: nobody answers at the URL.
         """
         payload = None if body is None else json.dumps(body)
         while True:
@@ -66,6 +72,8 @@ class JSONClient:
                 # A server closes a connection that was idle for some seconds.
                 if isinstance(error, ConnectionResetError | BrokenPipeError) and not is_new:
                     continue
+                if isinstance(error, TimeoutError):
+                    raise AnswerTimeout(f"No answer from {self.url}: {error!r}.") from error
                 raise ConnectionError(f"No answer from {self.url}: {error!r}.") from error
             return response.status, _parse(text)
 
@@ -85,6 +93,13 @@ class JSONClient:
         connection.close()
         self._open.remove(connection)
         self._local.connection = None
+
+    def interrupt(self) -> None:
+        """Let everybody who waits for an answer go, with a ``ConnectionError``."""
+        for connection in list(self._open):
+            if connection.sock is not None:
+                with suppress(OSError):  # it ended by itself
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connections of all threads; nobody may be waiting."""

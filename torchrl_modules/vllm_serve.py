@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from .vllm_http import JSONClient
-from .vllm_runtime import import_vllm
+from .vllm_runtime import PARENT_VARIABLE, import_vllm
 
-_PARENT: Final = "TORCHRL_VLLM_PARENT"
+_PARENT: Final = PARENT_VARIABLE
 _OPTIONS: Final = {
     "--host": "127.0.0.1",
     "--logprobs-mode": "processed_logprobs",
@@ -34,6 +34,8 @@ _CPU_OPTIONS: Final = {  # as for `VLLMEngine`
     "--dtype": "float32",
     "--kv-cache-memory-bytes": str(1 << 30),
     "--enforce-eager": None,
+    # A seed of a request and a prefill in chunks end the engine.
+    "--no-enable-chunked-prefill": None,
 }
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update

@@ -3,28 +3,33 @@
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from torch import Tensor
 
-from .engine import Generation
+from .engine import EngineDied, Generation
+from .progress_watch import ProgressWatch
 from .sampling import SamplingParameters
-from .vllm_http import JSONClient
-from .vllm_requests import check_prompt
+from .vllm_http import AnswerTimeout, JSONClient
+from .vllm_requests import check_prompt, check_reported
+from .vllm_rows import read_answer, request_body, version_number
 from .weights import next_version
 
 
 class VLLMServerEngine:
     """Draws tokens with a vLLM server that ``torchrl_modules.vllm_serve`` started on this machine.
 
-    The server may be shared for generation; only one client may update its weights.
+    Any number of threads may call it. The server may be shared for generation; only one client may
+    update its weights.
 
     Args:
         url: ``unix:///path/of/the/socket`` or ``http://host:port``.
-        timeout_s: a request without an answer for so long means that the server is stuck.
+        timeout_s: a single request without an answer for so long means that the server is stuck.
+        stall_timeout_s: a server that has requests and draws no token for so long is stuck, be its
+            connections open or not.
         num_connections: most requests at a time.
         weights_directory: where weights are handed over; memory, where there is ``/dev/shm``.
 
@@ -38,27 +43,32 @@ class VLLMServerEngine:
         url: str,
         *,
         timeout_s: float = 600.0,
+        stall_timeout_s: float = 30.0,
         num_connections: int = 128,
         weights_directory: str | None = None,
     ) -> None:
         self._client = JSONClient(url, timeout_s)
+        self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2))
         self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
+        self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         if weights_directory is None and Path("/dev/shm").is_dir():
             weights_directory = "/dev/shm"
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
-        self._mixed = False
+        self._updating = self._mixed = False
+        self._num_probes = 0
+        self._failure = ""
         limits = self._rpc("torchrl_limits")
         self.vocab_size: int = limits["vocab_size"]
         """Token ids are below it."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
-        self._label: str = self._post("/weight_info", method="GET")["weight_version"]
+        self._labels: list[str] = [self._post("/weight_info", method="GET")["weight_version"]]
 
     @property
     def version(self) -> int:
         """Of the weights that serve; 0 before the first update."""
-        return int(self._label) if self._label.isdecimal() else 0
+        return version_number(self._labels[-1])
 
     def generate(
         self,
@@ -66,6 +76,7 @@ class VLLMServerEngine:
         params: SamplingParameters,
         *,
         max_new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Generation]:
         """Draw one response per prompt.
 
@@ -73,73 +84,105 @@ class VLLMServerEngine:
             prompts: as for `VLLMEngine.generate`.
             params: as for `VLLMEngine.generate`.
             max_new_tokens: as for `VLLMEngine.generate`.
+            seeds: one per prompt; the same seed, prompt and weights give the same response.
 
         Returns:
-            One generation per prompt, in order.
+            One generation per prompt, in order. Weights may be updated meanwhile: a response says
+            which version drew which token.
 
         Raises:
-            ConnectionError: the server is gone, or stuck for ``timeout_s``.
-            RuntimeError: it failed, or serves other weights than it was given (a restarted one
-                has those of its directory).
-            ValueError: ``max_new_tokens`` has not one value per prompt.
+            EngineDied: the server is gone or stuck; ``results`` holds the rows that were finished.
+            StaleWeights: it serves other weights than it was given (a restarted one has those of
+                its directory).
+            RuntimeError: an update failed in the middle.
+            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
         """
-        budgets = max_new_tokens
-        if budgets is None:
-            budgets = [params.max_new_tokens] * len(prompts)
-        if len(budgets) != len(prompts):
+        check_reported(params)
+        budgets = (
+            [params.max_new_tokens] * len(prompts) if max_new_tokens is None else max_new_tokens
+        )
+        row_seeds = [None] * len(prompts) if seeds is None else seeds
+        if not len(budgets) == len(row_seeds) == len(prompts):
             raise ValueError(
-                f"VLLMServerEngine: {len(prompts)} prompts, but {len(budgets)} max_new_tokens."
+                f"VLLMServerEngine: {len(prompts)} prompts, but {len(budgets)} max_new_tokens and "
+                f"{len(row_seeds)} seeds."
             )
-        with self._lock:
-            if self._mixed:
-                raise RuntimeError(
-                    "VLLMServerEngine: an update failed in the middle, and the server's weights "
-                    "are a mixture. Update them again."
-                )
-            rows = [
-                (prompt, params, budget) for prompt, budget in zip(prompts, budgets, strict=True)
+        if self._mixed:
+            raise RuntimeError(
+                "VLLMServerEngine: an update failed in the middle, and the server's weights "
+                "are a mixture. Update them again."
+            )
+        with self._watch.waiting():
+            calls = [
+                self._pool.submit(self._generate_row, prompt, params, budget, seed)
+                for prompt, budget, seed in zip(prompts, budgets, row_seeds, strict=True)
             ]
-            return list(self._pool.map(lambda row: self._generate_row(*row), rows))
+            wait(calls)  # each has a deadline: `timeout_s`, and the watch
+        return self._collected(calls)
+
+    def _collected(self, calls: "list[Future[Generation]]") -> list[Generation]:
+        errors = [call.exception() for call in calls]
+        others = [e for e in errors if e is not None and not isinstance(e, ConnectionError)]
+        if others:
+            raise others[0]
+        lost = [error for error in errors if error is not None]
+        if lost:
+            raise EngineDied(
+                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
+                f"{self._failure or lost[0]}",
+                results=[
+                    None if error else call.result()
+                    for call, error in zip(calls, errors, strict=True)
+                ],
+            )
+        return [call.result() for call in calls]
 
     def _generate_row(
-        self, prompt: Sequence[int], params: SamplingParameters, budget: int
+        self, prompt: Sequence[int], params: SamplingParameters, budget: int, seed: int | None
     ) -> Generation:
+        if self._failure:
+            raise ConnectionError(self._failure)
         try:
             ids = check_prompt(prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         except ValueError as error:
             return Generation([], [], "error", str(error))
-        body = {
-            "token_ids": ids,
-            "cache_salt": self._label,
-            "sampling_params": {
-                "max_tokens": budget,
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "min_p": params.min_p,
-                "stop_token_ids": list(params.stop_token_ids or ()),
-                "ignore_eos": params.stop_token_ids is not None,
-                "logprobs": 0,
-                "detokenize": False,
-            },
-        }
+        first = len(self._labels) - 1
+        body = request_body(ids, params, budget=budget, label=self._labels[first], seed=seed)
         status, answer = self._client.request("POST", "/inference/v1/generate", body)
-        if status == 400:
-            return Generation([], [], "error", answer["error"]["message"])
-        if status != 200:
-            raise RuntimeError(f"VLLMServerEngine: {self._client.url} answers {status}: {answer}")
-        return self._read(answer["choices"][0])
+        if status == 200:
+            generation = read_answer(answer, self._labels[first:])
+            if params.untempered_log_probs:  # the same, `check_reported` says
+                generation = generation._replace(untempered_log_probs=generation.log_probs)
+            return generation
+        if status >= 500:
+            self._check_health()
+        message = f"the server answers {status}: {answer}"
+        if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+            message = str(answer["error"].get("message", message))
+        return Generation([], [], "error", message)
 
-    def _read(self, choice: dict[str, Any]) -> Generation:
-        drawn_by = {span["version"] for span in choice["weight_versions"] or ()}
-        if drawn_by - {self._label}:
-            raise RuntimeError(
-                f"VLLMServerEngine: tokens were drawn by the weights {sorted(drawn_by)}, not by "
-                f"{self._label!r}. The server was restarted, or another client updates it. Send "
-                "the weights again."
-            )
-        log_probs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        return Generation(choice["token_ids"], log_probs, choice["finish_reason"])
+    # Is it there, and does it draw tokens?
+
+    def _check_health(self) -> None:
+        status, _ = self._prober.request("GET", "/health")
+        if status != 200:
+            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
+
+    def _probe(self) -> object:
+        try:
+            self._check_health()
+            if self._updating:
+                self._num_probes += 1
+                return self._num_probes  # It waits for the weights.
+            _, text = self._prober.request("GET", "/metrics")
+        except AnswerTimeout:
+            return None
+        counted = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+        return tuple(line for line in str(text).splitlines() if line.startswith(counted))
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._client.interrupt()
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -154,16 +197,23 @@ class VLLMServerEngine:
             version: as for `VLLMEngine.update_weights`.
 
         Raises:
-            ConnectionError: the server is gone, or stuck for ``timeout_s``.
+            EngineDied: the server is gone, or stuck for ``timeout_s``.
             ValueError: a name, type, shape or value is wrong; the old weights keep serving.
             RuntimeError: vLLM failed in the middle of loading; the server stays paused and this
                 refuses to generate until an update succeeds.
         """
-        version = next_version(version, self.version, who="VLLMServerEngine.update_weights")
-        with (
-            self._lock,
-            tempfile.TemporaryDirectory(prefix="weights-", dir=self._weights_directory) as folder,
-        ):
+        with self._lock:
+            version = next_version(version, self.version, who="VLLMServerEngine.update_weights")
+            self._updating = True
+            try:
+                self._load(state_dict, str(version))
+            except ConnectionError as error:
+                raise EngineDied(f"VLLMServerEngine.update_weights: {error}") from error
+            finally:
+                self._updating = False
+
+    def _load(self, state_dict: Mapping[str, Tensor], label: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="weights-", dir=self._weights_directory) as folder:
             path = Path(folder, "weights.safetensors")
             _save(state_dict, path)
             self._post("/pause", mode="keep")
@@ -173,8 +223,9 @@ class VLLMServerEngine:
                 raise RuntimeError(f"VLLMServerEngine.update_weights: {result['failed']}")
             if "refused" not in result:
                 self._post("/reset_prefix_cache", reset_running_requests="true")
-                self._post("/update_weight_version", {"new_version": str(version)})
-                self._label, self._mixed = str(version), False
+                self._post("/update_weight_version", {"new_version": label})
+                self._labels.append(label)
+                self._mixed = False
             if not self._mixed:
                 self._post("/resume")
             if "refused" in result:
@@ -184,6 +235,7 @@ class VLLMServerEngine:
         """End the connections; the server goes on."""
         self._pool.shutdown()
         self._client.close()
+        self._prober.close()
 
     def _rpc(self, method: str, *args: str) -> dict[str, Any]:
         answer = self._post("/collective_rpc", {"method": method, "args": list(args)})

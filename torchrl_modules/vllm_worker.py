@@ -4,10 +4,21 @@ A server takes it with ``--worker-extension-cls torchrl_modules.vllm_worker.Weig
 ``python -m torchrl_modules.vllm_serve`` adds.
 """
 
+import ctypes
+import os
+import signal
+import sys
 from typing import Any
 
-from .vllm_runtime import import_vllm
+from .vllm_runtime import PARENT_VARIABLE, import_vllm
 from .vllm_weights import ExpectedWeights, load_weights
+
+_PR_SET_PDEATHSIG = 1
+
+if PARENT_VARIABLE in os.environ and sys.platform == "linux":
+    # This process is the engine of a server that ends with its parent. If the server is killed, the
+    # kernel ends this one too, even while it is stopped.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class WeightLoading:

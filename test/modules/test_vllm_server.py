@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from torchrl_modules.engine import EngineDied
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.vllm_serve import start_server
 from torchrl_modules.vllm_server import VLLMServerEngine
@@ -120,14 +121,32 @@ def test_a_server_ends_with_its_parent_and_a_client_notices(model_directory, pyt
     url = parent.stdout.readline().strip()
     children = psutil.Process(parent.pid).children(recursive=True)
     assert len(children) >= 2  # the server and its engine
-    client = VLLMServerEngine(url, timeout_s=10, num_connections=2)
-    assert client.generate(PROMPTS, PARAMS)
+    first = VLLMServerEngine(url, num_connections=8)
+    assert first.generate(PROMPTS, PARAMS)  # the first one takes seconds
+    first.close()
+    client = VLLMServerEngine(url, num_connections=8, stall_timeout_s=3.0)
+
+    # Its engine is stopped, with all connections open.
+    engine = next(child for child in children if "EngineCore" in child.name())
+    engine.suspend()
+    begin = time.monotonic()
+    with pytest.raises(EngineDied, match="drawn no token for"):
+        client.generate(PROMPTS, PARAMS)
+    assert time.monotonic() - begin < 8
+    client.close()
+
+    # A stopped process is ended with the others.
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    begin = time.monotonic()
     with pytest.raises(ConnectionError, match="No answer"):
-        client.generate(PROMPTS, PARAMS)
-    assert time.monotonic() - begin < 5
-    client.close()
+        VLLMServerEngine(url)
+
+
+def test_seeds_make_a_response_repeat(engine):
+    first = engine.generate(PROMPTS, PARAMS, seeds=[1, 2, 3, 4])
+    again = engine.generate(PROMPTS, PARAMS, seeds=[1, 2, 3, 4])
+    assert [row.ids for row in again] == [row.ids for row in first]
+    other = engine.generate(PROMPTS, PARAMS, seeds=[5, 6, 7, 8])
+    assert [row.ids for row in other] != [row.ids for row in first]

@@ -1,0 +1,153 @@
+"""An engine process with the protocol of the vLLM server and faults on demand; imports no torch.
+
+``python fake_engine.py SOCKET FAULTS``: FAULTS is JSON. A token is drawn from a hash of the seed,
+the weights and the tokens before it, one every ``token_s`` seconds.
+
+    {"die_after": 5}   the process ends once it has drawn so many tokens, of all requests together
+    {"stop_after": 5}  it stops, as if by SIGSTOP, with its connections open
+    {"poison": 7}      a prompt with this token is answered with status 500
+    {"garbage": 7}     ... with something that is no generation
+    {"nan": 7}         ... with a log-prob that is no number
+    {"die_in_update": true}  it ends before it has taken new weights
+    {"token_s": 0.01}  seconds a token takes
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socketserver
+import struct
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+from urllib.parse import urlsplit
+
+VOCABULARY = 100
+SHAPES = {"a": [4, 3], "b": [3]}
+
+
+class Engine:
+    def __init__(self, faults):
+        self.faults = faults
+        self.label, self.weights = "default", "first"
+        self.num_tokens = 0
+        self.running = threading.Event()
+        self.running.set()
+        self.lock = threading.Lock()
+
+    def count_token(self):
+        self.running.wait()
+        time.sleep(self.faults.get("token_s", 0.001))
+        with self.lock:
+            self.num_tokens += 1
+            if self.num_tokens == self.faults.get("die_after"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.num_tokens == self.faults.get("stop_after"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    def generate(self, body):
+        ids, sampling = body["token_ids"], body["sampling_params"]
+        if self.faults.get("poison") in ids:
+            return 500, {"error": {"message": "poisoned"}}
+        if self.faults.get("garbage") in ids:
+            return 200, {"choices": [{"token_ids": "?"}]}
+        drawn, spans = [], []
+        for position in range(sampling["max_tokens"]):
+            self.count_token()
+            said = f"{sampling.get('seed')} {self.weights} {ids} {drawn}"
+            drawn.append(hashlib.sha256(said.encode()).digest()[0] % VOCABULARY)
+            if spans and spans[-1]["version"] == self.label:
+                spans[-1]["end"] = position + 1
+            else:
+                spans.append({"version": self.label, "start": position, "end": position + 1})
+        log_probs = [{"logprob": -0.5} for _ in drawn]
+        if self.faults.get("nan") in ids:
+            log_probs[-1]["logprob"] = float("nan")
+        choice = {
+            "token_ids": drawn,
+            "logprobs": {"content": log_probs},
+            "weight_versions": spans,
+            "finish_reason": "length",
+        }
+        return 200, {"choices": [choice]}
+
+    def rpc(self, method, path=None):
+        if method == "torchrl_limits":
+            return {"vocab_size": VOCABULARY, "max_model_len": 64}
+        with open(path, "rb") as file:  # safetensors: length, header, values
+            content = file.read()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        header.pop("__metadata__", None)
+        if {name: entry["shape"] for name, entry in header.items()} != SHAPES:
+            return {"refused": "ValueError: names or shapes"}
+        values = struct.unpack(f"<{(len(content) - 8 - length) // 4}f", content[8 + length :])
+        if any(value != value for value in values):
+            return {"refused": "ValueError: not finite"}
+        if self.faults.get("die_in_update"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.weights = hashlib.sha256(content).hexdigest()
+        return {}
+
+    def answer(self, path, body):
+        if path == "/inference/v1/generate":
+            return self.generate(body)
+        if path == "/collective_rpc":
+            return 200, {"results": [self.rpc(body["method"], *body["args"])]}
+        if path == "/metrics":
+            return 200, f"vllm:generation_tokens_total {self.num_tokens}"
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        if path == "/pause":
+            self.running.clear()
+        if path == "/resume":
+            self.running.set()
+        return 200, {}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        status, answer = self.server.engine.answer(
+            urlsplit(self.path).path, json.loads(content) if content else {}
+        )
+        text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def get_request(self):
+        connection, _ = super().get_request()
+        return connection, ("client", 0)
+
+
+def end_with_parent():
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    server = Server(sys.argv[1], Handler)
+    server.engine = Engine(json.loads(sys.argv[2]))
+    server.serve_forever(poll_interval=0.05)

@@ -1,0 +1,347 @@
+"""Engines that die, stop, stammer or come back: noticed, replaced, nothing lost, nothing stale."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from torchrl_modules.engine import EngineDied
+from torchrl_modules.engine_supervision import EngineState, Supervision
+from torchrl_modules.progress_watch import StallClock
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.supervised_engine import SupervisedEngine
+from torchrl_modules.vllm_rows import StaleWeights
+from torchrl_modules.vllm_server import VLLMServerEngine
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+PROMPTS = [[1, 2], [3], [4, 5, 6], [8]]
+PARAMS = SamplingParameters(max_new_tokens=10, stop_token_ids=())
+SEEDS = [11, 12, 13, 14]
+FIRST = {"a": torch.ones(4, 3), "b": torch.zeros(3)}
+SECOND = {"a": torch.zeros(4, 3), "b": torch.ones(3)}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Gives `start` for a supervisor: each engine has the next faults, the last ones for ever."""
+    numbers = itertools.count()
+
+    def with_faults(*faults):
+        @contextmanager
+        def start_one():
+            path = tmp_path / f"socket{next(numbers)}"
+            given = plan[min(len(processes), len(plan) - 1)]
+            with subprocess.Popen(
+                [sys.executable, "-S", str(FAKE), str(path), json.dumps(given)]
+            ) as process:
+                try:
+                    deadline = time.monotonic() + 20
+                    while not path.exists():
+                        assert time.monotonic() < deadline
+                        time.sleep(0.01)
+                    time.sleep(0.05)  # from bound to listening
+                    processes.append(process)
+                    yield f"unix://{path}"
+                finally:
+                    process.kill()
+
+        plan = faults or ({},)
+        start_one.processes = processes = []
+        return start_one
+
+    return with_faults
+
+
+@contextmanager
+def connected(start_one, **settings):
+    with start_one() as url:
+        engine = VLLMServerEngine(url, **settings)
+        try:
+            yield engine
+        finally:
+            start_one.processes[-1].kill()
+            engine.close()
+
+
+def healthy(start, weights=None):
+    """What an engine without faults draws."""
+    with connected(start({})) as engine:
+        if weights is not None:
+            engine.update_weights(weights)
+        return [row.ids for row in engine.generate(PROMPTS, PARAMS, seeds=SEEDS)]
+
+
+def test_the_same_seeds_draw_the_same_and_others_do_not(start):
+    with connected(start()) as engine:
+        first = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
+        assert engine.generate(PROMPTS, PARAMS, seeds=SEEDS) == first
+        assert engine.generate(PROMPTS, PARAMS, seeds=[21, 22, 23, 24]) != first
+        with pytest.raises(ValueError, match="4 prompts, but 4 max_new_tokens and 1 seeds"):
+            engine.generate(PROMPTS, PARAMS, seeds=[1])
+
+
+def test_a_killed_engine_is_noticed_at_once(start):
+    start_one = start({"token_s": 0.1})
+    with connected(start_one) as engine:
+        timer = threading.Timer(0.3, start_one.processes[0].kill)
+        timer.start()
+        begin = time.monotonic()
+        with pytest.raises(EngineDied, match="4 of 4 rows were lost") as error:
+            engine.generate(PROMPTS, PARAMS)
+        assert time.monotonic() - begin < 5
+        assert error.value.results == [None] * 4
+        with pytest.raises(EngineDied):
+            engine.generate(PROMPTS, PARAMS)
+        with pytest.raises(EngineDied):
+            engine.update_weights(FIRST)
+        timer.join()
+
+
+def test_what_was_finished_before_is_handed_over(start):
+    # The first rows are short; the process ends while the last one is drawn.
+    with connected(start({"die_after": 10})) as engine, pytest.raises(EngineDied) as error:
+        engine.generate(PROMPTS, PARAMS, max_new_tokens=[1, 1, 1, 10], seeds=SEEDS)
+    *finished, lost = error.value.results
+    assert [len(row.ids) for row in finished] == [1, 1, 1]
+    assert lost is None
+
+
+@pytest.mark.parametrize("stopped", ["in a request", "by hand"])
+def test_a_stopped_engine_is_noticed_though_its_connections_are_open(start, stopped):
+    start_one = start({"token_s": 0.05, "stop_after": 6 if stopped == "in a request" else None})
+    with connected(start_one, stall_timeout_s=1.0) as engine:
+        if stopped == "by hand":
+            timer = threading.Timer(0.2, start_one.processes[0].send_signal, (signal.SIGSTOP,))
+            timer.start()
+        begin = time.monotonic()
+        with pytest.raises(EngineDied, match="drawn no token for"):
+            engine.generate(PROMPTS, PARAMS)
+        assert 1 <= time.monotonic() - begin < 5
+
+
+def test_a_slow_engine_is_not_taken_for_a_stopped_one(start):
+    with connected(start({"token_s": 0.2}), stall_timeout_s=1.0) as engine:
+        rows = engine.generate(PROMPTS, PARAMS)  # 2 s, a token every 0.2 s
+    assert [len(row.ids) for row in rows] == [10] * 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        pytest.param("poison", "poisoned", id="the engine fails on one request"),
+        pytest.param("garbage", "no generation", id="an answer that is none"),
+        pytest.param("nan", "no finite number", id="a log-prob that is no number"),
+    ],
+)
+def test_one_bad_row_fails_alone(start, fault, message):
+    with connected(start({fault: 3})) as engine:
+        for _ in range(2):  # and the next call succeeds
+            rows = engine.generate(PROMPTS, PARAMS)
+            assert [row.finish_reason for row in rows] == ["length", "error", "length", "length"]
+            assert message in rows[1].error
+            assert rows[1].ids == rows[1].log_probs == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({**SECOND, "b": torch.ones(4)}, id="shape"),
+        pytest.param({**SECOND, "c": torch.ones(3)}, id="name"),
+        pytest.param({"a": SECOND["a"]}, id="half"),
+        pytest.param({**SECOND, "b": torch.full((3,), torch.nan)}, id="NaN"),
+    ],
+)
+def test_bad_weights_are_refused_whole_and_the_old_version_serves(start, wrong):
+    with connected(start()) as engine:
+        engine.update_weights(FIRST)
+        before = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
+        with pytest.raises(ValueError, match=r"names or shapes|not finite"):
+            engine.update_weights(wrong)
+        with pytest.raises(ValueError, match="version 1 is not above the present one, 1"):
+            engine.update_weights(SECOND, version=1)
+        assert engine.version == 1
+        assert engine.generate(PROMPTS, PARAMS, seeds=SEEDS) == before
+
+
+def test_an_update_in_flight_is_stamped_token_by_token(start):
+    with connected(start({"token_s": 0.05})) as engine:
+        timer = threading.Timer(0.2, engine.update_weights, (FIRST,))
+        timer.start()
+        rows = engine.generate(PROMPTS, PARAMS)
+        timer.join()
+    for row in rows:
+        versions = row.token_versions(otherwise=-1)
+        assert len(versions) == 10
+        assert sorted(set(versions)) == [0, 1]
+        assert versions == sorted(versions)
+
+
+def test_an_engine_that_was_restarted_behind_ones_back_is_stale(start):
+    start_one = start()
+    with connected(start_one) as engine:
+        engine.update_weights(FIRST)
+        other = VLLMServerEngine(engine._client.url)
+        other.update_weights(SECOND, version=9)
+        with pytest.raises(StaleWeights, match="'9'"):
+            engine.generate(PROMPTS, PARAMS)
+        other.close()
+
+
+@pytest.mark.parametrize("fault", [{"die_after": 17}, {"stop_after": 17}], ids=["dies", "stops"])
+def test_a_replaced_engine_draws_what_the_first_one_would_have(start, fault):
+    expected = healthy(start, FIRST)
+    start_one = start({"token_s": 0.01, **fault}, {})
+    with SupervisedEngine(start_one, stall_timeout_s=1.0) as engine:
+        engine.update_weights(FIRST, version=5)
+        rows = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
+        assert engine.num_restarts == 1
+        # The new process has the weights that the old one had, under their number.
+        assert [row.ids for row in rows] == expected
+        assert {v for row in rows for v in row.token_versions(otherwise=-1)} == {5}
+        assert engine.version == 5
+        assert start_one.processes[0].poll() is not None
+        assert engine.supervision.state is EngineState.HEALTHY
+    assert all(process.poll() is not None for process in start_one.processes)
+    with pytest.raises(EngineDied, match="dead"):
+        engine.generate(PROMPTS, PARAMS)
+
+
+def test_callers_of_several_threads_share_one_replacement(start):
+    expected = healthy(start)
+    with SupervisedEngine(start({"die_after": 60}, {})) as engine:
+        outcomes = []
+        callers = [
+            threading.Thread(
+                target=lambda: outcomes.append(engine.generate(PROMPTS, PARAMS, seeds=SEEDS))
+            )
+            for _ in range(4)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(timeout=30)
+        assert engine.num_restarts == 1
+    assert [[row.ids for row in rows] for rows in outcomes] == [expected] * 4
+
+
+def test_an_engine_that_dies_in_an_update_is_replaced_and_updated(start):
+    expected = healthy(start, SECOND)
+    with SupervisedEngine(start({"die_in_update": True}, {})) as engine:
+        engine.update_weights(SECOND)
+        assert (engine.version, engine.num_restarts) == (1, 1)
+        rows = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
+    assert [row.ids for row in rows] == expected
+
+
+def test_a_request_that_kills_every_engine_ends_the_run(start):
+    with SupervisedEngine(start({"die_after": 3}), max_restarts=2) as engine:
+        with pytest.raises(EngineDied, match="3 engines in a row") as error:
+            engine.generate(PROMPTS, PARAMS)
+        assert error.value.results == [None] * 4
+        assert engine.num_restarts == 2
+    with pytest.raises(ValueError, match="max_restarts"):
+        SupervisedEngine(start(), max_restarts=-1)
+
+
+def test_a_stall_is_counted_from_the_last_progress():
+    clock = StallClock(10.0)
+    assert clock.idle_s(0, 10.0) == 0.0
+    assert clock.idle_s(0, 12.0) == 2.0
+    assert clock.idle_s(1, 13.0) == 0.0
+    assert clock.idle_s(None, 14.5) == 1.5  # nobody answered
+    assert clock.idle_s(1, 15.0) == 2.0
+
+
+EVENTS = {
+    "started": lambda s: s.started(),
+    "acknowledged what is wanted": lambda s: s.acknowledged(s.incarnation, s.wanted),
+    "acknowledged something newer": lambda s: s.acknowledged(s.incarnation, s.wanted + 1),
+    "acknowledged something older": lambda s: s.acknowledged(s.incarnation, s.wanted - 1),
+    "an earlier engine acknowledged": lambda s: s.acknowledged(s.incarnation - 1, s.wanted),
+    "died": lambda s: s.died(s.incarnation),
+    "an earlier engine died": lambda s: s.died(s.incarnation - 1),
+}
+DEAD, STALE, HEALTHY = EngineState
+# Where each event leads from each state; None: it is refused.
+TRANSITIONS = {
+    "started": (STALE, None, None),
+    "acknowledged what is wanted": (DEAD, HEALTHY, HEALTHY),
+    "acknowledged something newer": (DEAD, HEALTHY, HEALTHY),
+    "acknowledged something older": (DEAD, STALE, STALE),
+    "an earlier engine acknowledged": (DEAD, STALE, HEALTHY),
+    "died": (DEAD, DEAD, DEAD),
+    "an earlier engine died": (DEAD, STALE, HEALTHY),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", EngineState, ids=lambda state: state.value)
+def test_every_transition(state, event):
+    served = {DEAD: None, STALE: None, HEALTHY: 3}[state]
+    before = Supervision(state, incarnation=2, served=served, wanted=3)
+    expected = TRANSITIONS[event][list(EngineState).index(state)]
+    if expected is None:
+        with pytest.raises(RuntimeError, match="only after it died"):
+            EVENTS[event](before)
+        return
+    after = EVENTS[event](before)
+    assert after.state is expected
+    assert after.may_serve == (expected is HEALTHY)
+    if event.startswith("an earlier"):
+        assert after == before
+
+
+class Engines(RuleBasedStateMachine):
+    """Engines come and go, and the news of them arrive late; what serves has what is wanted."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = Supervision()
+        self.real = {}  # incarnation to the version that it really has; gone when it is dead
+        self.newest = 0
+
+    @precondition(lambda self: self.known.state is EngineState.DEAD)
+    @rule()
+    def start(self):
+        self.known = self.known.started()
+        self.real = {self.known.incarnation: 0}
+
+    @precondition(lambda self: self.known.incarnation in self.real)
+    @rule(step=st.integers(0, 2))
+    def push(self, step):
+        self.newest = max(self.newest, self.known.wanted + step)
+        self.real[self.known.incarnation] = self.known.wanted + step
+        self.known = self.known.acknowledged(self.known.incarnation, self.known.wanted + step)
+
+    @rule(back=st.integers(1, 3), version=st.integers(0, 9))
+    def late_news(self, back, version):
+        before = self.known
+        self.known = self.known.acknowledged(before.incarnation - back, version)
+        self.known = self.known.died(before.incarnation - back)
+        assert self.known == before
+
+    @rule()
+    def die(self):
+        self.real.pop(self.known.incarnation, None)
+        self.known = self.known.died(self.known.incarnation)
+
+    @invariant()
+    def only_what_is_wanted_serves(self):
+        if self.known.may_serve:
+            assert self.real[self.known.incarnation] == self.known.served == self.known.wanted
+        assert self.known.wanted <= self.newest or self.newest == 0
+
+
+TestEngines = Engines.TestCase
+TestEngines.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
