@@ -33,10 +33,11 @@ from torchrl_data.keys import (
 )
 from torchrl_data.loop_state import read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
+from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.episode_env import EpisodeEnv
 from torchrl_envs.rewards import REWARD_ERRORS
 from torchrl_envs.token_entries import TOKEN_ENTRIES, token_entries_of_row
-from torchrl_envs.transforms.data_loading import DataExhaustedError
+from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .weight_update.in_process import InProcessUpdater
@@ -105,6 +106,7 @@ class LLMCollector:
             env.append_transform(self.policy_version_tracker)
         env.check()
         self.env = env
+        self._loaders = list(env.transforms_of(DataLoadingPrimer))
         self.policy = policy
         self.replay_buffer = replay_buffer
         self.total_trajectories = total_trajectories
@@ -176,10 +178,16 @@ class LLMCollector:
             "full")``. The same rows are in the replay buffer.
         """
         self._track_version()
+        loaders = [(part, part.get_extra_state()) for part in self._loaders]
         try:
             trajectories = self._run_episodes()
+        except DataExhaustedError:
+            raise
         except BaseException:
+            # Nothing stays open, and what was drawn is drawn again.
             self.env.release_episodes()
+            for loader, state in loaders:
+                loader.set_extra_state(state)
             raise
         self.num_collected += len(trajectories)
         if self.postproc is not None:
@@ -209,7 +217,9 @@ class LLMCollector:
                 f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
                 "turns. Append a StepCounter(max_steps=...)."
             )
-        return lazy_stack([self._labelled(row) for row in rows if row is not None])
+        return lazy_stack(
+            [self._labelled(row) for row in rows if row is not None and row[STOP_REASON] != NO_DATA]
+        )
 
     def _labelled(self, row: TensorDictBase) -> TensorDictBase:
         tracker = self.policy_version_tracker

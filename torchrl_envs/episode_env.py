@@ -170,6 +170,8 @@ class EpisodeEnv(TransformedEnv):
         if rows:
             self._score(tensordict, next_batch, [row for row in rows if began[row]])
             self._mark_unscorable(next_batch, [row for row in rows if not began[row]])
+            for transform in self.episode_transforms():
+                transform.record_ends(rows)
             self.release_episodes(rows)
             limit = next(self.transforms_of(RewardErrorLimit), self._error_limit)
             limit.record(next_batch, rows)

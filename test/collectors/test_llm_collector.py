@@ -119,7 +119,8 @@ def test_the_buffer_holds_what_the_collector_gives(make_policy):
     batches = [collector.collect(), collector.collect()]
     stored = buffer[:]
     assert ids_of(stored) == ids_of(batches[0]) + ids_of(batches[1])
-    assert stored["group_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    epoch = 2**40
+    assert stored["group_id"].tolist() == [0, 0, 1, 1, epoch, epoch, epoch + 1, epoch + 1]
     assert stored["reward"].shape == (8, 1, 1)
     assert stored["scorable"].all()
     assert stored["done"].all()
@@ -180,11 +181,11 @@ def test_data_that_end_inside_a_batch(scripted):
         )
     )
     collector = LLMCollector(env, scripted(["done"]))
-    assert len(list(collector)) == 1
-    with pytest.raises(DataExhaustedError, match="3 rows were drawn 1 times"):
+    assert [len(batch) for batch in collector] == [2, 1]
+    with pytest.raises(DataExhaustedError, match="all rows of the data were drawn 1 times"):
         collector.collect()
     collector.shutdown()
-    assert len(closed) == 2, "the row that had no partner never got an environment"
+    assert len(closed) == 3, "the row that had no partner never got an environment"
 
 
 def test_shutdown_closes_what_runs(scripted, call_text):

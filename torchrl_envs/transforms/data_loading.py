@@ -3,24 +3,49 @@
 Shape legend: B rows of the environment.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.keys import GROUP_ID, QUERY, ROW, SEED
+from torchrl_data.encoder import ConversationEncoder
+from torchrl_data.keys import GROUP_ID, QUERY, ROW, SEED, STOP_REASON
 from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.stop_reasons import NO_DATA
+from torchrl_envs.rows.checks import (
+    RowCheck,
+    SkippedRow,
+    SkippedRows,
+    columns_of,
+    digest,
+    find_prompt_column,
+    prompt_error,
+    prompt_length,
+    refuse_bad_rows,
+    row_error,
+    sample_rows,
+)
+from torchrl_envs.rows.frontier import Frontier, Place
+from torchrl_envs.rows.loading import one_of, resolve_rows
+from torchrl_envs.rows.sources import open_source
+from torchrl_envs.rows.stream import Item, PrepareRow, RowStream
 
 from .episode_transform import EpisodeTransform
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from torchrl_envs.episode_env import EpisodeEnv
 
-PROMPT_COLUMNS = ("prompt", "query", "question", "messages")
-"""Where the prompt is looked for when no column is named."""
-CARRIED = (GROUP_ID, SEED, ROW)
+CARRIED: Final = (GROUP_ID, SEED, ROW)
+IDS_PER_EPOCH: Final = 1 << 40
+"""``group_id`` is ``epoch * IDS_PER_EPOCH + row id``."""
+_SAMPLE_ROWS: Final = 16
+_log = logging.getLogger(__name__)
 
 
 class DataExhaustedError(StopIteration):
@@ -33,85 +58,170 @@ class Draw(NamedTuple):
     row: dict[str, Any]
     group_id: int
     seed: int
+    place: Place
 
 
 class DataLoadingPrimer(EpisodeTransform):
     """Starts each episode from a data row; ``group_size`` episodes start from the same draw.
 
-    The rollouts of one draw share ``group_id`` and ``seed``. A row that is drawn again in another
-    epoch is another group.
+    The rollouts of one draw share ``group_id`` (epoch and number of the row, whatever it says) and
+    ``seed`` (of ``seed``, epoch and number), so two rows with the same prompt, and one row in two
+    epochs, are different groups. A batch always holds whole groups: where finite data end inside a
+    batch, the rows that are left over take no part (``stop_reason`` is ``"no_data"``).
+
+    The position is part of ``state_dict()``, the environment's too: a resumed run draws again the
+    groups that were under way, then goes on as it would have, with any number of workers. A state
+    of other data or settings is refused.
 
     Args:
-        dataset: a ``datasets.Dataset``, or any sequence of dictionaries with the same keys.
+        dataset: a ``datasets.Dataset`` or any sequence of dictionaries; a
+            ``datasets.IterableDataset``, a torch ``DataLoader`` (its batches are taken apart, its
+            random order follows ``seed``) or any iterable that starts anew each time; a function
+            that returns an iterable; a hub id or a path.
+        dataloader: TorchRL's name of the same.
         group_size: rollouts of one draw.
+        repeats: TorchRL's name of the same.
         prompt_column: the column that holds the prompt, a string or a list of messages; the first
-            of ``prompt``, ``query``, ``question``, ``messages`` when not given.
+            of ``prompt``, ``query``, ``question``, ``messages``, ``text`` when not given.
+        map_row: makes a row out of a row, in a worker if there are workers.
         shuffle: whether to draw in random order, another one each epoch.
+        shuffle_buffer_size: rows that a stream draws from when it is shuffled.
         seed: of the order and of the groups' seeds.
         num_epochs: stop after this many passes; ``None`` goes on for ever.
+        num_workers: processes that load and map rows ahead; 0 does it here.
+        worker_timeout_s: how long a worker may take for its next rows.
+        num_checked_rows: rows of a sequence that are checked before anything runs, spread evenly
+            over it if it is longer. A row that is found bad later is skipped.
+        skip_bad_rows: skip bad rows that are found before anything runs, too.
+        max_prompt_tokens: skip rows whose prompt, with the system prompt and the chat template, has
+            more tokens (schemas of tools are not counted).
+        tokenizer: counts them.
+        chat_template_name: with which built-in template; the tokenizer's own when not given.
+        name: of the configuration, for a hub id or a path.
+        split: which split; the only one, or ``"train"``, when not given.
+        streaming: read a hub id or a path while iterating.
+        load_options: passed to ``datasets.load_dataset``.
 
     Raises:
-        ValueError: the data set is empty, lacks the column, or a count is not positive.
+        ValueError: the data have no rows, can be walked through only once, lack the prompt's
+            column or hold bad rows; a number is out of range; or a setting could not take effect.
+        TypeError: ``dataset`` holds no rows.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Any = None,
         *,
-        group_size: int = 1,
+        dataloader: Any = None,
+        group_size: int | None = None,
+        repeats: int | None = None,
         prompt_column: str | None = None,
+        map_row: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
         shuffle: bool = False,
+        shuffle_buffer_size: int = 1000,
         seed: int = 0,
         num_epochs: int | None = None,
+        num_workers: int = 0,
+        worker_timeout_s: float = 300.0,
+        num_checked_rows: int = 10_000,
+        skip_bad_rows: bool = False,
+        max_prompt_tokens: int | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        chat_template_name: str | None = None,
+        name: str | None = None,
+        split: str | None = None,
+        streaming: bool = False,
+        load_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if group_size < 1 or (num_epochs is not None and num_epochs < 1):
-            raise ValueError(
-                "DataLoadingPrimer: group_size and num_epochs must be at least 1, got "
-                f"{group_size} and {num_epochs}."
-            )
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ValueError(
-                "DataLoadingPrimer takes a datasets.Dataset or a sequence of dictionaries, got "
-                f"{type(dataset).__name__}."
-            )
-        if len(dataset) == 0:
-            raise ValueError("DataLoadingPrimer: the data set has no rows.")
+        self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
+        _check_numbers(
+            1,
+            group_size=self.group_size,
+            num_epochs=num_epochs,
+            shuffle_buffer_size=shuffle_buffer_size,
+            max_prompt_tokens=max_prompt_tokens,
+            worker_timeout_s=worker_timeout_s,
+        )
+        _check_numbers(0, num_workers=num_workers, num_checked_rows=num_checked_rows, seed=seed)
+        if (max_prompt_tokens is None) != (tokenizer is None):
+            raise ValueError("DataLoadingPrimer: max_prompt_tokens and tokenizer go together.")
+        dataset = resolve_rows(
+            one_of(dataset=dataset, dataloader=dataloader),
+            name=name,
+            split=split,
+            streaming=streaming,
+            load_options=load_options,
+        )
         self.dataset = dataset
-        self.columns = tuple(dataset[0])
-        self.group_size = group_size
-        self.prompt_column = _find_prompt_column(self.columns, prompt_column)
         self.shuffle = shuffle
         self.seed = seed
         self.num_epochs = num_epochs
-        self._draws = self._stream()
+        self.skipped = SkippedRows()
+        self._source = open_source(
+            dataset, shuffle=shuffle, buffer_size=shuffle_buffer_size, seed=seed
+        )
+        self._prepare = PrepareRow(self._source, map_row)
+        self._rows = RowStream(
+            self._source,
+            self._prepare,
+            num_epochs=num_epochs,
+            num_workers=num_workers,
+            worker_timeout_s=worker_timeout_s,
+        )
+        self._num_checked_rows = num_checked_rows
+        self._skip_bad_rows = skip_bad_rows
+        self._max_prompt_tokens = max_prompt_tokens
+        self._encoder = (
+            None
+            if tokenizer is None
+            else ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
+        )
+        self._system_prompt: str | None = None
+        self.columns = columns_of(self._source, self._prepare, num_checked_rows)
+        self.prompt_column = find_prompt_column(self.columns, prompt_column)
+        self._checks: dict[str, RowCheck] = {}
+        self._settings = self._describe(shuffle_buffer_size)
+        self.require("prompt", lambda row: prompt_error(row, self.prompt_column))
+        self._start()
 
-    def column(self, name: str) -> Iterable[Any]:
-        """One column of the data set."""
-        if hasattr(self.dataset, "column_names"):
-            return self.dataset[name]
-        return [row[name] for row in self.dataset]
+    def _start(self) -> None:
+        self._frontier = Frontier()
+        self._members: deque[Draw] = deque()
+        self._running: dict[int, Place] = {}
+        self._last_good_epoch = 0
 
-    def rewind(self) -> None:
-        """Start from the first draw again, with the same groups and seeds."""
-        self._draws = self._stream()
+    # What the data are --------------------------------------------------------------------------
 
-    def _stream(self) -> Iterator[Draw]:
-        group_id = 0
-        epoch = 0
-        while self.num_epochs is None or epoch < self.num_epochs:
-            for index in self._order(epoch):
-                row = dict(self.dataset[int(index)])
-                group_seed = int(np.random.SeedSequence([self.seed, group_id]).generate_state(1)[0])
-                for _ in range(self.group_size):
-                    yield Draw(row, group_id, group_seed)
-                group_id += 1
-            epoch += 1
+    def _describe(self, shuffle_buffer_size: int) -> dict[str, Any]:
+        """What a saved position belongs to."""
+        is_stream = self._source.num_rows is None
+        sample = sample_rows(self._source, self._prepare, _SAMPLE_ROWS)
+        return {
+            "num_rows": self._source.num_rows,
+            "columns": list(self.columns),
+            "content": digest([row for _, row in sample]),
+            "group_size": self.group_size,
+            "prompt_column": self.prompt_column,
+            "shuffle": self.shuffle,
+            "shuffle_buffer_size": shuffle_buffer_size if is_stream and self.shuffle else None,
+            "seed": self.seed,
+            "max_prompt_tokens": self._max_prompt_tokens,
+        }
 
-    def _order(self, epoch: int) -> Iterable[int]:
-        if not self.shuffle:
-            return range(len(self.dataset))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
+    def require(self, who: str, check: RowCheck) -> None:
+        """Check rows: a number of them now, and each one before it is used.
+
+        Args:
+            who: whose check it is; a later one of the same name replaces it.
+            check: gives what is wrong with a row, or ``""``.
+
+        Raises:
+            ValueError: rows are bad, unless bad rows are to be skipped; the message names some.
+        """
+        self._checks[who] = check
+        if not self._skip_bad_rows:
+            refuse_bad_rows(sample_rows(self._source, self._prepare, self._num_checked_rows), check)
 
     def check(self, env: "EpisodeEnv") -> None:
         """The batch must hold whole groups.
@@ -125,32 +235,102 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"DataLoadingPrimer: a batch of {size} rows does not hold whole "
                 f"groups of {self.group_size}. Make the batch size a multiple of group_size."
             )
+        self._system_prompt = getattr(env.base_env, "system_prompt", None)
+
+    # Drawing ------------------------------------------------------------------------------------
+
+    def rewind(self) -> None:
+        """Start from the first draw again, with the same groups and seeds."""
+        self._rows.seek(0, 0)
+        self._start()
+
+    def _next(self) -> Draw | None:
+        if not self._members:
+            item = self._next_good_item()
+            if item is None:
+                return None
+            key = (self.seed, item.epoch, item.row_id)
+            seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+            group_id = item.epoch * IDS_PER_EPOCH + item.row_id
+            place = (item.epoch, item.place)
+            assert isinstance(item.row, dict)
+            self._members.extend([Draw(item.row, group_id, seed, place)] * self.group_size)
+            self._frontier.open(place, self.group_size)
+        return self._members.popleft()
+
+    def _next_good_item(self) -> Item | None:
+        for item in self._rows:
+            if self._frontier.has_ended((item.epoch, item.place)):
+                continue
+            kind, reason = self._fault(item)
+            if not reason:
+                self._last_good_epoch = item.epoch
+                return item
+            if not self.skipped.counts[kind]:
+                _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
+            self.skipped.add(SkippedRow(item.epoch, item.row_id, reason), kind)
+            if item.epoch > self._last_good_epoch + 1:
+                raise ValueError(
+                    "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
+                    f"the last one, row {item.row_id}: {reason}."
+                )
+        return None
+
+    def _fault(self, item: Item) -> tuple[str, str]:
+        """What is wrong with a row: the kind (``"bad"``, ``"too_long"``), and in words."""
+        error = row_error(item.row, list(self._checks.values()))
+        if error:
+            return "bad", error
+        if self._encoder is None or self._max_prompt_tokens is None:
+            return "", ""
+        assert isinstance(item.row, dict)
+        prompt = item.row[self.prompt_column]
+        length = prompt_length(self._encoder, prompt, self._system_prompt)
+        if length <= self._max_prompt_tokens:
+            return "", ""
+        return "too_long", f"the prompt has {length} tokens, {self._max_prompt_tokens} are allowed"
 
     def draw_rows(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         """Write ``query``, ``row``, ``group_id`` and ``seed`` for some rows.
 
+        Rows for which there are no data left get ``stop_reason`` instead, and -1 as their group.
+
         Raises:
-            DataExhaustedError: the data set is finite and used up.
-            TypeError: a prompt is neither a string nor a list of messages.
+            DataExhaustedError: there are none left for any row of the batch.
         """
         size = batch.batch_size[0]
-        queries: list[Any] = [""] * size
-        held = read_row_values(batch, ROW)
+        for row in rows:
+            if row in self._running:
+                self._frontier.close(self._running.pop(row), "abandoned")
+        queries = read_row_values(batch, QUERY, "")
+        held = read_row_values(batch, ROW, {})
+        reasons = read_row_values(batch, STOP_REASON, "")
         group_id = _held(batch, GROUP_ID, size)
         seed = _held(batch, SEED, size)
         for i in rows:
-            draw = next(self._draws, None)
+            draw = self._next()
             if draw is None:
-                raise DataExhaustedError(
-                    f"DataLoadingPrimer: the data set's {len(self.dataset)} rows were drawn "
-                    f"{self.num_epochs} times."
-                )
-            queries[i] = _query(draw.row[self.prompt_column], self.prompt_column)
-            held[i], group_id[i], seed[i] = draw.row, draw.group_id, draw.seed
+                queries[i], held[i], group_id[i], seed[i], reasons[i] = "", {}, -1, 0, NO_DATA
+                continue
+            self._frontier.draw()
+            self._running[i] = draw.place
+            queries[i], held[i] = draw.row[self.prompt_column], draw.row
+            group_id[i], seed[i] = draw.group_id, draw.seed
+        if len(rows) == size and not self._running:
+            raise DataExhaustedError(
+                f"DataLoadingPrimer: all rows of the data were drawn {self.num_epochs} times."
+            )
         write_row_values(batch, QUERY, queries)
         write_row_values(batch, ROW, held)
+        write_row_values(batch, STOP_REASON, reasons)
         batch.set(GROUP_ID, group_id)
         batch.set(SEED, seed)
+
+    def record_ends(self, rows: Sequence[int]) -> None:
+        """These rows' rollouts have ended."""
+        for row in rows:
+            if row in self._running:
+                self._frontier.close(self._running.pop(row), "ended")
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -160,28 +340,52 @@ class DataLoadingPrimer(EpisodeTransform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return _carry(tensordict, next_tensordict)
 
+    def close(self) -> None:
+        """Stop the workers."""
+        self._rows.close()
 
-def _find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
-    candidates = PROMPT_COLUMNS if asked is None else (asked,)
-    for column in candidates:
-        if column in columns:
-            return column
-    wanted = " or ".join(map(repr, candidates))
-    raise ValueError(
-        f"DataLoadingPrimer: the data set has no prompt column {wanted}; its columns are "
-        f"{list(columns)}. Name the one that holds the prompt with prompt_column=."
-    )
+    # Position -----------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """Rollouts ``drawn`` = ``ended`` + ``abandoned`` + ``in_flight``; rows skipped by kind."""
+        kinds = {f"skipped_{kind}": self.skipped.counts[kind] for kind in ("bad", "too_long")}
+        return {**self._frontier.counts, "in_flight": self._frontier.num_in_flight, **kinds}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The position, of plain Python values; part of ``state_dict()``."""
+        state = self._frontier.state(self._rows.position)
+        return {**state, "settings": self._settings, "skipped": dict(self.skipped.counts)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position; what ``load_state_dict()`` calls.
+
+        Raises:
+            ValueError: it belongs to other data or settings; the message names what differs.
+        """
+        other = [
+            f"{name} is {self._settings[name]!r:.80} here and {state['settings'].get(name)!r:.80} "
+            "there"
+            for name in self._settings
+            if self._settings[name] != state["settings"].get(name)
+        ]
+        if other:
+            raise ValueError(
+                "DataLoadingPrimer: the saved position belongs to other data or settings: "
+                f"{'; '.join(other)}."
+            )
+        self._start()
+        self._rows.seek(*self._frontier.load(state))
+        self._last_good_epoch = self._rows.position[0]
+        self.skipped.counts.update(
+            {k: v - self.skipped.counts[k] for k, v in state["skipped"].items()}
+        )
 
 
-def _query(value: Any, column: str) -> str | list[dict[str, Any]]:
-    if isinstance(value, str) or (
-        isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value)
-    ):
-        return value
-    raise TypeError(
-        f"DataLoadingPrimer: the column {column!r} must hold strings or lists of messages, got "
-        f"{type(value).__name__}: {value!r:.80}."
-    )
+def _check_numbers(least: int, **numbers: float | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < least:
+            raise ValueError(f"DataLoadingPrimer: {name} must be at least {least}, got {value}.")
 
 
 def _held(batch: TensorDictBase, key: str, size: int) -> torch.Tensor:

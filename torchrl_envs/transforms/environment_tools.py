@@ -126,13 +126,7 @@ class EnvironmentTools(ToolSource, RewardSource):
                     f"lacks; its columns are {sorted(columns)}. Add it or name another one with "
                     "route_column=."
                 )
-            names = set(loader.column(self.route_column))
-            unknown = sorted(map(repr, names - self.factories.keys()))
-            if unknown:
-                raise ValueError(
-                    f"The data names environments {', '.join(unknown)} that EnvironmentTools does "
-                    f"not have; it has {sorted(self.factories)}."
-                )
+            loader.require("environment", self._route_error)
         for name, cls in self.types.items():
             missing = _required_parameters(cls) - columns - {"seed"}
             if missing:
@@ -140,6 +134,11 @@ class EnvironmentTools(ToolSource, RewardSource):
                     f"{name}.reset needs the columns {sorted(missing)}, which the data lacks; its "
                     f"columns are {sorted(columns)}. Add them, or give the parameters a default."
                 )
+
+    def _route_error(self, row: Mapping[str, Any]) -> str:
+        name = row.get(self.route_column)
+        known = sorted(self.factories)
+        return "" if name in known else f"it names the environment {name!r}; there are {known}"
 
     # Lifecycle ----------------------------------------------------------------------------------
 

@@ -35,7 +35,8 @@ class EpisodeTransform(Transform):
     4. each step, the base environment steps, the jobs of all :class:`ToolSource` run, and the
        transforms' ``_step`` runs;
     5. ``finish_episodes``: rows that are done are scored;
-    6. ``release_episodes``: what a finished row held is given back.
+    6. ``record_ends``: they are over, scored or not;
+    7. ``release_episodes``: what a row held is given back.
     """
 
     @property
@@ -106,6 +107,9 @@ class EpisodeTransform(Transform):
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
     ) -> None:
         """Score some rows that are done; may write to ``next_batch``."""
+
+    def record_ends(self, rows: Sequence[int]) -> None:
+        """Note that the episodes of some rows have ended, rather than been given up."""
 
     def release_episodes(self, rows: Sequence[int]) -> None:
         """Give back what some rows held."""

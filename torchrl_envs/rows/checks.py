@@ -1,0 +1,169 @@
+"""What a row must be to begin an episode, and what to say of one that is not."""
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from torchrl_data.conversation import Conversations
+from torchrl_data.messages import check_messages
+
+from .sources import SequenceSource, StreamSource
+from .stream import BadRow, PrepareRow
+
+if TYPE_CHECKING:
+    from torchrl_data.encoder import ConversationEncoder
+
+RowCheck = Callable[[Mapping[str, Any]], str]
+"""What is wrong with a row; ``""`` if nothing is."""
+
+PROMPT_COLUMNS: Final = ("prompt", "query", "question", "messages", "text")
+"""Where the prompt is looked for when no column is named."""
+_SHOWN_ERRORS: Final = 5
+MAX_SKIPPED: Final = 1000
+"""Skipped rows that are remembered one by one."""
+
+
+class SkippedRow(NamedTuple):
+    """A row that was not used."""
+
+    epoch: int
+    row_id: int
+    reason: str
+
+
+class SkippedRows:
+    """The rows that were not used: the last ones, and how many there were by kind of reason."""
+
+    def __init__(self) -> None:
+        self.rows: deque[SkippedRow] = deque(maxlen=MAX_SKIPPED)
+        self.counts: Counter[str] = Counter()
+
+    def add(self, row: SkippedRow, kind: str) -> None:
+        """Note one."""
+        self.rows.append(row)
+        self.counts[kind] += 1
+
+
+def sample_rows(
+    source: SequenceSource | StreamSource, prepare: PrepareRow, count: int
+) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Some rows of a sequence, spread evenly, or the first one of a stream, with their ids."""
+    if source.num_rows is None:
+        keys: Iterable[tuple[int, Any]] = islice(source.epoch(0), min(count, 1))
+    else:
+        ids = np.linspace(0, source.num_rows - 1, min(count, source.num_rows)).round()
+        keys = ((row_id, row_id) for row_id in ids.astype(int).tolist())
+    return ((row_id, prepare(key)) for row_id, key in keys)
+
+
+def columns_of(
+    source: SequenceSource | StreamSource, prepare: PrepareRow, count: int
+) -> tuple[str, ...]:
+    """The columns of the first row that can be read.
+
+    Raises:
+        ValueError: none of ``count`` rows can be.
+    """
+    reason = ""
+    for row_id, row in sample_rows(source, prepare, max(1, count)):
+        if not isinstance(row, BadRow):
+            return tuple(row)
+        reason = reason or f"row {row_id}: {row.reason}"
+    raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
+
+
+def refuse_bad_rows(rows: Iterable[tuple[int, dict[str, Any] | BadRow]], check: RowCheck) -> None:
+    """Rows that are bad are an error before anything runs.
+
+    Raises:
+        ValueError: there are some; the message counts them and names the first.
+    """
+    errors = ((row_id, row_error(row, [check])) for row_id, row in rows)
+    bad = [f"row {row_id}: {error}" for row_id, error in errors if error]
+    if bad:
+        shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+        raise ValueError(
+            f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or leave "
+            "such rows out with skip_bad_rows=True."
+        )
+
+
+def find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
+    """The column that holds the prompt.
+
+    Args:
+        columns: of the data.
+        asked: the one that the user named.
+
+    Raises:
+        ValueError: there is none.
+    """
+    candidates = PROMPT_COLUMNS if asked is None else (asked,)
+    for column in candidates:
+        if column in columns:
+            return column
+    wanted = " or ".join(map(repr, candidates))
+    raise ValueError(
+        f"DataLoadingPrimer: the data set has no prompt column {wanted}; its columns are "
+        f"{list(columns)}. Name the one that holds the prompt with prompt_column=."
+    )
+
+
+def prompt_error(row: Mapping[str, Any], column: str) -> str:
+    """What is wrong with a row's prompt: it is a string or a list of messages, and is text."""
+    if column not in row:
+        return f"it has no column {column!r}; it has {sorted(map(str, row))}"
+    value = row[column]
+    if isinstance(value, list) and value:
+        try:
+            check_messages(value)
+        except (TypeError, ValueError) as error:
+            return f"column {column!r}: {error}"
+    elif not isinstance(value, str):
+        return (
+            f"column {column!r} must hold strings or lists of messages, got "
+            f"{type(value).__name__}: {value!r:.80}"
+        )
+    return "" if is_text(value) else f"column {column!r} is not text: it can't be encoded as UTF-8"
+
+
+def is_text(value: Any) -> bool:
+    """Whether every string in nested lists and dictionaries can be encoded."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    elif isinstance(value, Mapping):
+        return all(is_text(key) and is_text(item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        return all(map(is_text, value))
+    return True
+
+
+def row_error(row: dict[str, Any] | BadRow, checks: Sequence[RowCheck]) -> str:
+    """The first thing that is wrong with a row, or ``""``."""
+    if isinstance(row, BadRow):
+        return row.reason
+    return next(filter(None, (check(row) for check in checks)), "")
+
+
+def prompt_length(
+    encoder: "ConversationEncoder", prompt: str | list[dict[str, Any]], system_prompt: str | None
+) -> int:
+    """Tokens of the conversation that a prompt opens, the next turn's header included."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return encoder.encode_waiting(Conversations.from_messages([messages])).num_tokens(0)
+
+
+def digest(rows: Sequence[Any]) -> str:
+    """The same for the same rows in every process."""
+    shown = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(shown.encode(errors="replace")).hexdigest()[:16]

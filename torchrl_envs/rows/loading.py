@@ -1,0 +1,130 @@
+"""Data sets by name: a hub id or a local path."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+_BUILDERS: Final = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+
+
+def load_rows(
+    source: str | Path,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    streaming: bool = False,
+    load_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load a data set.
+
+    Args:
+        source: a folder that ``save_to_disk`` wrote, another folder or a file (JSON lines, CSV,
+            Parquet, Arrow, text), or else an id on the hub.
+        name: of the configuration.
+        split: which; the only one, or ``"train"``, when not given.
+        streaming: read while iterating instead of loading first.
+        load_options: passed to ``datasets.load_dataset``.
+
+    Raises:
+        ValueError: no split is given and there are several, none of them ``"train"``; or an option
+            does not apply to a saved data set.
+    """
+    import datasets
+
+    path = Path(source)
+    if path.is_dir() and _is_saved(path):
+        if name is not None or streaming or load_options:
+            raise ValueError(
+                f"{source} was written by save_to_disk: name=, streaming= and load_options= do not "
+                "apply to it."
+            )
+        return pick_split(datasets.load_from_disk(str(path)), split)
+    options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
+    if path.is_file():
+        builder = _BUILDERS.get(path.suffix)
+        if builder is None:
+            raise ValueError(f"{source} is no data file that is known: {sorted(_BUILDERS)}.")
+        return pick_split(datasets.load_dataset(builder, data_files=str(path), **options), split)
+    return pick_split(datasets.load_dataset(str(source), **options), split)
+
+
+def pick_split(loaded: Any, split: str | None) -> Any:
+    """One split of what may hold several.
+
+    Args:
+        loaded: a data set, or a dictionary of several by split.
+        split: which one; the only one, or ``"train"``, when not given.
+
+    Raises:
+        ValueError: it is not there, or not clear.
+    """
+    if not isinstance(loaded, Mapping):
+        return loaded
+    if split is None:
+        split = next(iter(loaded)) if len(loaded) == 1 else "train"
+    if split not in loaded:
+        raise ValueError(f"There is no split {split!r}; there are {sorted(loaded)}. Name one.")
+    return loaded[split]
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def resolve_rows(
+    rows: Any,
+    *,
+    name: str | None,
+    split: str | None,
+    streaming: bool,
+    load_options: Mapping[str, Any] | None,
+) -> Any:
+    """What holds the rows: loaded if it is a name, and one split of several.
+
+    Args:
+        rows: a hub id, a path, or data.
+        name: of the configuration.
+        split: which.
+        streaming: read while iterating.
+        load_options: passed to ``datasets.load_dataset``.
+
+    Raises:
+        ValueError: an option does not apply to data that are loaded already.
+    """
+    if isinstance(rows, str | Path):
+        return load_rows(
+            rows, name=name, split=split, streaming=streaming, load_options=load_options
+        )
+    if name is not None or streaming or load_options:
+        raise ValueError(
+            "DataLoadingPrimer: name=, streaming= and load_options= are for a hub id or a path."
+        )
+    if isinstance(rows, Mapping) and not any(isinstance(v, list) for v in rows.values()):
+        return pick_split(rows, split)
+    if split is not None:
+        raise ValueError("DataLoadingPrimer: split= is for a hub id, a path or several splits.")
+    return rows
+
+
+def one_of(*, default: Any = None, **given: Any) -> Any:
+    """The value of the one of several names that was used.
+
+    Args:
+        default: when none was used.
+        **given: the values by name; ``None`` is not used.
+
+    Raises:
+        ValueError: several were used, or none and there is no default.
+    """
+    used = {name: value for name, value in given.items() if value is not None}
+    if len(used) > 1 or (not used and default is None):
+        raise ValueError(f"DataLoadingPrimer: give one of {', '.join(given)}, got {len(used)}.")
+    return next(iter(used.values()), default)

@@ -1,0 +1,185 @@
+"""Where rows come from: a sequence that is indexed, or a stream that is walked through."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class SequenceSource:
+    """Rows that can be read by their number.
+
+    Args:
+        rows: has a length and is indexed.
+        shuffle: another random order each epoch.
+        seed: of the order.
+    """
+
+    def __init__(self, rows: Sequence[Any], *, shuffle: bool, seed: int) -> None:
+        self.rows = rows
+        self.num_rows = len(rows)
+        self._shuffle = shuffle
+        self._seed = seed
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Row ids in the order of an epoch, each with what :meth:`fetch` needs.
+
+        Args:
+            number: of the epoch.
+            start: how many to leave out.
+        """
+        order: Iterable[int] = range(self.num_rows)
+        if self._shuffle:
+            permutation = np.random.default_rng([self._seed, number]).permutation(self.num_rows)
+            order = permutation.tolist()
+        return ((index, index) for index in order[start:])  # type: ignore[index]
+
+    def fetch(self, key: int) -> Any:
+        """The row of a number."""
+        return self.rows[key]
+
+
+class StreamSource:
+    """Rows that can only be walked through, from the beginning, as often as needed.
+
+    The row id is the place in the stream. Shuffling holds ``buffer_size`` rows and draws from them.
+
+    Args:
+        walk: starts from the beginning, in an epoch that it is told.
+        shuffle: whether to draw from a buffer.
+        buffer_size: rows in the buffer.
+        seed: of the order.
+    """
+
+    num_rows = None
+
+    def __init__(
+        self,
+        walk: Callable[[int], Iterator[Any]],
+        *,
+        shuffle: bool,
+        buffer_size: int,
+        seed: int,
+    ) -> None:
+        self._walk = walk
+        self._shuffle = shuffle
+        self._buffer_size = buffer_size
+        self._seed = seed
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """See :meth:`SequenceSource.epoch`; what is left out is read all the same."""
+        rows = enumerate(self._walk(number))
+        order = self._from_buffer(rows, number) if self._shuffle else rows
+        for place, item in enumerate(order):
+            if place >= start:
+                yield item
+
+    def _from_buffer(
+        self, rows: Iterator[tuple[int, Any]], number: int
+    ) -> Iterator[tuple[int, Any]]:
+        random = np.random.default_rng([self._seed, number])
+        buffer: list[tuple[int, Any]] = []
+        for row in rows:
+            if len(buffer) < self._buffer_size:
+                buffer.append(row)
+                continue
+            place = int(random.integers(len(buffer)))
+            yield buffer[place]
+            buffer[place] = row
+        random.shuffle(buffer)  # type: ignore[arg-type]
+        yield from buffer
+
+    @staticmethod
+    def fetch(key: Any) -> Any:
+        """The row itself."""
+        return key
+
+
+def open_source(
+    rows: Any, *, shuffle: bool, buffer_size: int, seed: int
+) -> SequenceSource | StreamSource:
+    """The source of whatever holds rows.
+
+    Args:
+        rows: a ``datasets.Dataset`` or any sequence; a ``datasets.IterableDataset``, a torch
+            ``DataLoader`` (its batches are taken apart) or anything else that can be iterated again
+            and again; or a function without arguments that gives such an iterable.
+        shuffle: whether the order is random.
+        buffer_size: of a stream that is shuffled.
+        seed: of the order.
+
+    Raises:
+        ValueError: there are no rows, or they can be walked through only once.
+        TypeError: it holds no rows.
+    """
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, Mapping):
+        if len(rows) == 0:
+            raise ValueError("DataLoadingPrimer: the data set has no rows.")
+        return SequenceSource(rows, shuffle=shuffle, seed=seed)
+    walk = _walk_of(rows, seed)
+    if next(walk(0), None) is None:
+        raise ValueError("DataLoadingPrimer: the data set has no rows.")
+    return StreamSource(walk, shuffle=shuffle, buffer_size=buffer_size, seed=seed)
+
+
+def _walk_of(rows: Any, seed: int) -> Callable[[int], Iterator[Any]]:
+    if callable(rows) and not isinstance(rows, Iterable):
+        return lambda epoch: _rows_of(rows(), epoch, seed)
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | str | bytes):
+        raise TypeError(
+            "DataLoadingPrimer takes a data set of datasets, a sequence or an iterable of "
+            f"dictionaries, a torch DataLoader, a hub id or a path, got {type(rows).__name__}."
+        )
+    if not hasattr(rows, "batch_size") and iter(rows) is rows:
+        raise ValueError(
+            f"DataLoadingPrimer: this {type(rows).__name__} can be walked through only once, so "
+            "there is no second epoch and no resuming. Pass a list, an object whose __iter__ "
+            "starts anew, or a function that returns a fresh iterator."
+        )
+    return lambda epoch: _rows_of(rows, epoch, seed)
+
+
+def _rows_of(rows: Any, epoch: int, seed: int) -> Iterator[Any]:
+    if hasattr(rows, "set_epoch"):
+        rows.set_epoch(epoch)
+    if isinstance(rows, torch.utils.data.DataLoader):
+        yield from _loader_rows(rows, epoch, seed)
+    elif getattr(rows, "batch_size", None):
+        for batch in rows:
+            yield from _taken_apart(batch)
+    else:
+        yield from rows
+
+
+def _loader_rows(loader: torch.utils.data.DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
+    """The rows of a DataLoader; what it draws at random depends on seed and epoch only."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(_mixed(seed, epoch))
+        if loader.generator is not None:
+            loader.generator.manual_seed(_mixed(seed, epoch))
+        batches = iter(loader)
+        first = next(batches, None)
+    if first is None:
+        return
+    is_batched = loader.batch_size is not None or loader.batch_sampler is not None
+    for batch in chain([first], batches):
+        yield from _taken_apart(batch) if is_batched else [batch]
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+
+
+def _taken_apart(batch: Any) -> Iterator[Any]:
+    """The rows of a batch: a list of rows, or columns of equal length."""
+    if not isinstance(batch, Mapping):
+        yield from batch
+        return
+    columns = {
+        name: column.tolist() if isinstance(column, torch.Tensor) else list(column)
+        for name, column in batch.items()
+    }
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
