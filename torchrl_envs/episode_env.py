@@ -36,6 +36,8 @@ from torchrl_data.tool_calls import parse_tool_calls
 from .concurrent_calls import ConcurrentCalls
 from .reward_error_limit import RewardErrorLimit
 from .rewards import REWARD_ERRORS, RewardSource, RowReward, close_rewards, record_rewards
+from .transforms.data_loading import DataLoadingPrimer
+from .transforms.episode_entries import EpisodeEntries
 from .transforms.episode_transform import EpisodeTransform
 from .transforms.tool_dispatcher import ToolDispatcher
 from .transforms.tool_source import ToolSource, check_tool_names
@@ -62,12 +64,14 @@ class EpisodeEnv(TransformedEnv):
         parts = list(transform) if type(transform) is Compose else [transform]
         for part in parts:
             part.reset_parent()
-        super().__init__(env, Compose(dispatcher, *parts))  # type: ignore[arg-type]
+        entries = EpisodeEntries()
+        super().__init__(env, Compose(dispatcher, entries, *parts))  # type: ignore[arg-type]
         self._calls = ConcurrentCalls()
         self._checked = False
         self._error_limit = RewardErrorLimit()
         self._dispatcher = dispatcher
-        self._find_tools()
+        self._entries = entries
+        self._find_parts()
 
     @property
     def calls(self) -> ConcurrentCalls:
@@ -81,13 +85,19 @@ class EpisodeEnv(TransformedEnv):
             ValueError: it offers a tool whose name another source's has.
         """
         super().append_transform(transform)
-        self._find_tools()
+        self._find_parts()
         self._checked = False
         return self
 
-    def _find_tools(self) -> None:
+    def _find_parts(self) -> None:
+        """Tell the transforms of our own what the others are."""
         self._dispatcher.sources = list(self.transforms_of(ToolSource))
         check_tool_names(self._dispatcher.sources)
+        transforms = list(self.episode_transforms())
+        self._entries.sources = [part for part in transforms if isinstance(part, RewardSource)]
+        self._entries.dense = any(part.by_token for part in transforms)
+        self._entries.loads_data = any(True for _ in self.transforms_of(DataLoadingPrimer))
+        self.empty_cache()
 
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
         """The transforms that take part in episodes, in order."""
@@ -114,6 +124,8 @@ class EpisodeEnv(TransformedEnv):
         for transform in self.episode_transforms():
             transform.check(self)
         self._checked = True
+        # Checking gives sources of rewards their final names.
+        self.empty_cache()
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if not self._checked:

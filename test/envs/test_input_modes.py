@@ -4,6 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
+from torchrl.envs.utils import check_env_specs
 
 from torchrl_data import ChatHistory, History, MissingEntryError, Tokens
 from torchrl_data.keys import INPUT_MODES
@@ -288,3 +289,56 @@ def test_tools_rewards_data_and_limits_work_in_every_mode_and_shape(
         ([a], 3.0 + 1, "answered"),
     ]
     assert [ends[i] for i in range(size)] == expected[:size]
+
+
+# Specs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mode", INPUT_MODES)
+def test_specs_are_those_of_the_data(mode, shape, make_env):
+    size = torch.Size(shape).numel()
+    env = make_env(mode, shape)
+    start = env.reset(queries(shape, ["hi"] * size)).exclude("query")
+    check_env_specs(env, tensordict=start)
+    env = make_env(mode, shape).append_transform(
+        Compose(
+            DataLoadingPrimer(ROWS),
+            EnvironmentTools(Echo),
+            RewardFunctions([number_of_messages]),
+            StepCounter(max_steps=2),
+        )
+    )
+    check_env_specs(env, break_when_any_done="both")
+    env.close()
+
+
+def test_specs_of_rewards_by_turn_are_dynamic(make_env):
+    def by_turn(completions):
+        return [[1.0] * len(completion) for completion in completions]
+
+    env = make_env("history").append_transform(
+        Compose(
+            DataLoadingPrimer(ROWS),
+            RewardFunctions([by_turn], level="turn"),
+            StepCounter(max_steps=2),
+        )
+    )
+    assert env.full_reward_spec["reward"].shape == (2, -1, 1)
+    env.close()
+
+
+@pytest.mark.parametrize("mode", INPUT_MODES)
+def test_torchrls_own_rollout_resets_each_row_when_it_is_done(mode, make_env, make_policy):
+    env = make_env(mode, (3,)).append_transform(
+        Compose(
+            DataLoadingPrimer(ROWS), RewardFunctions([number_of_messages]), StepCounter(max_steps=2)
+        )
+    )
+    batch = env.rollout(3, make_policy(mode), break_when_any_done=False)
+    env.close()
+    # Nobody answers, so each episode is one turn: rows 0-2, 3-5, and 0-2 of the next epoch.
+    assert batch["next", "done"].all()
+    rows = [read_row_values(batch[:, step], "row") for step in range(3)]
+    assert [[row["number"] for row in step] for step in rows] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert batch["next", "reward"].view(3, 3).tolist() == [[1.0] * 3] * 3

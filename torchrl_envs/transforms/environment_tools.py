@@ -155,7 +155,9 @@ class EnvironmentTools(ToolSource, RewardSource):
         names = {row: self._route(columns[row]) for row in rows}
         seeds = batch.get(SEED, None)
         if seeds is not None:
-            columns = [{**c, "seed": s} for c, s in zip(columns, seeds.tolist(), strict=True)]
+            columns = [
+                {**(c or {}), "seed": s} for c, s in zip(columns, seeds.tolist(), strict=True)
+            ]
         known = [row for row in rows if names[row] in self.factories]
         beginnings = {row: Beginning(names[row], columns[row]) for row in known}
         started = self._instances.start(beginnings, self.calls)

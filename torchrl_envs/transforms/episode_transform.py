@@ -40,6 +40,11 @@ class EpisodeTransform(Transform):
     """
 
     @property
+    def by_token(self) -> bool:
+        """Whether it can make ``reward`` dense, ``[B, T, 1]``, at the end of an episode."""
+        return False
+
+    @property
     def calls(self) -> ConcurrentCalls:
         """Runs calls, sync and async, on the threads and the one loop of the environment."""
         container = self.container

@@ -91,6 +91,11 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         """Unique name of each function."""
         return list(self.functions)
 
+    @property
+    def by_token(self) -> bool:
+        """Whether the functions score turns."""
+        return self.level == "turn"
+
     def check(self, env: "EpisodeEnv") -> None:
         """Functions get what they require, and have names of their own.
 

@@ -83,6 +83,11 @@ class TrajectoryTransform(EpisodeTransform):
     dense = True
     """Whether the penalty stays with its tokens, or is summed over the trajectory."""
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a penalty stays with its tokens."""
+        return self.dense
+
     def score(self, rows: Sequence[TokenRow]) -> None:
         """Add results, and perhaps a penalty, to each row."""
         raise NotImplementedError
