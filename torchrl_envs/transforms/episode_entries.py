@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import NestedKey, NonTensorData, TensorDictBase
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 
 from torchrl_data.keys import (
@@ -80,7 +80,7 @@ class EpisodeEntries(EpisodeTransform):
         if not sources:
             return next_tensordict
         size = next_tensordict.batch_size
-        nothing = {
+        nothing: dict[NestedKey, torch.Tensor] = {
             REWARD: torch.zeros(*size, 1, 1),
             SCORABLE: torch.zeros(*size, 1, dtype=torch.bool),
         }
