@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
     from .tasks.countdown import CountdownEnv, CountdownRewardParser
     from .tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
+    from .tasks.ifeval import IFEvalEnv, IFEvalScoreData, IfEvalScorer
     from .tasks.math_problems import MATHEnv
     from .transforms.answer_reward import AnswerReward
     from .transforms.browser import BrowserTransform
@@ -44,6 +45,9 @@ _HOMES = {
     "GSM8KEnv": "torchrl_envs.tasks.gsm8k",
     "GSM8KPrepareQuestion": "torchrl_envs.tasks.gsm8k",
     "GSM8KRewardParser": "torchrl_envs.tasks.gsm8k",
+    "IFEvalEnv": "torchrl_envs.tasks.ifeval",
+    "IFEvalScoreData": "torchrl_envs.tasks.ifeval",
+    "IfEvalScorer": "torchrl_envs.tasks.ifeval",
     "Job": "torchrl_envs.transforms.tool_source",
     "KLComputation": "torchrl_envs.transforms.kl",
     "KLRewardTransform": "torchrl_envs.transforms.kl",
@@ -83,6 +87,9 @@ __all__ = [
     "GSM8KEnv",
     "GSM8KPrepareQuestion",
     "GSM8KRewardParser",
+    "IFEvalEnv",
+    "IFEvalScoreData",
+    "IfEvalScorer",
     "Job",
     "KLComputation",
     "KLRewardTransform",

@@ -51,6 +51,11 @@ def final_text(completion: Sequence[Message]) -> str:
     return message_text(last) if last is not None and last["role"] == "assistant" else ""
 
 
+def read_blocks(text: str, tag: str) -> list[str]:
+    """What stands in each block of a tag, ``"think"`` or ``"answer"``, as it is."""
+    return {"think": _THINK, "answer": _ANSWER}[tag].findall(text)
+
+
 def read_tags(text: str) -> Tagged:
     """The reasoning and the answer of a text, stripped; empty where a block is absent."""
     thinks, answers = _THINK.findall(text), _ANSWER.findall(text)

@@ -115,15 +115,34 @@ class AnswerReward(EpisodeTransform, RewardSource):
             Outcome(error=p) if isinstance(p, Exception) else Outcome(p[REWARD]) for p in found
         ]
         add_rewards(next_batch, name, rows, outcomes, weight=self.weight, who=name)
-        size = next_batch.batch_size[0]
+        self.write_parts(next_batch, rows, found)
+
+    def write_parts(self, batch: TensorDictBase, rows: Sequence[int], found: Sequence[Any]) -> None:
+        """Write the further entries of some rows of an environment's batch.
+
+        Args:
+            batch: B rows.
+            rows: those that were scored.
+            found: what :meth:`parts` gave for each, or an exception.
+        """
         for key in self.part_keys:
-            value = torch.zeros(size, 1, 1, dtype=torch.bool if key == "success" else torch.float32)
-            if key != "success":
-                value.fill_(math.nan)
+            value = torch.full((batch.batch_size[0], 1, 1), math.nan)
+            if key == "success":
+                value = torch.zeros(value.shape, dtype=torch.bool)
             for row, parts in zip(rows, found, strict=True):
                 if not isinstance(parts, Exception):
                     value[row] = parts[key]
-            next_batch.set(key, value)
+            batch.set(key, value)
+
+    def row_entry(self, key: str, value: Any) -> Any:
+        """A further entry of one finished trajectory.
+
+        Args:
+            key: its name.
+            value: what :meth:`parts` gave.
+        """
+        del key
+        return torch.tensor([[value]])
 
     def _score(
         self, messages: Sequence[Mapping[str, Any]], first: int, row: Mapping[str, Any] | None
@@ -162,11 +181,12 @@ class AnswerReward(EpisodeTransform, RewardSource):
             parts = self._score(full.messages(i), full.first_response(i), data)
             if isinstance(parts, Exception):
                 raise parts
-            value = torch.tensor([[self.weight * float(parts[REWARD])]])
-            held = row.get(REWARD, None)
-            row.set(REWARD, value + held if self.add_to_reward and held is not None else value)
+            if parts[REWARD] is not None:
+                value = torch.tensor([[self.weight * float(parts[REWARD])]])
+                held = row.get(REWARD, None)
+                row.set(REWARD, value + held if self.add_to_reward and held is not None else value)
             for key in self.part_keys:
-                row.set(key, torch.tensor([[parts[key]]]))
+                row.set(key, self.row_entry(key, parts[key]))
         return joined_rows(out, tensordict.batch_size)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:

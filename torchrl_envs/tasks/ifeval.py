@@ -1,0 +1,222 @@
+"""IFEval: instructions that a program can verify.
+
+Zhou et al., 2023, arXiv:2311.07911. A row has ``prompt``, ``instruction_id_list`` and ``kwargs``,
+the arguments of each instruction.
+
+Shape legend: B rows, I instructions of the row that has most.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from tensordict import TensorClass, TensorDictBase
+from torch import Tensor
+
+from torchrl_data.keys import REWARD
+from torchrl_envs.accepted_arguments import accepted_arguments
+from torchrl_envs.dataset_rows import dataset_rows, require_columns
+from torchrl_envs.graders.answers import read_blocks
+from torchrl_envs.graders.instructions import INSTRUCTIONS, follows, loose_variants
+from torchrl_envs.transforms.answer_reward import AnswerReward
+
+from .question_env import QuestionEnv
+
+SYSTEM_PROMPT: Final = (
+    "You follow instructions exactly. First reason inside <think> and </think>, then give your "
+    "answer inside <answer> and </answer>. The instructions are about what is inside <answer>."
+)
+SCORE: Final = "ifeval_score"
+FORMAT_WEIGHTS: Final = (0.4, 0.3, 0.2, 0.1)
+ANSWER_BONUS: Final = 0.1
+THINK_BONUS: Final = 0.05
+
+
+class IFEvalScoreData(TensorClass["nocast"]):
+    """Which instructions were followed, bool.
+
+    Strict takes the answer as it is; loose also without its first or last line, or asterisks.
+    """
+
+    prompt_level_strict_acc: Tensor
+    """All of them; ``[B, 1]``."""
+    inst_level_strict_acc: Tensor
+    """Each; ``[B, I]``, False beyond the row's own."""
+    prompt_level_loose_acc: Tensor
+    """All of them; ``[B, 1]``."""
+    inst_level_loose_acc: Tensor
+    """Each; ``[B, I]``."""
+    num_instructions: Tensor
+    """int64 ``[B, 1]``; 0 where nothing was scored."""
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Sequence[bool], Sequence[bool]]]) -> "IFEvalScoreData":
+        """Scores of rows.
+
+        Args:
+            rows: strict and loose result of each instruction.
+        """
+        size, most = len(rows), max((len(strict) for strict, _ in rows), default=0)
+        each = torch.zeros(2, size, most, dtype=torch.bool)
+        counts = torch.tensor([[len(strict)] for strict, _ in rows])
+        for i, both in enumerate(rows):
+            for kind, results in enumerate(both):
+                each[kind, i, : len(results)] = torch.tensor(list(results), dtype=torch.bool)
+        every = (each.sum(-1, keepdim=True) == counts) & (counts > 0)
+        return cls(
+            prompt_level_strict_acc=every[0],
+            inst_level_strict_acc=each[0],
+            prompt_level_loose_acc=every[1],
+            inst_level_loose_acc=each[1],
+            num_instructions=counts,
+            batch_size=[size],
+        )
+
+
+def score_instructions(
+    text: str, instruction_ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]
+) -> tuple[list[bool], list[bool]]:
+    """Which instructions a text follows, strictly and loosely.
+
+    Args:
+        text: the answer.
+        instruction_ids: names of :data:`~torchrl_envs.graders.instructions.INSTRUCTIONS`.
+        arguments: of each.
+
+    Raises:
+        ValueError: an instruction is unknown or lacks an argument, or the lengths differ.
+    """
+    if len(instruction_ids) != len(arguments):
+        raise ValueError(f"{len(instruction_ids)} instructions but {len(arguments)} arguments.")
+    pairs = [(name, given or {}) for name, given in zip(instruction_ids, arguments, strict=True)]
+    variants = loose_variants(text)
+    strict = [follows(text, name, given) for name, given in pairs]
+    loose = [any(follows(v, name, given) for v in variants) for name, given in pairs]
+    return strict, loose
+
+
+class IfEvalScorer(AnswerReward):
+    """Scores the answer by the instructions of its row, and writes ``ifeval_score``.
+
+    The reward is the weighted sum of the four accuracies of :class:`IFEvalScoreData` (those of
+    single instructions as their mean), 0.1 more for exactly one ``<answer>`` block and 0.05 for
+    exactly one ``<think>`` block.
+
+    Args:
+        instruction_ids_key: column with the names of the instructions.
+        keyword_args_key: column with their arguments.
+        aggregate_reward: ``True`` for the reward above, ``False`` for none, or a function of the
+            score (an :class:`IFEvalScoreData` of one row), and of ``think_blocks`` and
+            ``answer_blocks`` if it names them.
+        format_weights: of the strict prompt, strict instruction, loose prompt and loose instruction
+            accuracy.
+        require_answer: judge what is in the first ``<answer>`` block; otherwise the whole message.
+        **kwargs: see :class:`~torchrl_envs.transforms.answer_reward.AnswerReward`.
+
+    Raises:
+        ValueError: there are not four finite weights.
+    """
+
+    part_keys = (SCORE,)
+
+    def __init__(
+        self,
+        *,
+        instruction_ids_key: str = "instruction_id_list",
+        keyword_args_key: str = "kwargs",
+        aggregate_reward: bool | Callable[..., Any] = True,
+        format_weights: Sequence[float] = FORMAT_WEIGHTS,
+        require_answer: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if len(format_weights) != 4 or not all(map(math.isfinite, format_weights)):
+            raise ValueError(
+                f"IfEvalScorer: format_weights are four finite numbers, got {format_weights!r}."
+            )
+        self.instruction_ids_key = instruction_ids_key
+        self.keyword_args_key = keyword_args_key
+        self.required_columns = (instruction_ids_key, keyword_args_key)  # type: ignore[misc]
+        self.aggregate_reward = aggregate_reward
+        self.format_weights = tuple(format_weights)
+        self.require_answer = require_answer
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The class's name, if it gives a reward."""
+        return super().reward_names if self.aggregate_reward else []
+
+    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+        """See :class:`AnswerReward`."""
+        del query
+        thinks, answers = read_blocks(text, "think"), read_blocks(text, "answer")
+        judged = (answers[0] if answers else "") if self.require_answer else text
+        names, arguments = row[self.instruction_ids_key], row[self.keyword_args_key]
+        results = score_instructions(judged, names, arguments)
+        blocks = {"think_blocks": thinks, "answer_blocks": answers}
+        return {REWARD: self._reward(results, blocks), SCORE: results}
+
+    def _reward(self, results: tuple[list[bool], list[bool]], blocks: dict[str, list[str]]) -> Any:
+        if callable(self.aggregate_reward):
+            score = IFEvalScoreData.of([results])[0]
+            extra = accepted_arguments(self.aggregate_reward, blocks)
+            return self.aggregate_reward(score, **extra)
+        if not self.aggregate_reward:
+            return None
+        accuracies = [f(kind) for kind in results for f in (lambda k: float(all(k)), _mean)]
+        reward = sum(w * a for w, a in zip(self.format_weights, accuracies, strict=True))
+        reward += ANSWER_BONUS * (len(blocks["answer_blocks"]) == 1)
+        return reward + THINK_BONUS * (len(blocks["think_blocks"]) == 1)
+
+    def write_parts(self, batch: TensorDictBase, rows: Sequence[int], found: Sequence[Any]) -> None:
+        """Write the scores of some rows of an environment's batch."""
+        scores: list[tuple[Sequence[bool], Sequence[bool]]] = [([], [])] * batch.batch_size[0]
+        for row, parts in zip(rows, found, strict=True):
+            if not isinstance(parts, Exception):
+                scores[row] = parts[SCORE]
+        batch.set(SCORE, IFEvalScoreData.of(scores))
+
+    def row_entry(self, key: str, value: Any) -> Any:
+        """The score of one row."""
+        del key
+        return IFEvalScoreData.of([value])[0]
+
+
+def _mean(results: Sequence[bool]) -> float:
+    return sum(results) / len(results) if results else 0.0
+
+
+class IFEvalEnv(QuestionEnv):
+    """Prompts of IFEval.
+
+    Args:
+        dataset: a hub id, a local path, or the rows themselves.
+        split: which split.
+        compute_reward: whether to score with :class:`IfEvalScorer`.
+        system_prompt: says which format the answer has.
+        **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
+
+    Raises:
+        ValueError: the data lack a column, or a row names an instruction that is unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        dataset: Any = "google/IFEval",
+        split: str = "train",
+        compute_reward: bool = True,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        **kwargs: Any,
+    ) -> None:
+        rows = dataset_rows(dataset, split=split)
+        require_columns(rows, ["prompt", "instruction_id_list", "kwargs"], "IFEvalEnv")
+        for i, row in enumerate(rows):
+            unknown = [name for name in row["instruction_id_list"] if name not in INSTRUCTIONS]
+            if unknown:
+                raise ValueError(f"IFEvalEnv: row {i} names unknown instructions: {unknown}.")
+        rewards = [IfEvalScorer()] if compute_reward else []
+        super().__init__(
+            rows, rewards, prompt_column="prompt", system_prompt=system_prompt, **kwargs
+        )
