@@ -7,6 +7,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
 from torchrl_data.loop_state import read_conversations
@@ -65,6 +66,28 @@ def test_the_answer_of_a_block_is_a_message_of_its_own(scripted, play):
     ]
     assert end["num_tool_calls"].tolist() == [[3]]
     assert end["num_tool_errors"].tolist() == [[1]]
+    env.close()
+
+
+def test_the_conversation_as_a_chat_template_shows_it(chatml_tokenizer):
+    """TorchRL's example of a conversation that is stepped by hand."""
+    env = ChatEnv(
+        tokenizer=chatml_tokenizer, system_prompt="You can execute Python code.", batch_size=[1]
+    ).append_transform(PythonInterpreter())
+    data = env.reset(TensorDict(text="Square a number.", batch_size=[1]))
+    said = "Here is code:\n```python\nprint('with input 2:', 2**2)\n```\n<|im_end|>\n"
+    data.set("text_response", [said])
+    _, following = env.step_and_maybe_reset(data)
+    assert following["history"].apply_chat_template(
+        tokenizer=chatml_tokenizer, chat_template_name="qwen"
+    ) == [
+        "<|im_start|>system\nYou can execute Python code.<|im_end|>\n"
+        "<|im_start|>user\nSquare a number.<|im_end|>\n"
+        "<|im_start|>assistant\nHere is code:\n```python\nprint('with input 2:', 2**2)\n```"
+        "<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nCode block 1 executed successfully:\n"
+        "with input 2: 4\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    ]
     env.close()
 
 

@@ -66,6 +66,13 @@ def session(sandbox):
             0,
             id="standard input is empty",
         ),
+        pytest.param(
+            "import sys; print(sys.argv, [name for name in sys.modules if 'inside' in name])",
+            "[''] []\n",
+            "",
+            0,
+            id="an interpreter as a script finds it",
+        ),
         pytest.param("raise KeyboardInterrupt", "", None, 1, id="an interrupt is the program's"),
         pytest.param("x = (", "", None, 1, id="no program"),
         pytest.param("x = 'a\0b'", "", None, 1, id="a null character in the program"),

@@ -1,14 +1,36 @@
 """Which Python runs inside, and what of the file system it needs."""
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from types import CodeType
 
 _PACKAGE = "inside"
 _MODULES = ("kernel", "frames", "landlock", "enter", "worker", "supervisor")
+_RECEIVE = f"""
+import marshal, os, sys, types
+def read(size):
+    data = b""
+    while len(data) < size:
+        part = os.read(0, size - len(data))
+        if not part:
+            os._exit(0)
+        data += part
+    return data
+modules = marshal.loads(read(int.from_bytes(read(4), "big")))
+parent = sys.modules["{_PACKAGE}"] = types.ModuleType("{_PACKAGE}")
+parent.__path__ = []
+for name, code in modules.items():
+    made = sys.modules["{_PACKAGE}." + name] = types.ModuleType("{_PACKAGE}." + name)
+    made.__package__ = "{_PACKAGE}"
+    exec(code, made.__dict__)
+    setattr(parent, name, made)
+parent.supervisor.main()
+"""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _LOADER_CACHE = "/etc/ld.so.cache"
 _FORBIDDEN = ("/", "/etc", "/home", "/root", "/var", "/proc", "/sys", "/dev", "/run", "/tmp")
@@ -49,11 +71,8 @@ class Interpreter:
         return (*_SYSTEM, _LOADER_CACHE, self.prefix, *self.packages)
 
     def command(self) -> list[str]:
-        """Command line that runs the supervisor inside.
-
-        Its source travels as an argument, so that no file of this project has to be readable.
-        """
-        return [self.executable, "-I", "-S", "-B", "-c", _bootstrap()]
+        """Command line that runs what comes first on its standard input: :func:`program`."""
+        return [self.executable, "-I", "-S", "-B", "-c", _RECEIVE]
 
 
 def _directory(path: str | Path) -> str:
@@ -74,19 +93,15 @@ def _directory(path: str | Path) -> str:
     return real
 
 
-def _bootstrap() -> str:
+@functools.cache
+def program() -> dict[str, CodeType]:
+    """The supervisor's modules, compiled by this interpreter, which is the one that runs inside.
+
+    They are sent, so that no file of this project has to be readable, and compiled, because that
+    takes longer than all the rest.
+    """
     sources = files(str(__package__)) / _PACKAGE
-    modules = {name: (sources / f"{name}.py").read_text("utf-8") for name in _MODULES}
-    return (
-        "import sys, types\n"
-        f"def module(name, source):\n"
-        "    made = sys.modules[name] = types.ModuleType(name)\n"
-        f"    made.__package__ = {_PACKAGE!r}\n"
-        f"    exec(compile(source, name, 'exec', dont_inherit=True), made.__dict__)\n"
-        "    return made\n"
-        f"parent = sys.modules[{_PACKAGE!r}] = types.ModuleType({_PACKAGE!r})\n"
-        "parent.__path__ = []\n"
-        f"for name, source in {modules!r}.items():\n"
-        f"    setattr(parent, name, module({_PACKAGE!r} + '.' + name, source))\n"
-        "parent.supervisor.main()\n"
-    )
+    return {
+        name: compile((sources / f"{name}.py").read_text("utf-8"), f"{_PACKAGE}.{name}", "exec")
+        for name in _MODULES
+    }

@@ -4,11 +4,12 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from .capped_output import CappedOutput
 from .inside.frames import pack
+from .interpreter import program
 
 _READ_BYTES: Final = 1 << 16
 _GRACE_S: Final = 2.0
@@ -28,7 +29,7 @@ class SandboxProcess:
     """Starts a sandbox and talks to its supervisor.
 
     Args:
-        command: the whole command line.
+        command: the whole command line, which ends with that of the interpreter.
         config: the supervisor's settings; the descriptor of its reports is added.
         max_output_bytes: cap of each output stream.
     """
@@ -73,6 +74,7 @@ class SandboxProcess:
             os.set_blocking(stream, False)
             self._selector.register(stream, selectors.EVENT_READ, take)
         os.set_blocking(self._stdin.fileno(), False)
+        self.send(program())
         self.send({**config, "status_fd": inside})
 
     def clear_output(self) -> None:
@@ -80,7 +82,7 @@ class SandboxProcess:
         self.stdout = CappedOutput(self._max_output_bytes)
         self.stderr = CappedOutput(self._max_output_bytes)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message; it is written while a report is awaited."""
         if not self._outgoing:
             self._selector.register(self._stdin.fileno(), selectors.EVENT_WRITE, None)

@@ -55,6 +55,8 @@ def prepare_interpreter(config):
     kernel.set_dumpable(True)
     builtins.exit = builtins.quit = sys.exit
     sys.argv = [""]
+    for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
+        del sys.modules[name]  # a program may have modules of that name
     sys.path.extend(config["packages"])
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
