@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .transforms.episode_transform import EpisodeTransform
     from .transforms.function_tools import FunctionTools
     from .transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+    from .transforms.mcp_tools import MCPToolTransform
     from .transforms.policy_version import PolicyVersion
     from .transforms.python_interpreter import PythonInterpreter
     from .transforms.reward_functions import RewardFunctions
@@ -52,6 +53,7 @@ _HOMES = {
     "KLComputation": "torchrl_envs.transforms.kl",
     "KLRewardTransform": "torchrl_envs.transforms.kl",
     "MATHEnv": "torchrl_envs.tasks.math_problems",
+    "MCPToolTransform": "torchrl_envs.transforms.mcp_tools",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "PolicyVersion": "torchrl_envs.transforms.policy_version",
     "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
@@ -94,6 +96,7 @@ __all__ = [
     "KLComputation",
     "KLRewardTransform",
     "MATHEnv",
+    "MCPToolTransform",
     "MathVerifyReward",
     "PolicyVersion",
     "PythonInterpreter",

@@ -1,6 +1,7 @@
 """Many calls at once, sync and async, each with a deadline, results in order."""
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import queue
@@ -49,7 +50,7 @@ class ConcurrentCalls:
         self.timeout_s = timeout_s
         self.max_threads = max_threads
         self._threads = _DaemonThreads(max_threads)
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has threads of its own."""
@@ -196,7 +197,7 @@ class _DaemonThreads:
             self._alive = 0
 
 
-class _LoopThread:
+class LoopThread:
     """One event loop on a daemon thread, started when it is first needed."""
 
     def __init__(self) -> None:
@@ -204,7 +205,8 @@ class _LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, coroutine: Any) -> Future[None]:
+    def submit(self, coroutine: Any) -> Future[Any]:
+        """Run a coroutine on the loop; cancelling the future cancels it."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -215,14 +217,25 @@ class _LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
+        """Cancel what still runs, and stop the loop."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
         if loop is not None and thread is not None:
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_STOP_GRACE_S)
             loop.call_soon_threadsafe(loop.stop)
             thread.join(timeout=_STOP_GRACE_S)
             if not thread.is_alive():
                 loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 def run_call(call: Call) -> Outcome:

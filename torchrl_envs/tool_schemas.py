@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
@@ -47,7 +49,10 @@ class Tool(NamedTuple):
 
     def argument_error(self, arguments: dict[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, or ``None``."""
-        error = best_match(self.validator.iter_errors(arguments))
+        try:
+            error = best_match(self.validator.iter_errors(arguments))
+        except (Unresolvable, RecursionError) as unresolved:
+            return f"the tool's own schema can't be used: {unresolved!s:.200}"
         if error is None:
             return None
         place = "".join(f"[{part!r}]" for part in error.absolute_path)
@@ -154,11 +159,24 @@ def function_tool(
     return schema_tool(schema)
 
 
-def schema_tool(schema: dict[str, Any]) -> Tool:
+def offered_name(name: str) -> str:
+    """A name that models and templates can write, close to the one given.
+
+    Raises:
+        ValueError: nothing is left of it, or it is too long.
+    """
+    written = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    if not _NAME.fullmatch(written):
+        raise ValueError(f"A tool can't be named {name!r:.80}: use 1 to 64 characters.")
+    return written
+
+
+def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
     """A tool from a schema in the format that chat templates show.
 
     Args:
         schema: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+        is_strict: refuse arguments that the schema does not list, unless it allows them.
 
     Raises:
         jsonschema.SchemaError: the parameters are not a JSON schema.
@@ -166,9 +184,12 @@ def schema_tool(schema: dict[str, Any]) -> Tool:
     function = schema["function"]
     parameters = function["parameters"]
     # An argument that the tool does not have is an error, not a Python exception inside it.
-    strict = {"additionalProperties": False, **_with_null(parameters)}
-    Draft202012Validator.check_schema(strict)
-    return Tool(function["name"], schema, Draft202012Validator(strict))
+    checked = _with_null(parameters)
+    if is_strict:
+        checked = {"additionalProperties": False, **checked}
+    Draft202012Validator.check_schema(checked)
+    # A registry of its own, so that a reference to somewhere else is never fetched.
+    return Tool(function["name"], schema, Draft202012Validator(checked, registry=Registry()))
 
 
 def _with_null(parameters: dict[str, Any]) -> dict[str, Any]:

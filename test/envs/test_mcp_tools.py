@@ -1,0 +1,273 @@
+"""Tools of a real MCP server: in memory, in a child process over stdio, and over HTTP."""
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from torchrl.envs.transforms import Compose
+
+from torchrl_data.loop_state import read_conversations
+from torchrl_data.row_values import read_row_values
+from torchrl_envs import (
+    ChatEnv,
+    DataLoadingPrimer,
+    MCPToolTransform,
+    RewardFunctions,
+    StepCounter,
+)
+from torchrl_envs.mcp_connection import MCPServerError
+
+SERVER = Path(__file__).parent / "mcp_server_for_tests.py"
+STDIO = {"command": sys.executable, "args": [str(SERVER)]}
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.timeout(120),
+    # The library's in-memory streams complain where a session was cut off in a deadline.
+    pytest.mark.filterwarnings("ignore:Unclosed <MemoryObject:ResourceWarning"),
+]
+
+
+def build_server():
+    spec = importlib.util.spec_from_file_location("mcp_server_for_tests", SERVER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build()
+
+
+@pytest.fixture
+def http_server():
+    """A server over HTTP on the loopback; gives its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)])
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+        except OSError:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}/mcp", process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def make_env():
+    """Builds environments with MCP tools, closed after the test."""
+    made = []
+
+    def make(servers, *, size=1, max_steps=6, **kwargs):
+        rows = [{"prompt": f"<{i}>"} for i in range(size)]
+        tools = MCPToolTransform(servers, **kwargs)
+        zero = RewardFunctions([lambda completions: [0.0] * len(completions)])
+        parts = Compose(DataLoadingPrimer(rows), tools, zero, StepCounter(max_steps=max_steps))
+        made.append(ChatEnv(batch_size=size).append_transform(parts))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def answers(end, row=0):
+    messages = read_conversations(end, "prompt", who="test").messages(row)
+    return [m["content"] for m in messages if m["role"] == "tool"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "stdio", "http"])
+def test_tools_are_listed_shown_checked_and_called(
+    make_env, scripted, call_text, play, kind, request
+):
+    if kind == "http":
+        server = {"url": request.getfixturevalue("http_server")[0], "headers": {"X-Test": "1"}}
+    else:
+        server = build_server() if kind == "memory" else STDIO
+    env = make_env({"test": server}, max_result_bytes=1000)
+    schemas = read_conversations(env.reset(), "prompt", who="test").tools(0)
+    shown = {s["function"]["name"]: s["function"] for s in schemas}
+    assert shown["add"]["description"] == "Add two numbers."
+    assert shown["add"]["parameters"]["required"] == ["a"]
+    turn = (
+        call_text("add", a=1, b=2)
+        + call_text("add", a="x")
+        + call_text("fail")
+        + call_text("say", text="y", times=2000)
+        + call_text("add", a=5)
+    )
+    (end,) = play(env, scripted([turn, "done"]))
+    good, wrong, failed, long, other = answers(end)
+    assert (good, other) == ("3", "6")
+    assert json.loads(wrong)["error"] == "add: arguments['a']: 'x' is not of type 'integer'"
+    assert json.loads(failed)["error"].startswith("MCPToolError: Error executing tool fail")
+    assert long == "y" * 1000 + "\n[... 1000 more characters were cut]"
+    assert end["num_tool_errors"].tolist() == [[2]]
+
+
+def test_calls_of_all_rows_overlap_on_one_session(make_env, scripted, call_text):
+    env = make_env({"test": build_server()}, size=8)
+    batch = scripted([call_text("pause", seconds=0.5) * 2])(env.reset())
+    start = time.monotonic()
+    batch = env.step(batch)["next"]
+    assert time.monotonic() - start < 4.0, "one after the other they would take 8 s"
+    assert answers(batch, 7) == ["rested", "rested"]
+
+
+@pytest.mark.parametrize(("session", "expected"), [("shared", [1, 2, 3, 4]), ("row", [1, 1, 2, 2])])
+def test_one_session_for_all_rows_or_one_for_each(
+    make_env, scripted, call_text, play, session, expected
+):
+    env = make_env({"test": STDIO}, size=2, session=session)
+    ends = play(env, scripted([call_text("count"), call_text("count"), "done"]))
+    counts = [int(text) for row in range(2) for text in answers(ends[row], row)]
+    assert sorted(counts) == expected
+    children = psutil.Process().children(recursive=True)
+    assert len(children) == (1 if session == "shared" else 0), "a row's server ends with it"
+
+
+def test_a_row_whose_server_can_not_be_started_ends_alone(make_env, scripted, call_text, tmp_path):
+    script = tmp_path / "server.py"
+    script.write_text(SERVER.read_text())
+    env = make_env({"test": {**STDIO, "args": [str(script)]}}, session="row", timeout_s=20)
+    script.unlink()
+    batch = env.step(scripted(["x"])(env.reset()))["next"]
+    (reason,) = read_row_values(batch, "stop_reason")
+    assert reason.startswith("environment_error: MCP server test: MCPServerError: the MCP server")
+
+
+def test_allowed_tools_and_prefixes():
+    tools = MCPToolTransform(
+        {"a": build_server(), "b": build_server()}, prefix_names=True, allow=["a_add", "b_pid"]
+    )
+    assert tools.tool_names() == {"a_add": "the MCP server 'a'", "b_pid": "the MCP server 'b'"}
+    assert list(tools.tools_of(0)) == ["a_add", "b_pid"]
+    tools.close()
+
+
+@pytest.mark.parametrize(
+    ("servers", "settings", "kind", "message"),
+    [
+        pytest.param({}, {}, ValueError, "at least one server", id="no server"),
+        pytest.param(
+            {"a": build_server, "b": build_server},
+            {},
+            ValueError,
+            "Two tools are named 'add': of the MCP servers 'a' and 'b'",
+            id="same names",
+        ),
+        pytest.param(
+            {"a": build_server}, {"allow": ["ad"]}, ValueError, r"allow names \['ad'\]", id="allow"
+        ),
+        pytest.param(
+            {"a": {"command": "/no/such/file"}},
+            {},
+            MCPServerError,
+            "'a' can't be reached",
+            id="none",
+        ),
+        pytest.param(
+            {"a": {"command": sys.executable, "args": ["-c", ""]}},
+            {},
+            MCPServerError,
+            "'a' can't be reached",
+            id="ends at once",
+        ),
+        pytest.param(
+            {"a": "http://127.0.0.1:9/mcp"},
+            {},
+            MCPServerError,
+            "'a' can't be reached",
+            id="no HTTP",
+        ),
+        pytest.param({"a": build_server}, {"session": "x"}, ValueError, "session='shared'", id="x"),
+    ],
+)
+def test_what_can_not_work_shows_at_construction(servers, settings, kind, message):
+    with pytest.raises(kind, match=message):
+        MCPToolTransform(servers, **settings)
+
+
+# Faults -------------------------------------------------------------------------------------------
+
+
+def test_T10_mcp_server_never_answers():
+    mute = {"command": sys.executable, "args": [str(SERVER), "mute"]}
+    start = time.monotonic()
+    with pytest.raises(MCPServerError, match=r"the MCP server 'a' did not answer within 1 s"):
+        MCPToolTransform({"a": mute}, timeout_s=1.0)
+    assert time.monotonic() - start < 8, "it is stopped, which may take some seconds"
+
+
+def test_T10_mcp_server_dies_in_a_call_and_comes_back(make_env, scripted, call_text, play):
+    env = make_env({"test": STDIO}, timeout_s=20.0)
+    (end,) = play(env, scripted([call_text("die"), call_text("add", a=1), "done"]))
+    died, again = answers(end)
+    assert "MCPServerError: the connection to the MCP server 'test' was lost" in died
+    assert again == "2"
+
+
+def test_T10_mcp_server_is_killed_between_calls(make_env, scripted, call_text, play):
+    env = make_env({"test": STDIO}, timeout_s=20.0)
+    batch = scripted([call_text("add", a=1)])(env.reset())
+    for child in psutil.Process().children():
+        child.kill()
+        child.wait()
+    assert "was lost" in answers(env.step(batch)["next"])[0]
+    (end,) = play(env, scripted([call_text("add", a=1), "done"]))
+    assert answers(end) == ["2"]
+
+
+def test_T10_mcp_server_that_always_dies_is_given_up(make_env, scripted, call_text, play):
+    env = make_env({"test": STDIO}, timeout_s=20.0)
+    (end,) = play(env, scripted([call_text("die")] * 4 + ["done"]))
+    *died, given_up = answers(end)
+    assert len(died) == 3
+    assert all("was lost" in text for text in died)
+    assert "3 times in a row; it is not started again" in given_up
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_T10_mcp_server_changes_its_tools(make_env, scripted, call_text, play):
+    env = make_env({"test": build_server()})
+    turns = [call_text("add", a=1), call_text("change"), call_text("add", a=1), "done"]
+    (end,) = play(env, scripted(turns))
+    first, changed, refused = answers(end)
+    assert (first, changed) == ("2", "changed")
+    error = "MCPToolsChangedError: the tool add of the MCP server 'test' has another schema"
+    assert json.loads(refused) == {"error": error}
+
+
+def test_T02_mcp_call_hangs_and_the_next_one_works(make_env, scripted, call_text, play):
+    env = make_env({"test": STDIO}, timeout_s=6.0)
+    turns = [call_text("pause", seconds=600), call_text("add", a=1), "done"]
+    (end,) = play(env, scripted(turns))
+    assert json.loads(answers(end)[0]) == {"error": "CallTimeoutError: no answer within 6 s"}
+    assert answers(end)[1] == "2"
+
+
+def test_T06_a_server_that_prints_beside_its_messages_is_heard_all_the_same(
+    make_env, scripted, call_text, play
+):
+    env = make_env({"test": {**STDIO, "env": {"NOISE": "1"}}})
+    (end,) = play(env, scripted([call_text("add", a=1), "done"]))
+    assert answers(end) == ["2"]
+
+
+def test_T10_http_server_is_killed(make_env, scripted, call_text, play, http_server):
+    url, process = http_server
+    env = make_env({"test": url}, timeout_s=5.0)
+    (end,) = play(env, scripted([call_text("add", a=1), "done"]))
+    assert answers(end) == ["2"]
+    process.kill()
+    process.wait()
+    (end,) = play(env, scripted([call_text("add", a=1), "done"]))
+    assert "MCPServerError" in answers(end)[0]

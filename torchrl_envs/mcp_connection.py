@@ -1,0 +1,269 @@
+"""A session with an MCP server: the one door to the ``mcp`` library.
+
+Everything here runs on one event loop. A session lives in a task of its own, because the library's
+contexts have to be left by the task that entered them.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final, TextIO
+
+MAX_RESTARTS: Final = 2
+"""How often in a row a server that died is started again."""
+_MAX_PAGES: Final = 100
+_BACKOFF_S: Final = 0.1
+_CLOSE_S: Final = 15.0
+"""The library stops a server within seconds; this is for when it does not."""
+
+
+class MCPServerError(RuntimeError):
+    """A server can't be reached, does not answer, or died."""
+
+
+class MCPToolError(RuntimeError):
+    """A tool of a server failed; the message is the server's."""
+
+
+class MCPToolsChangedError(RuntimeError):
+    """A server no longer offers a tool as it did when the environment was built."""
+
+
+class MCPConnection:
+    """One session with one server; opened when it is needed, and again when the server died.
+
+    Args:
+        name: of the server, for errors.
+        server: what :func:`make_client` takes.
+        timeout_s: deadline of opening a session, in seconds.
+    """
+
+    def __init__(self, name: str, server: Any, *, timeout_s: float) -> None:
+        self.name = name
+        self.server = server
+        self.timeout_s = timeout_s
+        self._client: Any = None
+        self._owner: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._expected: dict[str, dict[str, Any]] | None = None
+        self._offered: dict[str, dict[str, Any]] = {}
+        self._is_stale = False
+        self._num_failures = 0
+
+    async def tools(self) -> dict[str, dict[str, Any]]:
+        """The server's tools, as the schemas that chat templates show, by name.
+
+        Raises:
+            MCPServerError: it can't be reached or does not answer.
+        """
+        await self._open()
+        await self._list()
+        return self._offered
+
+    def expect(self, tools: Mapping[str, dict[str, Any]]) -> None:
+        """Tools as they are known outside; a call of one that changed is refused."""
+        self._expected = dict(tools)
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool; a call is never made twice.
+
+        Returns:
+            Text, or data if the server gave nothing else.
+
+        Raises:
+            MCPToolError: the tool failed, or the server refused the call.
+            MCPServerError: the server died, can't be reached, or died too often.
+            MCPToolsChangedError: the tool is not what it was.
+        """
+        await self._open()
+        if self._is_stale:
+            await self._list()
+        self._check(tool)
+        try:
+            result = await self._request(self._client.call_tool(tool, arguments))
+            self._num_failures = 0
+            return _content(result)
+        except MCPToolError:
+            # Not every server says that its tools changed.
+            await self._list()
+            self._check(tool)
+            raise
+
+    def recheck(self) -> None:
+        """Ask for the tools again before the next call."""
+        self._is_stale = True
+
+    def _check(self, tool: str) -> None:
+        if self._expected is not None and self._offered.get(tool) != self._expected.get(tool):
+            state = "has another schema" if tool in self._offered else "is gone"
+            raise MCPToolsChangedError(f"the tool {tool} of {self.name} {state}")
+
+    async def close(self) -> None:
+        """End the session and the server's process; may be called twice."""
+        owner, self._owner, self._client = self._owner, None, None
+        if owner is None:
+            return
+        self._stop.set()
+        _, pending = await asyncio.wait([owner], timeout=_CLOSE_S)
+        if pending:
+            owner.cancel()
+            await asyncio.wait([owner], timeout=_CLOSE_S)
+
+    # How it works -------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if self._client is not None:
+                return
+            await self.close()
+            if self._num_failures > MAX_RESTARTS:
+                raise MCPServerError(
+                    f"{self.name} died or could not be reached {self._num_failures} times in a "
+                    "row; it is not started again"
+                )
+            if self._num_failures:
+                await asyncio.sleep(_BACKOFF_S * 2**self._num_failures)
+            self._stop = asyncio.Event()
+            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._owner = asyncio.create_task(self._own(ready, self._stop))
+            try:
+                self._client = await asyncio.wait_for(ready, self.timeout_s)
+                await asyncio.wait_for(self._list(), self.timeout_s)
+            except BaseException as error:
+                self._num_failures += 1
+                if self._owner is not None:
+                    self._owner.cancel()
+                await self.close()
+                if isinstance(error, TimeoutError):
+                    raise MCPServerError(
+                        f"{self.name} did not answer within {self.timeout_s:g} s"
+                    ) from error
+                raise
+
+    async def _own(self, ready: "asyncio.Future[Any]", stop: asyncio.Event) -> None:
+        try:
+            async with make_client(self.server, self._on_message) as client:
+                ready.set_result(client)
+                await stop.wait()
+        except BaseException as error:
+            # The end of a session that was in use; whoever uses it has seen that.
+            if not ready.done():
+                cause = _first(error)
+                ready.set_exception(MCPServerError(f"{self.name} can't be reached: {cause!r:.500}"))
+            if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+                raise
+
+    async def _on_message(self, message: Any) -> None:
+        if type(message).__name__ == "ToolListChangedNotification":
+            self._is_stale = True
+
+    async def _list(self) -> None:
+        self._is_stale = False
+        offered: dict[str, dict[str, Any]] = {}
+        cursor = None
+        for _ in range(_MAX_PAGES):
+            page = await self._request(self._client.list_tools(cursor=cursor, cache_mode="bypass"))
+            offered |= {tool.name: _schema(tool) for tool in page.tools}
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        self._offered = offered
+
+    async def _request(self, awaitable: Any) -> Any:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
+                raise MCPToolError(str(error)) from error
+            # The next call opens another session.
+            self._client = None
+            self._num_failures += 1
+            raise MCPServerError(f"the connection to {self.name} was lost: {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
+    """A session of the library's own client.
+
+    Args:
+        server: ``{"command", "args", "env", "cwd"}`` (a process, over stdio), ``{"url",
+            "headers"}`` or a URL (streamable HTTP), an ``MCPServer`` or ``Server`` object (in
+            memory), or a function without arguments that returns one of these or a transport.
+        on_message: gets the server's notifications.
+
+    Raises:
+        ImportError: ``mcp`` is not installed.
+    """
+    try:
+        from mcp import Client, StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+    except ImportError as error:
+        raise ImportError("MCP servers need the package mcp: pip install 'mcp>=2,<3'.") from error
+
+    if callable(server) and not hasattr(server, "list_tools"):
+        server = server()
+    async with contextlib.AsyncExitStack() as stack:
+        target: Any = server
+        if isinstance(server, Mapping) and "command" in server:
+            # What the server writes to stderr is shown, as it is for any child process.
+            target = stdio_client(StdioServerParameters(**server), errlog=_stderr())
+        elif isinstance(server, StdioServerParameters):
+            target = stdio_client(server, errlog=_stderr())
+        elif isinstance(server, Mapping):
+            http = await stack.enter_async_context(
+                create_mcp_http_client(headers=dict(server.get("headers", {})))
+            )
+            target = streamable_http_client(server["url"], http_client=http)
+        client = Client(target, cache=None, message_handler=on_message)
+        yield await stack.enter_async_context(client)
+
+
+def _stderr() -> TextIO:
+    if sys.__stderr__ is None:
+        raise MCPServerError("this process has no stderr, which a server's process needs")
+    return sys.__stderr__
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or tool.title or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+def _content(result: Any) -> Any:
+    """What a tool said: its text, a note for what is not text, or its data."""
+    pieces = [_piece(block) for block in result.content]
+    text = "\n".join(pieces)
+    if result.is_error:
+        raise MCPToolError(text or "the tool failed")
+    if not pieces and result.structured_content is not None:
+        return result.structured_content
+    return text
+
+
+def _piece(block: Any) -> str:
+    text = getattr(block, "text", None) or getattr(getattr(block, "resource", None), "text", None)
+    if isinstance(text, str):
+        return text
+    if block.type == "text":
+        return ""
+    what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
+    return f"[{block.type}: {what}]"
+
+
+def _first(error: BaseException) -> BaseException:
+    """The cause inside a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
