@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
     from .chat_env import ChatEnv
     from .episode_env import EpisodeEnv
+    from .episode_lost import EpisodeLostError
     from .graders.math_verify_reward import MathVerifyReward
     from .reward_calls import row_reward
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
@@ -41,6 +42,7 @@ _HOMES = {
     "DataLoadingPrimer": "torchrl_envs.transforms.data_loading",
     "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
     "EpisodeEnv": "torchrl_envs.episode_env",
+    "EpisodeLostError": "torchrl_envs.episode_lost",
     "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
     "FunctionTools": "torchrl_envs.transforms.function_tools",
     "GSM8KEnv": "torchrl_envs.tasks.gsm8k",
@@ -84,6 +86,7 @@ __all__ = [
     "DataLoadingPrimer",
     "EnvironmentTools",
     "EpisodeEnv",
+    "EpisodeLostError",
     "EpisodeTransform",
     "FunctionTools",
     "GSM8KEnv",

@@ -25,6 +25,7 @@ from torchrl_data.loop_state import active_rows, read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.stop_reasons import (
     ANSWERED,
+    ENVIRONMENT_ERROR,
     ERROR,
     MAX_STEPS,
     NO_DATA,
@@ -180,8 +181,10 @@ class EpisodeEnv(TransformedEnv):
         rows = finished.nonzero().squeeze(-1).tolist()
         self._write_stop_reasons(tensordict, next_batch, rows)
         if rows:
-            self._score(tensordict, next_batch, [row for row in rows if began[row]])
-            self._mark_unscorable(next_batch, [row for row in rows if not began[row]])
+            reasons = read_row_values(next_batch, STOP_REASON)
+            scored = [r for r in rows if began[r] and kind_of(reasons[r]) != ENVIRONMENT_ERROR]
+            self._score(tensordict, next_batch, scored)
+            self._mark_unscorable(next_batch, [row for row in rows if row not in scored])
             for transform in self.episode_transforms():
                 transform.record_ends(rows)
             self.release_episodes(rows)
@@ -198,7 +201,7 @@ class EpisodeEnv(TransformedEnv):
             close_rewards(next_batch, rows, final)
 
     def _mark_unscorable(self, next_batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Rows that never began have no reward; what kept them from it is their error."""
+        """Rows that never began, or lost their environment, have no reward: why is their error."""
         if not rows:
             return
         for source in self.episode_transforms():

@@ -5,7 +5,7 @@ from process import ServerProcess
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
+from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_envs.openenv import OpenEnvConnectionError, OpenEnvSession, OpenEnvTools
 
 SETTINGS = {"show_schemas": False}
@@ -141,7 +141,7 @@ def test_a_hung_step_truncates_its_row_alone(servers, scripted, call_text):
     assert hung["truncated"].item()
     assert not hung["terminated"].item()
     assert not hung["scorable"].item()
-    assert hung["stop_reason"].startswith("environment_error: OpenEnv: OpenEnvTimeoutError")
+    assert hung["stop_reason"].startswith("environment_error: OpenEnvTimeoutError")
     assert "no answer to step within 1 s" in hung["reward_errors"]
     assert "SessionNotResetError" in messages(hung)[3]
     assert (fine["scorable"].item(), fine["stop_reason"]) == (True, "answered")
@@ -199,11 +199,9 @@ def test_rows_of_two_servers(servers, scripted, call_text):
 
 
 def test_an_environment_class_with_a_session_of_its_own(servers, scripted, call_text):
-    from torchrl_envs import EnvironmentTools
-
     class Catch:
         def __init__(self):
-            self.session = OpenEnvSession(f"{servers}/catch")
+            self.session = OpenEnvSession(f"{servers}/catch", message_timeout_s=20)
             self.reward = 0.0
 
         async def reset(self, *, seed: int, **row):
@@ -230,6 +228,47 @@ def test_an_environment_class_with_a_session_of_its_own(servers, scripted, call_
         column = int(messages(row)[0].split()[-1])
         assert row["reward"].item() == (1.0 if column == 2 else -1.0)
         assert messages(row)[-2] == "over"
+    collector.shutdown()
+
+
+def test_a_class_that_loses_its_session_loses_its_row_alone(servers, scripted, call_text):
+    class Waiter:
+        def __init__(self):
+            self.session = OpenEnvSession(f"{servers}/echo", message_timeout_s=0.5)
+
+        async def reset(self, **row):
+            await self.session.reset()
+
+        async def wait(self, duration_s: float) -> str:
+            """Wait.
+
+            Args:
+                duration_s: How long.
+            """
+            result = await self.session.step({"message": "waited", "sleep_s": duration_s})
+            return result.observation["echoed_message"]
+
+        def get_reward(self) -> float:
+            return 1.0
+
+        async def close(self):
+            await self.session.close()
+
+    policy = scripted(
+        {
+            "long": [call_text("wait", duration_s=60.0), "done"],
+            "short": [call_text("wait", duration_s=0.0), "done"],
+        }
+    )
+    tools = EnvironmentTools(Waiter, show_schemas=False)
+    collector = collector_of([{"prompt": "long"}, {"prompt": "short"}], policy, tools)
+    lost, fine = collector.collect().unbind(0)
+    assert lost["truncated"].item()
+    assert not lost["scorable"].item()
+    assert lost["stop_reason"].startswith("environment_error: OpenEnvTimeoutError")
+    assert lost["reward_errors"] == lost["stop_reason"]
+    assert fine["reward"].item() == 1.0
+    assert messages(fine)[2] == "waited"
     collector.shutdown()
 
 

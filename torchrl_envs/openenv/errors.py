@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from torchrl_envs.episode_lost import EpisodeLostError
+
 
 class OpenEnvError(Exception):
     """The server or the connection to it failed."""
 
 
-class OpenEnvConnectionError(OpenEnvError):
+class OpenEnvConnectionError(OpenEnvError, EpisodeLostError):
     """No session could be opened, or the connection was lost; the session is dead."""
 
 
@@ -19,11 +21,11 @@ class OpenEnvTimeoutError(OpenEnvConnectionError, TimeoutError):
     """The server did not answer before the deadline; the session is dead."""
 
 
-class OpenEnvProtocolError(OpenEnvError):
+class OpenEnvProtocolError(OpenEnvError, EpisodeLostError):
     """The server said something that is not an answer; the session is dead."""
 
 
-class SessionNotResetError(OpenEnvError):
+class SessionNotResetError(OpenEnvError, EpisodeLostError):
     """A step was asked of a session that was never reset, or that is dead."""
 
 

@@ -11,17 +11,15 @@ from tensordict import TensorDictBase
 
 from torchrl_data.keys import QUERY, ROW, SEED
 from torchrl_data.row_values import read_row_values, write_row_values
-from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
+from torchrl_data.stop_reasons import ENVIRONMENT_DONE
 from torchrl_data.tool_calls import ToolCall
-from torchrl_envs.concurrent_calls import Call, CallTimeoutError, ConcurrentCalls, Outcome
+from torchrl_envs.concurrent_calls import Call, ConcurrentCalls, Outcome
 from torchrl_envs.observations import with_observation
 from torchrl_envs.rewards import RewardSource, add_rewards
-from torchrl_envs.tool_results import error_line
 from torchrl_envs.tool_schemas import Tool
 from torchrl_envs.transforms.tool_source import Answer, Job, ToolSource
 
 from .actions import Action, actions_of_functions, actions_of_server, observation_text
-from .errors import OpenEnvError, OpenEnvServerError
 from .messages import EnvResult
 from .session import MAX_ATTEMPTS, OpenEnvSession
 
@@ -164,25 +162,21 @@ class OpenEnvTools(ToolSource, RewardSource):
         episode = self._episodes[row]
         step = functools.partial(episode.step, self.actions[call.name], call)
         job = self.job(call, step, lane=row)
-        phrase = functools.partial(self._phrase, episode, job.phrase)
-        return job._replace(phrase=phrase, timeout_s=self.timeout_s + _MARGIN_S)
 
-    def _phrase(
-        self, episode: "_Episode", phrase: Callable[[Outcome], Answer], outcome: Outcome
-    ) -> Answer:
-        answer = phrase(outcome)
-        if outcome.error is not None and _is_loss(outcome.error):
-            episode.loss = episode.loss or outcome.error
-            reason = f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(episode.loss)}"
-            return answer._replace(stop_reason=reason, is_truncation=True)
-        return answer._replace(stop_reason=ENVIRONMENT_DONE) if episode.is_done else answer
+        def phrase(outcome: Outcome) -> Answer:
+            answer = job.phrase(outcome)
+            if answer.stop_reason or not episode.is_done:
+                return answer
+            return answer._replace(stop_reason=ENVIRONMENT_DONE)
+
+        return job._replace(phrase=phrase, timeout_s=self.timeout_s + _MARGIN_S)
 
     # Reward -------------------------------------------------------------------------------------
 
     def finish_episodes(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
     ) -> None:
-        """Add up what the server gave; a row that was lost can't be scored."""
+        """Add up what the server gave."""
         del batch
         outcomes = [
             self._episodes[row].outcome(self.reward) if row in self._episodes else Outcome()
@@ -196,7 +190,6 @@ class _Episode:
 
     def __init__(self, session: OpenEnvSession, text_of: Callable[[EnvResult], str | None]) -> None:
         self.session = session
-        self.loss: BaseException | None = None
         self.is_done = False
         self._text_of = text_of
         self._rewards: list[float] = []
@@ -214,18 +207,9 @@ class _Episode:
         return self._text_of(result) or ""
 
     def outcome(self, reward: RewardOf) -> Outcome:
-        if self.loss is not None:
-            return Outcome(error=self.loss)
         if not self._rewards:
             return Outcome()
         return Outcome(sum(self._rewards) if reward == "sum" else self._rewards[-1])
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Whether the session is gone: the server's own errors leave it alive."""
-    return isinstance(error, OpenEnvError | CallTimeoutError) and not isinstance(
-        error, OpenEnvServerError
-    )
 
 
 def _ask(call: Call, timeout_s: float) -> list[Action]:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_data.messages import Message
+from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.concurrent_calls import Call, Outcome
-from torchrl_envs.tool_results import MAX_RESULT_BYTES, as_text, result_text
+from torchrl_envs.episode_lost import EpisodeLostError
+from torchrl_envs.tool_results import MAX_RESULT_BYTES, as_text, error_line, result_text
 
 from .episode_transform import EpisodeTransform
 
@@ -126,7 +128,8 @@ class ToolSource(EpisodeTransform):
     def job(self, call: ToolCall, function: Callable[..., Any], *, lane: Hashable = None) -> Job:
         """A job with this source's deadline and cap, answered with a ``tool`` message.
 
-        What the function returns is made text where it runs, under the deadline.
+        What the function returns is made text where it runs, under the deadline. An
+        :class:`~torchrl_envs.episode_lost.EpisodeLostError` ends the row.
 
         Args:
             call: what the model asked for.
@@ -137,7 +140,8 @@ class ToolSource(EpisodeTransform):
         def phrase(outcome: Outcome) -> Answer:
             failed = outcome.error is not None
             content = result_text(outcome) if failed else outcome.value
-            return Answer(tool_message(call, content), is_error=failed)
+            answer = Answer(tool_message(call, content), is_error=failed)
+            return answer._replace(**_loss(outcome.error)) if failed else answer
 
         return Job(as_text(function, self.max_result_bytes), phrase, self.timeout_s, lane)
 
@@ -155,6 +159,13 @@ class ToolSource(EpisodeTransform):
         """
         del row, text
         return ()
+
+
+def _loss(error: BaseException | None) -> dict[str, Any]:
+    """How an answer ends its row, if the error says that the environment is lost."""
+    if not isinstance(error, EpisodeLostError):
+        return {}
+    return {"stop_reason": f"{ENVIRONMENT_ERROR}: {error_line(error)}", "is_truncation": True}
 
 
 def tool_message(call: ToolCall | None, content: str) -> Message:
