@@ -345,7 +345,7 @@ def test_a_row_that_lacks_an_argument_marks_itself(scripted):
     [
         (
             lambda: IFEvalEnv(dataset=[{**ROWS[0], "instruction_id_list": ["a:b"]}]),
-            r"row 0 names unknown instructions: \['a:b'\]",
+            r"row 0: ValueError: the instructions are unknown: \['a:b'\]",
         ),
         (lambda: IFEvalEnv(dataset=[{"prompt": "a"}]), "instruction_id_list"),
         (lambda: IfEvalScorer(format_weights=[1.0]), "four finite"),

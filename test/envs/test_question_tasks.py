@@ -16,7 +16,6 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from collectors import LLMCollector
 from torchrl_envs import ChatEnv, DataLoadingPrimer
-from torchrl_envs.dataset_rows import dataset_rows
 from torchrl_envs.tasks.countdown import CountdownEnv, countdown_rows, evaluate
 from torchrl_envs.tasks.gsm8k import (
     GSM8KEnv,
@@ -160,7 +159,6 @@ def test_a_row_that_can_not_be_scored_marks_itself(scripted):
     [
         (lambda: GSM8KEnv(dataset=[{"question": "a"}]), r"GSM8KEnv needs.*\['answer'\]"),
         (lambda: GSM8KEnv(dataset=[]), "no rows"),
-        (lambda: GSM8KEnv(dataset={"test": GSM8K}), r"no split 'train'; it has \['test'\]"),
         (lambda: GSM8KEnv(dataset=GSM8K, num_envs=3, repeats=2), "whole groups of 2"),
         (lambda: GSM8KRewardParser(weight=math.inf), "weight must be finite"),
         (lambda: MATHEnv(dataset=[{"problem": "a", "solution": "b"}]), "no .boxed"),
@@ -170,14 +168,6 @@ def test_a_row_that_can_not_be_scored_marks_itself(scripted):
 def test_what_does_not_fit_is_named_at_construction(build, words):
     with pytest.raises(ValueError, match=words):
         build()
-
-
-def test_sources_that_are_no_data(tmp_path):
-    with pytest.raises(TypeError, match="got int"):
-        dataset_rows(3)
-    (tmp_path / "rows.xml").write_text("")
-    with pytest.raises(ValueError, match=r"none of the files.*jsonl"):
-        dataset_rows(tmp_path / "rows.xml")
 
 
 # MATH -------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from tensordict import TensorDictBase
 
 from torchrl_data.keys import QUERY, REWARD
 from torchrl_data.row_values import read_row_values, write_row_values
-from torchrl_envs.dataset_rows import dataset_rows, require_columns
 from torchrl_envs.graders.answers import hash_answer, normalize_number, read_tags
 from torchrl_envs.transforms.answer_reward import AnswerReward
 from torchrl_envs.transforms.episode_transform import EpisodeTransform
 
 from .question_env import QuestionEnv
 
+HUB_ID: Final = "openai/gsm8k"
 SYSTEM_PROMPT: Final = (
     "You solve word problems. First reason inside <think> and </think>, then give the number, and "
     "nothing else, inside <answer> and </answer>."
@@ -115,9 +115,9 @@ class GSM8KEnv(QuestionEnv):
 
     Args:
         dataset: a hub id, a local path, or the rows themselves.
-        split: which split.
         compute_reward: whether to score with :class:`GSM8KRewardParser`.
         system_prompt: says which format the answer has.
+        name: of the configuration, for a hub id.
         **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
 
     Raises:
@@ -127,22 +127,25 @@ class GSM8KEnv(QuestionEnv):
     def __init__(
         self,
         *,
-        dataset: Any = "openai/gsm8k",
-        split: str = "train",
+        dataset: Any = HUB_ID,
         compute_reward: bool = True,
         system_prompt: str | None = SYSTEM_PROMPT,
+        name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        rows = dataset_rows(dataset, split=split, name="main")
-        require_columns(rows, ["question", "answer"], "GSM8KEnv")
-        rewards = [GSM8KRewardParser()] if compute_reward else []
         super().__init__(
-            rows, rewards, prompt_column="question", system_prompt=system_prompt, **kwargs
+            dataset,
+            [GSM8KRewardParser()] if compute_reward else [],
+            columns=["question", "answer"],
+            prompt_column="question",
+            system_prompt=system_prompt,
+            name="main" if name is None and dataset == HUB_ID else name,
+            **kwargs,
         )
 
 
 def make_gsm8k_env(
-    dataset: Any = "openai/gsm8k", num_envs: int = 1, repeats: int | None = None, **kwargs: Any
+    dataset: Any = HUB_ID, num_envs: int = 1, repeats: int | None = None, **kwargs: Any
 ) -> GSM8KEnv:
     """Make a :class:`GSM8KEnv`.
 

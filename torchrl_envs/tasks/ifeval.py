@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchrl_data.keys import REWARD
 from torchrl_envs.accepted_arguments import accepted_arguments
-from torchrl_envs.dataset_rows import dataset_rows, require_columns
 from torchrl_envs.graders.answers import read_blocks
 from torchrl_envs.graders.instructions import INSTRUCTIONS, follows, loose_variants
 from torchrl_envs.transforms.answer_reward import AnswerReward
@@ -192,7 +191,6 @@ class IFEvalEnv(QuestionEnv):
 
     Args:
         dataset: a hub id, a local path, or the rows themselves.
-        split: which split.
         compute_reward: whether to score with :class:`IfEvalScorer`.
         system_prompt: says which format the answer has.
         **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
@@ -205,18 +203,23 @@ class IFEvalEnv(QuestionEnv):
         self,
         *,
         dataset: Any = "google/IFEval",
-        split: str = "train",
         compute_reward: bool = True,
         system_prompt: str | None = SYSTEM_PROMPT,
         **kwargs: Any,
     ) -> None:
-        rows = dataset_rows(dataset, split=split)
-        require_columns(rows, ["prompt", "instruction_id_list", "kwargs"], "IFEvalEnv")
-        for i, row in enumerate(rows):
-            unknown = [name for name in row["instruction_id_list"] if name not in INSTRUCTIONS]
-            if unknown:
-                raise ValueError(f"IFEvalEnv: row {i} names unknown instructions: {unknown}.")
-        rewards = [IfEvalScorer()] if compute_reward else []
         super().__init__(
-            rows, rewards, prompt_column="prompt", system_prompt=system_prompt, **kwargs
+            dataset,
+            [IfEvalScorer()] if compute_reward else [],
+            columns=["prompt", "instruction_id_list", "kwargs"],
+            prompt_column="prompt",
+            map_row=_checked,
+            system_prompt=system_prompt,
+            **kwargs,
         )
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in row.get("instruction_id_list", ()) if name not in INSTRUCTIONS]
+    if unknown:
+        raise ValueError(f"the instructions are unknown: {unknown}")
+    return row

@@ -6,7 +6,6 @@ the solution's last ``\boxed{}``.
 
 from typing import Any, Final
 
-from torchrl_envs.dataset_rows import dataset_rows, map_rows, require_columns
 from torchrl_envs.graders.answers import think_answer_format
 from torchrl_envs.graders.math_verify_reward import MathVerifyReward
 from torchrl_envs.transforms.reward_functions import RewardFunctions
@@ -45,7 +44,6 @@ class MATHEnv(QuestionEnv):
 
     Args:
         dataset: a hub id, a local path, or the rows themselves.
-        split: which split.
         compute_reward: whether to score, with
             :class:`~torchrl_envs.graders.math_verify_reward.MathVerifyReward`.
         format_reward: for one ``<think>`` and one ``<answer>`` block, in addition.
@@ -63,7 +61,6 @@ class MATHEnv(QuestionEnv):
         self,
         *,
         dataset: Any = "DigitalLearningGmbH/MATH-lighteval",
-        split: str = "train",
         compute_reward: bool = True,
         format_reward: float = 0.1,
         timeout_s: float = 5.0,
@@ -71,24 +68,24 @@ class MATHEnv(QuestionEnv):
         system_prompt: str | None = SYSTEM_PROMPT,
         **kwargs: Any,
     ) -> None:
-        rows = dataset_rows(dataset, split=split)
-        require_columns(rows, ["problem", "solution"], "MATHEnv")
         rewards = []
         if compute_reward:
             grade = MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
             weights = [1.0, format_reward]
             rewards = [RewardFunctions([grade, think_answer_format], weights=weights)]
         super().__init__(
-            map_rows(rows, _answer),
+            dataset,
             rewards,
+            columns=["problem", "solution"],
+            map_row=_with_answer,
             prompt_column="problem",
             system_prompt=system_prompt,
             **kwargs,
         )
 
 
-def _answer(row: dict[str, Any]) -> dict[str, Any]:
-    answer = last_boxed(row["solution"])
+def _with_answer(row: dict[str, Any]) -> dict[str, Any]:
+    answer = last_boxed(row.get("solution") or "")
     if answer is None:
-        raise ValueError(f"MATHEnv: a solution has no \\boxed{{}}: {row['solution']!r:.200}.")
-    return {"answer": answer}
+        raise ValueError(f"the solution has no \\boxed{{}}: {row.get('solution')!r:.200}")
+    return {**row, "answer": answer}

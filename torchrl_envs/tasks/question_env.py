@@ -3,7 +3,7 @@
 Shape legend: B rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrl.envs import Transform
@@ -13,20 +13,27 @@ from torchrl_envs.chat_env import ChatEnv
 from torchrl_envs.episode_env import EpisodeEnv
 from torchrl_envs.transforms.data_loading import DataLoadingPrimer
 
+MapRow = Callable[[dict[str, Any]], Mapping[str, Any]]
+
 
 class QuestionEnv(EpisodeEnv):
     """A :class:`~torchrl_envs.ChatEnv` with data, rewards and a limit of turns.
 
     Args:
-        rows: the data, see :func:`~torchrl_envs.dataset_rows.dataset_rows`.
+        dataset: rows, a hub id or a local path, as
+            :class:`~torchrl_envs.transforms.data_loading.DataLoadingPrimer` takes them.
         rewards: transforms that score.
-        num_envs: rows of the environment, B; a multiple of ``repeats``.
+        columns: that the data must have.
+        num_envs: rows of the environment, B.
         repeats: rollouts of one draw, which form a group; 1 when not given.
         shuffle: whether to draw in random order.
         seed: of the order and the groups' seeds.
         max_steps: most turns of the policy.
         num_epochs: passes over the data; ``None`` goes on for ever.
         prompt_column: the column with the prompt.
+        map_row: makes a row out of a row.
+        name: of the configuration, for a hub id.
+        split: which split; the only one, or ``"train"``, when not given.
         **kwargs: see :class:`~torchrl_envs.ChatEnv`.
 
     Raises:
@@ -35,9 +42,10 @@ class QuestionEnv(EpisodeEnv):
 
     def __init__(
         self,
-        rows: Any,
+        dataset: Any,
         rewards: Sequence[Transform],
         *,
+        columns: Sequence[str] = (),
         num_envs: int = 1,
         repeats: int | None = None,
         shuffle: bool = True,
@@ -45,16 +53,28 @@ class QuestionEnv(EpisodeEnv):
         max_steps: int = 1,
         num_epochs: int | None = None,
         prompt_column: str | None = None,
+        map_row: MapRow | None = None,
+        name: str | None = None,
+        split: str | None = None,
         **kwargs: Any,
     ) -> None:
         primer = DataLoadingPrimer(
-            rows,
+            dataset,
             group_size=repeats or 1,
             shuffle=shuffle,
             seed=seed,
             num_epochs=num_epochs,
             prompt_column=prompt_column,
+            map_row=map_row,
+            name=name,
+            split=split,
         )
+        missing = [column for column in columns if column not in primer.columns]
+        if missing:
+            raise ValueError(
+                f"{type(self).__name__} needs the columns {missing}; the data set has "
+                f"{sorted(primer.columns)}."
+            )
         limit = StepCounter(max_steps=max_steps)
         parts = Compose(primer, *rewards, limit)  # type: ignore[call-arg]
         super().__init__(ChatEnv(batch_size=num_envs, **kwargs), parts)
