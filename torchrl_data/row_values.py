@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
-from .batch_leaf import BatchLeaf, RowValues
+from .batch_leaf import BatchLeaf, RowValues, face_of
 from .keys import QUERY
 
 
@@ -60,7 +60,8 @@ def leaf_values(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> lis
         A new list of B values; a single value is repeated.
     """
     if isinstance(entry, BatchLeaf):
-        return list(entry.snapshot())
+        face = face_of(entry)
+        return list(entry.snapshot() if face is None else face.rows(entry.snapshot()))
     if isinstance(entry, NonTensorStack):
         return _flat(entry.tolist(), len(shape))
     value = entry.data if isinstance(entry, NonTensorData) else entry

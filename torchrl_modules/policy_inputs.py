@@ -17,6 +17,7 @@ from torchrl_data.keys import (
     FULL,
     HISTORY,
     INPUT_MODES,
+    TOKENS,
     TOKENS_FULL,
     TOKENS_PROMPT,
 )
@@ -76,7 +77,8 @@ class PolicyInput:
             MissingEntryError: there is nothing to score.
             ValueError: a row is empty, or a mask is not aligned with the tokens.
         """
-        if token_rows(batch, TOKENS_FULL) is not None:
+        is_record = read_held(batch, TOKENS, FULL) is not None
+        if not is_record and token_rows(batch, TOKENS_FULL) is not None:
             return self._checked(self._tokens_to_score(batch))
         fulls = read_fulls(batch, self.mode, encoder=self.encoder, who=self.who)
         if read_held(batch, self.mode, FULL) is not None:
