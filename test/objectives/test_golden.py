@@ -258,6 +258,21 @@ def test_negative_log_likelihood_is_0_outside_the_mask():
     assert log_prob.grad.tolist() == [0, -1]
 
 
+@pytest.mark.parametrize(
+    ("direction", "value"), [("reverse", math.exp(-1)), ("forward", math.e - 2)], ids=str
+)
+def test_sampled_distillation_is_0_outside_the_mask_and_finite_inside(direction, value):
+    student = torch.tensor([NAN, -1.0, -700.0, 0.0], requires_grad=True)
+    teacher = torch.tensor([0.0, -2.0, 0.0, -700.0])
+    mask = torch.tensor([False, True, True, True])
+    kl = F.sampled_distillation(student, teacher, mask, direction=direction)
+    assert kl[:2].tolist() == [0, pytest.approx(value)]
+    assert kl.isfinite().all()
+    kl.sum().backward()
+    assert student.grad.isfinite().all()
+    assert student.grad[0] == 0
+
+
 def test_the_entropy_quantile_is_that_of_the_active_tokens():
     entropy = torch.tensor([9.0, 1.0, 2.0, 3.0, 9.0])
     mask = torch.tensor([False, True, True, True, False])
