@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .chunked_head import chunked_log_prob
     from .engine import Engine, EngineDied, Generation, VersionSpan
+    from .process_group import stateless_init_process_group
     from .sampling import SamplingParameters
+    from .supervised_engine import SupervisedEngine
     from .token_distribution import TokenDistribution
     from .transformers_engine import TransformersEngine
     from .transformers_wrapper import TransformersWrapper
     from .vllm_async import AsyncVLLMEngine
     from .vllm_engine import VLLMEngine
+    from .vllm_placement import LLMOnDevice, make_vllm_worker
     from .vllm_serve import start_server
     from .vllm_server import VLLMServerEngine
+    from .vllm_worker import vLLMWorker
     from .vllm_wrapper import vLLMWrapper
     from .wrapper_base import LLMWrapperBase
 
@@ -22,8 +26,10 @@ _HOMES = {
     "Engine": "engine",
     "EngineDied": "engine",
     "Generation": "engine",
+    "LLMOnDevice": "vllm_placement",
     "LLMWrapperBase": "wrapper_base",
     "SamplingParameters": "sampling",
+    "SupervisedEngine": "supervised_engine",
     "TokenDistribution": "token_distribution",
     "TransformersEngine": "transformers_engine",
     "TransformersWrapper": "transformers_wrapper",
@@ -31,7 +37,10 @@ _HOMES = {
     "VLLMServerEngine": "vllm_server",
     "VersionSpan": "engine",
     "chunked_log_prob": "chunked_head",
+    "make_vllm_worker": "vllm_placement",
     "start_server": "vllm_serve",
+    "stateless_init_process_group": "process_group",
+    "vLLMWorker": "vllm_worker",
     "vLLMWrapper": "vllm_wrapper",
 }
 
@@ -40,8 +49,10 @@ __all__ = [
     "Engine",
     "EngineDied",
     "Generation",
+    "LLMOnDevice",
     "LLMWrapperBase",
     "SamplingParameters",
+    "SupervisedEngine",
     "TokenDistribution",
     "TransformersEngine",
     "TransformersWrapper",
@@ -49,7 +60,10 @@ __all__ = [
     "VLLMServerEngine",
     "VersionSpan",
     "chunked_log_prob",
+    "make_vllm_worker",
     "start_server",
+    "stateless_init_process_group",
+    "vLLMWorker",
     "vLLMWrapper",
 ]
 

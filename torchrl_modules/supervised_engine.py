@@ -172,8 +172,9 @@ class SupervisedEngine:
 
     def _start(self) -> None:
         with ExitStack() as stack:
-            url = stack.enter_context(self._start_process())
-            self._engine = engine = VLLMServerEngine(url, **self._client_settings)
+            self.url = stack.enter_context(self._start_process())
+            """Of the present engine."""
+            self._engine = engine = VLLMServerEngine(self.url, **self._client_settings)
             self._process = stack.pop_all()
             self.supervision = self.supervision.started()
             if self._weights is not None:

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from .engine import EngineDied, Generation
 from .sampling import SamplingParameters
+from .transfer_clients import InProcessTransferClient
 from .vllm_requests import check_prompt, read_output, sampling_params
 from .vllm_runtime import import_vllm, preserved_globals
 from .vllm_weights import ExpectedWeights, load_weights
+from .weight_transfer import C10dWeightTransfer, TransferClient
 from .weights import next_version
 
 # Settings that the contract of an engine fixes.
@@ -29,7 +31,11 @@ _FIXED: Final = {
     # No sampling defaults and no stop tokens out of the model's directory.
     "generation_config": "vllm",
 }
-_DEFAULTS: Final = {"use_tqdm_on_load": False}
+_DEFAULTS: Final = {
+    "use_tqdm_on_load": False,
+    "worker_extension_cls": "torchrl_modules.vllm_worker.vLLMWorker",
+    "weight_transfer_config": {"backend": "c10d"},
+}
 # A CPU engine would take nearly all memory for its cache, and compile for minutes; and in float32
 # its log-probs are those of the model that is trained.
 _CPU_DEFAULTS: Final = {
@@ -234,7 +240,11 @@ class VLLMEngine:
         return request_id
 
     def update_weights(
-        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        via: C10dWeightTransfer | None = None,
     ) -> None:
         """Replace the weights, all or none.
 
@@ -245,6 +255,7 @@ class VLLMEngine:
             state_dict: parameter name (Transformers' names) to value, in any floating point
                 precision and on any device. Every parameter is there; of tied ones, one will do.
             version: the number of these weights, above the present one; ``None`` counts on.
+            via: by which way they go, made with `transfer_client`; by reference when not given.
 
         Raises:
             TypeError: a value is no plain floating point tensor; the old weights keep serving.
@@ -253,15 +264,25 @@ class VLLMEngine:
                 of loading, and the engine refuses to generate until an update succeeds.
         """
         with self.used_by("update_weights", repairs=True):
-            self.load(state_dict, version)
+            self.load(state_dict, version, via)
             self._llm.reset_prefix_cache()
 
-    def load(self, state_dict: Mapping[str, Tensor], version: int | None) -> None:
+    def transfer_client(self) -> TransferClient:
+        """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
+        return InProcessTransferClient(self._llm)
+
+    def load(
+        self,
+        state_dict: Mapping[str, Tensor],
+        version: int | None,
+        via: C10dWeightTransfer | None = None,
+    ) -> None:
         """Check and load weights between two steps; for whoever steps the engine.
 
         Args:
             state_dict: as for `update_weights`.
             version: as for `update_weights`.
+            via: as for `update_weights`.
 
         Raises:
             TypeError: as for `update_weights`.
@@ -271,7 +292,10 @@ class VLLMEngine:
         version = next_version(version, self._version, who="VLLMEngine.update_weights")
         weights = self._expected_weights().check(state_dict)
         self._mixed = True
-        self._llm.collective_rpc(load_weights, args=(self._names, weights))
+        if via is None:
+            self._llm.collective_rpc(load_weights, args=(self._names, weights))
+        elif outcome := via.send(weights):
+            raise RuntimeError(f"VLLMEngine.update_weights: {outcome}.")
         self._llm.llm_engine.set_weight_version(str(version))
         self._version = version
         self._mixed = False

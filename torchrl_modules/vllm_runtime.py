@@ -116,6 +116,21 @@ def import_vllm(*, in_process: bool = True) -> VLLMNames:
     return VLLMNames(**found)
 
 
+def register_weight_transfer(name: str, module: str, class_name: str) -> None:
+    """Make a back-end of vLLM's weight transfer known in this process; a second time, do nothing.
+
+    Args:
+        name: of the back-end.
+        module: imported when an engine with this back-end is built.
+        class_name: of the worker's end.
+    """
+    factory = importlib.import_module(
+        "vllm.distributed.weight_transfer.factory"
+    ).WeightTransferEngineFactory
+    if name not in factory._registry:
+        factory.register_engine(name, module, class_name)
+
+
 def _prepare_environment() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,8 @@ _OPTIONS: Final = {
     "--host": "127.0.0.1",
     "--logprobs-mode": "processed_logprobs",
     "--generation-config": "vllm",
-    "--worker-extension-cls": "torchrl_modules.vllm_worker.WeightLoading",
+    "--worker-extension-cls": "torchrl_modules.vllm_worker.vLLMWorker",
+    "--weight-transfer-config": '{"backend": "c10d"}',
     "--skip-tokenizer-init": None,
     "--tokens-only": None,
 }
@@ -68,13 +69,21 @@ def _end_with(parent: int) -> None:
 
 
 @contextmanager
-def start_server(model: str, *, start_timeout_s: float = 600.0, **options: Any) -> Iterator[str]:
+def start_server(
+    model: str,
+    *,
+    devices: Sequence[int | str] | None = None,
+    start_timeout_s: float = 600.0,
+    **options: Any,
+) -> Iterator[str]:
     """Run a vLLM server beside this process, and end it on leaving.
 
     It listens on a socket file that only this user can open, and does not outlive this process.
 
     Args:
         model: a model's id on the hub, or a directory.
+        devices: the GPUs that it may use, by number or UUID, with one shard of the model on each
+            unless ``options`` say otherwise; those of this process when not given.
         start_timeout_s: how long it may take to start.
         options: of ``vllm serve``, for instance ``dtype="float32"``, ``max_model_len=512``,
             ``tensor_parallel_size=2``; ``True`` for a flag.
@@ -88,6 +97,10 @@ def start_server(model: str, *, start_timeout_s: float = 600.0, **options: Any) 
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         socket_path, log_path = Path(folder, "socket"), Path(folder, "log")
+        environment = os.environ | {_PARENT: str(os.getpid())}
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+            options = {"tensor_parallel_size": max(1, len(devices))} | options
         arguments: list[str] = []
         for name, value in ({"model": model, "uds": socket_path} | options).items():
             flag = f"--{name.replace('_', '-')}"
@@ -95,7 +108,7 @@ def start_server(model: str, *, start_timeout_s: float = 600.0, **options: Any) 
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torchrl_modules.vllm_serve", *arguments],
-                env=os.environ | {_PARENT: str(os.getpid())},
+                env=environment,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -2,8 +2,9 @@
 
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -13,9 +14,11 @@ from torch import Tensor
 from .engine import EngineDied, Generation
 from .progress_watch import ProgressWatch
 from .sampling import SamplingParameters
+from .transfer_clients import HTTPTransferClient
 from .vllm_http import AnswerTimeout, JSONClient
 from .vllm_requests import check_prompt, check_reported
 from .vllm_rows import read_answer, request_body, version_number
+from .weight_transfer import C10dWeightTransfer, TransferClient
 from .weights import next_version
 
 
@@ -163,6 +166,12 @@ class VLLMServerEngine:
 
     # Is it there, and does it draw tokens?
 
+    def _raise_if_dead(self, error: Exception) -> None:
+        try:
+            self._check_health()
+        except ConnectionError as dead:
+            raise EngineDied(f"VLLMServerEngine.update_weights: {dead} ({error})") from dead
+
     def _check_health(self) -> None:
         status, _ = self._prober.request("GET", "/health")
         if status != 200:
@@ -185,16 +194,21 @@ class VLLMServerEngine:
         self._client.interrupt()
 
     def update_weights(
-        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        via: C10dWeightTransfer | None = None,
     ) -> None:
         """Replace the weights, all or none.
 
-        They are handed over in a file. The server checks it as a whole before it changes anything;
-        requests of other clients wait meanwhile and are then recomputed.
+        The server checks them as a whole before it changes anything; requests in flight wait
+        meanwhile and are then recomputed.
 
         Args:
             state_dict: as for `VLLMEngine.update_weights`.
             version: as for `VLLMEngine.update_weights`.
+            via: by which way they go, made with `transfer_client`; in a file when not given.
 
         Raises:
             EngineDied: the server is gone, or stuck for ``timeout_s``.
@@ -206,30 +220,51 @@ class VLLMServerEngine:
             version = next_version(version, self.version, who="VLLMServerEngine.update_weights")
             self._updating = True
             try:
-                self._load(state_dict, str(version))
+                self._load(state_dict, str(version), via)
             except ConnectionError as error:
                 raise EngineDied(f"VLLMServerEngine.update_weights: {error}") from error
+            except RuntimeError as error:
+                self._raise_if_dead(error)
+                raise
             finally:
                 self._updating = False
 
-    def _load(self, state_dict: Mapping[str, Tensor], label: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=self._weights_directory) as folder:
-            path = Path(folder, "weights.safetensors")
-            _save(state_dict, path)
+    def _load(
+        self, state_dict: Mapping[str, Tensor], label: str, via: C10dWeightTransfer | None
+    ) -> None:
+        with self._handing_over(state_dict, via) as load:
             self._post("/pause", mode="keep")
-            result = self._rpc("torchrl_load_weights", str(path))
-            if "failed" in result:
-                self._mixed = True
-                raise RuntimeError(f"VLLMServerEngine.update_weights: {result['failed']}")
-            if "refused" not in result:
+            try:
+                outcome = load()
+                if "failed" in outcome:
+                    self._mixed = True
+                    raise RuntimeError(f"VLLMServerEngine.update_weights: {outcome['failed']}")
+                if "refused" in outcome:
+                    raise ValueError(f"VLLMServerEngine.update_weights: {outcome['refused']}")
                 self._post("/reset_prefix_cache", reset_running_requests="true")
                 self._post("/update_weight_version", {"new_version": label})
                 self._labels.append(label)
                 self._mixed = False
-            if not self._mixed:
-                self._post("/resume")
-            if "refused" in result:
-                raise ValueError(f"VLLMServerEngine.update_weights: {result['refused']}")
+            finally:
+                if not self._mixed:
+                    self._post("/resume")
+
+    @contextmanager
+    def _handing_over(
+        self, state_dict: Mapping[str, Tensor], via: C10dWeightTransfer | None
+    ) -> Iterator[Callable[[], dict[str, str]]]:
+        """Gives what is done while the server is paused."""
+        if via is not None:
+            yield lambda: via.send(state_dict)
+            return
+        with tempfile.TemporaryDirectory(prefix="weights-", dir=self._weights_directory) as folder:
+            path = Path(folder, "weights.safetensors")
+            _save(state_dict, path)
+            yield lambda: self._rpc("torchrl_load_weights", str(path))
+
+    def transfer_client(self) -> TransferClient:
+        """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
+        return HTTPTransferClient(self._post, self._rpc)
 
     def close(self) -> None:
         """End the connections; the server goes on."""
@@ -240,8 +275,10 @@ class VLLMServerEngine:
     def _rpc(self, method: str, *args: str) -> dict[str, Any]:
         answer = self._post("/collective_rpc", {"method": method, "args": list(args)})
         results = answer["results"]
-        # Of several workers, one that had trouble speaks for all.
-        return next((result for result in results if "failed" in result), results[0])
+        kinds = {str(result if result is None else list(result)) for result in results}
+        if len(kinds) > 1:
+            return {"failed": f"the workers' answers to {method} differ: {results}"}
+        return results[0]
 
     def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
         if query:

@@ -95,13 +95,35 @@ def load_weights(worker: Any, names: VLLMNames, weights: Mapping[str, Tensor]) -
         RuntimeError: vLLM left parameters unloaded; the model is then a mixture.
     """
     model = worker.model_runner.get_model()
-    with names.set_current_vllm_config(worker.vllm_config), torch.no_grad():
+    load_into(model, worker.vllm_config, worker.model_config, names, weights)
+
+
+def load_into(
+    model: Any,
+    vllm_config: Any,
+    model_config: Any,
+    names: VLLMNames,
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Load checked weights into a worker's model.
+
+    Args:
+        model: vLLM's.
+        vllm_config: of the worker.
+        model_config: of the model.
+        names: of vLLM.
+        weights: every parameter, by Transformers' names.
+
+    Raises:
+        RuntimeError: vLLM left parameters unloaded; the model is then a mixture.
+    """
+    with names.set_current_vllm_config(vllm_config), torch.no_grad():
         names.initialize_layerwise_reload(model)
         try:
             loaded = model.load_weights(iter(weights.items()))
         finally:
             # Puts the parameters back from the meta device, loaded or not.
-            names.finalize_layerwise_reload(model, worker.model_config)
+            names.finalize_layerwise_reload(model, model_config)
         if names.current_platform.is_cpu():
             _repack(model, names.VocabParallelEmbedding)
     unloaded = {name for name, _ in model.named_parameters()} - (loaded or set())

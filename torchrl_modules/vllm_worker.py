@@ -1,7 +1,8 @@
-"""What a vLLM server is given so that it can be asked for its limits and sent new weights.
+"""What vLLM's workers are given so that they can be asked for their limits and sent new weights.
 
-A server takes it with ``--worker-extension-cls torchrl_modules.vllm_worker.WeightLoading``, which
-``python -m torchrl_modules.vllm_serve`` adds.
+vLLM takes it with ``worker_extension_cls="torchrl_modules.vllm_worker.vLLMWorker"``, which
+``VLLMEngine`` and ``python -m torchrl_modules.vllm_serve`` add. Its import in a worker also
+registers the weight transfer ``"c10d"``.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from .vllm_runtime import PARENT_VARIABLE, import_vllm
+from .vllm_runtime import PARENT_VARIABLE, import_vllm, register_weight_transfer
 from .vllm_weights import ExpectedWeights, load_weights
 
 _PR_SET_PDEATHSIG = 1
@@ -19,20 +20,28 @@ if PARENT_VARIABLE in os.environ and sys.platform == "linux":
     # This process is the engine of a server that ends with its parent. If the server is killed, the
     # kernel ends this one too, even while it is stopped.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+register_weight_transfer("c10d", "torchrl_modules.vllm_transfer", "C10dWeightTransferEngine")
 
 
-class WeightLoading:
-    """Methods that vLLM mixes into its worker; called over HTTP, so they take and give JSON."""
+class vLLMWorker:
+    """Methods that vLLM mixes into its worker, so that a trainer can update its weights.
+
+    TorchRL's class of this name was a worker itself; today's vLLM has its own for each device and
+    takes extensions. Called over HTTP, so the methods take and give JSON.
+    """
 
     model_config: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
 
     def torchrl_limits(self) -> dict[str, int]:
         """What requests are checked against.
 
         Returns:
-            ``vocab_size`` and ``max_model_len``.
+            ``vocab_size``, ``max_model_len``, and how many workers there are, ``num_workers``.
         """
         return {
+            "num_workers": self.vllm_config.parallel_config.world_size_across_dp,
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
@@ -64,3 +73,7 @@ class WeightLoading:
         except Exception as error:
             return {"failed": f"{type(error).__name__}: {error}"}
         return {}
+
+    def torchrl_transfer_outcome(self) -> dict[str, str] | None:
+        """How the last update by weight transfer went, as for `torchrl_load_weights`."""
+        return self.weight_transfer_engine.outcome

@@ -1,0 +1,118 @@
+"""vLLM's own weight transfer with a back-end that runs on a CPU, in each deployment."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from collectors.weight_update import vLLMUpdater
+from torchrl_modules import vLLMWrapper
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.vllm_async import AsyncVLLMEngine
+
+PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
+PARAMS = SamplingParameters(max_new_tokens=24, stop_token_ids=())
+NORM = "model.norm.weight"
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(params=["vllm_engine", "server_engine"], ids=["in process", "server"])
+def policy(request, chatml_tokenizer):
+    engine = request.getfixturevalue(request.param)
+    return vLLMWrapper(engine, tokenizer=chatml_tokenizer)
+
+
+@pytest.fixture
+def updater(policy):
+    updater = vLLMUpdater(policy, transfer="c10d")
+    with pytest.raises(RuntimeError, match="call init"):
+        updater.push({})
+    updater.init()
+    updater._transfer._bucket_bytes = 40_000  # several buckets
+    yield updater
+    updater.close()
+    updater.close()
+
+
+@torch.no_grad()
+def log_probs_under(model, prompt, ids):
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+
+
+def assert_from(model, policy):
+    for prompt, row in zip(PROMPTS, policy.engine.generate(PROMPTS, PARAMS), strict=True):
+        expected = log_probs_under(model, prompt, row.ids)
+        # vLLM's kernels sum in another order.
+        torch.testing.assert_close(torch.tensor(row.log_probs), expected, atol=5e-5, rtol=0)
+
+
+def test_a_broadcast_changes_the_outputs_and_a_wrong_one_is_refused_whole(
+    policy, updater, model, other_model
+):
+    assert_from(model, policy)
+    version = updater.version
+    assert updater.push(other_model) == updater.version == policy.policy_version == version + 1
+    assert_from(other_model, policy)
+    for spoil in (
+        {NORM: torch.ones(3)},
+        {NORM: torch.full((64,), torch.nan)},
+        {"extra": torch.ones(1)},
+    ):
+        with pytest.raises(ValueError, match=r"shape \(3,\)|not finite|no use for"):
+            updater.push({**model.state_dict(), **spoil})
+        assert updater.version == version + 1
+        assert_from(other_model, policy)
+    assert updater.push(model.state_dict()) == version + 2
+    assert_from(model, policy)
+
+
+def test_another_trainer_may_take_over(policy, updater, other_model):
+    with pytest.raises(ValueError, match="'direct' or 'c10d'"):
+        vLLMUpdater(policy, transfer="ipc")
+    successor = vLLMUpdater(policy, transfer="c10d")
+    successor.init()
+    successor.push(other_model)
+    assert_from(other_model, policy)
+    successor.close()
+
+
+def test_requests_in_flight_go_on_under_the_new_weights(
+    server_engine, chatml_tokenizer, model, other_model
+):
+    updater = vLLMUpdater(vLLMWrapper(server_engine, tokenizer=chatml_tokenizer), transfer="c10d")
+    updater.init()
+    endless = SamplingParameters(max_new_tokens=80, stop_token_ids=())
+    for _ in range(10):
+        old, rows = updater.version, []
+        caller = threading.Thread(
+            target=lambda kept: kept.extend(server_engine.generate(PROMPTS, endless)), args=(rows,)
+        )
+        caller.start()
+        time.sleep(0.1)
+        updater.push(other_model)
+        caller.join(timeout=60)
+        if all(len(row.versions) == 2 for row in rows):
+            break
+        updater.push(model)  # it came before or after them: once more
+    else:
+        pytest.fail("no update met the requests in flight")
+    updater.close()
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        versions = torch.tensor(row.token_versions(otherwise=-1))
+        assert len(versions) == 80
+        for weights, version in ((model, old), (other_model, old + 1)):
+            drawn = versions == version
+            gap = log_probs_under(weights, prompt, row.ids) - torch.tensor(row.log_probs)
+            assert gap[drawn].abs().max() < 5e-5
+
+
+def test_an_asynchronous_engine_is_updated_directly(vllm_engine, chatml_tokenizer):
+    served = AsyncVLLMEngine(vllm_engine)
+    policy = vLLMWrapper(served, tokenizer=chatml_tokenizer)
+    with pytest.raises(TypeError, match="transfer='direct'"):
+        vLLMUpdater(policy, transfer="c10d")
+    policy.engine.close()
+    served.close()

@@ -1,0 +1,110 @@
+"""Weights as one flat run of bytes, and the group that carries them."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_modules.process_group import stateless_init_process_group
+from torchrl_modules.weight_buckets import WeightLayout
+from torchrl_modules.weight_transfer import _free_port
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
+SHAPES = st.lists(st.integers(0, 5), max_size=3)
+
+
+@given(
+    entries=st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=8),
+    bucket_bytes=st.integers(1, 400),
+)
+def test_what_is_laid_out_is_found_again(entries, bucket_bytes):
+    weights = {
+        f"w{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) + i
+        for i, (dtype, shape) in enumerate(entries)
+    }
+    layout = WeightLayout.of(weights, bucket_bytes)
+    other_end = WeightLayout(**layout.message())
+    assert other_end.places == layout.places
+    flat = torch.full((layout.num_bytes,), 77, dtype=torch.uint8)
+    sent = []
+    for bucket in layout.buckets():
+        place = layout.slice_of(bucket)
+        size = place.stop - place.start
+        assert len(bucket) == 1 or size <= bucket_bytes
+        flat[place] = layout.fill(torch.empty(size + 3, dtype=torch.uint8), bucket, weights)
+        sent += bucket
+    assert sent == list(weights)
+    found = other_end.views(flat)
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"names": ["a", "a"]}, id="a name twice"),
+        pytest.param({"names": ["a"]}, id="a name less"),
+        pytest.param({"shapes": [[1]]}, id="a shape less"),
+        pytest.param({"dtype_names": ["float32", "nothing"]}, id="no type"),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(change):
+    message = {
+        "names": ["a", "b"],
+        "dtype_names": ["float32", "float32"],
+        "shapes": [[1], [2]],
+        "bucket_bytes": 8,
+    }
+    assert WeightLayout(**message).num_bytes == 128
+    with pytest.raises(ValueError, match="WeightLayout"):
+        WeightLayout(**message | change)
+
+
+def join(world_size, timeout_s=20.0):
+    """All members of a group, in threads of this process."""
+    port, groups = _free_port("127.0.0.1"), [None] * world_size
+
+    def one(rank):
+        groups[rank] = stateless_init_process_group(
+            "127.0.0.1", port, rank, world_size, timeout_s=timeout_s
+        )
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return groups
+
+
+def test_rank_0_reaches_the_others_and_the_default_group_is_left_alone():
+    had_default = torch.distributed.is_initialized()
+    groups = join(3)
+    tensors = [torch.arange(5) + 1, torch.zeros(5, dtype=torch.int64), torch.zeros(5).long()]
+    threads = [
+        threading.Thread(target=group.broadcast, args=(tensor,))
+        for group, tensor in zip(groups, tensors, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all(tensor.tolist() == [1, 2, 3, 4, 5] for tensor in tensors)
+    assert torch.distributed.is_initialized() == had_default
+    for group in groups:
+        group.close()
+        group.close()
+
+
+def test_a_sender_that_does_not_come_is_an_error_in_time():
+    sender, receiver = join(2, timeout_s=2.0)
+    with pytest.raises(RuntimeError):
+        receiver.broadcast(torch.zeros(5))
+    for group in (sender, receiver):
+        group.close()
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        stateless_init_process_group("127.0.0.1", 1, 2, 2)

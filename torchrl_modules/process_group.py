@@ -1,0 +1,114 @@
+"""A process group beside the default one, between a trainer and the workers of an engine."""
+
+import ipaddress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+dist: Any = torch.distributed  # it names little of what is used here as exported
+
+
+class BroadcastGroup:
+    """Rank 0 sends, the others receive.
+
+    Args:
+        backend: c10d's, already joined.
+        store: where the ranks met; it has to live as long as the group.
+        timeout_s: for each broadcast.
+    """
+
+    def __init__(self, backend: Any, store: Any, timeout_s: float) -> None:
+        self._backend: Any = backend
+        self._store: Any = store
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a tensor to all ranks, or receive it.
+
+        Args:
+            tensor: contiguous, of the same type and size on each rank; overwritten where it is
+                received.
+
+        Raises:
+            RuntimeError: another rank is gone, or did not take part in time.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._backend.broadcast([tensor], options).wait(self._timeout)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+    def close(self) -> None:
+        """Leave the group. May be called twice."""
+        backend, self._backend, self._store = self._backend, None, None
+        if hasattr(backend, "abort"):  # NCCL: free the communicator now
+            backend.abort()
+
+
+def stateless_init_process_group(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    device: torch.device | str = "cpu",
+    *,
+    timeout_s: float = 120.0,
+) -> BroadcastGroup:
+    """Join a group without touching the default one of ``torch.distributed``.
+
+    A process may be in many such groups, and twice in the same one. All ranks have to call this at
+    the same time.
+
+    Args:
+        master_address: of rank 0.
+        master_port: where rank 0 listens.
+        rank: of this member; 0 sends.
+        world_size: members of the group.
+        device: gloo carries tensors of the CPU, NCCL those of a CUDA device, of which each rank
+            needs one of its own.
+        timeout_s: for joining, and for each broadcast.
+
+    Raises:
+        RuntimeError: the others did not come in time.
+        ValueError: the rank is not below ``world_size``.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"stateless_init_process_group: rank {rank} of {world_size} members.")
+    device, timeout = torch.device(device), timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        master_address,
+        master_port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    prefix = dist.PrefixStore("torchrl-weights", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with torch.cuda.device(device):
+            backend: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
+    else:
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        # On one machine nothing listens to the outside.
+        name = "127.0.0.1" if _is_loopback(master_address) else ""
+        gloo._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=name)
+            if name
+            else dist.ProcessGroupGloo.create_default_device()
+        ]
+        backend = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
+    return BroadcastGroup(backend, store, timeout_s)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

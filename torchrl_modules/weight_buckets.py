@@ -1,0 +1,127 @@
+"""Weights as one flat run of bytes, cut into buckets: how both ends of a transfer lay them out."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes; a tensor of any type may begin there
+
+
+class WeightLayout:
+    """Where each tensor lies.
+
+    Args:
+        names: of the tensors.
+        dtype_names: such as ``"float32"``.
+        shapes: of the tensors.
+        bucket_bytes: tensors are sent together up to so many bytes; a larger one by itself.
+
+    Raises:
+        ValueError: the lists differ in length, a name comes twice, or a type is no type.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        dtype_names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        bucket_bytes: int,
+    ) -> None:
+        if not len(names) == len(dtype_names) == len(shapes) == len(set(names)):
+            raise ValueError(
+                f"WeightLayout: {len(names)} names ({len(set(names))} different ones), "
+                f"{len(dtype_names)} types and {len(shapes)} shapes."
+            )
+        self.bucket_bytes = bucket_bytes
+        self.places: dict[str, _Place] = {}
+        end = 0
+        for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
+            dtype = getattr(torch, dtype_name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"WeightLayout: {name} is of {dtype_name!r}, which is no type.")
+            size = math.prod(shape) * dtype.itemsize
+            self.places[name] = _Place(end, size, dtype, tuple(shape))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = end
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], bucket_bytes: int) -> "WeightLayout":
+        """The layout of some weights.
+
+        Args:
+            weights: name to value.
+            bucket_bytes: as for the class.
+        """
+        return cls(
+            list(weights),
+            [str(value.dtype).removeprefix("torch.") for value in weights.values()],
+            [list(value.shape) for value in weights.values()],
+            bucket_bytes,
+        )
+
+    def message(self) -> dict[str, Any]:
+        """The arguments of the class, as JSON can carry them."""
+        return {
+            "names": list(self.places),
+            "dtype_names": [str(p.dtype).removeprefix("torch.") for p in self.places.values()],
+            "shapes": [list(place.shape) for place in self.places.values()],
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+    def buckets(self) -> Iterator[list[str]]:
+        """Names of the tensors that are sent together, in order."""
+        bucket: list[str] = []
+        for name, place in self.places.items():
+            if bucket and place.end - self.places[bucket[0]].start > self.bucket_bytes:
+                yield bucket
+                bucket = []
+            bucket.append(name)
+        if bucket:
+            yield bucket
+
+    def slice_of(self, bucket: Sequence[str]) -> slice:
+        """The bytes of a bucket."""
+        return slice(self.places[bucket[0]].start, self.places[bucket[-1]].end)
+
+    def fill(self, buffer: Tensor, bucket: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
+        """Copy a bucket's tensors next to each other.
+
+        Args:
+            buffer: uint8, at least as long as the bucket.
+            bucket: names.
+            weights: name to value, on any device.
+
+        Returns:
+            The part of the buffer that is the bucket.
+        """
+        first = self.places[bucket[0]].start
+        for name in bucket:
+            place = self.places[name]
+            target = buffer[place.start - first : place.end - first]
+            target.view(place.dtype).view(place.shape).copy_(weights[name], non_blocking=True)
+        return buffer[: self.places[bucket[-1]].end - first]
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors in the flat bytes, without a copy.
+
+        Args:
+            flat: uint8, ``[num_bytes]``.
+        """
+        return {
+            name: flat[place.start : place.end].view(place.dtype).view(place.shape)
+            for name, place in self.places.items()
+        }
+
+
+class _Place(NamedTuple):
+    start: int
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
