@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .vllm_runtime import VLLMNames
+from .weights import all_finite
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _check_tensor(name: str, value: object, shape: tuple[int, ...], dtype: torch
         raise TypeError(f"{who} is {value.dtype} on {value.device}; it must hold floating point.")
     if tuple(value.shape) != shape:
         raise ValueError(f"{who} has shape {tuple(value.shape)}; the engine's has {shape}.")
-    if not bool(torch.isfinite(value.detach().to(dtype)).all()):
+    if not all_finite(value.detach().to(dtype)):
         raise ValueError(
             f"{who} holds values that are not finite in {dtype}. Did training diverge?"
         )

@@ -14,6 +14,7 @@ from collectors import InProcessUpdater, LLMCollector
 from collectors.weight_update import gathered_state_dict, vLLMUpdater
 from torchrl_envs import ChatEnv, DataLoadingPrimer, PolicyVersion, StepCounter
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.weights import all_finite
 
 NORM = "model.norm.weight"
 
@@ -234,3 +235,13 @@ def test_an_update_names_its_weights_once(policy, make_tiny_model):
         with pytest.raises(TypeError, match="takes a model or a state dict"):
             collector.update_policy_weights_(**arguments)
     collector.shutdown()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_tensor_is_finite_where_isfinite_says_so(dtype):
+    largest = torch.finfo(dtype).max
+    for value in (1.0, largest, -largest, torch.nan, torch.inf, -torch.inf):
+        tensor = torch.full((7, 33), largest / 2, dtype=dtype)  # their sum overflows
+        tensor[3, 5] = value
+        assert all_finite(tensor) == bool(torch.isfinite(tensor).all()), value
+    assert all_finite(torch.empty(0, dtype=dtype))
