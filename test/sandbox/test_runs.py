@@ -1,11 +1,13 @@
 """What a run gives back: output, end, and what of it is cut."""
 
 import os
+import stat
 import subprocess
 import sys
 import sysconfig
 import textwrap
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
@@ -287,6 +289,22 @@ def test_root_in_a_user_namespace_of_its_own():
         assert "processes are limited" in said
     else:
         assert "stdout='42\\n'" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes rights from root")
+def test_root_without_the_right_to_make_namespaces():
+    """As in most containers: it is started as another user, who has to be able to read Python."""
+    code = """
+    from torchrl_envs.sandbox import Sandbox
+    print(Sandbox().run("import os; print(os.getuid(), 6 * 7)"))
+    """
+    said = _elsewhere(code, "setpriv", "--bounding-set=-sys_admin", PYTHONPATH=os.getcwd())
+    above = Path(os.path.realpath(sys.executable)).parents
+    if all(path.stat().st_mode & stat.S_IXOTH for path in above):
+        assert "stdout='65534 42\\n'" in said
+    else:
+        assert "can't be started as user 65534" in said
+        assert "Permission denied" in said
 
 
 @given(

@@ -11,7 +11,7 @@ from .inside.landlock import landlock_version
 from .limits import SandboxLimits
 from .sandbox import Sandbox
 from .self_check import CHECKS
-from .users import UNPRIVILEGED_USER, changes_user
+from .users import UNPRIVILEGED_USER, changes_user, starts_as
 
 
 def main() -> int:
@@ -44,7 +44,8 @@ def main() -> int:
 def _user() -> str:
     if os.geteuid() != 0:
         return f"user {os.geteuid()}"
-    return f"root; code runs as user {UNPRIVILEGED_USER}" if changes_user() else "root"
+    changes = changes_user() or starts_as() is not None
+    return f"root; code runs as user {UNPRIVILEGED_USER}" if changes else "root"
 
 
 def _limit_rows(limits: SandboxLimits) -> list[tuple[str, str, str]]:

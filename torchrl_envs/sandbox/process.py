@@ -10,6 +10,7 @@ from typing import Any, Final
 from .capped_output import CappedOutput
 from .inside.frames import pack
 from .interpreter import program
+from .users import starts_as
 
 _READ_BYTES: Final = 1 << 16
 _GRACE_S: Final = 2.0
@@ -53,6 +54,7 @@ class SandboxProcess:
                 env=_ENVIRONMENT,
                 pass_fds=(inside,),
                 start_new_session=True,
+                **_as_user(starts_as()),
                 cwd="/",
             )
         except BaseException:
@@ -173,3 +175,7 @@ class SandboxProcess:
     def _take_status(self, data: bytes) -> None:
         *lines, self._line = (self._line + data)[-_MAX_LINE_BYTES:].split(b"\n")
         self._reports += [line.decode("ascii", errors="replace") for line in lines]
+
+
+def _as_user(user: int | None) -> dict[str, Any]:
+    return {} if user is None else {"user": user, "group": user, "extra_groups": []}

@@ -17,7 +17,7 @@ from .process import SandboxProcess
 from .result import Isolation, SandboxResult
 from .self_check import TRIAL_LIMITS, failing_checks
 from .syscall_filter import syscall_filter
-from .users import UNPRIVILEGED_USER, changes_user
+from .users import UNPRIVILEGED_USER, changes_user, user_name
 
 _CHOICES: Final[tuple[Isolation, ...]] = ("bubblewrap", "landlock")
 _START_S: Final = 20.0
@@ -120,16 +120,20 @@ class Sandbox:
         return {"code": code, "timeout_s": timeout_s}
 
     def start(self, *, persistent: bool, timeout_s: float | None = None) -> SandboxProcess:
-        """Start an interpreter that waits for a program."""
+        """Start an interpreter that waits for a program.
+
+        Raises:
+            SandboxStartError: its command can't be run.
+        """
         command = self.interpreter.command()
         if self.isolation == "bubblewrap":
             wrap = bubblewrap_command(self.interpreter, dies_with_parent=not persistent)
             command = [*wrap, *command]
-        return SandboxProcess(
-            command,
-            self._config(persistent, timeout_s),
-            max_output_bytes=self.limits.max_output_bytes,
-        )
+        config = self._config(persistent, timeout_s)
+        try:
+            return SandboxProcess(command, config, max_output_bytes=self.limits.max_output_bytes)
+        except OSError as error:
+            raise SandboxStartError(f"it can't be started as {user_name()}: {error}") from error
 
     def result(
         self,
