@@ -129,6 +129,11 @@ BLOCKED = {
         expect_blocked(lambda: os.chroot("/tmp"))
         expect_blocked(lambda: libc_call("mount", b"x", b"/tmp", b"tmpfs", 0, None))
         expect_blocked(lambda: libc_call("umount2", b"/tmp", 2))""",
+    "A11 rights that were left": """
+        with open("/proc/self/status") as file:
+            held = dict(line.split(":", 1) for line in file)
+        none = {int(held[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {0}
+        print("blocked" if none and int(held["NoNewPrivs"]) == 1 else "ESCAPED")""",
     "A11 devices and kernel interfaces": """
         expect_blocked(lambda: os.mknod("/tmp/disk", 0o60666, os.makedev(8, 0)))
         expect_blocked(lambda: open("/proc/sys/kernel/core_pattern", "w"))
