@@ -3,7 +3,7 @@
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from jsonschema import Draft202012Validator
@@ -37,6 +37,10 @@ class Tool(NamedTuple):
     """JSON schema in the format that chat templates show."""
     validator: Validator
     """Checks the arguments of a call."""
+    plain_types: Mapping[str, type]
+    """The arguments of which the schema says no more than their type, where that is a scalar."""
+    required: frozenset[str]
+    """The arguments that a call must have."""
 
     def typed(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments from their text, as the schema says; for formats that do not quote them."""
@@ -49,6 +53,12 @@ class Tool(NamedTuple):
 
     def argument_error(self, arguments: dict[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, or ``None``."""
+        # Most calls are right, which is soon seen; the validator is asked about the others.
+        types = self.plain_types
+        if self.required <= arguments.keys() and all(
+            type(value) is types.get(name) for name, value in arguments.items()
+        ):
+            return None
         try:
             error = best_match(self.validator.iter_errors(arguments))
         except (Unresolvable, RecursionError) as unresolved:
@@ -189,7 +199,29 @@ def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
         checked = {"additionalProperties": False, **checked}
     Draft202012Validator.check_schema(checked)
     # A registry of its own, so that a reference to somewhere else is never fetched.
-    return Tool(function["name"], schema, Draft202012Validator(checked, registry=Registry()))
+    validator = Draft202012Validator(checked, registry=Registry())
+    return Tool(function["name"], schema, validator, *_plain(checked))
+
+
+_SCALARS: Final = {"string": str, "integer": int, "number": float, "boolean": bool}
+_SAYS_NO_MORE: Final = frozenset({"type", "description", "title", "default"})
+
+
+def _plain(parameters: Mapping[str, Any]) -> tuple[dict[str, type], frozenset[str]]:
+    """What of a schema is no more than types of scalars, and which arguments it requires."""
+    simple = {"type", "properties", "required", "additionalProperties", "title", "description"}
+    if parameters.get("type") != "object" or not parameters.keys() <= simple:
+        # Something else may forbid what the types allow: an argument that no value has.
+        return {}, frozenset([""])
+    plain = {
+        name: _SCALARS[schema["type"]]
+        for name, schema in parameters.get("properties", {}).items()
+        if isinstance(schema, dict)
+        and schema.keys() <= _SAYS_NO_MORE
+        and isinstance(schema.get("type"), str)
+        and schema["type"] in _SCALARS
+    }
+    return plain, frozenset(parameters.get("required", ()))
 
 
 def _with_null(parameters: dict[str, Any]) -> dict[str, Any]:

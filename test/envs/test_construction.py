@@ -3,6 +3,8 @@
 import datasets
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
@@ -16,6 +18,7 @@ from torchrl_envs import (
     FunctionTools,
     RewardFunctions,
 )
+from torchrl_envs.tool_schemas import schema_tool
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(4)]
 
@@ -313,3 +316,39 @@ def test_functions_by_another_name_and_methods_of_an_object():
     assert list(tools.tools_of(0)) == ["load", "f"]
     assert tools.tools["load"].schema["function"]["name"] == "load"
     assert tools.tool_names() == {"load": "FunctionTools", "f": "FunctionTools"}
+
+
+SCHEMAS = st.fixed_dictionaries(
+    {"type": st.just("object")},
+    optional={
+        "properties": st.dictionaries(
+            st.sampled_from(["a", "b"]),
+            st.sampled_from(
+                [
+                    {"type": "integer"},
+                    {"type": "string", "description": "d"},
+                    {"type": "number"},
+                    {"type": "boolean", "title": "t"},
+                    {"type": "string", "enum": ["x"]},
+                    {"type": ["integer", "null"]},
+                    {"type": "integer", "nullable": True},
+                    {"minimum": 3},
+                    {},
+                ]
+            ),
+        ),
+        "required": st.lists(st.sampled_from(["a", "b", ""]), max_size=2, unique=True),
+        "minProperties": st.just(1),
+        "not": st.just({"required": ["a"]}),
+    },
+)
+VALUES = st.sampled_from([1, 2.5, 1.0, True, "x", "y", None, []])
+
+
+@settings(max_examples=300, deadline=None)
+@given(SCHEMAS, st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES))
+def test_what_is_soon_seen_to_be_right_is_right(schema, arguments):
+    function = {"name": "f", "description": "", "parameters": schema}
+    tool = schema_tool({"type": "function", "function": function})
+    valid = not list(tool.validator.iter_errors(arguments))
+    assert (tool.argument_error(arguments) is None) == valid
