@@ -90,10 +90,13 @@ class ScriptedEngine:
         self.served: list[tuple[tuple[int, ...], Generation]] = []
 
     def generate(self, prompts, params, *, max_new_tokens=None):
-        del max_new_tokens
-        return [self._say(tuple(prompt), params) for prompt in prompts]
+        budgets = max_new_tokens or [params.max_new_tokens] * len(prompts)
+        return [
+            self._say(tuple(prompt), params, budget)
+            for prompt, budget in zip(prompts, budgets, strict=True)
+        ]
 
-    def _say(self, prompt, params):
+    def _say(self, prompt, params, budget):
         text = self.tokenizer.decode(list(prompt))
         before = {
             prompt[:n]
@@ -104,6 +107,8 @@ class ScriptedEngine:
         turn = turns[min(len(before), len(turns) - 1)]
         if isinstance(turn, str):
             turn = self.tokenizer.encode(turn + END, add_special_tokens=False)
+        if budget < params.max_new_tokens:  # a limit of the environment's
+            turn = turn[:budget]
         log_probs = [-0.01 * (i + 1) for i in range(len(turn))]
         if self.model is not None:
             log_probs = reference_log_probs(self.model, [*prompt, *turn])[len(prompt) :].tolist()

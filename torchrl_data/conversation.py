@@ -272,6 +272,11 @@ class Conversations:
         """Tokens of a row."""
         return self._positions[row].num_tokens
 
+    def num_tokens_before_policy(self, row: int) -> int:
+        """Tokens of a row before the first one that the policy sampled; all, if it has none."""
+        first = self._records[row].sources.find(bytes([Source.MODEL]), 0, self.num_tokens(row))
+        return self.num_tokens(row) if first < 0 else first
+
     def ids(self, row: int) -> list[int]:
         """Token ids of a row."""
         return self._records[row].ids[: self._positions[row].num_tokens].tolist()
@@ -328,6 +333,22 @@ class Conversations:
                 records[i] = record = self._writable(i)
                 record.messages.extend(messages)
                 positions[i] = positions[i]._replace(num_messages=len(record.messages))
+        return type(self)(records, positions)
+
+    def replace_waiting(self, rows: Sequence[Sequence[Message] | None]) -> Self:
+        """A snapshot with other messages in place of those that have no tokens yet.
+
+        Args:
+            rows: the messages per row; ``None`` leaves the row.
+        """
+        records, positions = list(self._records), list(self._positions)
+        for i, messages in enumerate(rows):
+            if messages is not None:
+                position = positions[i]
+                record = records[i].copy_prefix(position.num_tokens, position.num_encoded)
+                record.messages.extend(messages)
+                records[i] = record
+                positions[i] = position._replace(num_messages=len(record.messages))
         return type(self)(records, positions)
 
     def append_encoded(self, encoded: Sequence[EncodedMessages | None]) -> Self:

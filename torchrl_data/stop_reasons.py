@@ -38,6 +38,8 @@ STOP_REASONS: Final = (
     NO_DATA,
 )
 """All of them."""
+CUT_REASONS: Final = frozenset({RESPONSE_LENGTH, TOKEN_BUDGET, CONTEXT_LENGTH})
+"""Of episodes in which a limit of tokens cut a turn or left none."""
 
 
 def kind_of(reason: str) -> str:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter
 
     from .chat_env import ChatEnv
+    from .dataset_chat_env import DatasetChatEnv
     from .episode_env import EpisodeEnv
     from .episode_lost import EpisodeLostError
     from .graders.math_verify_reward import MathVerifyReward
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .transforms.policy_version import PolicyVersion
     from .transforms.python_interpreter import PythonInterpreter
     from .transforms.reward_functions import RewardFunctions
+    from .transforms.token_budget import TokenBudget
     from .transforms.tool_source import Answer, Job, ToolSource
 
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "CountdownEnv": "torchrl_envs.tasks.countdown",
     "CountdownRewardParser": "torchrl_envs.tasks.countdown",
     "DataExhaustedError": "torchrl_envs.transforms.data_loading",
+    "DatasetChatEnv": "torchrl_envs.dataset_chat_env",
     "DataLoadingPrimer": "torchrl_envs.transforms.data_loading",
     "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
     "EpisodeEnv": "torchrl_envs.episode_env",
@@ -68,6 +71,7 @@ _HOMES = {
     "SandboxResult": "torchrl_envs.sandbox",
     "SandboxSession": "torchrl_envs.sandbox",
     "StepCounter": "torchrl.envs.transforms",
+    "TokenBudget": "torchrl_envs.transforms.token_budget",
     "TooManyRewardErrors": "torchrl_envs.reward_error_limit",
     "ToolSource": "torchrl_envs.transforms.tool_source",
     "make_gsm8k_env": "torchrl_envs.tasks.gsm8k",
@@ -84,6 +88,7 @@ __all__ = [
     "CountdownRewardParser",
     "DataExhaustedError",
     "DataLoadingPrimer",
+    "DatasetChatEnv",
     "EnvironmentTools",
     "EpisodeEnv",
     "EpisodeLostError",
@@ -112,6 +117,7 @@ __all__ = [
     "SandboxResult",
     "SandboxSession",
     "StepCounter",
+    "TokenBudget",
     "TooManyRewardErrors",
     "ToolSource",
     "make_gsm8k_env",

@@ -25,10 +25,10 @@ from torchrl_data.loop_state import active_rows, read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.stop_reasons import (
     ANSWERED,
+    CUT_REASONS,
     ENVIRONMENT_ERROR,
     ERROR,
     MAX_STEPS,
-    NO_DATA,
     RESPONSE_LENGTH,
     kind_of,
 )
@@ -147,10 +147,14 @@ class EpisodeEnv(TransformedEnv):
         except BaseException:
             self.release_episodes(rows)
             raise
+        reset = _one_dimension(reset)
         reasons = read_row_values(batch, STOP_REASON)
         write_row_values(reset, STOP_REASON, reasons)
-        _limit_turns(reset, [row for row in rows if reasons[row]])
-        return reset
+        began = [row for row in rows if not reasons[row]]
+        self._limit_turns(batch, reset, began)
+        reasons = read_row_values(reset, STOP_REASON)
+        _no_turn(reset, [row for row in rows if reasons[row]])
+        return _in_shape(reset, self.batch_size)
 
     def _begin(self, batch: TensorDictBase, rows: Sequence[int], **kwargs: Any) -> TensorDictBase:
         for transform in self.episode_transforms():
@@ -174,9 +178,12 @@ class EpisodeEnv(TransformedEnv):
         active = active_rows(tensordict)
         _keep_flags(tensordict, next_batch, ~active)
         began = [not reason for reason in read_row_values(tensordict, STOP_REASON, "")]
-        _limit_turns(next_batch)
         self._end_unanswered(next_batch, active)
-        _truncate(next_batch, active & ~torch.tensor(began))
+        part = active & torch.tensor(began)
+        self._limit_turns(tensordict, next_batch, part.nonzero().squeeze(-1).tolist())
+        over = [bool(reason) for reason in read_row_values(next_batch, STOP_REASON, "")]
+        over = torch.tensor(over) & ~next_batch.get(DONE).view(-1)
+        _truncate(next_batch, active & (over | ~torch.tensor(began)))
         finished = next_batch.get(DONE).view(-1) & active
         rows = finished.nonzero().squeeze(-1).tolist()
         self._write_stop_reasons(tensordict, next_batch, rows)
@@ -190,6 +197,13 @@ class EpisodeEnv(TransformedEnv):
             self.release_episodes(rows)
             limit = next(self.transforms_of(RewardErrorLimit), self._error_limit)
             limit.record(next_batch, rows)
+
+    def _limit_turns(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        next_batch.set(MAX_NEW_TOKENS, torch.full(next_batch.batch_size, NO_LIMIT))
+        for transform in self.episode_transforms():
+            transform.limit_turns(batch, next_batch, rows)
 
     def _score(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
@@ -210,7 +224,7 @@ class EpisodeEnv(TransformedEnv):
         reasons = read_row_values(next_batch, STOP_REASON)
         errors = read_row_values(next_batch, REWARD_ERRORS, "")
         for row in rows:
-            errors[row] = "" if kind_of(reasons[row]) == NO_DATA else reasons[row]
+            errors[row] = reasons[row] if kind_of(reasons[row]) == ENVIRONMENT_ERROR else ""
         write_row_values(next_batch, REWARD_ERRORS, errors)
 
     def release_episodes(self, rows: Sequence[int] | None = None) -> None:
@@ -239,7 +253,7 @@ class EpisodeEnv(TransformedEnv):
         for row in rows:
             reasons[row] = reasons[row] or held[row] or _stop_reason(finish[row], truncated[row])
         # A turn cut at its budget did not end by itself.
-        _truncate(next_batch, torch.tensor([reason == RESPONSE_LENGTH for reason in reasons]))
+        _truncate(next_batch, torch.tensor([reason in CUT_REASONS for reason in reasons]))
         write_row_values(next_batch, STOP_REASON, reasons)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
@@ -274,18 +288,11 @@ def _stop_reason(finish_reason: str, truncated: bool) -> str:
     return RESPONSE_LENGTH if finish_reason == "length" else ANSWERED
 
 
-def _limit_turns(batch: TensorDictBase, no_turn: Sequence[int] = ()) -> None:
-    """Write how long the next turns may be: nothing limits them if no transform said so.
-
-    Args:
-        batch: written to.
-        no_turn: rows in which the policy says nothing more.
-    """
-    if batch.get(MAX_NEW_TOKENS, None) is None:
-        batch.set(MAX_NEW_TOKENS, torch.full(batch.batch_size, NO_LIMIT))
-    if no_turn:
+def _no_turn(batch: TensorDictBase, rows: Sequence[int]) -> None:
+    """The policy says nothing in some rows, which end at the next step."""
+    if rows:
         budget = batch.get(MAX_NEW_TOKENS).clone()
-        budget.view(-1)[list(no_turn)] = 0
+        budget[list(rows)] = 0
         batch.set(MAX_NEW_TOKENS, budget)
 
 

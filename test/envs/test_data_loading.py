@@ -14,7 +14,13 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from torchrl_data.row_values import read_row_values
-from torchrl_envs import ChatEnv, DataExhaustedError, DataLoadingPrimer, RewardFunctions
+from torchrl_envs import (
+    ChatEnv,
+    DataExhaustedError,
+    DataLoadingPrimer,
+    DatasetChatEnv,
+    RewardFunctions,
+)
 from torchrl_envs.rows.frontier import Frontier
 from torchrl_envs.transforms.data_loading import IDS_PER_EPOCH
 
@@ -409,3 +415,38 @@ def test_the_frontier_loses_no_group_and_repeats_none(data):
         place += 1
     assert sorted(ended) == list(range(len(ended)))
     assert frontier.counts["ended"] == len(ended)
+
+
+# DatasetChatEnv -----------------------------------------------------------------------------------
+
+
+def renamed(rows):
+    return {"query": [row["prompt"] + "!" for row in rows], "n": [row["number"] for row in rows]}
+
+
+@pytest.mark.parametrize(
+    "collate_fn",
+    [renamed, lambda rows: {k: v[0] for k, v in renamed(rows).items()}, lambda rows: rows],
+    ids=["columns", "row", "list"],
+)
+def test_dataset_chat_env(on_disk, scripted, collate_fn):
+    class Brief(DatasetChatEnv):
+        SYSTEM_PROMPT = "Be brief."
+
+    env = Brief(
+        dataset=on_disk / "saved", num_envs=4, repeats=2, shuffle=False, collate_fn=collate_fn
+    )
+    env.append_transform(RewardFunctions([score]))
+    rows = LLMCollector(env, scripted(["done"], write_tokens=False)).collect().unbind(0)
+    assert [row["group_id"].item() for row in rows] == [0, 0, 1, 1]
+    messages = rows[2]["history", "full"].messages(0)
+    mark = "" if collate_fn(ROWS[:1]) == ROWS[:1] else "!"
+    assert [m["content"] for m in messages] == ["Be brief.", f"<1>{mark}", "done"]
+    with pytest.raises(ValueError, match="3 rows does not hold whole groups of 2"):
+        Brief(dataset=ROWS, num_envs=3, group_size=2)
+
+
+def test_dataset_chat_env_from_a_dataloader():
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=3)
+    env = DatasetChatEnv.from_dataloader(loader, batch_size=(4,), repeats=2)
+    assert [row["number"] for row in read_row_values(env.reset(), "row")] == [0, 0, 1, 1]

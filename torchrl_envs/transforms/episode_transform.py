@@ -34,9 +34,10 @@ class EpisodeTransform(Transform):
     3. the base environment resets, and the transforms' ``_reset`` runs;
     4. each step, the base environment steps, the jobs of all :class:`ToolSource` run, and the
        transforms' ``_step`` runs;
-    5. ``finish_episodes``: rows that are done are scored;
-    6. ``record_ends``: they are over, scored or not;
-    7. ``release_episodes``: what a row held is given back.
+    5. ``limit_turns``, also after a reset: the next turn is bounded, or is not to be;
+    6. ``finish_episodes``: rows that are done are scored;
+    7. ``record_ends``: they are over, scored or not;
+    8. ``release_episodes``: what a row held is given back.
     """
 
     @property
@@ -107,6 +108,18 @@ class EpisodeTransform(Transform):
             _log.warning("Row %d does not begin: %s failed", row, where, exc_info=error)
             reasons[row] = f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}"
         write_row_values(batch, STOP_REASON, reasons)
+
+    def limit_turns(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Bound the next turn of some rows, or end them.
+
+        Args:
+            batch: what a step or a reset started from.
+            next_batch: what came out. ``max_new_tokens`` bounds a turn; a ``stop_reason`` ends a
+                row, truncated (after a reset: at its first step, in which the policy says nothing).
+            rows: those that took part, whether done or not.
+        """
 
     def finish_episodes(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]

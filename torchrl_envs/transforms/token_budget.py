@@ -1,0 +1,188 @@
+"""A budget of tokens for a whole episode, known before each turn.
+
+Shape legend: B rows.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from tensordict import TensorDictBase
+
+from torchrl_data.conversation import Conversations, Message
+from torchrl_data.encoder import ConversationEncoder
+from torchrl_data.keys import (
+    DONE,
+    FINISH_REASON,
+    MAX_NEW_TOKENS,
+    PROMPT,
+    STOP_REASON,
+)
+from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.stop_reasons import CONTEXT_LENGTH, TOKEN_BUDGET
+
+from .episode_transform import EpisodeTransform
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode_env import EpisodeEnv
+
+CUT_MARK = "\n[... cut: out of tokens]"
+"""Ends an observation that was cut."""
+_MAX_CUTS = 8
+
+
+class TokenBudget(EpisodeTransform):
+    """Bounds an episode's tokens: the policy's turns and everything between them.
+
+    What counts is all that comes after the prompt: turns, tool results, other messages and what the
+    chat template writes around them. Before each turn the policy is told how many tokens are left
+    (``max_new_tokens``). Observations that would leave too little for a turn are cut, the longest
+    first, with a mark, before they enter the conversation; the environment has answered in full, so
+    its state is what the model is told about. When not even that leaves enough, the row ends,
+    truncated: ``stop_reason`` is ``"token_budget"``, or ``"context_length"`` where the model's
+    length was the bound. A prompt that is too long for the model ends its row before any turn, and
+    such a row has no reward.
+
+    Args:
+        max_tokens: of one episode, without its prompt; ``None`` for no bound but the model's.
+        max_model_len: most tokens of a row, prompt included: what the policy's engine takes.
+        min_turn_tokens: no turn begins with fewer tokens left.
+        encoder: spells conversations out as the policy does (``policy.encoder``); that of the
+            ``ChatEnv``, which then needs a tokenizer, when not given.
+
+    Raises:
+        ValueError: nothing is bounded, or a number is too small.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        *,
+        max_model_len: int | None = None,
+        min_turn_tokens: int = 16,
+        encoder: ConversationEncoder | None = None,
+    ) -> None:
+        super().__init__()
+        bounds = [bound for bound in (max_tokens, max_model_len) if bound is not None]
+        if not bounds or not 1 <= min_turn_tokens <= min(bounds):
+            raise ValueError(
+                "TokenBudget needs max_tokens or max_model_len, each at least min_turn_tokens, "
+                f"which is at least 1; got {max_tokens}, {max_model_len} and {min_turn_tokens}."
+            )
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
+        self.min_turn_tokens = min_turn_tokens
+        self.encoder: ConversationEncoder | None = encoder
+
+    def check(self, env: "EpisodeEnv") -> None:
+        """There must be something that counts tokens.
+
+        Raises:
+            ValueError: neither the transform has an encoder nor the environment a tokenizer.
+        """
+        if self.encoder is None:
+            if getattr(env.base_env, "tokenizer", None) is None:
+                raise ValueError(
+                    "TokenBudget counts tokens: give it encoder=policy.encoder, or tokenizer= to "
+                    "the ChatEnv."
+                )
+            self.encoder = cast(ConversationEncoder, env.base_env.encoder)
+
+    def limit_turns(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Write ``max_new_tokens``; cut what does not fit, and end rows that have nothing left."""
+        done = next_batch.get(DONE).view(-1).tolist()
+        prompt = read_conversations(next_batch, PROMPT, who=type(self).__name__)
+        running = [row for row in rows if not done[row]]
+        fitting = self._fit(prompt[running])
+        order = list(range(len(prompt)))
+        budgets = next_batch.get(MAX_NEW_TOKENS).clone()
+        ends: dict[int, str] = {}
+        for i, row in enumerate(running):
+            left, reason = self._left(fitting, i)
+            if left < self.min_turn_tokens:
+                ends[row] = reason
+            else:
+                order[row] = len(prompt) + i
+                budgets[row] = left
+        ends |= self._cut_turns(batch, prompt, [row for row in rows if done[row]])
+        write_conversations(next_batch, PROMPT, Conversations.cat([prompt, fitting])[order])
+        next_batch.set(MAX_NEW_TOKENS, budgets)
+        reasons = read_row_values(next_batch, STOP_REASON, "")
+        for row, reason in ends.items():
+            reasons[row] = reasons[row] or reason
+        write_row_values(next_batch, STOP_REASON, reasons)
+
+    def _left(self, conversations: Conversations, row: int) -> tuple[int, str]:
+        """Tokens that are left, and the reason to stop when there are none."""
+        total = conversations.num_tokens(row)
+        bounds = []
+        if self.max_tokens is not None:
+            spent = total - conversations.num_tokens_before_policy(row)
+            bounds.append((self.max_tokens - spent, TOKEN_BUDGET))
+        if self.max_model_len is not None:
+            bounds.append((self.max_model_len - total, CONTEXT_LENGTH))
+        return min(bounds)
+
+    def _cut_turns(
+        self, batch: TensorDictBase, final: Conversations, rows: Sequence[int]
+    ) -> dict[int, str]:
+        """Rows that are done because their turn was cut at the budget."""
+        finish = read_row_values(batch, FINISH_REASON, "")
+        left = {row: self._left(final, row) for row in rows if finish[row] == "length"}
+        return {row: reason for row, (tokens, reason) in left.items() if tokens <= 0}
+
+    # What does not fit --------------------------------------------------------------------------
+
+    def _fit(self, waiting: Conversations) -> Conversations:
+        """The conversations encoded, with what waited in them cut so that a turn fits."""
+        assert self.encoder is not None
+        encoded = self.encoder.encode_waiting(waiting)
+        for row in range(len(waiting)):
+            left = self._left(encoded, row)[0]
+            # An opening is the prompt's business, not an observation's.
+            if left < self.min_turn_tokens and waiting.position(row).num_encoded:
+                cut = self._cut_observations(waiting[row], self.min_turn_tokens - left)
+                order = list(range(len(encoded)))
+                order[row] = len(encoded)
+                encoded = Conversations.cat([encoded, cut])[order]
+        return encoded
+
+    def _cut_observations(self, waiting: Conversations, excess: int) -> Conversations:
+        """One conversation, encoded, whose new messages are cut by at least so many tokens."""
+        assert self.encoder is not None
+        messages = waiting.waiting_messages(0)
+        contents = [m["content"] if isinstance(m["content"], str) else "" for m in messages]
+        ids = self.encoder.guard.encode_texts(contents)
+        encoded = waiting
+        for _ in range(_MAX_CUTS):
+            cap = _cap([len(row) for row in ids], excess)
+            shorter = [self._cut(m, row, cap) for m, row in zip(messages, ids, strict=True)]
+            encoded = self.encoder.encode_waiting(waiting.replace_waiting([shorter]))
+            missing = self.min_turn_tokens - self._left(encoded, 0)[0]
+            if missing <= 0 or cap == 0:
+                break
+            excess += missing
+        return encoded
+
+    def _cut(self, message: Message, ids: Sequence[int], cap: int) -> Message:
+        assert self.encoder is not None
+        if len(ids) <= cap:
+            return message
+        # Half a character at the cut is dropped.
+        kept = self.encoder.decode([list(ids[:cap])])[0].rstrip("\ufffd")
+        return {**message, "content": kept + CUT_MARK}
+
+
+def _cap(lengths: Sequence[int], excess: int) -> int:
+    """The longest that a text may be, so that all of them lose so many tokens in total."""
+    wanted = max(0, sum(lengths) - excess)
+    low, high = 0, max(lengths, default=0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(min(length, middle) for length in lengths) <= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    return low
