@@ -56,6 +56,11 @@ class SamplingParameters:
         """Whether top-k, top-p or min-p leave tokens out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
+    @property
+    def is_own_softmax(self) -> bool:
+        """Whether the log-probs that are reported are those of the model's own softmax."""
+        return self.temperature in (0.0, 1.0) and not self.truncates
+
     @classmethod
     def from_kwargs(cls, kwargs: dict[str, Any]) -> "SamplingParameters":
         """Read a ``generate_kwargs`` dictionary, vLLM's ``max_tokens`` included.

@@ -191,20 +191,17 @@ class VLLMEngine:
                         rows[self.submit(prompt, params, budget)] = index
                     except ValueError as error:
                         results[index] = Generation([], [], "error", str(error))
-                self._run(rows, results, untempered=params.untempered_log_probs)
+                self._run(rows, results)
             except BaseException:
                 self._llm.llm_engine.abort_request(list(rows))
                 raise
         return [result for result in results if result is not None]
 
-    def _run(
-        self, rows: dict[str, int], results: list[Generation | None], *, untempered: bool
-    ) -> None:
+    def _run(self, rows: dict[str, int], results: list[Generation | None]) -> None:
         while rows:
             for output in self._llm.llm_engine.step():
                 if output.finished:
-                    generation = read_output(output, untempered=untempered)
-                    results[rows.pop(output.request_id)] = generation
+                    results[rows.pop(output.request_id)] = read_output(output)
 
     def submit(
         self,

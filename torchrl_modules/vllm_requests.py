@@ -90,9 +90,9 @@ def check_reported(params: SamplingParameters) -> None:
         ValueError: the entropy is asked for, or the untempered log-probs of a distribution that is
             tempered or truncated.
     """
-    tempered = params.temperature not in (0.0, 1.0) or params.truncates
     missing = ["entropy"] if params.entropy else []
-    missing += ["untempered_log_probs"] if params.untempered_log_probs and tempered else []
+    if params.untempered_log_probs and not params.is_own_softmax:
+        missing.append("untempered_log_probs")
     if missing:
         raise ValueError(
             f"vLLM can't report {missing} with {params}: it gives one log-prob a token, of the "
@@ -101,12 +101,11 @@ def check_reported(params: SamplingParameters) -> None:
         )
 
 
-def read_output(output: Any, *, untempered: bool = False) -> Generation:
+def read_output(output: Any) -> Generation:
     """Read a request's output, or what is new in it.
 
     Args:
         output: vLLM's ``RequestOutput``.
-        untempered: the log-probs are also those of the model's own softmax; say so.
 
     Returns:
         Tokens, log-probs and, once it is finished, why; the reason is empty before.
@@ -119,4 +118,4 @@ def read_output(output: Any, *, untempered: bool = False) -> Generation:
     if reason not in ("", "stop", "length", "abort"):
         error = f"vLLM ended the request: {reason} {completion.stop_reason}."
         reason = "error"
-    return Generation(ids, log_probs, reason, error, log_probs if untempered else ())
+    return Generation(ids, log_probs, reason, error)

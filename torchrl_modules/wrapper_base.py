@@ -222,7 +222,10 @@ class LLMWrapperBase(TensorDictModuleBase):
     def _figures(self, generations: Sequence[Generation]) -> dict[str, list[Sequence[float]]]:
         figures: dict[str, list[Sequence[float]]] = {}
         if self.sampling.untempered_log_probs:
-            figures[UNTEMPERED_LOG_PROBS] = [g.untempered_log_probs for g in generations]
+            same = self.sampling.is_own_softmax
+            figures[UNTEMPERED_LOG_PROBS] = [
+                g.log_probs if same else g.untempered_log_probs for g in generations
+            ]
         if self.sampling.entropy:
             figures[ENTROPY] = [g.entropies for g in generations]
         return figures
