@@ -3,6 +3,7 @@
 import threading
 import time
 
+import peft
 import pytest
 import torch
 from tensordict import TensorDict
@@ -171,3 +172,18 @@ def test_a_turn_that_spans_two_versions_says_so_token_by_token(
         assert versions[mask].unique_consecutive().tolist() == [old, old + 1]
         for weights, version in ((model, old), (other_model, old + 1)):
             assert_from(weights, ids, row["log_probs", "full"], versions == version)
+
+
+def test_a_model_with_adapters_is_pushed_merged(chatml_tokenizer, vllm_engine, build_model):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    trained = peft.get_peft_model(build_model(0), config)
+    policy = vLLMWrapper(
+        vllm_engine, tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 12}
+    )
+    updater = vLLMUpdater(policy)
+    with pytest.raises(ValueError, match="holds adapters"):
+        updater.push(peft.get_peft_model_state_dict(trained))
+    assert updater.push(trained) == policy.policy_version
+    for row in policy(make_batch()).unbind(0):
+        mask = row["masks", "all_assistant_mask"]
+        assert_from(trained, row["tokens", "full"], row["log_probs", "full"], mask)
