@@ -123,6 +123,7 @@ def test_errors_of_the_environment_leave_the_session(servers):
 def test_a_refused_reset_leaves_nothing_to_step(servers):
     async def run():
         async with OpenEnvSession(f"{servers}/echo") as session:
+            await session.reset()
             with pytest.raises(OpenEnvServerError, match="reset was told to fail"):
                 await session.reset(fail=True)
             with pytest.raises(SessionNotResetError):
