@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
     from .sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
+    from .stacking import as_nested_tensor, as_padded_tensor
     from .tasks.countdown import CountdownEnv, CountdownRewardParser
     from .tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
     from .tasks.ifeval import IFEvalEnv, IFEvalScoreData, IfEvalScorer
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     from .transforms.policy_version import PolicyVersion
     from .transforms.python_interpreter import PythonInterpreter
     from .transforms.reward_functions import RewardFunctions
+    from .transforms.thinking_prompt import AddThinkingPrompt
     from .transforms.token_budget import TokenBudget
+    from .transforms.tokenizer import TemplateTransform, Tokenizer
     from .transforms.tool_source import Answer, Job, ToolSource
 
 _HOMES = {
+    "AddThinkingPrompt": "torchrl_envs.transforms.thinking_prompt",
     "Answer": "torchrl_envs.transforms.tool_source",
     "AnswerReward": "torchrl_envs.transforms.answer_reward",
     "BrowserTransform": "torchrl_envs.transforms.browser",
@@ -41,8 +45,8 @@ _HOMES = {
     "CountdownEnv": "torchrl_envs.tasks.countdown",
     "CountdownRewardParser": "torchrl_envs.tasks.countdown",
     "DataExhaustedError": "torchrl_envs.transforms.data_loading",
-    "DatasetChatEnv": "torchrl_envs.dataset_chat_env",
     "DataLoadingPrimer": "torchrl_envs.transforms.data_loading",
+    "DatasetChatEnv": "torchrl_envs.dataset_chat_env",
     "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
     "EpisodeEnv": "torchrl_envs.episode_env",
     "EpisodeLostError": "torchrl_envs.episode_lost",
@@ -71,15 +75,20 @@ _HOMES = {
     "SandboxResult": "torchrl_envs.sandbox",
     "SandboxSession": "torchrl_envs.sandbox",
     "StepCounter": "torchrl.envs.transforms",
+    "TemplateTransform": "torchrl_envs.transforms.tokenizer",
     "TokenBudget": "torchrl_envs.transforms.token_budget",
+    "Tokenizer": "torchrl_envs.transforms.tokenizer",
     "TooManyRewardErrors": "torchrl_envs.reward_error_limit",
     "ToolSource": "torchrl_envs.transforms.tool_source",
+    "as_nested_tensor": "torchrl_envs.stacking",
+    "as_padded_tensor": "torchrl_envs.stacking",
     "make_gsm8k_env": "torchrl_envs.tasks.gsm8k",
     "reward_metrics": "torchrl_envs.reward_logging",
     "row_reward": "torchrl_envs.reward_calls",
 }
 
 __all__ = [
+    "AddThinkingPrompt",
     "Answer",
     "AnswerReward",
     "BrowserTransform",
@@ -117,9 +126,13 @@ __all__ = [
     "SandboxResult",
     "SandboxSession",
     "StepCounter",
+    "TemplateTransform",
     "TokenBudget",
+    "Tokenizer",
     "TooManyRewardErrors",
     "ToolSource",
+    "as_nested_tensor",
+    "as_padded_tensor",
     "make_gsm8k_env",
     "reward_metrics",
     "row_reward",

@@ -109,7 +109,9 @@ class AnswerReward(EpisodeTransform, RewardSource):
         """Score the rows."""
         final = read_conversations(next_batch, PROMPT, who=self._get_name())
         data = read_row_values(batch, ROW)
-        found = [self._score(final.messages(i), final.first_response(i), data[i]) for i in rows]
+        found = [
+            self.score_messages(final.messages(i), final.first_response(i), data[i]) for i in rows
+        ]
         name = self._get_name()
         outcomes = [
             Outcome(error=p) if isinstance(p, Exception) else Outcome(p[REWARD]) for p in found
@@ -144,9 +146,19 @@ class AnswerReward(EpisodeTransform, RewardSource):
         del key
         return torch.tensor([[value]])
 
-    def _score(
+    def score_messages(
         self, messages: Sequence[Mapping[str, Any]], first: int, row: Mapping[str, Any] | None
     ) -> dict[str, Any] | Exception:
+        """Score a conversation.
+
+        Args:
+            messages: all of it.
+            first: how many came before the policy's first turn.
+            row: of the data.
+
+        Returns:
+            What :meth:`parts` gives, or the exception that it raised.
+        """
         query = message_text(messages[first - 1]) if first else ""
         # A row of data that can't be scored marks itself, never the batch.
         try:
@@ -178,7 +190,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
                 raise MissingEntryError(
                     f"{who} reads {ROW!r}, the row of the data, which is absent."
                 )
-            parts = self._score(full.messages(i), full.first_response(i), data)
+            parts = self.score_messages(full.messages(i), full.first_response(i), data)
             if isinstance(parts, Exception):
                 raise parts
             if parts[REWARD] is not None:
