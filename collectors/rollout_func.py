@@ -26,6 +26,7 @@ from torchrl_data.keys import (
 from torchrl_data.loop_state import write_conversations
 from torchrl_data.messages import Message
 from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.stop_reasons import ANSWERED, ROLLOUT_TRUNCATED
 from torchrl_envs.concurrent_calls import ConcurrentCalls, Outcome
 from torchrl_envs.reward_calls import RewardFunction
 from torchrl_envs.rewards import add_rewards, close_rewards
@@ -320,5 +321,5 @@ def _write_ends(batch: TensorDictBase, rollouts: Sequence[RolloutRow]) -> None:
     batch.set(TRUNCATED, truncated)
     batch.set(TERMINATED, ~truncated)
     batch.set(DONE, torch.ones_like(truncated))
-    reasons = ["truncated" if rollout.truncated else "answered" for rollout in rollouts]
+    reasons = [ROLLOUT_TRUNCATED if rollout.truncated else ANSWERED for rollout in rollouts]
     write_row_values(batch, STOP_REASON, reasons)

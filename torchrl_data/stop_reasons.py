@@ -23,6 +23,8 @@ ENVIRONMENT_ERROR: Final = "environment_error"
 unscorable."""
 ENVIRONMENT_DONE: Final = "environment_done"
 """The environment said that the episode is over: terminated."""
+ROLLOUT_TRUNCATED: Final = "truncated"
+"""A user's own rollout function says that it cut the rollout: truncated."""
 NO_DATA: Final = "no_data"
 """The data ended before this row of the batch: it is no trajectory, and nobody gets it."""
 
@@ -35,6 +37,7 @@ STOP_REASONS: Final = (
     ERROR,
     ENVIRONMENT_ERROR,
     ENVIRONMENT_DONE,
+    ROLLOUT_TRUNCATED,
     NO_DATA,
 )
 """All of them."""
