@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter
 
     from .chat_env import ChatEnv
+    from .conformance import EnvironmentRuleError, check_env
     from .dataset_chat_env import DatasetChatEnv
     from .episode_env import EpisodeEnv
     from .episode_lost import EpisodeLostError
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AddThinkingPrompt": "torchrl_envs.transforms.thinking_prompt",
+    "check_env": "torchrl_envs.conformance",
+    "EnvironmentRuleError": "torchrl_envs.conformance",
     "Answer": "torchrl_envs.transforms.tool_source",
     "AnswerReward": "torchrl_envs.transforms.answer_reward",
     "BrowserTransform": "torchrl_envs.transforms.browser",
@@ -98,6 +101,7 @@ __all__ = [
     "DataExhaustedError",
     "DataLoadingPrimer",
     "DatasetChatEnv",
+    "EnvironmentRuleError",
     "EnvironmentTools",
     "EpisodeEnv",
     "EpisodeLostError",
@@ -133,6 +137,7 @@ __all__ = [
     "ToolSource",
     "as_nested_tensor",
     "as_padded_tensor",
+    "check_env",
     "make_gsm8k_env",
     "reward_metrics",
     "row_reward",
