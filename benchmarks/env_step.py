@@ -1,0 +1,178 @@
+"""One batched step of a chat environment without tokenising: what the framework costs.
+
+    python benchmarks/env_step.py [--repeats 30] [--batch 64] [--without-peers]
+
+64 rows, with data, a turn counter and an environment whose tool answers at once; the policy's turn
+is handed in, so nothing is generated and nothing is tokenised. The peer is TorchRL's ``ChatEnv``
+with its data primer and step counter, without a tool. Both run interleaved in one process; that all
+rows go on, and that every call was answered, is checked first. Medians of CPU milliseconds, and the
+wall time of a step, for conversations of 1, 8 and 64 turns, and of a reset of the whole batch.
+"""
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, set_list_to_stack
+from torchrl.envs.transforms import Compose
+
+from torchrl_data.conversation import Conversations
+from torchrl_data.keys import FULL, PROMPT
+from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, StepCounter
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+GROUP = 8
+
+
+class Adder:
+    """A tool that costs nothing."""
+
+    def reset(self) -> None:
+        """Start."""
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        return a + b
+
+    def get_reward(self) -> float:
+        """Nothing to win."""
+        return 0.0
+
+
+def grown(prompt: Conversations, turns: int) -> Conversations:
+    """Conversations of so many turns more."""
+    for _ in range(turns):
+        call = [[{"role": "assistant", "content": CALL}, {"role": "tool", "content": "3"}]]
+        prompt = prompt.append_messages(call * len(prompt))
+    return prompt
+
+
+def ours(batch: int, turns: int, with_tool: bool) -> Callable[[], Any]:
+    rows = [{"prompt": f"question {i}"} for i in range(batch)]
+    parts = [DataLoadingPrimer(rows, group_size=GROUP), StepCounter(max_steps=10**6)]
+    parts.append(EnvironmentTools(Adder))
+    env = ChatEnv(batch_size=batch).append_transform(Compose(*parts))
+    start = env.reset()
+    turn = CALL if with_tool else "done"
+    prompt = grown(read_conversations(start, PROMPT, who="benchmark"), turns - 1)
+    full = prompt.append_messages([[{"role": "assistant", "content": turn}]] * batch)
+
+    def step() -> Any:
+        given = start.copy()
+        write_conversations(given, FULL, full)
+        return env.step(given)["next"]
+
+    after = step()
+    if with_tool:
+        assert not after["done"].any()
+        last = read_conversations(after, PROMPT, who="benchmark")
+        assert all(last.last_message(i)["content"] == "3" for i in range(batch))
+    step.reset = env.reset  # type: ignore[attr-defined]
+    step.close = env.close  # type: ignore[attr-defined]
+    return step
+
+
+def torchrl(batch: int, turns: int) -> Callable[[], Any]:
+    from torchrl.data.llm import History
+    from torchrl.envs.llm import ChatEnv as TheirChatEnv
+    from torchrl.envs.llm import DataLoadingPrimer as TheirPrimer
+
+    loader = torch.utils.data.DataLoader(
+        [{"query": f"question {i}"} for i in range(batch)],
+        batch_size=batch,
+        collate_fn=lambda rows: TensorDict(
+            {"query": [row["query"] for row in rows]}, batch_size=[len(rows)]
+        ),
+    )
+    env = TheirChatEnv(batch_size=(batch,), input_mode="history")
+    env = env.append_transform(TheirPrimer(loader, batch_size=(batch,)))
+    env = env.append_transform(StepCounter(max_steps=10**6))
+    start = env.reset()
+    chats = [
+        [{"role": "user", "content": f"question {i}"}]
+        + [{"role": "assistant", "content": CALL}, {"role": "tool", "content": "3"}] * (turns - 1)
+        + [{"role": "assistant", "content": CALL}]
+        for i in range(batch)
+    ]
+    full = History.from_chats(chats)
+
+    def step() -> Any:
+        given = start.copy()
+        given.set(("history", "full"), full)
+        return env.step(given)["next"]
+
+    assert len(step()["history"].prompt[0]) == len(chats[0])
+    return step
+
+
+def measured(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float]]:
+    """Median CPU and wall milliseconds of interleaved runs."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for repeat in range(repeats):
+        for name, run in runs.items():
+            if name == "torchrl" and repeat >= 3:
+                continue
+            count = 1 if name == "torchrl" else 10
+            cpu, wall = time.process_time(), time.perf_counter()
+            for _ in range(count):
+                run()
+            spent = time.process_time() - cpu, time.perf_counter() - wall
+            samples[name].append((spent[0] / count * 1e3, spent[1] / count * 1e3))
+    return {
+        name: (statistics.median(c for c, _ in rows), statistics.median(w for _, w in rows))
+        for name, rows in samples.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    set_list_to_stack(True).set()
+    torch.set_num_threads(1)
+    if options.profile:
+        step = ours(options.batch, 8, True)
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(50):
+            step()
+        profile.disable()
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
+        return
+    print(f"batch {options.batch}: turns | with a call, CPU ms (wall) | answered | torchrl")
+    flat = {}
+    for turns in (1, 8, 64):
+        runs = {
+            "ours": ours(options.batch, turns, True),
+            "answered": ours(options.batch, turns, False),
+        }
+        if not options.without_peers and turns < 64:
+            runs["torchrl"] = torchrl(options.batch, turns)
+        result = measured(runs, options.repeats)
+        flat[turns] = result["ours"][0]
+        shown = " | ".join(f"{cpu:8.2f} ({wall:8.2f})" for cpu, wall in result.values())
+        print(f"{turns:3d} | {shown}", flush=True)
+        if turns == 64:
+            reset = measured({"reset": runs["ours"].reset}, options.repeats)["reset"]  # type: ignore[attr-defined]
+            print(f"reset in groups of {GROUP}: {reset[0]:.2f} ms CPU, {reset[1]:.2f} ms")
+        for name in ("ours", "answered"):
+            runs[name].close()  # type: ignore[attr-defined]
+    print(f"64 turns / 1 turn: {flat[64] / flat[1]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
