@@ -2,8 +2,10 @@
 
     python benchmarks/env_step.py [--repeats 30] [--batch 64] [--without-peers]
 
-64 rows, with data, a turn counter and an environment whose tool answers at once; the policy's turn
-is handed in, so nothing is generated and nothing is tokenised. The peer is TorchRL's ``ChatEnv``
+64 rows, with data, a turn counter and an environment with a tool; the policy's turn is handed in,
+so nothing is generated and nothing is tokenised. ``no call``: every turn is read, none calls, and
+a user answers each. ``a call``: every row calls the tool, which answers at once. ``ends``: every
+row ends, is scored and closed. The peer is TorchRL's ``ChatEnv``
 with its data primer and step counter, without a tool. Both run interleaved in one process; that all
 rows go on, and that every call was answered, is checked first. Medians of CPU milliseconds, and the
 wall time of a step, for conversations of 1, 8 and 64 turns, and of a reset of the whole batch.
@@ -18,13 +20,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDict, set_list_to_stack
+from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.envs.transforms import Compose
 
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import FULL, PROMPT
 from torchrl_data.loop_state import read_conversations, write_conversations
-from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, StepCounter
+from torchrl_envs import (
+    ChatEnv,
+    DataLoadingPrimer,
+    EnvironmentTools,
+    EpisodeTransform,
+    StepCounter,
+)
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 GROUP = 8
@@ -50,6 +58,17 @@ class Adder:
         return 0.0
 
 
+class Asks(EpisodeTransform):
+    """A user who answers every turn that no tool has answered."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        del tensordict
+        prompt = read_conversations(next_tensordict, PROMPT, who="benchmark")
+        answer = [{"role": "user", "content": "go on"}]
+        write_conversations(next_tensordict, PROMPT, prompt.append_messages([answer] * len(prompt)))
+        return next_tensordict
+
+
 def grown(prompt: Conversations, turns: int) -> Conversations:
     """Conversations of so many turns more."""
     for _ in range(turns):
@@ -58,26 +77,33 @@ def grown(prompt: Conversations, turns: int) -> Conversations:
     return prompt
 
 
-def ours(batch: int, turns: int, with_tool: bool) -> Callable[[], Any]:
+def ours(batch: int, turns: int, what: str) -> Callable[[], Any]:
     rows = [{"prompt": f"question {i}"} for i in range(batch)]
     parts = [DataLoadingPrimer(rows, group_size=GROUP), StepCounter(max_steps=10**6)]
     parts.append(EnvironmentTools(Adder))
+    if what == "no call":
+        parts.append(Asks())
     env = ChatEnv(batch_size=batch).append_transform(Compose(*parts))
     start = env.reset()
-    turn = CALL if with_tool else "done"
+    turn = CALL if what == "a call" else "done"
     prompt = grown(read_conversations(start, PROMPT, who="benchmark"), turns - 1)
     full = prompt.append_messages([[{"role": "assistant", "content": turn}]] * batch)
 
+    lengths = [len(full.messages(i)) for i in range(batch)]
+
     def step() -> Any:
+        # The end of the records again, as in a loop, so that nothing is copied.
+        for record, length in zip(full._records, lengths, strict=True):
+            del record.messages[length:]
         given = start.copy()
         write_conversations(given, FULL, full)
         return env.step(given)["next"]
 
     after = step()
-    if with_tool:
-        assert not after["done"].any()
-        last = read_conversations(after, PROMPT, who="benchmark")
-        assert all(last.last_message(i)["content"] == "3" for i in range(batch))
+    assert bool(after["done"].all() if what == "ends" else not after["done"].any())
+    last = read_conversations(after, PROMPT, who="benchmark")
+    answer = {"a call": "3", "no call": "go on", "ends": "done"}[what]
+    assert all(last.last_message(i)["content"] == answer for i in range(batch))
     step.reset = env.reset  # type: ignore[attr-defined]
     step.close = env.close  # type: ignore[attr-defined]
     return step
@@ -145,7 +171,7 @@ def main() -> None:
     set_list_to_stack(True).set()
     torch.set_num_threads(1)
     if options.profile:
-        step = ours(options.batch, 8, True)
+        step = ours(options.batch, 8, "no call")
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(50):
@@ -153,24 +179,22 @@ def main() -> None:
         profile.disable()
         pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
         return
-    print(f"batch {options.batch}: turns | with a call, CPU ms (wall) | answered | torchrl")
+    print(f"batch {options.batch}, CPU ms (wall ms): turns | no call | a call | ends | torchrl")
     flat = {}
     for turns in (1, 8, 64):
-        runs = {
-            "ours": ours(options.batch, turns, True),
-            "answered": ours(options.batch, turns, False),
-        }
+        cases = ("no call", "a call", "ends")
+        runs = {what: ours(options.batch, turns, what) for what in cases}
         if not options.without_peers and turns < 64:
             runs["torchrl"] = torchrl(options.batch, turns)
         result = measured(runs, options.repeats)
-        flat[turns] = result["ours"][0]
+        flat[turns] = result["no call"][0]
         shown = " | ".join(f"{cpu:8.2f} ({wall:8.2f})" for cpu, wall in result.values())
         print(f"{turns:3d} | {shown}", flush=True)
         if turns == 64:
-            reset = measured({"reset": runs["ours"].reset}, options.repeats)["reset"]  # type: ignore[attr-defined]
+            reset = measured({"reset": runs["ends"].reset}, options.repeats)["reset"]  # type: ignore[attr-defined]
             print(f"reset in groups of {GROUP}: {reset[0]:.2f} ms CPU, {reset[1]:.2f} ms")
-        for name in ("ours", "answered"):
-            runs[name].close()  # type: ignore[attr-defined]
+        for what in cases:
+            runs[what].close()  # type: ignore[attr-defined]
     print(f"64 turns / 1 turn: {flat[64] / flat[1]:.2f}")
 
 
