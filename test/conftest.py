@@ -167,6 +167,25 @@ def play():
     return run
 
 
+def own_children(*, recursive=True):
+    """The child processes of this one, but for the helper that Python keeps to its end."""
+    children = []
+    for child in psutil.Process().children(recursive=recursive):
+        try:
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                children.append(child)
+        except psutil.ZombieProcess:
+            children.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return children
+
+
+@pytest.fixture(name="own_children")
+def own_children_fixture():
+    return own_children
+
+
 class _Held(NamedTuple):
     """What a process holds: children, threads and open files."""
 
@@ -180,8 +199,7 @@ class _Held(NamedTuple):
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
                 files[number] = os.readlink(f"/proc/self/fd/{number}")
-        children = {child.pid for child in psutil.Process().children(recursive=True)}
-        return cls(children, set(threading.enumerate()), files)
+        return cls({child.pid for child in own_children()}, set(threading.enumerate()), files)
 
     def more_than(self, before):
         """What is held now and was not before, in words."""

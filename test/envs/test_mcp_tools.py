@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from torchrl.envs.transforms import Compose
 
@@ -124,14 +123,13 @@ def test_calls_of_all_rows_overlap_on_one_session(make_env, scripted, call_text)
 
 @pytest.mark.parametrize(("session", "expected"), [("shared", [1, 2, 3, 4]), ("row", [1, 1, 2, 2])])
 def test_one_session_for_all_rows_or_one_for_each(
-    make_env, scripted, call_text, play, session, expected
+    make_env, scripted, call_text, play, own_children, session, expected
 ):
     env = make_env({"test": STDIO}, size=2, session=session)
     ends = play(env, scripted([call_text("count"), call_text("count"), "done"]))
     counts = [int(text) for row in range(2) for text in answers(ends[row], row)]
     assert sorted(counts) == expected
-    children = psutil.Process().children(recursive=True)
-    assert len(children) == (1 if session == "shared" else 0), "a row's server ends with it"
+    assert len(own_children()) == (1 if session == "shared" else 0), "a row's server ends with it"
 
 
 def test_a_row_whose_server_can_not_be_started_ends_alone(make_env, scripted, call_text, tmp_path):
@@ -215,10 +213,10 @@ def test_T10_mcp_server_dies_in_a_call_and_comes_back(make_env, scripted, call_t
     assert again == "2"
 
 
-def test_T10_mcp_server_is_killed_between_calls(make_env, scripted, call_text, play):
+def test_T10_mcp_server_is_killed_between_calls(make_env, scripted, call_text, play, own_children):
     env = make_env({"test": STDIO}, timeout_s=20.0)
     batch = scripted([call_text("add", a=1)])(env.reset())
-    for child in psutil.Process().children():
+    for child in own_children():
         child.kill()
         child.wait()
     assert "was lost" in answers(env.step(batch)["next"])[0]
@@ -226,14 +224,16 @@ def test_T10_mcp_server_is_killed_between_calls(make_env, scripted, call_text, p
     assert answers(end) == ["2"]
 
 
-def test_T10_mcp_server_that_always_dies_is_given_up(make_env, scripted, call_text, play):
+def test_T10_mcp_server_that_always_dies_is_given_up(
+    make_env, scripted, call_text, play, own_children
+):
     env = make_env({"test": STDIO}, timeout_s=20.0)
     (end,) = play(env, scripted([call_text("die")] * 4 + ["done"]))
     *died, given_up = answers(end)
     assert len(died) == 3
     assert all("was lost" in text for text in died)
     assert "3 times in a row; it is not started again" in given_up
-    assert psutil.Process().children(recursive=True) == []
+    assert own_children() == []
 
 
 def test_T10_mcp_server_changes_its_tools(make_env, scripted, call_text, play):

@@ -3,7 +3,6 @@
 import pickle
 import time
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,7 +148,7 @@ def test_a_block_that_is_not_closed_is_answered_and_not_run(scripted, play):
     env.close()
 
 
-def test_variables_live_for_one_episode_and_one_row(scripted, play):
+def test_variables_live_for_one_episode_and_one_row(scripted, play, own_children):
     env = make_env(PythonInterpreter(persistent=True, timeout_s=1.0), size=2)
     first = [
         f"{block('x = 1')}\n{block('x += 1')}",
@@ -169,23 +168,23 @@ def test_variables_live_for_one_episode_and_one_row(scripted, play):
         "The interpreter was restarted: all variables are gone.\n"
     )
     assert "NameError: name 'x' is not defined" in said[4]
-    assert psutil.Process().children() == []  # released when the episodes ended
+    assert own_children(recursive=False) == []  # released when the episodes ended
     # A row that begins anew has a new interpreter, also if it never finished.
     batch = env.reset()
     batch = env.step(policy(batch))["next"]
-    assert len(psutil.Process().children()) == 2
+    assert len(own_children(recursive=False)) == 2
     env.reset()
-    assert psutil.Process().children() == []
+    assert own_children(recursive=False) == []
     env.close()
 
 
-def test_closing_ends_the_interpreters(scripted):
+def test_closing_ends_the_interpreters(scripted, own_children):
     env = make_env(PythonInterpreter(persistent=True), size=2)
     batch = env.reset()
     env.step(scripted([block("x = 1")])(batch))
-    assert len(psutil.Process().children()) == 2
+    assert len(own_children(recursive=False)) == 2
     env.close()
-    assert psutil.Process().children() == []
+    assert own_children(recursive=False) == []
 
 
 def test_as_a_tool(scripted, call_text, play):
