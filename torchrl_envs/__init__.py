@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .episode_env import EpisodeEnv
     from .episode_lost import EpisodeLostError
     from .graders.math_verify_reward import MathVerifyReward
+    from .graders.reward_model import RewardModel
     from .reward_calls import row_reward
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
@@ -73,6 +74,7 @@ _HOMES = {
     "RetrieveLogProb": "torchrl_envs.transforms.kl",
     "RewardErrorLimit": "torchrl_envs.reward_error_limit",
     "RewardFunctions": "torchrl_envs.transforms.reward_functions",
+    "RewardModel": "torchrl_envs.graders.reward_model",
     "Sandbox": "torchrl_envs.sandbox",
     "SandboxLimits": "torchrl_envs.sandbox",
     "SandboxResult": "torchrl_envs.sandbox",
@@ -125,6 +127,7 @@ __all__ = [
     "RetrieveLogProb",
     "RewardErrorLimit",
     "RewardFunctions",
+    "RewardModel",
     "Sandbox",
     "SandboxLimits",
     "SandboxResult",

@@ -1,0 +1,51 @@
+"""A reward model's score of a conversation does not depend on what it is batched with."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from torchrl_data.encoder import ConversationEncoder
+from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, RewardModel
+
+
+@pytest.fixture
+def classifier(chatml_tokenizer):
+    def make(num_labels=1):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            config = LlamaConfig(
+                vocab_size=len(chatml_tokenizer), hidden_size=16, intermediate_size=16,
+                num_hidden_layers=1, num_attention_heads=2, num_labels=num_labels,
+                pad_token_id=chatml_tokenizer.pad_token_id, initializer_range=0.3,
+            )  # fmt: skip
+            return LlamaForSequenceClassification(config).eval()
+
+    return make
+
+
+def test_conversations_are_scored_as_alone(classifier, chatml_tokenizer, scripted, play):
+    model = classifier()
+    rows = [{"prompt": f"<{i}>"} for i in range(3)]
+    script = {"<0>": ["a"], "<1>": ["a much longer reply, say it again"], "<2>": ["it is 4"]}
+    env = ChatEnv(batch_size=3).append_transform(DataLoadingPrimer(rows))
+    env.append_transform(RewardFunctions(RewardModel(model, chatml_tokenizer, batch_size=2)))
+    end = play(env, scripted(script))[0]
+    env.close()
+    encoder = ConversationEncoder(chatml_tokenizer)
+    expected = []
+    for i in range(3):
+        chat = [{"role": "user", "content": f"<{i}>"}]
+        chat.append({"role": "assistant", "content": script[f"<{i}>"][0]})
+        ids = torch.tensor([encoder.encode_chats([chat])[0].ids])
+        with torch.no_grad():
+            hidden = model.model(input_ids=ids).last_hidden_state[0, -1]
+            expected.append(model.score(hidden).item())
+    assert end["rewards", "RewardModel"].view(-1).tolist() == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 4) for value in expected}) == 3
+
+
+def test_wrong_models_are_named(classifier, chatml_tokenizer):
+    with pytest.raises(ValueError, match="got 2 labels"):
+        RewardModel(classifier(2), chatml_tokenizer)
+    with pytest.raises(TypeError, match="needs the tokenizer"):
+        RewardModel(classifier())
