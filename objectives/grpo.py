@@ -34,6 +34,7 @@ from .settings import (
     check_together,
     merge_filters,
     one_of,
+    sampling_temperature,
 )
 from .token_loss import TokenLoss
 from .window import Window
@@ -78,7 +79,8 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         entropy_coeff: weight of the entropy bonus.
         filters: which tokens the policy term leaves out.
         kl_mask_threshold: short for ``TokenFilters(trust_region=...)``, in nats.
-        temperature: that of the sampling, so that the ratio compares like with like.
+        temperature: that of the sampling, so that the ratio compares like with like; None takes
+            the actor's own (``actor_network.temperature``), or 1 where it has none.
         old_policy: what the ratio's denominator is: ``"sampler"``, the log-probs stored when the
             tokens were sampled; ``"recomputed"``, the trainer's own from before the update;
             ``"current"``, this very call's (one update per batch).
@@ -114,7 +116,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         entropy_coeff: float = 0.01,
         filters: TokenFilters | None = None,
         kl_mask_threshold: float | None = None,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         old_policy: OldPolicy | str = "sampler",
         sampler_correction: SamplerCorrection | None = None,
         skip_rows_without_signal: bool = False,
@@ -125,7 +127,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             aggregation=aggregation,
             max_tokens=max_tokens,
             masking_strategy=masking_strategy,
-            temperature=temperature,
+            temperature=sampling_temperature(actor_network) if temperature is None else temperature,
             read=read or GRPOLossKeys(),
         )
         self.surrogate = build_surrogate(surrogate, clip_epsilon)

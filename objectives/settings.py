@@ -164,6 +164,18 @@ def scorer_device(actor: object) -> torch.device | None:
     return None if first is None else first.device
 
 
+def sampling_temperature(actor: object) -> float:
+    """The temperature that an actor samples with, as its ``temperature`` says.
+
+    Args:
+        actor: a scorer.
+
+    Returns:
+        1.0 where it does not say, or takes the most likely token (temperature 0).
+    """
+    return float(getattr(actor, "temperature", 1.0)) or 1.0
+
+
 def check_token_options(aggregation: str, max_tokens: int | None, temperature: float) -> None:
     """Check the options that all losses over tokens have.
 

@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
+
     from .chunked_head import chunked_log_prob
     from .engine import Engine, EngineDied, Generation, VersionSpan
     from .process_group import stateless_init_process_group
@@ -44,16 +46,24 @@ _HOMES = {
     "vLLMWrapper": "vllm_wrapper",
 }
 
+# The groups that policies read and write, where TorchRL's users look for them too.
+_LAYOUT = ("ChatHistory", "LogProbs", "Masks", "Text", "Tokens")
+
 __all__ = [
     "AsyncVLLMEngine",
+    "ChatHistory",
     "Engine",
     "EngineDied",
     "Generation",
     "LLMOnDevice",
     "LLMWrapperBase",
+    "LogProbs",
+    "Masks",
     "SamplingParameters",
     "SupervisedEngine",
+    "Text",
     "TokenDistribution",
+    "Tokens",
     "TransformersEngine",
     "TransformersWrapper",
     "VLLMEngine",
@@ -69,6 +79,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LAYOUT:
+        return getattr(import_module("torchrl_data"), name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)

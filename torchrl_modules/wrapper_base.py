@@ -127,6 +127,11 @@ class LLMWrapperBase(TensorDictModuleBase):
         """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
         return self.reads.mode
 
+    @property
+    def temperature(self) -> float:
+        """What the logits are divided by when a token is drawn; 0 for the most likely one."""
+        return self.sampling.temperature
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sample one turn for every row.
 

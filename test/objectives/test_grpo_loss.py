@@ -382,3 +382,21 @@ def test_parameters_and_device_are_the_actors(make_scorer, make_batch):
     assert output.total().dtype == torch.float32
     assert ("tokens", "full") in loss.in_keys
     assert "loss_objective" in loss.out_keys
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "used"),
+    [
+        pytest.param(0.7, None, 0.7, id="the actor's own"),
+        pytest.param(0.7, 1.3, 1.3, id="what is given wins"),
+        pytest.param(0.0, None, 1.0, id="greedy sampling has the scores of temperature 1"),
+    ],
+)
+def test_the_temperature_is_that_of_the_sampling(make_scorer, make_batch, own, given, used):
+    sampler = make_scorer()
+    sampler.temperature = own
+    got = GRPOLoss(sampler, temperature=given)(make_batch())
+    want = GRPOLoss(make_scorer(), temperature=used)(make_batch())
+    torch.testing.assert_close(got.loss_objective, want.loss_objective)
+    other = GRPOLoss(make_scorer(), temperature=used + 0.1)(make_batch())
+    assert not torch.isclose(got.loss_objective, other.loss_objective)

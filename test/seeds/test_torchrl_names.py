@@ -1,0 +1,26 @@
+"""Every public name of TorchRL's LLM layer is under the matching package."""
+
+from importlib import import_module
+
+import pytest
+
+NAMES = {
+    "torchrl_data": "History ContentBase add_chat_template",
+    "torchrl_modules": """LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text LogProbs
+        Masks Tokens LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker""",
+    "torchrl_envs": """ChatEnv DatasetChatEnv GSM8KEnv make_gsm8k_env GSM8KPrepareQuestion
+        GSM8KRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData LLMEnv LLMHashingEnv make_mlgym
+        MLGymWrapper AddThinkingPrompt BrowserTransform DataLoadingPrimer KLComputation
+        KLRewardTransform MCPToolTransform PolicyVersion PythonInterpreter RetrieveKL
+        RetrieveLogProb TemplateTransform Tokenizer as_nested_tensor as_padded_tensor""",
+    "objectives": "GRPOLoss GRPOLossOutput MCAdvantage SFTLoss SFTLossOutput TopKRewardSelector",
+    "collectors": "LLMCollector vLLMUpdater",
+}
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_the_names_are_there_and_listed(package):
+    module = import_module(package)
+    for name in NAMES[package].split():
+        assert getattr(module, name).__name__ == name
+        assert name in module.__all__
