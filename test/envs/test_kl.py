@@ -112,7 +112,8 @@ def test_every_place_gives_the_same(collect, models, reference_log_probs, place)
         buffer.append_transform(transform)
         collect(buffer=buffer)
         batch = lazy_stack([buffer[i] for i in range(2)])
-        assert buffer.sample()[KL] is not None
+        sampled = [buffer.sample() for _ in range(4)]
+        assert all(len(r[KL]) == len(r["tokens", "full"]) for s in sampled for r in s.unbind(0))
     else:
         batch = transform(collect())
     assert len(ref.asked) == 1, "once for the whole batch"
