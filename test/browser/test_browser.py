@@ -232,7 +232,7 @@ def test_rows_have_contexts_of_their_own(scripted, call_text, play, no_leaks):
 def test_a_page_that_hangs_holds_up_nobody(scripted, call_text, play, no_leaks):
     pages = {"/slow": "hang", "/loops": "<script>while (true) {}</script>", "/": "fine"}
     with serve(pages) as (host, _):
-        browser = BrowserTransform(allowed_domains=[host], timeout_s=4.0, **AS_ROOT)
+        browser = BrowserTransform(allowed_domains=[host], timeout_s=8.0, **AS_ROOT)
         go = functools.partial(call_text, "browser", action="navigate")
         read = call_text("browser", action="extract")
         fine = [go(url=f"http://{host}/"), read, "done"]
