@@ -307,6 +307,7 @@ class AsyncVLLMEngine:
         self._send(stream, Generation([], [], "abort"))
 
     def _set_paused(self, paused: bool) -> None:
+        self._progress_s = time.monotonic()  # before anybody can take the pause for a stall
         self._paused = paused
 
     def _end_all(self) -> None:

@@ -124,12 +124,13 @@ def test_a_paused_engine_draws_nothing_and_goes_on_after(run):
         async with engine.submit(PROMPTS[0], ENDLESS) as stream:
             await anext(stream)
             await engine.pause()
-            await asyncio.sleep(0)
-            before = stream._queue.qsize()
-            await asyncio.sleep(1.2)
-            paused = stream._queue.qsize() == before
+            waiting = asyncio.create_task(stream.result())
+            await asyncio.sleep(0.1)
+            before = len(stream._deltas)
+            await asyncio.sleep(2.5)
+            paused = len(stream._deltas) == before and not waiting.done()
             await engine.resume()
-            return paused, (await stream.result()).generation
+            return paused, (await waiting).generation
 
     paused, generation = run(main, stall_timeout_s=1.0)  # a pause is no stall
     assert paused
