@@ -136,7 +136,7 @@ def test_shards_are_gathered(tmp_path, pytestconfig):
         )
         for rank in range(2)
     ]
-    printed = [process.communicate(timeout=120)[1] for process in ranks]
+    printed = [process.communicate(timeout=240)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], printed
 
 
