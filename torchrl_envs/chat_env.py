@@ -190,11 +190,12 @@ class ChatEnv(EnvBase):
         active = active_rows(tensordict)
         if not bool(active.all()):
             full = self._keep_prompts(tensordict, full, ~active)
+        out = TensorDict(self.full_done_spec.zero(), batch_size=self.batch_size)
         # A row that still awaits a response could not be generated.
-        failed = torch.tensor([position.awaits_response for position in full.positions])
+        failed = torch.tensor([full.position(i).awaits_response for i in range(len(full))])
         failed = (failed & active).view(*self.batch_size, 1)
-        flags = {DONE: failed, TERMINATED: torch.zeros_like(failed), TRUNCATED: failed.clone()}
-        out = TensorDict(flags, batch_size=self.batch_size)
+        out.set(TRUNCATED, failed)
+        out.set(DONE, failed.clone())
         self._write_prompt(out, full)
         return out
 

@@ -176,8 +176,7 @@ class EpisodeEnv(TransformedEnv):
     def _end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
         """End episodes, score them, and give back what they hold."""
         active = active_rows(tensordict)
-        if not bool(active.all()):
-            _keep_flags(tensordict, next_batch, ~active)
+        _keep_flags(tensordict, next_batch, ~active)
         began = [not reason for reason in read_row_values(tensordict, STOP_REASON, "")]
         self._end_unanswered(next_batch, active)
         part = active & torch.tensor(began)
@@ -241,9 +240,8 @@ class EpisodeEnv(TransformedEnv):
             [prompt.last_message(i).get("role") == "assistant" for i in range(len(prompt))]
         )
         ended = (silent & active).view(-1, 1) & ~next_batch.get(DONE)
-        if bool(ended.any()):
-            next_batch.set(TERMINATED, next_batch.get(TERMINATED) | ended)
-            next_batch.set(DONE, next_batch.get(DONE) | ended)
+        next_batch.set(TERMINATED, next_batch.get(TERMINATED) | ended)
+        next_batch.set(DONE, next_batch.get(DONE) | ended)
 
     def _write_stop_reasons(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]

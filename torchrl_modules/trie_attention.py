@@ -4,8 +4,7 @@ On a CPU it is made of pieces of plain attention: each segment with itself, and 
 has descendants with all of them, joined by their log-sum-exps. No mask is built, nothing is
 computed twice, and no keys are copied. On a GPU it is flex attention with the trie as the mask.
 
-Shape legend: M tokens of the trie, H heads, G key-value heads, D head size of
-queries and keys, E of values.
+Shape legend: M tokens of the trie, H heads, G key-value heads, D head size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import pad
 
 from .prefix_trie import PrefixTrie, Segment
 
@@ -43,26 +41,17 @@ def trie_attention(
     Args:
         query: ``[1, H, M, D]``.
         key: ``[1, G, M, D]``; G divides H.
-        value: ``[1, G, M, E]``.
+        value: ``[1, G, M, D]``.
         trie: of the M tokens.
         scale: factor on the scores; 1/sqrt(D) when ``None``.
 
     Returns:
-        ``[1, M, H, E]``, differentiable.
+        ``[1, M, H, D]``, differentiable.
     """
     if query.device.type == "cpu":
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        width = value.shape[-1]
-        # The kernel wants one size; zeros add nothing to a score, nor to what is kept of a value.
-        heads = _of_one_size(query, key, value)
-        out: Any = _PiecewiseAttention.apply(*heads, trie.segments, scale)
-        return out[..., :width]
+        return _PiecewiseAttention.apply(query, key, value, trie.segments, scale)  # type: ignore[return-value]
     return _flex_attention(query, key, value, trie, scale)
-
-
-def _of_one_size(*heads: Tensor) -> list[Tensor]:
-    size = max(x.shape[-1] for x in heads)
-    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
 
 
 class _Run(NamedTuple):

@@ -94,18 +94,15 @@ class ToolDispatcher(EpisodeTransform):
         for row in running.nonzero().squeeze(-1).tolist():
             message = prompt.last_message(row)
             if message["role"] == "assistant":
-                items = self._read(row, message["content"])
-                if items:
-                    turns[row] = items
-        answers = self._run(turns) if turns else {}
+                turns[row] = self._read(row, message["content"])
+        answers = self._run(turns)
+        messages = [
+            [a.message for a in answers.get(row, ()) if a.message is not None]
+            for row in range(len(prompt))
+        ]
+        write_conversations(next_tensordict, PROMPT, prompt.append_messages(messages))
         _count(tensordict, next_tensordict, answers)
-        if answers:
-            messages = [
-                [a.message for a in answers.get(row, ()) if a.message is not None]
-                for row in range(len(prompt))
-            ]
-            write_conversations(next_tensordict, PROMPT, prompt.append_messages(messages))
-            _end(next_tensordict, answers)
+        _end(next_tensordict, answers)
         return next_tensordict
 
     def _read(self, row: int, text: str) -> list[Job | Answer]:
@@ -191,21 +188,21 @@ def _count(
 
 def _end(batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]) -> None:
     """End the episodes that an answer says are over; its first such answer says why."""
-    ends: dict[int, Answer] = {}
-    for row, given in answers.items():
-        for answer in given:
-            if answer.stop_reason:
-                ends.setdefault(row, answer)
-    if not ends:
-        return
+    ends = {
+        row: next((answer for answer in given if answer.stop_reason), None)
+        for row, given in answers.items()
+    }
     reasons = read_row_values(batch, STOP_REASON, "")
     for row, answer in ends.items():
-        reasons[row] = answer.stop_reason
+        if answer is not None:
+            reasons[row] = answer.stop_reason
+    if not any(ends.values()):
+        return
     write_row_values(batch, STOP_REASON, reasons)
     for key, is_truncation in ((TERMINATED, False), (TRUNCATED, True)):
         over = torch.zeros(batch.numel(), dtype=torch.bool)
         for row, answer in ends.items():
-            over[row] = answer.is_truncation is is_truncation
+            over[row] = answer is not None and answer.is_truncation is is_truncation
         over = over.view(*batch.batch_size, 1)
         batch.set(key, batch.get(key) | over)
         batch.set(DONE, batch.get(DONE) | over)
