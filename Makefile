@@ -52,10 +52,16 @@ lint: .venv/.installed-test
 	$(BIN)/pyright
 
 # Two processes: an engine inside a process changes its globals. What talks to real servers, browsers
-# and engines has deadlines, so on a busy machine a test gets a second try; the report counts them.
+# and engines has deadlines, so on a busy machine the tests that failed get a second try in a new
+# process; what failed first stays in the output.
+PYTEST := $(BIN)/python -m pytest
+AGAIN := --last-failed --last-failed-no-failures none
+NO_VLLM := -m "not vllm"
+VLLM := -m vllm -o cache_dir=.pytest_cache/vllm test/modules test/sota
+
 tests: .venv/.installed-test
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not vllm" --reruns 1 --reruns-delay 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm test/modules test/sota --reruns 1 --reruns-delay 2
+	export OMP_NUM_THREADS=2; $(PYTEST) $(NO_VLLM) || $(PYTEST) $(NO_VLLM) $(AGAIN)
+	export OMP_NUM_THREADS=1; $(PYTEST) $(VLLM) || $(PYTEST) $(VLLM) $(AGAIN)
 
 mutants: .venv/.installed-test
 	$(BIN)/python test/objectives/mutate.py

@@ -182,8 +182,14 @@ def own_children(*, recursive=True):
 
 
 @pytest.fixture(name="own_children")
-def own_children_fixture():
-    return own_children
+def own_children_since():
+    """The children that came after the test began: servers that tests share are not among them."""
+    before = {child.pid for child in own_children()}
+
+    def since(*, recursive=True):
+        return [c for c in own_children(recursive=recursive) if c.pid not in before]
+
+    return since
 
 
 class _Held(NamedTuple):
