@@ -27,6 +27,10 @@ _LAYERS: Final = {"full_attention", "sliding_attention"}
 _is_packed: ContextVar[bool] = ContextVar("is_packed", default=False)
 
 
+class PackedInputLost(RuntimeError):
+    """A model's layers do not hand on to its attention which tokens make up the sequences."""
+
+
 def packed_sdpa_forward(
     module: nn.Module,
     query: Tensor,
@@ -56,8 +60,13 @@ def packed_sdpa_forward(
 
     Returns:
         ``[1, N, H, D]`` and ``None``.
+
+    Raises:
+        PackedInputLost: the input is packed, but there is no ``trie``.
     """
     if trie is None:
+        if _is_packed.get():
+            raise PackedInputLost(f"{type(module).__name__} is not told what its sequences are.")
         return sdpa_attention_forward(
             module,
             query,
@@ -112,7 +121,10 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def packed_input() -> Iterator[None]:
-    """Inside, a model with this attention builds no mask: its input is one packed row."""
+    """Inside, a model with this attention builds no mask: its input is one packed row.
+
+    An attention that is not told what the sequences are raises :class:`PackedInputLost`.
+    """
     token = _is_packed.set(True)
     try:
         yield
@@ -175,6 +187,7 @@ def _can_be_packed(model: PreTrainedModel) -> bool:
         getattr(model, "_supports_attention_backend", False)
         and getattr(model, "_supports_sdpa", False)
         and not getattr(model, "_is_stateful", False)
+        and all(getattr(module, "is_causal", True) for module in model.modules())
         and set(getattr(config, "layer_types", None) or ()) <= _LAYERS
         and (not capped or config._attn_implementation == "sdpa")
     )

@@ -14,7 +14,7 @@ from torchrl_data.packed import cumulative_lengths, pad, sequence_index, unpack
 from torchrl_data.protocols import TokenScores
 
 from .chunked_head import chunked_log_prob
-from .packed_attention import can_share, packed_input, use_packed_attention
+from .packed_attention import PackedInputLost, can_share, packed_input, use_packed_attention
 from .prefix_trie import PrefixTrie, build_trie
 from .sampling import SamplingParameters
 from .truncation import truncated_head_log_prob, warped_log_prob
@@ -46,11 +46,7 @@ class PackedScorer:
         self.packed = use_packed_attention(model)
         self.micro_batch_tokens = micro_batch_tokens
         self.share_prefixes = share_prefixes
-        head = model.get_output_embeddings()
-        plain = type(head) is nn.Linear and not any(
-            getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_SETTINGS
-        )
-        self._head = head if plain else None
+        self._head = _plain_head(model)
 
     def score_packed(
         self,
@@ -120,9 +116,8 @@ class PackedScorer:
         predictors = target_mask.nonzero().squeeze(1) - 1
         if len(predictors) == 0:
             return torch.zeros(0, self.model.config.get_text_config().vocab_size, device=device)
-        if self._head is None:
-            return self._own_logits(ids, lengths, target_mask, predictors)
-        return self._head(self._hidden(ids, lengths, target_mask, predictors)).float()
+        outputs = self._read(ids, lengths, target_mask, predictors)
+        return (outputs if self._head is None else self._head(outputs)).float()
 
     def _score(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, drawn_from: SamplingParameters
@@ -137,8 +132,7 @@ class PackedScorer:
                 empty if drawn_from.entropy else None,
                 empty if drawn_from.untempered_log_probs else None,
             )
-        read = self._hidden if self._head is not None else self._own_logits
-        outputs = read(ids, lengths, target_mask, predictors)
+        outputs = self._read(ids, lengths, target_mask, predictors)
         log_prob, entropy = self._head_scores(outputs, targets, drawn_from)
         untempered = None
         if drawn_from.untempered_log_probs:
@@ -166,6 +160,17 @@ class PackedScorer:
             temperature=drawn_from.temperature,
             entropy=drawn_from.entropy,
         )
+
+    def _read(
+        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
+    ) -> Tensor:
+        """Hidden states ``[K, D]``, or logits ``[K, V]`` of a head of another kind."""
+        read = self._hidden if self._head is not None else self._own_logits
+        try:
+            return read(ids, lengths, target_mask, predictors)
+        except PackedInputLost:  # by the first layer, the first time
+            self.packed = False
+            return read(ids, lengths, target_mask, predictors)
 
     def _hidden(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
@@ -199,6 +204,17 @@ class PackedScorer:
         ends = _last_targets(lengths, target_mask)
         share = self.share_prefixes and can_share(self.model, int(ends.max()))
         return build_trie(ids, lengths, ends, share=share)
+
+
+def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The head, if the logits are this product with the decoder's output and nothing else."""
+    head = model.get_output_embeddings()
+    is_changed = any(
+        getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_SETTINGS
+    )
+    # A head inside another module comes after something else; a model may be its own base.
+    is_last = any(child is head for child in model.children()) and model.base_model is not model
+    return head if type(head) is nn.Linear and is_last and not is_changed else None
 
 
 def _cat(parts: list[Tensor | None]) -> Tensor | None:

@@ -4,7 +4,8 @@ On a CPU it is made of pieces of plain attention: each segment with itself, and 
 has descendants with all of them, joined by their log-sum-exps. No mask is built, nothing is
 computed twice, and no keys are copied. On a GPU it is flex attention with the trie as the mask.
 
-Shape legend: M tokens of the trie, H heads, G key-value heads, D head size.
+Shape legend: M tokens of the trie, H heads, G key-value heads, D head size of
+queries and keys, E of values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.functional import pad
 
 from .prefix_trie import PrefixTrie, Segment
 
@@ -41,17 +43,26 @@ def trie_attention(
     Args:
         query: ``[1, H, M, D]``.
         key: ``[1, G, M, D]``; G divides H.
-        value: ``[1, G, M, D]``.
+        value: ``[1, G, M, E]``.
         trie: of the M tokens.
         scale: factor on the scores; 1/sqrt(D) when ``None``.
 
     Returns:
-        ``[1, M, H, D]``, differentiable.
+        ``[1, M, H, E]``, differentiable.
     """
     if query.device.type == "cpu":
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return _PiecewiseAttention.apply(query, key, value, trie.segments, scale)  # type: ignore[return-value]
+        width = value.shape[-1]
+        # The kernel wants one size; zeros add nothing to a score, nor to what is kept of a value.
+        heads = _of_one_size(query, key, value)
+        out: Any = _PiecewiseAttention.apply(*heads, trie.segments, scale)
+        return out[..., :width]
     return _flex_attention(query, key, value, trie, scale)
+
+
+def _of_one_size(*heads: Tensor) -> list[Tensor]:
+    size = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
 
 
 class _Run(NamedTuple):

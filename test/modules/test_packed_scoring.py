@@ -7,14 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     Lfm2Config,
     Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
 )
 
 from torchrl_data.packed import pack
@@ -77,6 +85,32 @@ MODELS = {
             eos_token_id=None,
         )
     ),
+    "values smaller than keys": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{name: value for name, value in SMALL.items() if name != "head_dim"}
+            | {"num_key_value_heads": 4, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=6,
+        )
+    ),
+    "a layer before the head": lambda: BertLMHeadModel(
+        BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            initializer_range=0.3,
+            is_decoder=True,
+        )
+    ),
+    "attention is not told": lambda: NemotronForCausalLM(NemotronConfig(**SMALL)),
+    "sees what comes after": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SMALL, use_bidirectional_attention=True, query_pre_attn_scalar=8)
+    ),
 }
 
 
@@ -135,7 +169,7 @@ def test_values_and_gradients_are_those_of_one_row_at_a_time(name):
 
 def test_a_model_is_packed_unless_more_than_plain_attention_joins_its_tokens(scorers):
     padded = {name for name, scorer in scorers.items() if not scorer.packed}
-    assert padded == {"attention scores capped", "convolutions"}
+    assert padded == {"attention scores capped", "convolutions", "sees what comes after"}
 
 
 @settings(max_examples=40, deadline=None)
