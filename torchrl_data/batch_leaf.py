@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from tensordict import NonTensorData, NonTensorStack
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from .tensorclass_views import attribute_reader, documented
@@ -77,16 +77,10 @@ class BatchLeaf(NonTensorData):
         """A leaf of a batch size; without ``rows``, one that stands for all of them in order."""
         if rows is None:
             rows = whole = torch.arange(len(snapshot)).view(batch_size)
-        leaf = cls(data=snapshot, batch_size=batch_size)
         # As an entry of the inner TensorDict, the rows follow every operation on the batch.
-        state = leaf.__dict__
-        state["_tensordict"]._set_str(
-            "rows", rows, inplace=False, validated=True, non_blocking=False
-        )
-        state["_non_tensordict"].pop("rows", None)
-        state["_non_tensordict"]["whole"] = whole
-        state["_non_tensordict"]["face"] = face
-        return leaf
+        entries = TensorDict._new_unsafe({"rows": rows}, batch_size=batch_size)
+        rest = {"data": snapshot, "whole": whole, "face": face, "_is_non_tensor": True}
+        return cls._from_tensordict(entries, rest, safe=False)
 
     @property
     def dtype(self) -> None:  # type: ignore[override]
@@ -113,6 +107,8 @@ class BatchLeaf(NonTensorData):
     def clone(self, recurse: bool = True, **kwargs: Any) -> "BatchLeaf":  # noqa: ARG002
         """The same leaf: nothing changes a snapshot."""
         return self.empty()
+
+    _clone = clone
 
     def empty(
         self,

@@ -234,6 +234,11 @@ class Conversations:
 
     # What is in a row ---------------------------------------------------------------------------
 
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """How far each row has got."""
+        return tuple(self._positions)
+
     def position(self, row: int) -> Position:
         """How far a row has got."""
         return self._positions[row]

@@ -250,8 +250,8 @@ class ChatHistory(TensorClass["nocast"]):
     """Both."""
 
     def __post_init__(self) -> None:
+        entries = entries_of(self)
         for name in PARTS:
-            entries = entries_of(self)
             value: Any = entries.get(name, None)
             if isinstance(value, History) and self.batch_dims and value.ndim == self.batch_dims:
                 # One message a row.

@@ -12,8 +12,10 @@ MAX_DEPTH: Final = 64
 MAX_DIGITS: Final = 1000
 """Most digits of one integer."""
 
-# Possessive, so that a string that never ends is passed over once.
-_TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
+# The next bracket outside strings. Possessive, so that whatever has none is passed over once.
+_BRACKET: Final = re.compile(
+    r'[^"\[\]{}]*+(?:"(?:[^"\\]|\\.)*+"?[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL
+)
 
 
 def value_end(text: str, start: int) -> int:
@@ -27,13 +29,12 @@ def value_end(text: str, start: int) -> int:
         The position after its last bracket; -1 if it does not end within :data:`MAX_CHARS`.
     """
     depth = 0
-    for token in _TOKEN.finditer(text, start, start + MAX_CHARS):
-        if token.group() in "[{":
-            depth += 1
-        elif token.group() in "]}":
-            depth -= 1
-            if depth <= 0:
-                return token.end()
+    last = start + MAX_CHARS
+    while bracket := _BRACKET.match(text, start, last):
+        depth += 1 if bracket[1] in "[{" else -1
+        start = bracket.end()
+        if depth <= 0:
+            return start
     return -1
 
 
@@ -60,13 +61,11 @@ def read_json(body: str) -> Any:
 
 def _depth(body: str) -> int:
     """Deepest nesting of brackets outside strings."""
-    depth = deepest = 0
-    for token in _TOKEN.finditer(body):
-        if token.group() in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif token.group() in "]}":
-            depth -= 1
+    depth = deepest = position = 0
+    while bracket := _BRACKET.match(body, position):
+        depth += 1 if bracket[1] in "[{" else -1
+        deepest = max(deepest, depth)
+        position = bracket.end()
     return deepest
 
 

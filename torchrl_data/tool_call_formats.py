@@ -5,7 +5,7 @@ never an exception, in time linear in its length for a bounded number of calls.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from .strict_json import MAX_CHARS, read_json, value_end
@@ -37,7 +37,7 @@ def call_of(value: Any, *, argument_keys: tuple[str, ...] = ("arguments",)) -> T
         ValueError: it is not a call; the message says why.
     """
     first = argument_keys[0]
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f'a call is {{"name": <tool>, "{first}": {{...}}}}')
     unknown = sorted(value.keys() - {"name", "id", "type", *argument_keys})
     if unknown:
@@ -89,17 +89,15 @@ def _object_body(text: str, position: int, closer: str) -> tuple[int, int, int] 
     return start, end, after + len(closer)
 
 
-def _closed_by(text: str, start: int, body: int, closer: str) -> Iterator[Found]:
+def _closed_by(text: str, start: int, body: int, closer: str) -> Found:
     """The call between an opener and its closer."""
     whole = _object_body(text, body, closer)
     if whole is not None:
-        yield Found(start, whole[2], _read(text[whole[0] : whole[1]]))
-        return
+        return Found(start, whole[2], _read(text[whole[0] : whole[1]]))
     end = text.find(closer, body)
     if end < 0:
-        yield Found(start, len(text), MalformedCall(f"the call is not closed with {closer}"))
-    else:
-        yield Found(start, end + len(closer), _read(text[body:end]))
+        return Found(start, len(text), MalformedCall(f"the call is not closed with {closer}"))
+    return Found(start, end + len(closer), _read(text[body:end]))
 
 
 # Formats -----------------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 def find_hermes(text: str, position: int = 0) -> Iterator[Found]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
     while (start := text.find(_OPEN, position)) >= 0:
-        (found,) = _closed_by(text, start, start + len(_OPEN), _CLOSE)
+        found = _closed_by(text, start, start + len(_OPEN), _CLOSE)
         position = found.end
         yield found
 

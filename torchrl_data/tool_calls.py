@@ -5,7 +5,7 @@ length.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from .chat_templates import family_of, own_template
@@ -131,24 +131,19 @@ def _format(name: str) -> Format:
 
 
 def _collect(format: Format, text: str, start: int) -> list[Found]:
+    """Calls; those that are malformed say how to write one."""
     found: list[Found] = []
-    for item in _finish(format, text, start):
+    for item in format.find(text, start):
         if len(found) == MAX_CALLS:
             error = MalformedCall(f"at most {MAX_CALLS} calls in a turn; the rest is ignored")
             found.append(Found(item.start, len(text), error))
             break
-        found.append(item)
-    return found
-
-
-def _finish(format: Format, text: str, start: int) -> Iterator[Found]:
-    """Calls; those that are malformed say how to write one."""
-    for item in format.find(text, start):
         if isinstance(item.call, MalformedCall):
             error = f"{item.call.error}; write a call as {format.example}"
-            yield item._replace(call=MalformedCall(error))
+            found.append(item._replace(call=MalformedCall(error)))
         else:
-            yield item
+            found.append(item)
+    return found
 
 
 def _start(text: str) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .episode_lost import EpisodeLostError
     from .graders.math_verify_reward import MathVerifyReward
     from .graders.reward_model import RewardModel
+    from .hashing_env import LLMHashingEnv
     from .reward_calls import row_reward
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AddThinkingPrompt": "torchrl_envs.transforms.thinking_prompt",
-    "check_env": "torchrl_envs.conformance",
-    "EnvironmentRuleError": "torchrl_envs.conformance",
     "Answer": "torchrl_envs.transforms.tool_source",
     "AnswerReward": "torchrl_envs.transforms.answer_reward",
     "BrowserTransform": "torchrl_envs.transforms.browser",
@@ -51,6 +50,7 @@ _HOMES = {
     "DataExhaustedError": "torchrl_envs.transforms.data_loading",
     "DataLoadingPrimer": "torchrl_envs.transforms.data_loading",
     "DatasetChatEnv": "torchrl_envs.dataset_chat_env",
+    "EnvironmentRuleError": "torchrl_envs.conformance",
     "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
     "EpisodeEnv": "torchrl_envs.episode_env",
     "EpisodeLostError": "torchrl_envs.episode_lost",
@@ -65,6 +65,7 @@ _HOMES = {
     "Job": "torchrl_envs.transforms.tool_source",
     "KLComputation": "torchrl_envs.transforms.kl",
     "KLRewardTransform": "torchrl_envs.transforms.kl",
+    "LLMHashingEnv": "torchrl_envs.hashing_env",
     "MATHEnv": "torchrl_envs.tasks.math_problems",
     "MCPToolTransform": "torchrl_envs.transforms.mcp_tools",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
@@ -87,6 +88,7 @@ _HOMES = {
     "ToolSource": "torchrl_envs.transforms.tool_source",
     "as_nested_tensor": "torchrl_envs.stacking",
     "as_padded_tensor": "torchrl_envs.stacking",
+    "check_env": "torchrl_envs.conformance",
     "make_gsm8k_env": "torchrl_envs.tasks.gsm8k",
     "reward_metrics": "torchrl_envs.reward_logging",
     "row_reward": "torchrl_envs.reward_calls",
@@ -118,6 +120,7 @@ __all__ = [
     "Job",
     "KLComputation",
     "KLRewardTransform",
+    "LLMHashingEnv",
     "MATHEnv",
     "MCPToolTransform",
     "MathVerifyReward",

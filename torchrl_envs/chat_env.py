@@ -190,12 +190,11 @@ class ChatEnv(EnvBase):
         active = active_rows(tensordict)
         if not bool(active.all()):
             full = self._keep_prompts(tensordict, full, ~active)
-        out = TensorDict(self.full_done_spec.zero(), batch_size=self.batch_size)
         # A row that still awaits a response could not be generated.
-        failed = torch.tensor([full.position(i).awaits_response for i in range(len(full))])
+        failed = torch.tensor([position.awaits_response for position in full.positions])
         failed = (failed & active).view(*self.batch_size, 1)
-        out.set(TRUNCATED, failed)
-        out.set(DONE, failed.clone())
+        flags = {DONE: failed, TERMINATED: torch.zeros_like(failed), TRUNCATED: failed.clone()}
+        out = TensorDict(flags, batch_size=self.batch_size)
         self._write_prompt(out, full)
         return out
 

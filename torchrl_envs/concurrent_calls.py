@@ -7,6 +7,7 @@ import inspect
 import queue
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -253,6 +254,8 @@ def is_async(call: Call) -> bool:
     """Whether a call has to be awaited."""
     while isinstance(call, functools.partial):
         call = call.func
+    if isinstance(call, types.FunctionType | types.MethodType):
+        return inspect.iscoroutinefunction(call)
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004
     )

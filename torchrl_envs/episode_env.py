@@ -176,7 +176,8 @@ class EpisodeEnv(TransformedEnv):
     def _end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
         """End episodes, score them, and give back what they hold."""
         active = active_rows(tensordict)
-        _keep_flags(tensordict, next_batch, ~active)
+        if not bool(active.all()):
+            _keep_flags(tensordict, next_batch, ~active)
         began = [not reason for reason in read_row_values(tensordict, STOP_REASON, "")]
         self._end_unanswered(next_batch, active)
         part = active & torch.tensor(began)
@@ -240,8 +241,9 @@ class EpisodeEnv(TransformedEnv):
             [prompt.last_message(i).get("role") == "assistant" for i in range(len(prompt))]
         )
         ended = (silent & active).view(-1, 1) & ~next_batch.get(DONE)
-        next_batch.set(TERMINATED, next_batch.get(TERMINATED) | ended)
-        next_batch.set(DONE, next_batch.get(DONE) | ended)
+        if bool(ended.any()):
+            next_batch.set(TERMINATED, next_batch.get(TERMINATED) | ended)
+            next_batch.set(DONE, next_batch.get(DONE) | ended)
 
     def _write_stop_reasons(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]

@@ -114,9 +114,8 @@ def _shown(value: Any, max_bytes: int) -> tuple[str, bool]:
     size = 0
     try:
         # In pieces, so that a large structure is never written out whole.
-        for piece in json.JSONEncoder(
-            ensure_ascii=False, allow_nan=False, default=_plain
-        ).iterencode(value):
+        is_scalar = value is None or isinstance(value, int | float)
+        for piece in [_JSON.encode(value)] if is_scalar else _JSON.iterencode(value):
             pieces.append(piece)
             size += len(piece)
             if size > max_bytes:
@@ -146,6 +145,9 @@ def _plain(value: Any) -> Any:
         if plain is not None:
             return plain
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_plain)
 
 
 def _safe_str(value: object) -> str:

@@ -94,15 +94,18 @@ class ToolDispatcher(EpisodeTransform):
         for row in running.nonzero().squeeze(-1).tolist():
             message = prompt.last_message(row)
             if message["role"] == "assistant":
-                turns[row] = self._read(row, message["content"])
-        answers = self._run(turns)
-        messages = [
-            [a.message for a in answers.get(row, ()) if a.message is not None]
-            for row in range(len(prompt))
-        ]
-        write_conversations(next_tensordict, PROMPT, prompt.append_messages(messages))
+                items = self._read(row, message["content"])
+                if items:
+                    turns[row] = items
+        answers = self._run(turns) if turns else {}
         _count(tensordict, next_tensordict, answers)
-        _end(next_tensordict, answers)
+        if answers:
+            messages = [
+                [a.message for a in answers.get(row, ()) if a.message is not None]
+                for row in range(len(prompt))
+            ]
+            write_conversations(next_tensordict, PROMPT, prompt.append_messages(messages))
+            _end(next_tensordict, answers)
         return next_tensordict
 
     def _read(self, row: int, text: str) -> list[Job | Answer]:
@@ -188,21 +191,21 @@ def _count(
 
 def _end(batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]) -> None:
     """End the episodes that an answer says are over; its first such answer says why."""
-    ends = {
-        row: next((answer for answer in given if answer.stop_reason), None)
-        for row, given in answers.items()
-    }
+    ends: dict[int, Answer] = {}
+    for row, given in answers.items():
+        for answer in given:
+            if answer.stop_reason:
+                ends.setdefault(row, answer)
+    if not ends:
+        return
     reasons = read_row_values(batch, STOP_REASON, "")
     for row, answer in ends.items():
-        if answer is not None:
-            reasons[row] = answer.stop_reason
-    if not any(ends.values()):
-        return
+        reasons[row] = answer.stop_reason
     write_row_values(batch, STOP_REASON, reasons)
     for key, is_truncation in ((TERMINATED, False), (TRUNCATED, True)):
         over = torch.zeros(batch.numel(), dtype=torch.bool)
         for row, answer in ends.items():
-            over[row] = answer is not None and answer.is_truncation is is_truncation
+            over[row] = answer.is_truncation is is_truncation
         over = over.view(*batch.batch_size, 1)
         batch.set(key, batch.get(key) | over)
         batch.set(DONE, batch.get(DONE) | over)
