@@ -1,19 +1,19 @@
 """Many calls at once, sync and async, each with a deadline, results in order."""
 
 import asyncio
-import contextlib
 import functools
 import inspect
-import queue
 import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
+from .daemon_threads import DaemonThreads
+from .loop_thread import LoopThread
+
 Call = Callable[[], Any]
-_STOP_GRACE_S = 1.0
 
 
 class Outcome(NamedTuple):
@@ -30,9 +30,11 @@ class CallTimeoutError(TimeoutError):
 class ConcurrentCalls:
     """Runs chains of calls; the chains run concurrently, the calls of one chain in order.
 
-    Sync functions run on daemon threads, coroutine functions on one event loop. A thread can't be
-    killed: a sync call that never returns keeps its thread, but nobody waits for it and another
-    thread takes its place.
+    Sync functions run on daemon threads, coroutine functions on one event loop. Neither can be
+    killed: a sync call that never returns keeps its thread, and a coroutine that never awaits keeps
+    its loop. But nobody waits for it past its deadline, and another thread or loop takes the place
+    of that one. (What has begun on a blocked loop and waits for something there can't go on either,
+    and misses its own deadline; what has not begun yet is moved.)
 
     Args:
         timeout_s: deadline of one call for which :meth:`run` is given none.
@@ -50,7 +52,7 @@ class ConcurrentCalls:
             )
         self.timeout_s = timeout_s
         self.max_threads = max_threads
-        self._threads = _DaemonThreads(max_threads)
+        self._threads = DaemonThreads(max_threads)
         self._loop = LoopThread()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,7 +69,8 @@ class ConcurrentCalls:
 
         Args:
             chains: calls without arguments; coroutine functions are awaited.
-            timeouts_s: deadline of each call, or one for all.
+            timeouts_s: deadline of each call, or one for all; from when it starts, so that a call
+                which waits for a thread or for the loop is not late.
 
         Returns:
             One outcome per call, in the order given. After a call that missed its deadline the rest
@@ -76,178 +79,180 @@ class ConcurrentCalls:
         if timeouts_s is None or isinstance(timeouts_s, int | float):
             same = self.timeout_s if timeouts_s is None else timeouts_s
             timeouts_s = [[same] * len(chain) for chain in chains]
-        running = [
-            self._start(chain, limits) for chain, limits in zip(chains, timeouts_s, strict=True)
-        ]
-        return [self._wait(chain, *started) for chain, started in zip(chains, running, strict=True)]
+        started = [_Chain(calls, limits) for calls, limits in zip(chains, timeouts_s, strict=True)]
+        running = [chain for chain in started if chain.calls]
+        for chain in running:
+            self._start(chain)
+        self._wait(running)
+        return [chain.results() for chain in started]
 
-    def _start(
-        self, chain: Sequence[Call], timeouts_s: Sequence[float]
-    ) -> tuple["_Progress", Future[None] | None]:
-        progress = _Progress(timeouts_s)
-        if not chain:
-            return progress, None
-        if any(is_async(call) for call in chain):
-            return progress, self._loop.submit(self._run_async(chain, progress))
-        return progress, self._threads.submit(functools.partial(_run_sync, chain, progress))
+    def _start(self, chain: "_Chain") -> None:
+        if not chain.is_async:
+            chain.thread = self._threads.submit(chain.run)
+            return
+        generation = self._loop.generation
+        chain.give_to(generation)
+        chain.task = self._loop.submit(self._run_async(chain, generation))
+        # If the loop is closed, which may be before the task has begun.
+        chain.task.add_done_callback(lambda task: chain.finish() if task.cancelled() else None)
 
-    async def _run_async(self, chain: Sequence[Call], progress: "_Progress") -> None:
-        for call in chain:
-            progress.begin()
+    async def _run_async(self, chain: "_Chain", generation: int) -> None:
+        if not chain.claim(generation):
+            return  # It was given to another loop, because this one was blocked.
+        for call in chain.calls:
             if is_async(call):
-                progress.outcomes.append(await _guarded_async(call))
+                await chain.run_async(call)
             else:
-                future = self._threads.submit(functools.partial(_guarded, call))
-                progress.outcomes.append(await asyncio.wrap_future(future))
+                chain.wait_for_thread()
+                chain.thread = self._threads.submit(functools.partial(chain.run_sync, call))
+                await asyncio.wrap_future(chain.thread)
 
-    def _wait(
-        self, chain: Sequence[Call], progress: "_Progress", future: Future[None] | None
-    ) -> list[Outcome]:
-        if future is None:
-            return []
-        while not future.done():
-            remaining = progress.remaining()
-            if remaining <= 0:
-                future.cancel()
-                done = list(progress.outcomes)
-                if not is_async(chain[min(len(done), len(chain) - 1)]):
-                    self._threads.replace_stuck()
-                error = CallTimeoutError(f"no answer within {progress.timeout_s:g} s")
-                return done + [Outcome(error=error)] * (len(chain) - len(done))
-            try:
-                future.exception(timeout=remaining)
-            except TimeoutError:
-                continue
-        return list(progress.outcomes)
+    def _wait(self, running: "list[_Chain]") -> None:
+        """Until every chain has ended or was given up."""
+        while running:
+            remaining_s = min(chain.remaining_s() for chain in running)
+            wait([chain.done for chain in running], min(remaining_s, threading.TIMEOUT_MAX))
+            running = [chain for chain in running if not chain.done.done()]
+            for chain in running:
+                if chain.give_up_if_late():
+                    self._let_go(chain)
+            if any(chain.is_async for chain in running):
+                self._loop.replace_if_blocked()
+            running = [chain for chain in running if not chain.done.done()]
+            for chain in running:
+                if chain.waits_for_loop_before(self._loop.generation):
+                    self._start(chain)
+
+    def _let_go(self, chain: "_Chain") -> None:
+        if chain.task is not None:
+            chain.task.cancel()
+        if chain.thread is not None:
+            self._threads.give_up(chain.thread)
 
     def close(self) -> None:
-        """Stop the idle threads and the event loop."""
+        """Stop the idle threads and the event loop; a later call starts others."""
         self._threads.close()
+        self._threads = DaemonThreads(self.max_threads)
         self._loop.close()
 
 
-class _Progress:
-    """How far a chain has got; written by its runner, read by the one who waits.
+class _Chain:
+    """Calls that run one after the other, and how far they have got."""
 
-    A chain that waits for a thread is not late. Chains get threads in the order in which they are
-    waited for, and a stuck thread is replaced, so it does get one.
-    """
-
-    def __init__(self, timeouts_s: Sequence[float]) -> None:
+    def __init__(self, calls: Sequence[Call], timeouts_s: Sequence[float]) -> None:
+        self.calls = calls
+        self.is_async = any(is_async(call) for call in calls)
+        self.done: Future[None] = Future()
+        """When nothing more comes. (Its task's end shows only when the loop runs once more.)"""
+        self.task: Future[Any] | None = None
+        """On the loop, if one of the calls is async."""
+        self.thread: Future[Any] | None = None
+        """Of the call that runs on a thread, or waits for one."""
         self._timeouts_s = timeouts_s
+        self._lock = threading.Lock()
+        self._outcomes: list[Outcome] = []
+        # None while it waits for a thread, or for a loop to begin with it: it gets one.
         self._deadline: float | None = None
-        self.timeout_s = timeouts_s[0] if timeouts_s else 0.0
-        self.outcomes: list[Outcome] = []
+        self._is_given_up = False
+        self._generation: int | None = None
 
-    def begin(self) -> None:
-        self.timeout_s = self._timeouts_s[len(self.outcomes)]
-        self._deadline = time.monotonic() + self.timeout_s
+    # For its runner -----------------------------------------------------------------------------
 
-    def remaining(self) -> float:
-        if self._deadline is None:
-            return self.timeout_s
-        return self._deadline - time.monotonic()
+    def run(self) -> None:
+        """Run all calls, none of them async, on this thread."""
+        for call in self.calls:
+            self.run_sync(call)
 
+    def run_sync(self, call: Call) -> None:
+        """Run the next call on this thread."""
+        if self._begin():
+            self._end(_guarded(call))
 
-class _DaemonThreads:
-    """A thread pool whose threads do not hold up the end of the program."""
+    async def run_async(self, call: Call) -> None:
+        """Run the next call on this loop."""
+        if self._begin():
+            self._end(await _guarded_async(call))
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Call] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._alive = 0
-        self._unfinished = 0
-
-    def submit(self, call: Call) -> Future[Any]:
-        future: Future[Any] = Future()
+    def wait_for_thread(self) -> None:
+        """The next call is not late before it has a thread."""
         with self._lock:
-            self._unfinished += 1
-            self._jobs.put((future, call))
-            self._start_if_needed()
-        return future
+            self._deadline = None
 
-    def replace_stuck(self) -> None:
-        """A thread is lost to a call that does not return: another takes its place."""
+    def _begin(self) -> bool:
         with self._lock:
-            self._limit += 1
-            self._start_if_needed()
+            if not self._is_given_up:
+                self._deadline = time.monotonic() + self._limit_s()
+            return not self._is_given_up
 
-    def _start_if_needed(self) -> None:
-        if self._alive < min(self._unfinished, self._limit):
-            self._alive += 1
-            threading.Thread(target=self._work, name="call", daemon=True).start()
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, call = job
-            outcome = _guarded(call) if future.set_running_or_notify_cancel() else None
-            with self._lock:
-                self._unfinished -= 1
-            if outcome is None:
-                continue
-            if outcome.error is None:
-                future.set_result(outcome.value)
-            else:
-                future.set_exception(outcome.error)
-
-    def close(self) -> None:
+    def _end(self, outcome: Outcome) -> None:
         with self._lock:
-            for _ in range(self._alive):
-                self._jobs.put(None)
-            self._alive = 0
+            if not self._is_given_up:
+                self._outcomes.append(outcome)
+                # Until the next one begins: the loop that has to begin it may be blocked.
+                self._deadline = time.monotonic() + self._limit_s()
+                if len(self._outcomes) == len(self.calls):
+                    self.done.set_result(None)
 
+    def _limit_s(self) -> float:
+        return self._timeouts_s[min(len(self._outcomes), len(self.calls) - 1)]
 
-class LoopThread:
-    """One event loop on a daemon thread, started when it is first needed."""
+    # For the one who waits ----------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def submit(self, coroutine: Any) -> Future[Any]:
-        """Run a coroutine on the loop; cancelling the future cancels it."""
+    def remaining_s(self) -> float:
+        """It is not late before so many seconds."""
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="calls-loop", daemon=True
-                )
-                self._thread.start()
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            if self._deadline is None:
+                return self._limit_s()
+            return max(0.0, self._deadline - time.monotonic())
 
-    def close(self) -> None:
-        """Cancel what still runs, and stop the loop."""
+    def give_up_if_late(self) -> bool:
+        """Whether a call missed its deadline; then nothing more of the chain starts or counts."""
         with self._lock:
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-        if loop is not None and thread is not None:
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(_STOP_GRACE_S)
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(timeout=_STOP_GRACE_S)
-            if not thread.is_alive():
-                loop.close()
+            if self._deadline is None or time.monotonic() < self._deadline:
+                return False
+            self._fill(CallTimeoutError(f"no answer within {self._limit_s():g} s"))
+            return True
 
+    def finish(self) -> None:
+        """No more is run of it."""
+        with self._lock:
+            self._fill(asyncio.CancelledError("closed before it was done"))
 
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
+    def _fill(self, error: BaseException) -> None:
+        missing = len(self.calls) - len(self._outcomes)
+        if missing:
+            self._is_given_up = True
+            self._outcomes += [Outcome(error=error)] * missing
+            self.done.set_result(None)
+
+    def results(self) -> list[Outcome]:
+        """An outcome per call."""
+        return self._outcomes
+
+    # Which loop runs it -------------------------------------------------------------------------
+
+    def give_to(self, generation: int) -> None:
+        """The loop of a generation is to run it, and no earlier one, if none has begun."""
+        with self._lock:
+            self._generation = generation
+
+    def claim(self, generation: int) -> bool:
+        """A loop begins with it; False if that is another one's to do."""
+        with self._lock:
+            if self._generation != generation:
+                return False
+            self._generation = None
+            return True
+
+    def waits_for_loop_before(self, generation: int) -> bool:
+        """Whether an older loop is to run it, and has not begun."""
+        with self._lock:
+            return self._generation is not None and self._generation < generation
 
 
 def run_call(call: Call) -> Outcome:
     """Run one call here and now; a coroutine function gets an event loop of its own."""
     return _guarded(lambda: asyncio.run(call()) if is_async(call) else call())
-
-
-def _run_sync(chain: Sequence[Call], progress: _Progress) -> None:
-    for call in chain:
-        progress.begin()
-        progress.outcomes.append(_guarded(call))
 
 
 def is_async(call: Call) -> bool:
@@ -272,7 +277,8 @@ def _guarded(call: Call) -> Outcome:
 async def _guarded_async(call: Call) -> Outcome:
     try:
         return Outcome(await call())
-    except asyncio.CancelledError:
-        raise
     except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # by this side, not by the call itself
         return Outcome(error=error)

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from torchrl_envs.concurrent_calls import CallTimeoutError, ConcurrentCalls
+from torchrl_envs.daemon_threads import DaemonThreads
 
 
 @pytest.fixture
@@ -137,16 +138,108 @@ def test_stuck_threads_do_not_block_later_calls(make_calls, gate):
     assert sorted(chain[0].value for chain in outcomes) == [0, 1], "two threads are free again"
 
 
-def test_a_call_that_waits_for_a_thread_is_not_late(make_calls, gate):
-    fine = [[lambda i=i: i] for i in range(4)]
-    outcomes = make_calls(0.2, max_threads=2).run([[gate.wait], [gate.wait], *fine])
-    assert all(isinstance(chain[0].error, CallTimeoutError) for chain in outcomes[:2])
-    assert [chain[0].value for chain in outcomes[2:]] == [0, 1, 2, 3]
+@pytest.mark.parametrize("order", [1, -1], ids=["blocked first", "blocked last"])
+@pytest.mark.timeout(60)
+def test_a_coroutine_that_never_awaits_costs_its_own_deadline(make_calls, gate, order):
+    calls = make_calls()
+    begun, pause = [], threading.Event()
+
+    async def block():
+        gate.wait()
+
+    async def answer():
+        begun.append(1)
+        return 7
+
+    # The deadline of the one that waits for the loop is far beyond this test's.
+    limits = [[0.2], [600.0]]
+    first, second = calls.run([[block], [answer]][::order], limits[::order])[::order]
+    assert isinstance(first[0].error, CallTimeoutError)
+    assert second[0].value == 7
+    assert calls.run([[answer], [as_async(lambda: 8)]]) == [[(7, None)], [(8, None)]]
+    gate.set()
+    pause.wait(0.1)
+    assert len(begun) == 2, "no call is made twice, when the loop reacts again either"
 
 
-def test_no_more_threads_run_than_allowed(make_calls):
+@pytest.mark.timeout(60)
+def test_a_loop_that_is_blocked_between_a_chains_calls_ends_the_chain(make_calls, gate):
+    entered = threading.Event()
+
+    async def block():
+        entered.set()
+        gate.wait()
+
+    def first():
+        entered.wait()
+        return 1
+
+    mixed, _ = make_calls().run([[first, as_async(int)], [block]], [[0.3, 0.3], [0.3]])
+    assert mixed[0].value == 1
+    assert isinstance(mixed[1].error, CallTimeoutError)
+
+
+@pytest.mark.timeout(60)
+def test_closing_leaves_no_loop_that_was_blocked(gate):
+    before = set(threading.enumerate())
+    calls = ConcurrentCalls()
+
+    async def block():
+        gate.wait()
+        await asyncio.Event().wait()  # as a connection's reader would
+
+    calls.run([[block]], 0.1)
+    calls.run([[as_async(int)]])
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
+    calls.close()
+    gate.set()
+    for thread in started:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_call_past_its_deadline_is_the_last_of_its_chain_when_it_does_return(make_calls, gate):
+    ran, second = [], threading.Event()
+    calls = make_calls(max_threads=1)
+    calls.run([[gate.wait, lambda: ran.append("after")]], 0.1)
+    gate.set()
+    calls.run([[second.set]])  # on the thread that took the place, or on that one
+    assert calls.run([[lambda: 1]] * 8) == [[(1, None)]] * 8
+    assert ran == []
+
+
+def test_a_cancellation_of_the_calls_own_is_its_error(make_calls):
+    def cancelled():
+        raise asyncio.CancelledError
+
+    ((outcome, other),) = make_calls().run([[as_async(cancelled), as_async(lambda: 2)]])
+    assert isinstance(outcome.error, asyncio.CancelledError)
+    assert other.value == 2, "the chain goes on"
+
+
+@pytest.mark.parametrize("kind", ["sync", "mixed"])
+@pytest.mark.timeout(60)
+def test_a_call_that_waits_for_a_thread_is_not_late(make_calls, gate, kind):
+    first = [] if kind == "sync" else [as_async(int)]
+    # Those that wait come first, and last: none waits for one that nobody looks at.
+    stuck = [[gate.wait]] * 2
+    fine = [[*first, lambda i=i: i] for i in range(4)]
+    outcomes = make_calls(0.2, max_threads=2).run([*fine[:2], *stuck, *fine[2:]])
+    assert [isinstance(chain[-1].error, CallTimeoutError) for chain in outcomes] == [
+        *[False] * 2, *[True] * 2, *[False] * 2,
+    ]  # fmt: skip
+    assert [outcomes[i][-1].value for i in (0, 1, 4, 5)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_stuck", [0, 2], ids=["fresh", "after two that were stuck"])
+def test_no_more_threads_run_than_allowed(gate, num_stuck):
     running, most, lock = [0], [0], threading.Lock()
-    pause = threading.Event()
+    pause, entered = threading.Event(), threading.Semaphore(0)
+
+    def get_stuck():
+        entered.release()
+        gate.wait()
 
     def call():
         with lock:
@@ -156,8 +249,16 @@ def test_no_more_threads_run_than_allowed(make_calls):
         with lock:
             running[0] -= 1
 
-    make_calls(max_threads=3).run([[call]] * 20)
+    threads = DaemonThreads(3)
+    stuck = [threads.submit(get_stuck) for _ in range(num_stuck)]
+    for future in stuck:
+        entered.acquire()
+        threads.give_up(future)
+    gate.set()
+    for future in [*stuck, *[threads.submit(call) for _ in range(20)]]:
+        future.result(timeout=20)
     assert most[0] == 3
+    threads.close()
 
 
 @pytest.mark.parametrize("settings", [{"timeout_s": 0.0}, {"timeout_s": 1, "max_threads": 0}])
@@ -176,3 +277,18 @@ def test_close_leaves_no_thread():
     for thread in started:
         thread.join(timeout=20)
     assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.timeout(60)
+def test_closing_ends_what_runs_on_the_loop():
+    calls = ConcurrentCalls(timeout_s=600)
+
+    async def hang():
+        threading.Thread(target=calls.close).start()
+        await asyncio.Event().wait()
+
+    ((outcome, after),) = calls.run([[hang, int]])
+    assert isinstance(outcome.error, asyncio.CancelledError)
+    assert isinstance(after.error, asyncio.CancelledError)
+    assert calls.run([[int], [as_async(int)]]) == [[(0, None)], [(0, None)]], "it starts again"
+    calls.close()

@@ -12,7 +12,7 @@ from jsonschema import SchemaError
 from tensordict import TensorDictBase
 
 from torchrl_data.tool_calls import ToolCall
-from torchrl_envs.concurrent_calls import LoopThread
+from torchrl_envs.loop_thread import LoopThread
 from torchrl_envs.mcp_connection import MCPConnection
 from torchrl_envs.tool_results import MAX_RESULT_BYTES
 from torchrl_envs.tool_schemas import Tool, offered_name, schema_tool

@@ -1,0 +1,94 @@
+"""A thread pool whose threads do not hold up the end of the program, and may be lost."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+_Job = tuple[Future[Any], Callable[[], Any]]
+
+
+class DaemonThreads:
+    """Runs calls on daemon threads, which are started as they are needed.
+
+    Args:
+        limit: calls that run at once, those that were given up not counted.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_alive = 0
+        self._num_unfinished = 0
+        self._running: set[Future[Any]] = set()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run a call as soon as a thread is free; that of a cancelled future is not started."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._num_unfinished += 1
+            self._jobs.put((future, call))
+            self._start_if_needed()
+        return future
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Nobody waits for a call any more; until it returns, another thread replaces its own.
+
+        Args:
+            future: of the call; nothing happens if it has returned, or never runs.
+        """
+        with self._lock:
+            if not future.cancel() and future in self._running:
+                self._running.remove(future)
+                self._limit += 1
+                self._start_if_needed()
+
+    def close(self) -> None:
+        """End each thread when what was submitted is done; nothing more may be submitted."""
+        with self._lock:
+            for _ in range(self._num_alive):
+                self._jobs.put(None)
+
+    def _start_if_needed(self) -> None:
+        if self._num_alive < min(self._num_unfinished, self._limit):
+            self._num_alive += 1
+            threading.Thread(target=self._work, name="call", daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, call = job
+            with self._lock:
+                runs = future.set_running_or_notify_cancel()
+                if runs:
+                    self._running.add(future)
+            result, error = _result(call) if runs else (None, None)
+            is_last = self._is_last(future, runs)
+            if error is not None:
+                future.set_exception(error)
+            elif runs:
+                future.set_result(result)
+            del job, future, call, result, error  # not to be kept alive by an idle thread
+            if is_last:
+                return
+
+    def _is_last(self, future: Future[Any], has_run: bool) -> bool:
+        """A call is done; whether its thread, which was replaced, has to end."""
+        with self._lock:
+            self._num_unfinished -= 1
+            if future in self._running:
+                self._running.remove(future)
+            elif has_run:
+                self._limit -= 1
+            is_last = self._num_alive > self._limit
+            self._num_alive -= is_last
+            return is_last
+
+
+def _result(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    # SystemExit and KeyboardInterrupt raised by a tool are the tool's errors, not the program's.
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error

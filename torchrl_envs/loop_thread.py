@@ -1,0 +1,109 @@
+"""An event loop on a thread of its own, and another one when a coroutine blocks it."""
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import Future
+from typing import Any, Final
+
+_REACTS_S: Final = 0.5
+"""A loop that runs nothing for so long, though asked to, is blocked."""
+_STOP_GRACE_S: Final = 1.0
+
+
+class LoopThread:
+    """One event loop on a daemon thread, started when it is first needed.
+
+    A coroutine that does not await (``time.sleep`` in an ``async`` function) blocks the loop for
+    all others, and nothing can interrupt it. :meth:`replace_if_blocked` leaves such a loop behind.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: _Loop | None = None
+        self._left: list[_Loop] = []
+        self.generation = 0
+        """How many loops were left behind."""
+
+    def submit(self, coroutine: Any) -> Future[Any]:
+        """Run a coroutine on the loop; cancelling the future cancels it."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = _Loop()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
+
+    def replace_if_blocked(self) -> None:
+        """Leave a loop that does not react: what is submitted next gets another one.
+
+        What has begun on the old one goes on when that reacts again; then it ends. Returns after
+        half a second if the loop is blocked, else at once.
+        """
+        with self._lock:
+            loop = self._loop
+        if loop is None or loop.reacts():
+            return
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+                self.generation += 1
+                self._left = [left for left in self._left if left.thread.is_alive()] + [loop]
+                loop.end(cancel=False)
+
+    def close(self) -> None:
+        """Cancel what still runs, and stop the loop; one that is blocked stops when it reacts."""
+        with self._lock:
+            loops = [*self._left, *([] if self._loop is None else [self._loop])]
+            self._loop = None
+            self._left = []
+        for loop in loops:
+            loop.end(cancel=True)
+        for loop in loops[-1:]:
+            loop.thread.join(timeout=2 * _STOP_GRACE_S)
+
+
+class _Loop:
+    """A loop, and the thread that runs it and closes it at the end."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="calls-loop", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def reacts(self) -> bool:
+        reacted = threading.Event()
+        self.loop.call_soon_threadsafe(reacted.set)
+        return reacted.wait(_REACTS_S)
+
+    def end(self, *, cancel: bool) -> None:
+        """Stop when nothing runs any more, or soon, if what runs is cancelled."""
+        with contextlib.suppress(RuntimeError):  # It has ended.
+            self.loop.call_soon_threadsafe(self._begin_end, cancel)
+
+    def _begin_end(self, cancel: bool) -> None:
+        self._ending = self.loop.create_task(_cancel_and_stop() if cancel else _finish_and_stop())
+
+
+async def _finish_and_stop() -> None:
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(tasks)
+    await _stop()
+
+
+async def _cancel_and_stop() -> None:
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_STOP_GRACE_S)
+    await _stop()
+
+
+async def _stop() -> None:
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    loop.stop()
