@@ -36,7 +36,7 @@ def effective_sample_fraction(
 def _finite_max(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
     """The largest value, finite also for no values at all."""
     # Any low number will do, any number of times.
-    floor = values.new_full((1,), -1e30)  # mutate: equivalent
+    floor = values.new_full((1,), -1e30)  # mutate: equivalent (any large number)
     return torch.cat([values, floor]).max()
 
 

@@ -58,7 +58,7 @@ def kl_estimate(
         estimate = difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
     if log_ratio is None:
         return estimate
-    return estimate * log_ratio.masked_fill(~mask, 0.0).exp()
+    return estimate * log_ratio.masked_fill(~mask, 0.0).exp()  # mutate: equivalent number (times 0)
 
 
 def kl_between(
@@ -77,4 +77,5 @@ def kl_between(
     log_p = at_least_float32(logits).log_softmax(-1)
     log_q = at_least_float32(other_logits).log_softmax(-1)
     impossible = log_p.isneginf()
-    return (log_p.exp() * (log_p - log_q).masked_fill(impossible, 0.0)).sum(-1)
+    difference = (log_p - log_q).masked_fill(impossible, 0.0)  # mutate: equivalent number (times 0)
+    return (log_p.exp() * difference).sum(-1)

@@ -54,6 +54,6 @@ def token_log_probs(
     for rows, targets in zip(logits.split(chunk_tokens), ids.split(chunk_tokens), strict=True):
         log_p = (at_least_float32(rows) / temperature).log_softmax(-1)
         log_probs.append(log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
-        information = log_p.masked_fill(log_p.isneginf(), 0.0)  # mutate: equivalent (times 0)
+        information = log_p.masked_fill(log_p.isneginf(), 0.0)  # mutate: equivalent number (x 0)
         entropies.append(-(log_p.exp() * information).sum(-1))
     return LogProbs(torch.cat(log_probs), torch.cat(entropies))

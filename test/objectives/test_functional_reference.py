@@ -162,6 +162,21 @@ POLICY = {
 }
 
 
+@pytest.mark.parametrize(
+    ("token_log_ratio", "k", "lam", "expected"),
+    [
+        pytest.param(-10.0, 0.1, 1.0, math.exp(1.0 + 0.1 * math.log(1e-8) - 1e-8), id="low"),
+        pytest.param(15.0, 1.0, 0.0, math.exp(20.0), id="high"),
+    ],
+)
+def test_vespo_bounds_the_weight_of_a_sequence(token_log_ratio, k, lam, expected):
+    """Four tokens: exp(-40) and exp(60) without bounds."""
+    log_ratio = torch.full((1, 4), token_log_ratio, dtype=torch.float64)
+    mask, one = torch.ones(1, 4, dtype=torch.bool), torch.ones_like(log_ratio)
+    result = F.vespo(log_ratio, -one, one, mask, positive=(k, lam))
+    torch.testing.assert_close(result.ratio, expected * one)
+
+
 @pytest.mark.parametrize("name", POLICY)
 @fast
 @given(batch=batches())
