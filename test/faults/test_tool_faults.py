@@ -129,9 +129,13 @@ def test_T03_ctrl_c_still_works_while_a_tool_runs(scripted, call_text):
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        env.step(batch)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job ignores it
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            env.step(batch)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     thread.join()
     gate.set()
     env.close()
