@@ -37,7 +37,7 @@ def check_rollouts(
             ``logprobs``; ``env_mask`` (1 where the policy sampled the completion's token; all of
             them when absent), ``truncated`` (whether a rollout was cut) and any other fields.
         num_rows: prompts that the function was given.
-        vocab_size: token ids are below it.
+        vocab_size: token ids are below it; ``None`` if nobody knows.
 
     Returns:
         One row per prompt.

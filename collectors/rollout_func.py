@@ -155,7 +155,11 @@ class RolloutFunctionCollector:
         self.data.draw_rows(batch, rows)
         prompts = read_row_values(batch, QUERY)
         version = self.policy_version
-        rollouts = check_rollouts(self.rollout_func(list(prompts), self), self.num_rollouts)
+        rollouts = check_rollouts(
+            self.rollout_func(list(prompts), self),
+            self.num_rollouts,
+            vocab_size=getattr(self.policy, "vocab_size", None),
+        )
         conversations = rollout_conversations(
             rollouts, prompts, self.processing_class, policy_version=version
         )

@@ -62,7 +62,11 @@ class Generation(NamedTuple):
 
 
 class Engine(Protocol):
-    """Draws tokens. One implementation per inference library."""
+    """Draws tokens. One implementation per inference library.
+
+    It may have ``vocab_size`` (token ids are below it) and ``max_model_len`` (most tokens of a
+    prompt and its response); without them the tokenizer's length counts, and no limit.
+    """
 
     @property
     def version(self) -> int:

@@ -3,6 +3,7 @@
 Shape legend: B rows, T tokens of a row (ragged).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torchrl_data.keys import (
     TOKENS_FULL,
     TOKENS_PROMPT,
 )
+from torchrl_data.packed import pack, unpack
 from torchrl_data.token_entries import TokenEntries, token_rows
 
 
@@ -30,17 +32,21 @@ class PolicyInput:
     Args:
         mode: ``"history"``, ``"text"`` or ``"tokens"``.
         encoder: of the policy's tokenizer.
+        vocab_size: token ids that the model knows are below it.
         who: the policy, named in errors.
 
     Raises:
         ValueError: there is no such mode.
     """
 
-    def __init__(self, mode: str, encoder: ConversationEncoder, *, who: str) -> None:
+    def __init__(
+        self, mode: str, encoder: ConversationEncoder, *, vocab_size: int, who: str
+    ) -> None:
         if mode not in INPUT_MODES:
             raise ValueError(f"{who}: input_mode must be one of {INPUT_MODES}, got {mode!r}.")
         self.mode = mode
         self.encoder = encoder
+        self.vocab_size = vocab_size
         self.who = who
 
     def key(self, which: str) -> NestedKey:
@@ -67,7 +73,8 @@ class PolicyInput:
         """Full rows and which of their tokens to score.
 
         Those are the tokens of the assistant mask. Where there is none they are the response, or
-        what the assistant says in a history, or everything but the first token.
+        what the assistant says in a history, or everything but the first token. A row with a token
+        outside the model's vocabulary is marked, see :attr:`RowsToScore.known`.
 
         Args:
             batch: of B rows with ``(mode, "full")``; ragged ``("tokens", "full")`` beside an
@@ -106,19 +113,16 @@ class PolicyInput:
         return RowsToScore(ids, [mask.bool() for mask in masks], entries.keep)
 
     def _checked(self, rows: "RowsToScore") -> "RowsToScore":
-        size = len(self.encoder.tokenizer)
         for i, (ids, mask) in enumerate(zip(rows.ids, rows.masks, strict=True)):
             if not len(ids):
                 raise ValueError(f"{self.who}: row {i} has no tokens to score. Leave it out.")
-            if not 0 <= int(ids.min()) <= int(ids.max()) < size:
-                raise ValueError(
-                    f"{self.who}: row {i} holds a token outside the vocabulary of {size}."
-                )
             if bool(mask[0]):
                 raise ValueError(
                     f"{self.who}: the mask of row {i} has its first token, which nothing predicts."
                 )
-        return rows
+        size = self.vocab_size
+        known = [0 <= int(row.min()) <= int(row.max()) < size for row in rows.ids]
+        return rows._replace(known=known)
 
 
 class RowsToScore(NamedTuple):
@@ -130,6 +134,43 @@ class RowsToScore(NamedTuple):
     """B tensors, bool ``[T]``: the tokens to score."""
     keep: list[Tensor] | None = None
     """Where the tokens are in a padded layout, bool; ``None`` if the rows were ragged."""
+    known: Sequence[bool] = ()
+    """Per row: all of its tokens are in the vocabulary. Of the others nothing can be scored."""
+
+    @property
+    def scored(self) -> list[Tensor]:
+        """B tensors, bool ``[T]``: the tokens that can be scored."""
+        return [
+            mask if known else torch.zeros_like(mask)
+            for mask, known in zip(self.masks, self.known, strict=True)
+        ]
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids ``[N]``, lengths ``[B]`` and the mask of what can be scored ``[N]``."""
+        ids, lengths = pack(
+            [
+                row if known else torch.zeros_like(row)
+                for row, known in zip(self.ids, self.known, strict=True)
+            ]
+        )
+        return ids, lengths, pack(self.scored)[0]
+
+    def spread(self, values: Tensor) -> list[Tensor]:
+        """Scores to the places of their tokens.
+
+        Args:
+            values: ``[K]``, of what can be scored.
+
+        Returns:
+            B tensors ``[T]``: 0 where nothing is asked for, NaN where it can't be scored.
+        """
+        mask, lengths = pack(self.scored)
+        flat = torch.zeros(len(mask), dtype=values.dtype, device=values.device)
+        rows = unpack(flat.masked_scatter(mask.to(flat.device), values), lengths)
+        return [
+            row if known else row.masked_fill(asked.to(row.device), torch.nan)
+            for row, asked, known in zip(rows, self.masks, self.known, strict=True)
+        ]
 
 
 def _all_ids(conversations: Conversations) -> list[Tensor]:

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
-from torchrl_data.packed import pack, pad, unpack
+from torchrl_data.packed import pad
 from torchrl_data.protocols import TokenScores
 
 from .policy_outputs import write_scores
@@ -77,16 +77,15 @@ class TransformersWrapper(LLMWrapperBase):
         Returns:
             The same TensorDict. Scoring writes ``("log_probs", "full")``, float32, aligned with the
             tokens, 0 where nothing was scored: outside the assistant mask or, without one, outside
-            the response (the whole row where no prompt says what the response is); and likewise
+            the response (the whole row where no prompt says what the response is); NaN instead of
+            the scores of a row that holds a token outside the model's vocabulary; and likewise
             ``("entropy", "full")`` and ``("untempered_log_probs", "full")`` where they were asked
             for.
         """
         if self.generate:
             return super().forward(tensordict)
         rows = self.reads.rows_to_score(tensordict)
-        ids, lengths = pack(rows.ids)
-        mask, _ = pack(rows.masks)
-        scores = self._score_own(ids, lengths, mask)
+        scores = self._score_own(*rows.packed())
         columns = {
             LOG_PROBS_FULL: scores.log_prob,
             (ENTROPY, FULL): scores.entropy,
@@ -95,11 +94,7 @@ class TransformersWrapper(LLMWrapperBase):
         write_scores(
             tensordict,
             rows,
-            {
-                key: unpack(_spread(values, mask), lengths)
-                for key, values in columns.items()
-                if values is not None
-            },
+            {key: rows.spread(values) for key, values in columns.items() if values is not None},
         )
         return tensordict
 
@@ -149,15 +144,12 @@ class TransformersWrapper(LLMWrapperBase):
             tensordict: as for :meth:`forward` with ``generate=False``.
 
         Returns:
-            float32 ``[*B, T]`` in nats, 0 where nothing is scored. Ragged rows are padded on the
-            right to the longest; padded ones keep their columns.
+            float32 ``[*B, T]`` in nats, 0 where nothing is scored, NaN where it can't be. Ragged
+            rows are padded on the right to the longest; padded ones keep their columns.
         """
         rows = self.reads.rows_to_score(tensordict)
-        ids, lengths = pack(rows.ids)
-        mask, _ = pack(rows.masks)
-        scores = self._score_own(ids, lengths, mask)
-        flat = unpack(_spread(scores.log_prob, mask), lengths)
-        padded = _as_columns(flat, rows.keep)
+        scores = self._score_own(*rows.packed())
+        padded = _as_columns(rows.spread(scores.log_prob), rows.keep)
         return padded.reshape(*tensordict.batch_size, -1)
 
     def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
@@ -171,19 +163,12 @@ class TransformersWrapper(LLMWrapperBase):
             :meth:`log_prob`; differentiable.
         """
         rows = self.reads.rows_to_score(tensordict)
-        ids, lengths = pack(rows.ids)
-        mask, _ = pack(rows.masks)
+        ids, lengths, mask = rows.packed()
         logits = self.scorer.logits(ids, lengths, mask)
         params = self.sampling if self.score_truncated else untruncated(self.sampling)
         log_p = warped_log_softmax(logits, params, ids[mask].to(logits.device))
-        columns = _as_columns(rows.masks, rows.keep)
+        columns = _as_columns(rows.scored, rows.keep)
         return TokenDistribution(log_p, columns.reshape(*tensordict.batch_size, -1))
-
-
-def _spread(values: Tensor, mask: Tensor) -> Tensor:
-    """``[K]`` to ``[N]``, 0 where nothing was scored."""
-    flat = torch.zeros(len(mask), dtype=values.dtype, device=values.device)
-    return flat.masked_scatter(mask.to(flat.device), values)
 
 
 def _as_columns(rows: Sequence[Tensor], keep: Sequence[Tensor] | None) -> Tensor:

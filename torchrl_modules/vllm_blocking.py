@@ -38,6 +38,16 @@ class BlockingVLLMEngine:
         """Of the weights that serve."""
         return self.engine.version
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self.engine.max_model_len
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -106,7 +106,9 @@ class LLMWrapperBase(TensorDictModuleBase):
             requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
         self.sampling = requested
         self.num_samples = num_samples
-        self.reads = PolicyInput(input_mode, self.encoder, who=self._get_name())
+        self.reads = PolicyInput(
+            input_mode, self.encoder, vocab_size=self.vocab_size, who=self._get_name()
+        )
         self.writes = PolicyOutput(
             input_mode,
             self.encoder,
@@ -121,6 +123,15 @@ class LLMWrapperBase(TensorDictModuleBase):
     def policy_version(self) -> int:
         """Of the weights that serve; the next tokens are stamped with it."""
         return self.engine.version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it: the model's, where the engine knows it, or the tokenizer's.
+
+        A model's vocabulary is often padded beyond its tokenizer's, and such ids can be drawn.
+        """
+        known = getattr(self.engine, "vocab_size", None)
+        return len(self.tokenizer) if known is None else known
 
     @property
     def input_mode(self) -> str:

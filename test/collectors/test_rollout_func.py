@@ -167,6 +167,15 @@ def test_what_is_wrong_is_named(change, error, named):
         check_rollouts(outputs, 2, vocab_size=50)
 
 
+def test_a_token_that_the_model_does_not_know_is_refused(scripted, chatml_tokenizer):
+    size = len(chatml_tokenizer)
+    outputs = GOOD | {"completion_ids": [[8, 9, 10], [size]]}
+    collector = collector_of(lambda *_: outputs, scripted(["x"]))
+    with pytest.raises(ValueError, match=f"row 1 holds the token id {size}; the vocabulary has"):
+        collector.collect()
+    collector.shutdown()
+
+
 def test_results_that_are_no_dictionary_and_tensors():
     with pytest.raises(TypeError, match="dictionary of lists, got list"):
         check_rollouts([GOOD], 1)

@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from objectives import GRPOLoss
+from torchrl_data import Tokens
 from torchrl_data.conversation import Conversations
 from torchrl_data.loop_state import write_conversations
 from torchrl_modules import TransformersWrapper, truncation
@@ -63,6 +64,61 @@ def test_the_ratio_of_unchanged_weights_is_one(make_policy, drawn):
     output = GRPOLoss(policy, temperature=drawn.get("temperature", 1.0))(lazy_stack(rows))
     torch.testing.assert_close(output.ratio_mean, torch.tensor(1.0), rtol=0, atol=1e-5)
     torch.testing.assert_close(output.kl_approx, torch.tensor(0.0), rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def padded_vocabulary(chatml_tokenizer, make_tiny_model):
+    """A policy whose model has 40 ids more than its tokenizer."""
+    model = make_tiny_model()
+    model.resize_token_embeddings(400)
+    return TransformersWrapper(
+        model, tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 8}
+    )
+
+
+def test_ids_beyond_the_tokenizer_are_the_models_own(
+    padded_vocabulary, chatml_tokenizer, reference_log_probs
+):
+    policy = padded_vocabulary
+    assert len(chatml_tokenizer) < 390 < policy.vocab_size == 400
+    batch = policy(make_batch())
+    ids = [[*row["tokens", "full"].tolist(), 390, 5, 399] for row in batch.unbind(0)]
+    given = TensorDict({"tokens": Tokens.from_rows(full=[torch.tensor(row) for row in ids])}, 3)
+    found = policy.log_prob(given)
+    for row, scores in zip(ids, found, strict=True):
+        expected = reference_log_probs(policy.model, row)[1:]
+        torch.testing.assert_close(scores[1 : len(row)], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_that_the_model_does_not_know_marks_its_row_alone(padded_vocabulary):
+    policy = padded_vocabulary
+    rows = [[5, 6, 7], [5, 400, 7, 8], [5, 6, 9]]
+    masks = [[False, True, True], [False, False, True, True], [False, False, True]]
+
+    def batch_of(*which):
+        return lazy_stack(
+            [
+                TensorDict(
+                    {
+                        ("tokens", "full"): torch.tensor(rows[i]),
+                        ("masks", "all_assistant_mask"): torch.tensor(masks[i]),
+                    }
+                )
+                for i in which
+            ]
+        )
+
+    found, others = policy.log_prob(batch_of(0, 1, 2)), policy.log_prob(batch_of(0, 2))
+    torch.testing.assert_close(found[[0, 2], :3], others)
+    assert found[1].isnan().tolist() == [False, False, True, True]
+    assert found[1, :2].tolist() == [0.0, 0.0]
+    policy.generate = False
+    scored = policy(batch_of(0, 1, 2))
+    torch.testing.assert_close(scored[2]["log_probs", "full"], others[1])
+    assert scored[1]["log_probs", "full"].isnan().tolist() == masks[1]
+    distribution = policy.get_dist(batch_of(0, 1, 2))
+    padded = torch.tensor([[5, 6, 7, 0], [5, 0, 7, 8], [5, 6, 9, 0]])
+    torch.testing.assert_close(distribution.log_prob(padded)[[0, 2], :3], others)
 
 
 def test_the_whole_softmax_is_scored_on_request(make_policy, reference_log_probs):
