@@ -33,12 +33,18 @@ class TransformersEngine:
         self.model = model
         own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_model_len = max_model_len or own or 1 << 62
+        """Most tokens of a prompt and its response together."""
         self._version = 0
 
     @property
     def version(self) -> int:
         """How many updates the weights have seen, or the number that the last one was given."""
         return self._version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.model.config.get_text_config().vocab_size
 
     @torch.no_grad()
     def generate(
@@ -58,7 +64,7 @@ class TransformersEngine:
         results = [Generation([], [], "error", error) for error in errors]
         if not good:
             return results
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             loop = DecodeLoop(
@@ -66,7 +72,8 @@ class TransformersEngine:
             )
             generated = loop.run()
         finally:
-            self.model.train(was_training)
+            for module, mode in modes:  # one by one: some may be kept in evaluation mode
+                module.training = mode
         for i, generation in zip(good, generated, strict=True):
             results[i] = generation
         return results
@@ -82,9 +89,8 @@ class TransformersEngine:
                 f"the prompt has {len(prompt)} tokens and may grow by {budget}, but the model "
                 f"takes {self.max_model_len}"
             )
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            return f"the prompt holds a token outside the vocabulary of {vocabulary}"
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            return f"the prompt holds a token outside the vocabulary of {self.vocab_size}"
         return None
 
     def update_weights(

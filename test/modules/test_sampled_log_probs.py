@@ -140,7 +140,11 @@ def test_generating_changes_neither_mode_nor_settings_of_the_model(make_tiny_mod
     greedy = sample(model.eval(), temperature=0.0, stops=())
     model.train()
     seeds = [sample(model, stops=(), seed=seed) for seed in range(3)]
-    assert model.training
+    model.model.layers[0].eval()
+    sample(model)
+    modes = {name: module.training for name, module in model.named_modules()}
+    kept = {name for name in modes if name.startswith("model.layers.0")}
+    assert {name for name, training in modes.items() if not training} == kept
     assert all(ids != [g.ids for g in greedy] for ids in ([g.ids for g in s] for s in seeds)), (
         "the model's own top_k=1 took part"
     )
