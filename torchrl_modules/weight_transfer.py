@@ -56,7 +56,7 @@ class C10dWeightTransfer:
         timeout_s: for joining and for each broadcast.
 
     Raises:
-        RuntimeError: the workers did not join in time.
+        RuntimeError: the workers did not join in time, or could not; nothing is left behind.
     """
 
     def __init__(
@@ -80,16 +80,28 @@ class C10dWeightTransfer:
             "world_size": 1 + client.num_workers(),
             "timeout_s": timeout_s,
         }
+        self._group: BroadcastGroup | None = None
         joined = self._threads.submit(client.init_weight_transfer_engine, meeting)
-        self._group: BroadcastGroup = stateless_init_process_group(
-            master_address,
-            meeting["master_port"],
-            0,
-            meeting["world_size"],
-            self._device,
-            timeout_s=timeout_s,
-        )
-        joined.result(timeout_s)
+        try:
+            self._group = stateless_init_process_group(
+                master_address,
+                meeting["master_port"],
+                0,
+                meeting["world_size"],
+                self._device,
+                timeout_s=timeout_s,
+            )
+            joined.result(timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            self.close()
+            if joined.done() and not joined.cancelled():
+                joined.result()  # says more
+            raise RuntimeError(
+                f"C10dWeightTransfer: the workers did not join within {timeout_s} s ({error})."
+            ) from error
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Send whole weights, and let the workers check and load them.
@@ -108,12 +120,15 @@ class C10dWeightTransfer:
         for name, value in weights.items():
             if not isinstance(value, Tensor) or value.is_meta or hasattr(value, "full_tensor"):
                 raise ValueError(f"{name} is no whole torch.Tensor with data, but {type(value)}.")
+        group = self._group
+        if group is None:
+            raise RuntimeError("C10dWeightTransfer is closed. Make another one.")
         layout = WeightLayout.of(weights, self._bucket_bytes)
         self._client.start_weight_update()
         received = self._threads.submit(self._client.update_weights, layout.message())
         try:
             for bucket in layout.buckets():
-                self._group.broadcast(layout.fill(self._room(layout, bucket), bucket, weights))
+                group.broadcast(layout.fill(self._room(layout, bucket), bucket, weights))
         except RuntimeError:
             if received.done():
                 received.result()  # says more
@@ -131,9 +146,11 @@ class C10dWeightTransfer:
         return self._buffer
 
     def close(self) -> None:
-        """Leave the group; the engine goes on."""
+        """Leave the group; the engine goes on. May be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._group.close()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
 
 def _free_port(address: str) -> int:

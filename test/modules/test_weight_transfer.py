@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrl_modules.process_group import stateless_init_process_group
 from torchrl_modules.weight_buckets import WeightLayout
-from torchrl_modules.weight_transfer import _free_port
+from torchrl_modules.weight_transfer import C10dWeightTransfer, _free_port
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -108,3 +108,38 @@ def test_a_sender_that_does_not_come_is_an_error_in_time():
         group.close()
     with pytest.raises(ValueError, match="rank 2 of 2"):
         stateless_init_process_group("127.0.0.1", 1, 2, 2)
+
+
+@pytest.fixture
+def used_store():
+    """The first store of a process opens what the others share."""
+    torch.distributed.TCPStore("127.0.0.1", _free_port("127.0.0.1"), 1, is_master=True)
+
+
+class LostWorkers:
+    """Control of an engine whose workers do not join."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def num_workers(self):
+        return 1
+
+    def init_weight_transfer_engine(self, init_info):
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        pytest.param(RuntimeError("the worker is gone"), "the worker is gone", id="they raise"),
+        pytest.param(None, "did not join within 0.5 s", id="they do not come"),
+    ],
+)
+@pytest.mark.usefixtures("used_store", "no_leaks")
+def test_workers_that_do_not_join_leave_nothing_behind(fault, message):
+    port = _free_port("127.0.0.1")
+    for _ in range(2):  # the port is free again
+        with pytest.raises(RuntimeError, match=message):
+            C10dWeightTransfer(LostWorkers(fault), master_port=port, timeout_s=0.5)
