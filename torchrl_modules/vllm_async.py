@@ -45,16 +45,25 @@ class AsyncVLLMEngine:
         engine: steps are made in this one.
         stall_timeout_s: an engine that has requests, is not paused and makes no step for so long
             is taken for stuck.
+        update_timeout_s: the same for a command between two steps, such as loading weights.
 
     Raises:
         RuntimeError: the engine is closed or in use elsewhere.
     """
 
-    def __init__(self, engine: VLLMEngine, *, stall_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        *,
+        stall_timeout_s: float = 30.0,
+        update_timeout_s: float = 600.0,
+    ) -> None:
         self._engine = engine
         self._lease = ExitStack()
         self._llm_engine: Any = self._lease.enter_context(engine.used_by("AsyncVLLMEngine"))
         self._stall_timeout_s = stall_timeout_s
+        self._update_timeout_s = update_timeout_s
+        self._in_command = False
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, GenerationStream] = {}
@@ -69,6 +78,16 @@ class AsyncVLLMEngine:
     def version(self) -> int:
         """Of the weights that serve."""
         return self._engine.version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self._engine.max_model_len
 
     def submit(
         self,
@@ -212,7 +231,10 @@ class AsyncVLLMEngine:
                 future.set_exception(_died(error))
 
         self._put(_Command(run, refuse))
-        return await asyncio.wrap_future(future)
+        done = asyncio.wrap_future(future)
+        while not (await asyncio.wait({done}, timeout=self._stall_timeout_s))[0]:
+            self._check_progress()
+        return done.result()
 
     def _put(self, command: _Command) -> None:
         with self._gate:  # Once the thread has ended, nobody would run it.
@@ -230,11 +252,13 @@ class AsyncVLLMEngine:
 
     def _check_progress(self) -> None:
         self._check_alive()
+        name = "update_timeout_s" if self._in_command else "stall_timeout_s"
+        timeout_s = self._update_timeout_s if self._in_command else self._stall_timeout_s
         idle_s = time.monotonic() - self._progress_s
-        if not self._paused and idle_s >= self._stall_timeout_s:
+        if idle_s >= timeout_s and (self._in_command or not self._paused):
             raise EngineDied(
                 f"AsyncVLLMEngine has made no step for {idle_s:.0f} s, though it has requests. It "
-                "is stuck; end this process, or raise stall_timeout_s if a step may take longer."
+                f"is stuck; end this process, or raise {name} if it may take longer."
             )
 
     # The thread's side.
@@ -260,12 +284,16 @@ class AsyncVLLMEngine:
                 command = self._commands.get(block=waiting)
             except queue.Empty:
                 return
+            # The order lets nobody take a command's time for a step's, or the other way round.
+            self._progress_s = time.monotonic()
+            self._in_command = True
             try:
                 command.run()
             except BaseException as error:
                 command.refuse(error)
                 raise
             self._progress_s = time.monotonic()
+            self._in_command = False
             waiting = False
 
     def _step(self) -> None:

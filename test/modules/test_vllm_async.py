@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from torchrl_modules.engine import EngineDied
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.vllm_async import AsyncVLLMEngine
 from torchrl_modules.vllm_stream import Delta, version_spans
@@ -175,6 +176,31 @@ def test_an_update_may_keep_the_old_cache_of_what_is_in_flight_only(run, model, 
     assert largest_gap(model, PROMPTS[0], generation, end=old.end) < 5e-5
     assert largest_gap(other_model, PROMPTS[0], generation, start=new.start) > 0.1
     assert largest_gap(other_model, PROMPTS[0], fresh.generation) < 5e-5
+
+
+class SlowWeights(dict):
+    """A state dict that takes its time."""
+
+    def items(self):
+        time.sleep(1.0)
+        return super().items()
+
+
+def test_an_update_that_takes_its_time_is_no_stall(run, other_model):
+    async def main(engine):
+        weights = SlowWeights(other_model.state_dict())
+        return await update_in_flight(engine, PROMPTS[0], weights)
+
+    generation, versions = run(main, stall_timeout_s=0.3)
+    assert len(generation.ids) == 80
+    assert len(versions) == 2
+
+    async def too_slow(engine):
+        weights = SlowWeights(other_model.state_dict())
+        with pytest.raises(EngineDied, match="raise update_timeout_s"):
+            await update_in_flight(engine, PROMPTS[0], weights)
+
+    run(too_slow, stall_timeout_s=0.1, update_timeout_s=0.3)
 
 
 def test_a_wrong_update_is_refused_and_nothing_is_disturbed(run, vllm_engine, model):
