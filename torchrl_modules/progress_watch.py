@@ -90,7 +90,7 @@ class ProgressWatch:
             else:
                 if idle_s < self._stall_timeout_s:
                     continue
-                reason = f"it has drawn no token for {idle_s:.1f} s, though it has requests"
+                reason = f"it has made no progress for {idle_s:.1f} s, though it has requests"
             break
         else:
             return

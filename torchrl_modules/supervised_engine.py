@@ -18,8 +18,9 @@ class SupervisedEngine:
     """An :class:`~torchrl_modules.engine.Engine` that outlives its processes.
 
     When the engine is killed, or draws no token for ``stall_timeout_s``, it is ended and another
-    one is started. It serves once it has acknowledged the weights that the last one had; what was
-    in flight is drawn again, with the same seeds. Rows that were finished stay.
+    one is started; one that does not start counts as one that died. It serves once it has
+    acknowledged the weights that the last one had; what was in flight is drawn again, with the same
+    seeds. Rows that were finished stay.
 
     Args:
         start: gives a context manager that starts an engine, gives its URL, and ends it on leaving,
@@ -48,6 +49,9 @@ class SupervisedEngine:
         self._lock = threading.RLock()
         self._pushing = threading.Lock()
         self._process = ExitStack()
+        self._engine: VLLMServerEngine
+        self.url = ""
+        """Of the present engine."""
         self._weights: dict[str, Tensor] | None = None
         self._failures = 0
         self.num_restarts = 0
@@ -60,6 +64,16 @@ class SupervisedEngine:
     def version(self) -> int:
         """Of the weights that serve, or that the engine gets before it serves again."""
         return self.supervision.wanted
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self._engine.max_model_len
 
     def generate(
         self,
@@ -104,6 +118,10 @@ class SupervisedEngine:
                 for row, result in zip(rows, error.results or [None] * len(rows), strict=True):
                     results[row] = result
                 self._replace(incarnation, error, results)
+            except RuntimeError as error:
+                if not engine.mixed:
+                    raise
+                self._replace(incarnation, error, results)
             else:
                 self._failures = 0
                 for row, result in zip(rows, drawn, strict=True):
@@ -120,6 +138,8 @@ class SupervisedEngine:
 
         Raises:
             EngineDied: too many engines died in a row.
+            RuntimeError: the engine failed in the middle of loading; it is replaced by one that
+                serves the old weights.
             ValueError: they are refused; the old weights keep serving.
         """
         with self._pushing:
@@ -133,6 +153,10 @@ class SupervisedEngine:
         except EngineDied as error:
             self._replace(incarnation, error, None)
             return False
+        except RuntimeError as error:
+            if engine.mixed:
+                self._replace(incarnation, error, None)
+            raise
         with self._lock:
             self._weights = {name: v.detach().cpu().clone() for name, v in state_dict.items()}
             self.supervision = self.supervision.acknowledged(incarnation, engine.version)
@@ -146,12 +170,12 @@ class SupervisedEngine:
             return self._engine, self.supervision.incarnation
 
     def _replace(
-        self, incarnation: int, error: EngineDied, results: "list[Generation | None] | None"
+        self, incarnation: int, error: Exception, results: "list[Generation | None] | None"
     ) -> None:
         with self._lock:
             if incarnation != self.supervision.incarnation:
                 return  # Somebody else has seen it die, and it is replaced already.
-            if any(result is not None for result in error.results or ()):
+            if any(result is not None for result in getattr(error, "results", None) or ()):
                 self._failures = 0
             while True:
                 self._end()
@@ -165,23 +189,28 @@ class SupervisedEngine:
                 self.num_restarts += 1
                 try:
                     self._start()
-                except EngineDied as next_error:
+                except Exception as next_error:  # Whatever keeps it from serving, it does not.
                     error = next_error
                 else:
                     return
 
     def _start(self) -> None:
+        """Start an engine that has the weights, or leave none behind."""
         with ExitStack() as stack:
-            self.url = stack.enter_context(self._start_process())
-            """Of the present engine."""
-            self._engine = engine = VLLMServerEngine(self.url, **self._client_settings)
-            self._process = stack.pop_all()
+            url = stack.enter_context(self._start_process())
+            engine = VLLMServerEngine(url, **self._client_settings)
             self.supervision = self.supervision.started()
-            if self._weights is not None:
-                engine.update_weights(self._weights, version=self.supervision.wanted)
-            self.supervision = self.supervision.acknowledged(
-                self.supervision.incarnation, engine.version
-            )
+            known = self.supervision
+            try:
+                if self._weights is not None:
+                    engine.update_weights(self._weights, version=known.wanted)
+            except BaseException:
+                self.supervision = known.died(known.incarnation)
+                engine.close()
+                raise
+            self.supervision = known.acknowledged(known.incarnation, engine.version)
+            self.url, self._engine = url, engine
+            self._process = stack.pop_all()
 
     def close(self) -> None:
         """End the engine. May be called twice; nobody may be waiting."""

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 from torch import Tensor
 
 from .engine import EngineDied, Generation
+from .process_state import is_stopped
 from .progress_watch import ProgressWatch
 from .sampling import SamplingParameters
 from .transfer_clients import HTTPTransferClient
@@ -32,7 +33,7 @@ class VLLMServerEngine:
         url: ``unix:///path/of/the/socket`` or ``http://host:port``.
         timeout_s: a single request without an answer for so long means that the server is stuck.
         stall_timeout_s: a server that has requests and draws no token for so long is stuck, be its
-            connections open or not.
+            connections open or not; and so is one that takes weights, if it is stopped.
         num_connections: most requests at a time.
         weights_directory: where weights are handed over; memory, where there is ``/dev/shm``.
 
@@ -66,7 +67,13 @@ class VLLMServerEngine:
         """Token ids are below it."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
+        self._workers: list[Any] = self._rpc_all("torchrl_process")
         self._labels: list[str] = [self._post("/weight_info", method="GET")["weight_version"]]
+
+    @property
+    def mixed(self) -> bool:
+        """An update failed in the middle, and no later one has succeeded."""
+        return self._mixed
 
     @property
     def version(self) -> int:
@@ -180,9 +187,11 @@ class VLLMServerEngine:
     def _probe(self) -> object:
         try:
             self._check_health()
-            if self._updating:
+            if self._updating:  # It draws no token meanwhile.
+                if any(is_stopped(worker) for worker in self._workers):
+                    return None
                 self._num_probes += 1
-                return self._num_probes  # It waits for the weights.
+                return self._num_probes
             _, text = self._prober.request("GET", "/metrics")
         except AnswerTimeout:
             return None
@@ -211,18 +220,23 @@ class VLLMServerEngine:
             via: by which way they go, made with `transfer_client`; in a file when not given.
 
         Raises:
-            EngineDied: the server is gone, or stuck for ``timeout_s``.
+            EngineDied: the server is gone, stopped for ``stall_timeout_s``, or stuck for
+                ``timeout_s``.
             ValueError: a name, type, shape or value is wrong; the old weights keep serving.
             RuntimeError: vLLM failed in the middle of loading; the server stays paused and this
                 refuses to generate until an update succeeds.
         """
         with self._lock:
             version = next_version(version, self.version, who="VLLMServerEngine.update_weights")
+            if self._failure:
+                raise EngineDied(f"VLLMServerEngine.update_weights: {self._failure}")
             self._updating = True
             try:
-                self._load(state_dict, str(version), via)
+                with self._watch.waiting():
+                    self._load(state_dict, str(version), via)
             except ConnectionError as error:
-                raise EngineDied(f"VLLMServerEngine.update_weights: {error}") from error
+                reason = self._failure or error
+                raise EngineDied(f"VLLMServerEngine.update_weights: {reason}") from error
             except RuntimeError as error:
                 self._raise_if_dead(error)
                 raise
@@ -273,12 +287,14 @@ class VLLMServerEngine:
         self._prober.close()
 
     def _rpc(self, method: str, *args: str) -> dict[str, Any]:
-        answer = self._post("/collective_rpc", {"method": method, "args": list(args)})
-        results = answer["results"]
+        results = self._rpc_all(method, *args)
         kinds = {str(result if result is None else list(result)) for result in results}
         if len(kinds) > 1:
             return {"failed": f"the workers' answers to {method} differ: {results}"}
         return results[0]
+
+    def _rpc_all(self, method: str, *args: str) -> list[Any]:
+        return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
 
     def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
         if query:

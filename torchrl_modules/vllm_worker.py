@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import Any
 
+from .process_state import this_process
 from .vllm_runtime import PARENT_VARIABLE, import_vllm, register_weight_transfer
 from .vllm_weights import ExpectedWeights, load_weights
 
@@ -45,6 +46,10 @@ class vLLMWorker:
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
+
+    def torchrl_process(self) -> dict[str, Any]:
+        """Which process this is, see :func:`~torchrl_modules.process_state.this_process`."""
+        return this_process()
 
     def torchrl_load_weights(self, path: str) -> dict[str, str]:
         """Check the weights of a file as a whole, then load them, between two steps.

@@ -9,6 +9,8 @@ the weights and the tokens before it, one every ``token_s`` seconds.
     {"garbage": 7}     ... with something that is no generation
     {"nan": 7}         ... with a log-prob that is no number
     {"die_in_update": true}  it ends before it has taken new weights
+    {"stop_in_update": true}  it stops
+    {"fail_in_update": true}  it says that it failed in the middle
     {"token_s": 0.01}  seconds a token takes
 """
 
@@ -26,6 +28,12 @@ from urllib.parse import urlsplit
 
 VOCABULARY = 100
 SHAPES = {"a": [4, 3], "b": [3]}
+
+
+def this_process():
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        machine = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return {"pid": os.getpid(), "machine": machine}
 
 
 class Engine:
@@ -76,6 +84,8 @@ class Engine:
     def rpc(self, method, path=None):
         if method == "torchrl_limits":
             return {"vocab_size": VOCABULARY, "max_model_len": 64}
+        if method == "torchrl_process":
+            return this_process()
         with open(path, "rb") as file:  # safetensors: length, header, values
             content = file.read()
         (length,) = struct.unpack("<Q", content[:8])
@@ -88,6 +98,10 @@ class Engine:
             return {"refused": "ValueError: not finite"}
         if self.faults.get("die_in_update"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.faults.get("stop_in_update"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.faults.get("fail_in_update"):
+            return {"failed": "between two tensors"}
         self.weights = hashlib.sha256(content).hexdigest()
         return {}
 

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from torchrl_modules.engine import EngineDied
 from torchrl_modules.engine_supervision import EngineState, Supervision
+from torchrl_modules.process_state import is_stopped, this_process
 from torchrl_modules.progress_watch import StallClock
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.supervised_engine import SupervisedEngine
@@ -125,7 +126,7 @@ def test_a_stopped_engine_is_noticed_though_its_connections_are_open(start, stop
             timer = threading.Timer(0.2, start_one.processes[0].send_signal, (signal.SIGSTOP,))
             timer.start()
         begin = time.monotonic()
-        with pytest.raises(EngineDied, match="drawn no token for"):
+        with pytest.raises(EngineDied, match="made no progress for"):
             engine.generate(PROMPTS, PARAMS)
         assert 1 <= time.monotonic() - begin < 5
 
@@ -172,6 +173,32 @@ def test_bad_weights_are_refused_whole_and_the_old_version_serves(start, wrong):
             engine.update_weights(SECOND, version=1)
         assert engine.version == 1
         assert engine.generate(PROMPTS, PARAMS, seeds=SEEDS) == before
+
+
+def test_an_engine_that_stops_in_an_update_is_noticed(start):
+    with connected(start({"stop_in_update": True}), stall_timeout_s=1.0) as engine:
+        begin = time.monotonic()
+        with pytest.raises(EngineDied, match="made no progress for"):
+            engine.update_weights(FIRST)
+        assert 1 <= time.monotonic() - begin < 5
+        with pytest.raises(EngineDied, match="made no progress for"):
+            engine.update_weights(FIRST)
+
+
+def test_a_process_is_stopped_or_not():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = this_process() | {"pid": child.pid}
+        assert not is_stopped(process)
+        child.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while not is_stopped(process):
+            assert time.monotonic() < deadline
+        assert not is_stopped(process | {"machine": "another one"})
+        assert not is_stopped(process | {"machine": None})
+        child.kill()
+        child.wait()
+        assert is_stopped(process)
+    assert not is_stopped(this_process())
 
 
 def test_an_update_in_flight_is_stamped_token_by_token(start):
@@ -242,6 +269,50 @@ def test_an_engine_that_dies_in_an_update_is_replaced_and_updated(start):
         assert (engine.version, engine.num_restarts) == (1, 1)
         rows = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
     assert [row.ids for row in rows] == expected
+
+
+def test_an_engine_that_fails_in_the_middle_of_an_update_is_replaced_by_the_old_weights(start):
+    expected = healthy(start, FIRST)
+    with SupervisedEngine(start({}, {"fail_in_update": True}, {})) as engine:
+        engine.update_weights(FIRST)
+        engine._replace(1, RuntimeError("by hand"), None)  # the next one fails to take the weights
+        assert engine.num_restarts == 2
+        assert [row.ids for row in engine.generate(PROMPTS, PARAMS, seeds=SEEDS)] == expected
+    with SupervisedEngine(start({"fail_in_update": True}, {})) as engine:
+        before = healthy(start)
+        with pytest.raises(RuntimeError, match="between two tensors"):
+            engine.update_weights(SECOND)
+        assert (engine.version, engine.num_restarts) == (0, 1)
+        assert [row.ids for row in engine.generate(PROMPTS, PARAMS, seeds=SEEDS)] == before
+        engine.update_weights(SECOND)
+        assert engine.version == 1
+
+
+@pytest.mark.parametrize("num_failures", [1, 9])
+def test_an_engine_that_does_not_start_counts_as_one_that_died(start, num_failures):
+    start_one, calls = start({"die_after": 25}, {}), itertools.count()
+
+    @contextmanager
+    def sometimes():
+        if 0 < next(calls) <= num_failures:
+            raise RuntimeError("no memory on the device")
+        with start_one() as url:
+            yield url
+
+    engine = SupervisedEngine(sometimes, max_restarts=2)
+    if num_failures == 1:
+        rows = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
+        assert [row.ids for row in rows] == healthy(start)
+        assert engine.num_restarts == 2
+    else:
+        with pytest.raises(EngineDied, match=r"3 engines in a row.*no memory") as error:
+            engine.generate(PROMPTS, PARAMS, max_new_tokens=[1, 1, 1, 30], seeds=SEEDS)
+        assert [row is not None for row in error.value.results] == [True, True, True, False]
+        assert engine.supervision.state is EngineState.DEAD
+        with pytest.raises(EngineDied, match="its engine is dead"):
+            engine.generate(PROMPTS, PARAMS)
+    engine.close()
+    assert all(process.poll() is not None for process in start_one.processes)
 
 
 def test_a_request_that_kills_every_engine_ends_the_run(start):

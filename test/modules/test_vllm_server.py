@@ -114,7 +114,7 @@ sys.stdin.read()
 """
 
 
-def test_a_server_ends_with_its_parent_and_a_client_notices(model_directory, pytestconfig):
+def test_a_server_ends_with_its_parent_and_a_client_notices(model, model_directory, pytestconfig):
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHAN, model_directory],
         cwd=pytestconfig.rootpath,
@@ -126,16 +126,21 @@ def test_a_server_ends_with_its_parent_and_a_client_notices(model_directory, pyt
     url = parent.stdout.readline().strip()
     children = psutil.Process(parent.pid).children(recursive=True)
     assert len(children) >= 2  # the server and its engine
-    client = VLLMServerEngine(url, num_connections=8, stall_timeout_s=3.0)
+    client, trainer = (VLLMServerEngine(url, num_connections=8, stall_timeout_s=3.0) for _ in "12")
 
     # Its engine is stopped, with all connections open.
     engine = next(child for child in children if "EngineCore" in child.name())
     engine.suspend()
     begin = time.monotonic()
-    with pytest.raises(EngineDied, match="drawn no token for"):
+    with pytest.raises(EngineDied, match="made no progress for"):
         client.generate(PROMPTS, PARAMS)
     assert time.monotonic() - begin < 8
     client.close()
+    begin = time.monotonic()
+    with pytest.raises(EngineDied, match="made no progress for"):
+        trainer.update_weights(model.state_dict())
+    assert time.monotonic() - begin < 8
+    trainer.close()
 
     # A stopped process is ended with the others.
     os.kill(parent.pid, signal.SIGKILL)
