@@ -54,7 +54,7 @@ def read_prompts(
         return Conversations.from_messages(_chats(batch, PROMPT, who))
     encoder = _need(encoder, mode, who)
     if mode == TEXT:
-        return prompt_of_tokens(_encode_texts(_texts(batch, PROMPT, who), encoder), encoder)
+        return prompt_of_tokens(encode_texts(_texts(batch, PROMPT, who), encoder), encoder)
     ids = TokenEntries(batch, PROMPT, who=who).ids()
     record = read_held(batch, HISTORY, PROMPT)
     if record is not None and _all_ids(record) == ids:
@@ -248,7 +248,7 @@ def _full_texts(
     if record is not None and encoder.decode(_all_ids(record)) == texts:
         return record
     if prompt is None:
-        return _without_prompt(_encode_texts(texts, encoder), encoder)
+        return _without_prompt(encode_texts(texts, encoder), encoder)
     prompt = encoder.encode_waiting(prompt)
     turns: list[_Turn | None] = []
     for text, before in zip(texts, encoder.decode(_all_ids(prompt)), strict=True):
@@ -257,7 +257,7 @@ def _full_texts(
             continue
         ids, content = encoder.encode_turn(text[len(before) :])
         turns.append(_Turn(ids, content, None))
-    return _continued(prompt, turns, lambda: _encode_texts(texts, encoder), encoder)
+    return _continued(prompt, turns, lambda: encode_texts(texts, encoder), encoder)
 
 
 def _full_tokens(
@@ -318,7 +318,13 @@ def _said(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _encode_texts(texts: Sequence[str], encoder: "ConversationEncoder") -> list[list[int]]:
+def encode_texts(texts: Sequence[str], encoder: "ConversationEncoder") -> list[list[int]]:
+    """Token ids of texts as they are: no template, no token added; control tokens are such tokens.
+
+    Args:
+        texts: per row.
+        encoder: of the tokenizer.
+    """
     if not len(texts):
         return []
     return encoder.tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .graders.math_verify_reward import MathVerifyReward
     from .graders.reward_model import RewardModel
     from .hashing_env import LLMHashingEnv
+    from .llm_env import LLMEnv
     from .reward_calls import row_reward
     from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
     from .reward_logging import reward_metrics
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
     from .tasks.ifeval import IFEvalEnv, IFEvalScoreData, IfEvalScorer
     from .tasks.math_problems import MATHEnv
+    from .tasks.mlgym_env import MLGymWrapper, make_mlgym
     from .transforms.answer_reward import AnswerReward
     from .transforms.browser import BrowserTransform
     from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
@@ -65,9 +67,11 @@ _HOMES = {
     "Job": "torchrl_envs.transforms.tool_source",
     "KLComputation": "torchrl_envs.transforms.kl",
     "KLRewardTransform": "torchrl_envs.transforms.kl",
+    "LLMEnv": "torchrl_envs.llm_env",
     "LLMHashingEnv": "torchrl_envs.hashing_env",
     "MATHEnv": "torchrl_envs.tasks.math_problems",
     "MCPToolTransform": "torchrl_envs.transforms.mcp_tools",
+    "MLGymWrapper": "torchrl_envs.tasks.mlgym_env",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "PolicyVersion": "torchrl_envs.transforms.policy_version",
     "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
@@ -90,6 +94,7 @@ _HOMES = {
     "as_padded_tensor": "torchrl_envs.stacking",
     "check_env": "torchrl_envs.conformance",
     "make_gsm8k_env": "torchrl_envs.tasks.gsm8k",
+    "make_mlgym": "torchrl_envs.tasks.mlgym_env",
     "reward_metrics": "torchrl_envs.reward_logging",
     "row_reward": "torchrl_envs.reward_calls",
 }
@@ -120,9 +125,11 @@ __all__ = [
     "Job",
     "KLComputation",
     "KLRewardTransform",
+    "LLMEnv",
     "LLMHashingEnv",
     "MATHEnv",
     "MCPToolTransform",
+    "MLGymWrapper",
     "MathVerifyReward",
     "PolicyVersion",
     "PythonInterpreter",
@@ -145,6 +152,7 @@ __all__ = [
     "as_padded_tensor",
     "check_env",
     "make_gsm8k_env",
+    "make_mlgym",
     "reward_metrics",
     "row_reward",
 ]

@@ -9,7 +9,8 @@ NAMES = {
     "torchrl_modules": """LLMWrapperBase TransformersWrapper vLLMWrapper ChatHistory Text LogProbs
         Masks Tokens LLMOnDevice make_vllm_worker stateless_init_process_group vLLMWorker""",
     "torchrl_envs": """ChatEnv DatasetChatEnv GSM8KEnv make_gsm8k_env GSM8KPrepareQuestion
-        GSM8KRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData LLMHashingEnv AddThinkingPrompt
+        GSM8KRewardParser IFEvalEnv IfEvalScorer IFEvalScoreData LLMEnv LLMHashingEnv
+        MLGymWrapper make_mlgym AddThinkingPrompt
         BrowserTransform DataLoadingPrimer KLComputation
         KLRewardTransform MCPToolTransform PolicyVersion PythonInterpreter RetrieveKL
         RetrieveLogProb TemplateTransform Tokenizer as_nested_tensor as_padded_tensor""",

@@ -1,0 +1,1 @@
+submit() { echo "<<SUBMISSION||number||SUBMISSION>>"; }
