@@ -1,0 +1,55 @@
+"""Messages over a socket between two processes: a length, and JSON or bytes."""
+
+import json
+import socket
+import struct
+import time
+from typing import Any, Final
+
+_LENGTH: Final = struct.Struct("!Q")
+_READ_BYTES: Final = 1 << 16
+
+
+def pack(message: Any) -> bytes:
+    """A message as it is sent.
+
+    Raises:
+        TypeError: it is not JSON.
+    """
+    data = json.dumps(message).encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """What arrives at a socket, message by message."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._buffer = bytearray()
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The next message.
+
+        Args:
+            timeout_s: how long to wait for it; for ever when not given.
+
+        Raises:
+            TimeoutError: it is not here yet; what is here of it is kept.
+            EOFError: the other side closed the socket.
+        """
+        head = self._read(_LENGTH.size, timeout_s)
+        (size,) = _LENGTH.unpack(head)
+        data = self._read(_LENGTH.size + size, timeout_s)[_LENGTH.size :]
+        self._buffer.clear()
+        return json.loads(data)
+
+    def _read(self, size: int, timeout_s: float | None) -> bytes:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (missing := size - len(self._buffer)) > 0:
+            if deadline is not None:
+                self._link.settimeout(max(1e-3, deadline - time.monotonic()))
+            data = self._link.recv(min(missing, _READ_BYTES))
+            if not data:
+                raise EOFError("the other side closed the socket")
+            self._buffer += data
+        return bytes(self._buffer[:size])
