@@ -57,7 +57,7 @@ lint: .venv/.installed-test
 PYTEST := $(BIN)/python -m pytest
 AGAIN := --last-failed --last-failed-no-failures none
 NO_VLLM := -m "not vllm"
-VLLM := -m vllm -o cache_dir=.pytest_cache/vllm test/modules test/sota
+VLLM := -m vllm -o cache_dir=.pytest_cache/vllm test/docs test/modules test/sota
 
 tests: .venv/.installed-test
 	export OMP_NUM_THREADS=2; $(PYTEST) $(NO_VLLM) || $(PYTEST) $(NO_VLLM) $(AGAIN)

@@ -2,11 +2,14 @@
 
 A reader's own things (a model, a tokenizer, data, a server) stand by under the names that the pages
 use for them: names of :func:`stand_ins`, and files in the folder that the pages run in. A block
-behind ``<!-- not run: why -->`` is left out; only its syntax and its imports are tested.
+behind ``<!-- not run: why -->`` is left out; only its imports are tested. A page whose blocks stand
+behind ``<!-- needs vLLM -->`` runs with the tests of vLLM.
 """
 
 import ast
+import asyncio
 import doctest
+import inspect
 import json
 import os
 import re
@@ -30,7 +33,7 @@ from torchrl_modules import TransformersWrapper
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
-FENCE = re.compile(r"(?:<!-- not run: (.*) -->\n)?```python\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"(?:<!-- (not run: .*?|needs vLLM) -->\n)?```python\n(.*?)```", re.DOTALL)
 MODELS = ("Qwen/Qwen3-0.6B", "outputs/grpo/calculator/seed0/model")
 ROWS = [{"prompt": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(16)]
 CLOSED = ("collector", "env", "text_env", "tools")
@@ -40,7 +43,7 @@ class Block(NamedTuple):
     """Python of a page."""
 
     code: str  # behind as many empty lines as there are before it on the page
-    not_run: str
+    remark: str
 
 
 def blocks_of(page):
@@ -52,6 +55,7 @@ def blocks_of(page):
 
 
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
+NEED_VLLM = [page for page in WITH_BLOCKS if "needs vLLM" in {b.remark for b in blocks_of(page)}]
 WITH_SESSIONS = [page for page, path in PAGES.items() if "```pycon" in path.read_text("utf-8")]
 
 
@@ -61,7 +65,7 @@ def folder(tmp_path_factory, chatml_tokenizer, make_tiny_model):
     path = tmp_path_factory.mktemp("reader")
     for model in MODELS:
         chatml_tokenizer.save_pretrained(path / model)
-        make_tiny_model(max_position_embeddings=4096).save_pretrained(path / model)
+        make_tiny_model(max_position_embeddings=4096, head_dim=32).save_pretrained(path / model)
     _write_rows(path / "rows.jsonl", ROWS)
     problems = [{"question": row["prompt"], "answer": f"#### {row['answer']}"} for row in ROWS]
     _write_rows(path / "path/to/data/train.jsonl", problems)
@@ -104,7 +108,7 @@ def _write_rows(path, rows):
 @pytest.fixture
 def stand_ins(chatml_tokenizer, make_tiny_model):
     """What a page takes for granted, by name."""
-    model = make_tiny_model(max_position_embeddings=4096)
+    model = make_tiny_model(max_position_embeddings=4096, head_dim=32)
     policy = TransformersWrapper(
         model,
         tokenizer=chatml_tokenizer,
@@ -196,13 +200,13 @@ def run_page(stand_ins, folder, request, monkeypatch, capsys):
         if page in OWN:
             names.update(OWN[page](names))
         for block in blocks_of(page):
-            if block.not_run:
+            if block.remark.startswith("not run"):
                 continue
             code = block.code
             for url, fixture in SERVERS.items():
                 if url in code:
                     code = code.replace(url, request.getfixturevalue(fixture) + "/")
-            exec(compile(code, str(PAGES[page]), "exec"), names)
+            _execute(compile(code, str(PAGES[page]), "exec", TOP_LEVEL_AWAIT), names)
             held.extend(names[name] for name in CLOSED if name in names)
             if names["env"] is not stand_ins["env"]:
                 _take_a_turn(names["env"], names["policy"])
@@ -214,16 +218,31 @@ def run_page(stand_ins, folder, request, monkeypatch, capsys):
     capsys.readouterr()
 
 
+TOP_LEVEL_AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+def _execute(code, names):
+    if code.co_flags & inspect.CO_COROUTINE:
+        asyncio.run(eval(code, names))
+    else:
+        exec(code, names)
+
+
 def _take_a_turn(env, policy):
     if isinstance(env, EpisodeEnv) and any(True for _ in env.transforms_of(DataLoadingPrimer)):
         env.step(policy(env.reset()))
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS)
+VLLM_MARKS = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=VLLM_MARKS if p in NEED_VLLM else ()) for p in WITH_BLOCKS]
+)
 def test_page_runs(page, run_page):
-    reasons = [block.not_run for block in blocks_of(page)]
-    if all(reasons):
-        pytest.skip(", ".join(dict.fromkeys(reasons)))
+    remarks = [block.remark for block in blocks_of(page)]
+    if all(remark.startswith("not run") for remark in remarks):
+        pytest.skip(", ".join(dict.fromkeys(remarks)))
     names = run_page(page)
     if page in CHECKS:
         CHECKS[page](names)
