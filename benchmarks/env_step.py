@@ -3,12 +3,15 @@
     python benchmarks/env_step.py [--repeats 30] [--batch 64] [--without-peers]
 
 64 rows, with data, a turn counter and an environment with a tool; the policy's turn is handed in,
-so nothing is generated and nothing is tokenised. ``no call``: every turn is read, none calls, and
-a user answers each. ``a call``: every row calls the tool, which answers at once. ``ends``: every
-row ends, is scored and closed. The peer is TorchRL's ``ChatEnv``
-with its data primer and step counter, without a tool. Both run interleaved in one process; that all
-rows go on, and that every call was answered, is checked first. Medians of CPU milliseconds, and the
-wall time of a step, for conversations of 1, 8 and 64 turns, and of a reset of the whole batch.
+so nothing is generated, and nothing is tokenised but for the two lines with ids. ``no call``: every
+turn is read, none calls, and a user answers each. ``a call``: every row calls the tool, which
+answers at once. ``ends``: every row ends, is scored and closed. ``torchrl`` is TorchRL's
+``ChatEnv`` with its data primer and step counter, without a tool. ``call, ids`` is ``a call`` with
+the tokens of the next prompt; ``trl, ids`` the same turn in TRL's own loop (the trainer's
+``_tool_call_loop``: the calls run, their results tokenised, a turn parsed). All run interleaved in
+one process; that all rows go on, and that every call was answered, is checked first. Medians of CPU
+milliseconds, and the wall time of a step, for conversations of 1, 8 and 64 turns, and of a reset of
+the whole batch.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, set_list_to_stack
 from torchrl.envs.transforms import Compose
+from trl_tool_turn import tokenizer_of_both, trl_turn
 
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import FULL, PROMPT
@@ -109,6 +113,41 @@ def ours(batch: int, turns: int, what: str) -> Callable[[], Any]:
     return step
 
 
+def ours_with_ids(batch: int, turns: int) -> Callable[[], Any]:
+    """Every step goes on from the last one, so the conversations have a few turns more."""
+    tokenizer = tokenizer_of_both()
+    rows = [{"prompt": f"question {i}"} for i in range(batch)]
+    parts = [DataLoadingPrimer(rows, group_size=GROUP), StepCounter(max_steps=10**6)]
+    parts.append(EnvironmentTools(Adder))
+    env = ChatEnv(batch_size=batch, tokenizer=tokenizer).append_transform(Compose(*parts))
+    encoder = env.base_env.encoder
+    start = env.reset()
+    prompt = grown(read_conversations(start, PROMPT, who="benchmark"), turns - 1)
+    held = [encoder.encode_waiting(prompt)]
+    ids = tokenizer.encode(f"{CALL}<|im_end|>", add_special_tokens=False)
+    said = (ids, [0.0] * len(ids), {"role": "assistant", "content": CALL})
+
+    def step() -> Any:
+        given = start.copy()
+        write_conversations(given, FULL, held[0].append_responses([said] * batch))
+        after = read_conversations(env.step(given)["next"], PROMPT, who="benchmark")
+        held[0] = encoder.encode_waiting(after)
+        return held[0]
+
+    after = step()
+    assert all(after.last_message(i)["content"] == "3" for i in range(batch))
+    assert tokenizer.decode(after.ids(0)).endswith("<|im_start|>assistant\n")
+    step.close = env.close  # type: ignore[attr-defined]
+    return step
+
+
+def trl(batch: int, turns: int) -> Callable[[], Any]:
+    step = trl_turn(tokenizer_of_both(), [Adder() for _ in range(batch)], turns, CALL, "done")
+    for row in step():
+        assert [m["content"] for m in row[1:]] == ["3", "done"]
+    return step
+
+
 def torchrl(batch: int, turns: int) -> Callable[[], Any]:
     from torchrl.data.llm import History
     from torchrl.envs.llm import ChatEnv as TheirChatEnv
@@ -149,7 +188,7 @@ def measured(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tupl
         for name, run in runs.items():
             if name == "torchrl" and repeat >= 3:
                 continue
-            count = 1 if name == "torchrl" else 10
+            count = 1 if name in ("torchrl", "trl, ids") else 10
             cpu, wall = time.process_time(), time.perf_counter()
             for _ in range(count):
                 run()
@@ -166,12 +205,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", choices=["no call", "a call", "ends"])
     options = parser.parse_args()
     set_list_to_stack(True).set()
     torch.set_num_threads(1)
     if options.profile:
-        step = ours(options.batch, 8, "no call")
+        step = ours(options.batch, 8, options.profile)
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(50):
@@ -179,22 +218,27 @@ def main() -> None:
         profile.disable()
         pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
         return
-    print(f"batch {options.batch}, CPU ms (wall ms): turns | no call | a call | ends | torchrl")
+    print(f"batch {options.batch}, CPU ms (wall ms)")
     flat = {}
     for turns in (1, 8, 64):
         cases = ("no call", "a call", "ends")
         runs = {what: ours(options.batch, turns, what) for what in cases}
-        if not options.without_peers and turns < 64:
-            runs["torchrl"] = torchrl(options.batch, turns)
+        if not options.without_peers:
+            runs["call, ids"] = ours_with_ids(options.batch, turns)
+            runs["trl, ids"] = trl(options.batch, turns)
+            if turns < 64:
+                runs["torchrl"] = torchrl(options.batch, turns)
         result = measured(runs, options.repeats)
         flat[turns] = result["no call"][0]
-        shown = " | ".join(f"{cpu:8.2f} ({wall:8.2f})" for cpu, wall in result.values())
-        print(f"{turns:3d} | {shown}", flush=True)
+        print(f"turns {turns}:")
+        for name, (cpu, wall) in result.items():
+            print(f"  {name:10s} {cpu:8.2f} ({wall:8.2f})", flush=True)
         if turns == 64:
             reset = measured({"reset": runs["ends"].reset}, options.repeats)["reset"]  # type: ignore[attr-defined]
             print(f"reset in groups of {GROUP}: {reset[0]:.2f} ms CPU, {reset[1]:.2f} ms")
-        for what in cases:
-            runs[what].close()  # type: ignore[attr-defined]
+        for run in runs.values():
+            if hasattr(run, "close"):
+                run.close()  # type: ignore[attr-defined]
     print(f"64 turns / 1 turn: {flat[64] / flat[1]:.2f}")
 
 

@@ -115,7 +115,7 @@ class ToolDispatcher(EpisodeTransform):
         if any(source.tools_of(row) for source in sources):
             parsed = self.parse(text)
             for call, position in zip(parsed.calls, parsed.positions, strict=True):
-                items.append(_bind(sources, row, call)._replace(position=position))
+                items.append(_bind(sources, row, call, position))
         for number, source in enumerate(sources):
             for item in source.read_turn(row, text):
                 # Lanes belong to their source.
@@ -144,7 +144,7 @@ class ToolDispatcher(EpisodeTransform):
             if isinstance(item, Answer):
                 return item
             key, place = slots[row, number]
-            return item.phrase(outcomes[key][place])._replace(position=item.position)
+            return item.phrase(outcomes[key][place])
 
         return {
             row: [answer(row, number, item) for number, item in enumerate(items)]
@@ -152,10 +152,12 @@ class ToolDispatcher(EpisodeTransform):
         }
 
 
-def _bind(sources: Sequence[ToolSource], row: int, call: ToolCall | MalformedCall) -> Job | Answer:
+def _bind(
+    sources: Sequence[ToolSource], row: int, call: ToolCall | MalformedCall, position: int
+) -> Job | Answer:
     """A call that is ready to run, or what is wrong with it."""
     if isinstance(call, MalformedCall):
-        return _refusal(None, f"malformed tool call: {call.error}")
+        return _refusal(None, f"malformed tool call: {call.error}", position)
     for number, source in enumerate(sources):
         tool = source.tools_of(row).get(call.name)
         if tool is not None:
@@ -163,15 +165,16 @@ def _bind(sources: Sequence[ToolSource], row: int, call: ToolCall | MalformedCal
                 call = call._replace(arguments=tool.typed(call.arguments), is_text=False)
             error = tool.argument_error(call.arguments)
             if error is not None:
-                return _refusal(call, f"{call.name}: {error}")
+                return _refusal(call, f"{call.name}: {error}", position)
             job = source.bind(row, call)
-            return job if job.lane is None else job._replace(lane=("lane", number, job.lane))
+            lane = None if job.lane is None else ("lane", number, job.lane)
+            return job._replace(lane=lane, position=position)
     names = [name for source in sources for name in source.tools_of(row)]
-    return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}")
+    return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
 
 
-def _refusal(call: ToolCall | None, error: str) -> Answer:
-    return Answer(tool_message(call, error_text(error)), is_error=True)
+def _refusal(call: ToolCall | None, error: str, position: int) -> Answer:
+    return Answer(tool_message(call, error_text(error)), is_error=True, position=position)
 
 
 def _count(

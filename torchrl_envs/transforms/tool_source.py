@@ -45,7 +45,7 @@ class Job(NamedTuple):
     """Takes no arguments; sync, or ``async`` (a coroutine function or a partial of one)."""
     phrase: Callable[[Outcome], Answer]
     """Turns the outcome into an answer. An error of the call, or a missed deadline, is in
-    ``outcome.error``; must not raise. The answer's position is the job's, whatever it says."""
+    ``outcome.error``; must not raise. The answer's place is the job's."""
     timeout_s: float
     """Deadline of the call, seconds from when it starts."""
     lane: Hashable = None
