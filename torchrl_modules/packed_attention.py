@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from .adapters import draws_dropout
 from .prefix_trie import PrefixTrie
 from .trie_attention import has_trie_attention, trie_attention
 
@@ -159,7 +160,7 @@ def can_share(model: PreTrainedModel, longest: int) -> bool:
         longest: tokens of the longest sequence.
 
     Returns:
-        ``False`` where attention is more than plain: dropout in training, a window that is
+        ``False`` where tokens are more than plainly shared: dropout in training, a window that is
         shorter than a sequence, or a device without the kernels.
     """
     config = model.config.get_text_config()
@@ -170,6 +171,7 @@ def can_share(model: PreTrainedModel, longest: int) -> bool:
     window = getattr(config, "sliding_window", None) or longest
     return (
         not (model.training and dropout)
+        and not draws_dropout(model)
         and window >= longest
         and has_trie_attention(model.device, model.dtype)
     )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from torchrl_data.packed import cumulative_lengths, pad, sequence_index, unpack
 from torchrl_data.protocols import TokenScores
 
+from .adapters import is_linear, model_inside
 from .chunked_head import chunked_log_prob
 from .packed_attention import PackedInputLost, can_share, packed_input, use_packed_attention
 from .prefix_trie import PrefixTrie, build_trie
@@ -27,8 +28,9 @@ class PackedScorer:
     """Scores packed sequences with one causal language model.
 
     Args:
-        model: a causal language model of Transformers. Switched to the packed attention where it
-            supports registered attentions; scored padded otherwise.
+        model: a causal language model of Transformers, with or without adapters of PEFT that are
+            layers of it. Switched to the packed attention where it supports registered attentions;
+            scored padded otherwise.
         micro_batch_tokens: most tokens of one forward pass when no gradient is needed; ``None``
             for no limit.
         share_prefixes: run what sequences of a pass begin with in common through the model once,
@@ -42,11 +44,11 @@ class PackedScorer:
         micro_batch_tokens: int | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        self.model = model
-        self.packed = use_packed_attention(model)
+        self.model = model_inside(model)
+        self.packed = use_packed_attention(self.model)
         self.micro_batch_tokens = micro_batch_tokens
         self.share_prefixes = share_prefixes
-        self._head = _plain_head(model)
+        self._head = _plain_head(self.model)
 
     def score_packed(
         self,
@@ -214,7 +216,7 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     )
     # A head inside another module comes after something else; a model may be its own base.
     is_last = any(child is head for child in model.children()) and model.base_model is not model
-    return head if type(head) is nn.Linear and is_last and not is_changed else None
+    return head if is_linear(head) and is_last and not is_changed else None
 
 
 def _cat(parts: list[Tensor | None]) -> Tensor | None:

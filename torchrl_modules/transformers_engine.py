@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .adapters import model_inside
 from .decode_loop import DecodeLoop
 from .engine import Generation
 from .sampling import SamplingParameters
@@ -16,16 +17,18 @@ class TransformersEngine:
     """An :class:`~torchrl_modules.engine.Engine` over a Transformers model.
 
     Args:
-        model: a causal language model with a key-value cache.
+        model: a causal language model with a key-value cache, with or without adapters of PEFT.
         max_model_len: most tokens of a row, prompt and response; the model's own limit when not
             given.
 
     Raises:
+        TypeError: the model has adapters that are not layers of it, such as prompts.
         ValueError: the model has a recurrent state, which can't be kept row by row here.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
-        if getattr(model, "_is_stateful", False):
+        self._inside = model_inside(model)
+        if getattr(self._inside, "_is_stateful", False):
             raise ValueError(
                 f"TransformersEngine: {type(model).__name__} has a recurrent state instead of a "
                 "key-value cache. Sample with vLLM."
@@ -68,7 +71,7 @@ class TransformersEngine:
         self.model.eval()
         try:
             loop = DecodeLoop(
-                self.model, [prompts[i] for i in good], params, [budgets[i] for i in good]
+                self._inside, [prompts[i] for i in good], params, [budgets[i] for i in good]
             )
             generated = loop.run()
         finally:
@@ -101,6 +104,6 @@ class TransformersEngine:
         own = self.model.state_dict()
         check_state_dict(state_dict, own, who=type(self).__name__)
         with torch.no_grad():
-            for name, value in state_dict.items():
-                own[name].copy_(value)
+            for name in reversed(list(state_dict)):  # What was checked last may be in the cache.
+                own[name].copy_(state_dict[name])
         self._version = version

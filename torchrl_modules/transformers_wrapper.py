@@ -41,7 +41,8 @@ class TransformersWrapper(LLMWrapperBase):
         **kwargs: see :class:`~torchrl_modules.wrapper_base.LLMWrapperBase`.
 
     Raises:
-        TypeError: ``model`` is a model and no tokenizer is given.
+        TypeError: ``model`` is a model and no tokenizer is given, or it has adapters of PEFT that
+            are not layers of it, such as prompts.
     """
 
     def __init__(

@@ -1,15 +1,21 @@
 """The weights of a trained model as an engine takes them: whole, merged, plainly named."""
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Final
 
-import torch
 from torch import Tensor, nn
 
-_COMPILED = "_orig_mod."
-_ADAPTER_MARKS = ("lora_", "hada_", "lokr_", "ia3_", "oft_", "boft_", "vera_")
+from .merged_adapters import has_adapters, merged_weights, whole
+
+_COMPILED: Final = "_orig_mod."
+_ADAPTERS: Final = {
+    *("lora_A", "lora_B", "lora_E", "lora_embedding_A", "lora_embedding_B"),
+    *("lora_magnitude_vector", "vera_lambda_b", "vera_lambda_d", "ia3_l", "modules_to_save"),
+    *("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+    *("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    *("oft_R", "oft_embedding_R", "boft_R", "boft_s", "prompt_embeddings"),
+}
+"""Parts of names in the usual adapters' state dicts; others are names that an engine refuses."""
 
 
 def gathered_state_dict(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -28,30 +34,25 @@ def gathered_state_dict(source: nn.Module | Mapping[str, Tensor]) -> dict[str, T
 
     Raises:
         TypeError: the model has adapters that can't be merged into weights, such as prompts.
-        ValueError: the state dict holds adapters, which mean nothing without their model.
+        ValueError: the state dict holds adapters, which mean nothing without their model; or PEFT
+            refuses to merge those of a model.
     """
     if not isinstance(source, nn.Module):
         return _plain(source)
     module = _unwrapped(source)
-    if _is_peft(module):
-        return _merged(module)
+    if has_adapters(module):
+        return merged_weights(module)
     return _plain(module.state_dict())
 
 
 def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    adapters = [name for name in weights if any(mark in name for mark in _ADAPTER_MARKS)]
+    adapters = [name for name in weights if not _ADAPTERS.isdisjoint(name.split("."))]
     if adapters:
         raise ValueError(
             f"This state dict holds adapters, such as {adapters[0]}, which an engine can't apply "
             "without the model that they belong to. Push the PEFT model itself: it is merged."
         )
-    return {name.replace(_COMPILED, ""): _whole(value) for name, value in weights.items()}
-
-
-def _whole(value: Tensor) -> Tensor:
-    value = value.detach()
-    gather = getattr(value, "full_tensor", None)
-    return value if gather is None else gather()
+    return {name.replace(_COMPILED, ""): whole(value) for name, value in weights.items()}
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -62,58 +63,3 @@ def _unwrapped(module: nn.Module) -> nn.Module:
             module = module._orig_mod  # type: ignore[assignment]
         else:
             return module
-
-
-def _is_peft(module: nn.Module) -> bool:
-    peft: Any = sys.modules.get("peft")  # A model with adapters has imported it.
-    if peft is None:
-        return False
-    layer = peft.tuners.tuners_utils.BaseTunerLayer
-    return isinstance(module, peft.PeftModel) or any(
-        isinstance(child, layer) for child in module.modules()
-    )
-
-
-def _merged(model: Any) -> dict[str, Tensor]:
-    tuners: Any = sys.modules["peft.tuners.tuners_utils"]
-    layers = [m for m in model.modules() if isinstance(m, tuners.BaseTunerLayer)]
-    if not layers or getattr(model, "active_peft_config", None) is None:
-        raise TypeError(
-            f"{type(model).__name__} has adapters that are no change of weights, which an engine "
-            "can't be given. Train one that merges, such as LoRA, wrapped by get_peft_model."
-        )
-    changed = {id(value) for layer in layers for value in layer.get_base_layer().parameters()}
-    with _adapters_merged(model, layers):
-        return {
-            _plain_name(name): _whole(value).clone() if id(value) in changed else _whole(value)
-            for name, value in _base_entries(model)
-        }
-
-
-@contextmanager
-def _adapters_merged(model: Any, layers: list[Any]) -> Iterator[None]:
-    bases = [value for layer in layers for value in layer.get_base_layer().parameters()]
-    originals = [value.detach().clone() for value in bases]
-    model.merge_adapter(safe_merge=True)
-    try:
-        yield
-    finally:
-        model.unmerge_adapter()
-        with torch.no_grad():  # Subtracting what was added does not give the same bits.
-            for value, original in zip(bases, originals, strict=True):
-                value.copy_(original)
-
-
-def _base_entries(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of the state dict that are no adapter's own."""
-    kept = model.state_dict(keep_vars=True)
-    for name, value in kept.items():
-        if any(mark in name for mark in (*_ADAPTER_MARKS, ".original_module.")):
-            continue
-        yield name, value
-
-
-def _plain_name(name: str) -> str:
-    name = name.replace(_COMPILED, "").removeprefix("base_model.model.").replace(".base_layer", "")
-    before, mark, after = name.partition(".modules_to_save.")
-    return f"{before}.{after.partition('.')[2]}" if mark else name

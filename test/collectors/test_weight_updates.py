@@ -78,6 +78,64 @@ def test_adapters_are_pushed_merged_and_the_trained_model_is_left_as_it_was(
     assert (logits(receiver) - logits(make_tiny_model(1))).abs().max() > 0.01
 
 
+class Explora(torch.nn.Module):
+    """Names that look like an adapter's, or like PEFT's, and are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.colora_gate = torch.nn.Linear(4, 4)
+        self.base_layer_norm = torch.nn.LayerNorm(4)
+        self.config = type("Config", (), {"get": lambda *_: None})()
+
+    def forward(self, x):
+        return self.base_layer_norm(self.colora_gate(x))
+
+
+def test_names_that_only_look_like_an_adapters_are_weights():
+    plain = Explora()
+    names = plain.state_dict().keys()
+    assert gathered_state_dict(plain).keys() == names
+    assert gathered_state_dict(plain.state_dict()).keys() == names
+    trained = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["colora_gate"]))
+    assert gathered_state_dict(trained).keys() == names
+
+
+def test_a_merge_that_fails_leaves_the_model_as_it_was(make_tiny_model):
+    trained = with_adapters(make_tiny_model(1))
+    with torch.no_grad():  # the layer before is merged first
+        layer = trained.base_model.model.model.layers[1].mlp.down_proj
+        layer.lora_B["default"].weight[0, 0] = torch.nan
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    addresses = {name: value.data_ptr() for name, value in trained.state_dict().items()}
+    with pytest.raises(ValueError, match="NaNs detected"):
+        gathered_state_dict(trained)
+    after = trained.state_dict()
+    assert all(torch.equal(before[n], after[n]) for n in before if "layers.1.mlp" not in n)
+    assert {name: value.data_ptr() for name, value in after.items()} == addresses
+    assert not any(getattr(module, "merged", False) for module in trained.modules())
+
+
+def test_adapters_that_are_merged_already_or_off_are_taken_as_they_are(make_tiny_model):
+    trained = with_adapters(make_tiny_model(1))
+    expected = gathered_state_dict(trained)
+    with trained.disable_adapter():
+        plain = gathered_state_dict(trained)
+    assert all(torch.equal(plain[k], v) for k, v in make_tiny_model(1).state_dict().items())
+    trained.merge_adapter()
+    merged = gathered_state_dict(trained)
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
+    assert all(m.merged for m in trained.modules() if hasattr(m, "merged_adapters"))
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")  # PEFT says so, too
+def test_an_adapter_of_one_of_two_tied_weights_is_not_lost_in_silence(policy, make_tiny_model):
+    config = peft.LoraConfig(r=4, target_modules=["embed_tokens"], init_lora_weights=False)
+    trained = peft.get_peft_model(make_tiny_model(1), config)
+    with pytest.raises(ValueError, match="are tied, but are given different values"):
+        InProcessUpdater(policy).push(trained)
+    assert policy.policy_version == 0
+
+
 def test_a_state_dict_of_adapters_is_refused_whole(policy, make_tiny_model):
     updater = InProcessUpdater(policy)
     adapters = peft.get_peft_model_state_dict(with_adapters(make_tiny_model(1)))
@@ -244,4 +302,11 @@ def test_a_tensor_is_finite_where_isfinite_says_so(dtype):
         tensor = torch.full((7, 33), largest / 2, dtype=dtype)  # their sum overflows
         tensor[3, 5] = value
         assert all_finite(tensor) == bool(torch.isfinite(tensor).all()), value
+        # Long enough to be summed in rows, with a rest.
+        tensor = torch.full((2, 20_000), largest, dtype=dtype)
+        for place in (0, 17_000, 39_999):
+            tensor.view(-1)[place] = value
+            assert all_finite(tensor) == bool(torch.isfinite(tensor).all()), (value, place)
+            assert all_finite(tensor.T) == all_finite(tensor)
+            tensor.view(-1)[place] = largest
     assert all_finite(torch.empty(0, dtype=dtype))

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import peft
 import pytest
 import torch
 
@@ -67,6 +68,19 @@ def test_a_broadcast_changes_the_outputs_and_a_wrong_one_is_refused_whole(
         assert_from(other_model, policy)
     assert updater.push(model.state_dict()) == version + 2
     assert_from(model, policy)
+
+
+def test_a_model_with_adapters_is_served_as_it_computes(policy, updater, build_model, model):
+    settings = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        trained = peft.get_peft_model(build_model(0), peft.LoraConfig(**settings)).eval()
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    updater.push(trained)
+    assert_from(trained, policy)
+    with pytest.raises(AssertionError):
+        assert_from(model, policy)
+    assert all(torch.equal(before[name], value) for name, value in trained.state_dict().items())
 
 
 def test_another_trainer_may_take_over(policy, updater, other_model):

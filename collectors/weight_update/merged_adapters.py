@@ -1,0 +1,158 @@
+"""The weights of a PEFT model with its adapters merged, the model left as it was."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a model is one of PEFT, or has layers of one.
+
+    Args:
+        module: a model without wrappers.
+    """
+    peft: Any = sys.modules.get("peft")  # A model with adapters has imported it.
+    if peft is None:
+        return False
+    layer = peft.tuners.tuners_utils.BaseTunerLayer
+    return isinstance(module, peft.PeftModel) or any(
+        isinstance(child, layer) for child in module.modules()
+    )
+
+
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """The weights with which a model without adapters computes what this one does.
+
+    Layers are merged one at a time, so this takes a copy of the weights that adapters change, and
+    the model gets its own back to the bit. Layers whose adapters are off or merged already are
+    taken as they are.
+
+    Args:
+        model: of PEFT.
+
+    Returns:
+        Detached values by the names of the model without adapters. Of tied parameters of which one
+        alone has an adapter, that one alone is changed, as in the model: a receiver that ties them
+        refuses that.
+
+    Raises:
+        TypeError: the model has adapters that can't be merged into weights, such as prompts.
+        ValueError: PEFT refuses to merge them, because the result is not finite, say.
+    """
+    tuners: Any = sys.modules["peft.tuners.tuners_utils"]
+    layers = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, tuners.BaseTunerLayer)
+    }
+    if not layers or getattr(model, "active_peft_config", None) is None:
+        raise TypeError(
+            f"{type(model).__name__} has adapters that are no change of weights, which an engine "
+            "can't be given. Train one that merges, such as LoRA, wrapped by get_peft_model."
+        )
+    model.base_model._check_merge_allowed()
+    merged: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        if not (layer.merged or layer.disable_adapters):
+            merged |= _merged_layer(name, layer)
+    names = _Names(model, layers)
+    return {
+        names.plain(name): merged[name] if name in merged else whole(value)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not names.is_left_out(name)
+    }
+
+
+def whole(value: Tensor) -> Tensor:
+    """A detached tensor; one that is spread over ranks is gathered, in which all take part.
+
+    Args:
+        value: a parameter or a buffer.
+    """
+    value = value.detach()
+    gather = getattr(value, "full_tensor", None)
+    return value if gather is None else gather()
+
+
+def _merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
+    """What merging a layer changes, by the names of the state dict."""
+    base, prefix = layer, name
+    while hasattr(base, "base_layer"):
+        base, prefix = base.base_layer, f"{prefix}.base_layer"
+    parameters = dict(base.named_parameters())
+    with _kept(parameters) as originals:
+        try:
+            layer.merge(safe_merge=True)
+            return {
+                f"{prefix}.{key}": whole(value).clone()
+                for key, value in parameters.items()
+                if not torch.equal(whole(value), whole(originals[key]))
+            }
+        finally:
+            if layer.merged:
+                layer.unmerge()
+
+
+@contextmanager
+def _kept(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Puts values back, to the bit and where they were; gives copies of them."""
+    held = {key: value.data for key, value in parameters.items()}
+    originals = {key: value.clone() for key, value in held.items()}
+    try:
+        yield originals
+    finally:  # Subtracting what was added does not give the same bits.
+        for key, value in parameters.items():
+            value.data = held[key].copy_(originals[key])
+
+
+class _Names:
+    """Names in a PEFT model, and without it; told by the modules, not by how names look."""
+
+    def __init__(self, model: Any, layers: Mapping[str, Any]) -> None:
+        others: Any = sys.modules["peft.utils.other"]
+        self._dropped = {"base_model", "base_model.model"}
+        self._left_out: set[str] = set()
+        for name, layer in layers.items():
+            own = (*layer.adapter_layer_names, *layer.other_param_names)
+            self._left_out |= {f"{name}.{part}" for part in own}
+            self._dropped.add(f"{name}.base_layer")
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, others.TrainableTokensWrapper):
+                self._dropped.add(f"{name}.token_adapter")
+            elif isinstance(module, others.ModulesToSaveWrapper):
+                self._choose(name, module)
+
+    def _choose(self, name: str, module: Any) -> None:
+        kinds = {f"{name}.modules_to_save.{adapter}" for adapter in module.modules_to_save}
+        if module.disable_adapters or module.active_adapter not in module.modules_to_save:
+            self._left_out |= kinds
+            self._dropped.add(f"{name}.original_module")
+            return
+        used = f"{name}.modules_to_save.{module.active_adapter}"
+        self._left_out |= {f"{name}.original_module"} | kinds - {used}
+        self._dropped |= {f"{name}.modules_to_save", used}
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether an entry belongs to the adapters, and not to the model without them."""
+        return not name.startswith("base_model.model.") or any(
+            beginning in self._left_out for beginning in _beginnings(name)
+        )
+
+    def plain(self, name: str) -> str:
+        """The name of an entry in the model without adapters."""
+        parts = zip(name.split("."), _beginnings(name), strict=True)
+        return ".".join(
+            part
+            for part, beginning in parts
+            if beginning not in self._dropped and part != "_orig_mod"
+        )
+
+
+def _beginnings(name: str) -> list[str]:
+    """``a.b.c`` to ``a``, ``a.b``, ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
