@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import threading
 import time
 import weakref
@@ -10,11 +9,11 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from .accepted_arguments import accepted_arguments
+from .closing import close_all, log_close_error
 from .concurrent_calls import Call, ConcurrentCalls, Outcome, run_call
 
 Factory = Callable[[], Any]
 _EXIT_GRACE_S: Final = 5.0
-_log = logging.getLogger(__name__)
 
 
 class Beginning(NamedTuple):
@@ -93,7 +92,7 @@ class EnvironmentInstances(Mapping[int, tuple[str, Any]]):
         try:
             results = calls.run(chains, self._start_timeout_s)
         except BaseException:
-            self._close([slot.abandon() for slot in slots.values()], calls)
+            close_all([slot.abandon() for slot in slots.values()], calls, self._timeout_s)
             raise
         started = {
             row: _started(made, reset)
@@ -102,7 +101,7 @@ class EnvironmentInstances(Mapping[int, tuple[str, Any]]):
         failed = [row for row, start in started.items() if start.error is not None]
         for row in started.keys() - set(failed):
             self._held[row] = (beginnings[row].name, slots[row].environment)
-        self._close([slots[row].abandon() for row in failed], calls)
+        close_all([slots[row].abandon() for row in failed], calls, self._timeout_s)
         return started
 
     def _reset(self, slot: "_Slot", beginning: Beginning) -> Call:
@@ -119,15 +118,7 @@ class EnvironmentInstances(Mapping[int, tuple[str, Any]]):
         """
         environments = [self._held.pop(row)[1] for row in rows if row in self._held]
         if environments:
-            self._close(environments, calls())
-
-    def _close(self, environments: Sequence[Any], calls: ConcurrentCalls) -> None:
-        closing = [e for e in environments if getattr(e, "close", None) is not None]
-        if not closing:
-            return
-        results = calls.run([[e.close] for e in closing], self._timeout_s)
-        for environment, (outcome,) in zip(closing, results, strict=True):
-            _note_close_error(environment, outcome)
+            close_all(environments, calls(), self._timeout_s)
 
 
 class _Slot:
@@ -145,7 +136,7 @@ class _Slot:
             self.environment = environment
             too_late = self._abandoned
         if too_late and hasattr(environment, "close"):
-            _note_close_error(environment, run_call(environment.close))
+            log_close_error(environment, run_call(environment.close))
 
     def abandon(self) -> Any:
         """Nobody waits any more: what was made so far; what comes later closes itself."""
@@ -177,12 +168,6 @@ async def _reset_async(slot: _Slot, columns: Mapping[str, Any]) -> Any:
     return await result
 
 
-def _note_close_error(environment: Any, outcome: Outcome) -> None:
-    if outcome.error is not None:
-        name = type(environment).__name__
-        _log.warning("%s.close failed", name, exc_info=outcome.error)
-
-
 def _close_left_open(held: dict[int, tuple[str, Any]]) -> None:
     """Close what nobody closed; a close that hangs holds up the end of the program only briefly."""
     waiting: list[threading.Thread] = []
@@ -204,4 +189,4 @@ def _close_left_open(held: dict[int, tuple[str, Any]]) -> None:
 
 
 def _close_and_note(environment: Any) -> None:
-    _note_close_error(environment, run_call(environment.close))
+    log_close_error(environment, run_call(environment.close))

@@ -3,6 +3,7 @@
 Shape legend: B rows.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -34,6 +35,7 @@ from torchrl_data.stop_reasons import (
 )
 from torchrl_data.tool_calls import parse_tool_calls
 
+from .closing import run_all
 from .concurrent_calls import ConcurrentCalls
 from .reward_error_limit import RewardErrorLimit
 from .rewards import REWARD_ERRORS, RewardSource, RowReward, close_rewards, record_rewards
@@ -143,15 +145,13 @@ class EpisodeEnv(TransformedEnv):
         write_row_values(batch, STOP_REASON, reasons)
         self.release_episodes(rows)
         try:
-            reset = self._begin(batch, rows, **kwargs)
+            reset = _one_dimension(self._begin(batch, rows, **kwargs))
+            reasons = read_row_values(batch, STOP_REASON)
+            write_row_values(reset, STOP_REASON, reasons)
+            self._limit_turns(batch, reset, [row for row in rows if not reasons[row]])
         except BaseException:
             self.release_episodes(rows)
             raise
-        reset = _one_dimension(reset)
-        reasons = read_row_values(batch, STOP_REASON)
-        write_row_values(reset, STOP_REASON, reasons)
-        began = [row for row in rows if not reasons[row]]
-        self._limit_turns(batch, reset, began)
         reasons = read_row_values(reset, STOP_REASON)
         _no_turn(reset, [row for row in rows if reasons[row]])
         return _in_shape(reset, self.batch_size)
@@ -231,8 +231,10 @@ class EpisodeEnv(TransformedEnv):
     def release_episodes(self, rows: Sequence[int] | None = None) -> None:
         """Give back what some rows hold, or all; their episodes are over, finished or not."""
         rows = range(self.batch_size.numel()) if rows is None else rows
-        for transform in self.episode_transforms():
-            transform.release_episodes(rows)
+        run_all(
+            functools.partial(transform.release_episodes, rows)
+            for transform in self.episode_transforms()
+        )
 
     def _end_unanswered(self, next_batch: TensorDictBase, active: torch.Tensor) -> None:
         """A conversation goes on only if somebody spoke after the policy."""
@@ -259,10 +261,16 @@ class EpisodeEnv(TransformedEnv):
         write_row_values(next_batch, STOP_REASON, reasons)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Give back what all rows hold, and close."""
-        self.release_episodes()
-        super().close(raise_if_closed=raise_if_closed)
-        self._calls.close()
+        """Give back what all rows hold, and close; an error on the way stops none of it."""
+        self.is_closed = True
+        run_all(
+            [
+                self.release_episodes,
+                functools.partial(self.base_env.close, raise_if_closed=raise_if_closed),
+                *[transform.close for transform in self.transforms_of(Transform)],
+                self._calls.close,
+            ]
+        )
 
 
 def _keep_flags(batch: TensorDictBase, next_batch: TensorDictBase, rows: torch.Tensor) -> None:

@@ -14,7 +14,14 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from objectives import MCAdvantage
 from torchrl_data.row_values import read_row_values
-from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, StepCounter
+from torchrl_envs import (
+    ChatEnv,
+    DataLoadingPrimer,
+    EnvironmentTools,
+    EpisodeTransform,
+    RewardFunctions,
+    StepCounter,
+)
 
 
 class Recorder:
@@ -241,6 +248,74 @@ def test_a_close_that_fails_is_logged_and_keeps_no_other_from_closing(recorder, 
     assert [made.events[-1] for made in arena.made] == ["close"] * 3
     assert "Arena.close failed" in caplog.text
     assert "OSError: busy" in caplog.text
+
+
+def test_the_environment_that_a_function_makes_to_be_looked_at_is_closed(recorder):
+    arena = recorder(AsyncRecorder, "")
+
+    async def inside_a_loop():  # as in a notebook
+        return EnvironmentTools(lambda: arena())
+
+    asyncio.run(inside_a_loop())
+    assert [made.events for made in arena.made] == [["close"]]
+
+
+def test_a_reset_that_fails_at_its_end_leaves_nothing_open(recorder):
+    class Limit(EpisodeTransform):
+        def limit_turns(self, batch, next_batch, rows):
+            raise ValueError("no budget")
+
+    arena = recorder(Recorder, "")
+    env = make_env(arena, 2)
+    env.append_transform(Limit())
+    with pytest.raises(ValueError, match="no budget"):
+        env.reset()
+    assert [made.events for made in arena.made] == [["reset", "close"]] * 2
+    env.close()
+
+
+def test_closing_goes_on_after_an_error(recorder):
+    closed = []
+
+    class Fails(EpisodeTransform):
+        def release_episodes(self, rows):
+            raise OSError("release")
+
+        def close(self):
+            raise OSError("transform")
+
+    class Works(EpisodeTransform):
+        def close(self):
+            closed.append("transform")
+
+    class Scores:
+        def __init__(self, name):
+            self.__name__ = self.name = name
+
+        def __call__(self, completions):
+            return [0.0] * len(completions)
+
+        def close(self):
+            closed.append(self.name)
+            if self.name == "first":
+                raise OSError("function")
+
+    arena = recorder(Recorder, "")
+    env = make_env(arena, 2)
+    functions = RewardFunctions([Scores("first"), Scores("second")])
+    for transform in (Fails(), functions, Works()):
+        env.append_transform(transform)
+    threads = set(threading.enumerate())
+    with pytest.raises(OSError, match="release"):
+        env.reset()
+    assert env.calls.run([[lambda: 1]]) == [[(1, None)]]
+    with pytest.raises(ExceptionGroup, match="could not be closed") as raised:
+        env.close()
+    assert list(map(str, raised.value.exceptions)) == ["release", "transform", "function"]
+    assert sorted(closed) == ["first", "second", "transform"]
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("end", ["", "1 / 0"])

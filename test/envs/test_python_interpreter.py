@@ -17,6 +17,7 @@ from torchrl_envs import (
     RewardFunctions,
     Sandbox,
     SandboxLimits,
+    SandboxSession,
     StepCounter,
 )
 from torchrl_envs.code_blocks import CodeBlock, code_blocks
@@ -185,6 +186,21 @@ def test_closing_ends_the_interpreters(scripted, own_children):
     assert len(own_children(recursive=False)) == 2
     env.close()
     assert own_children(recursive=False) == []
+
+
+def test_an_interpreter_that_does_not_close_is_logged(caplog):
+    class Stubborn(SandboxSession):
+        def close(self):
+            super().close()
+            raise OSError("stays")
+
+    interpreter = PythonInterpreter(persistent=True)
+    env = make_env(interpreter)
+    env.reset()
+    interpreter._sessions[0] = Stubborn(interpreter.sandbox)
+    env.close()
+    assert "Stubborn.close failed" in caplog.text
+    assert "OSError: stays" in caplog.text
 
 
 def test_as_a_tool(scripted, call_text, play):

@@ -13,6 +13,7 @@ from torchrl_data.keys import QUERY, ROW, SEED
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE
 from torchrl_data.tool_calls import ToolCall
+from torchrl_envs.closing import close_all
 from torchrl_envs.concurrent_calls import Call, ConcurrentCalls, Outcome
 from torchrl_envs.observations import with_observation
 from torchrl_envs.rewards import RewardSource, add_rewards
@@ -145,7 +146,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         """Give the sessions of some rows back to the server."""
         held = [self._episodes.pop(row) for row in rows if row in self._episodes]
         if held:
-            self.calls.run([[episode.session.close] for episode in held], _MARGIN_S)
+            close_all([episode.session for episode in held], self.calls, _MARGIN_S)
 
     # Tools --------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from torchrl_data.loop_state import read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.tool_calls import ToolCall
 from torchrl_envs.accepted_arguments import accepted_arguments
+from torchrl_envs.closing import close_all
+from torchrl_envs.concurrent_calls import ConcurrentCalls
 from torchrl_envs.environment_instances import (
     Beginning,
     EnvironmentInstances,
@@ -84,7 +86,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         )
         self.route_column = route_column
         self.overlap_calls = overlap_calls
-        self.types = {name: _environment_type(f) for name, f in self.factories.items()}
+        self.types = {name: _environment_type(f, timeout_s) for name, f in self.factories.items()}
         self.tools: dict[str, dict[str, Tool]] = {
             name: environment_tools(cls) for name, cls in self.types.items()
         }
@@ -228,14 +230,16 @@ def _name(factory: Factory) -> str:
     return getattr(factory, "__name__", type(factory).__name__)
 
 
-def _environment_type(factory: Factory) -> type:
+def _environment_type(factory: Factory, timeout_s: float) -> type:
     """The class that a factory makes; a callable that is not a class is called once to see."""
     if isinstance(factory, type):
         return factory
     probe = factory()
-    close = getattr(probe, "close", None)
-    if close is not None and not inspect.iscoroutinefunction(close):
-        close()
+    calls = ConcurrentCalls(timeout_s=timeout_s)
+    try:
+        close_all([probe], calls)
+    finally:
+        calls.close()
     return type(probe)
 
 

@@ -9,6 +9,7 @@ from typing import Final
 from tensordict import TensorDictBase
 
 from torchrl_data.tool_calls import ToolCall
+from torchrl_envs.closing import close_all
 from torchrl_envs.code_blocks import PYTHON, CodeBlock, code_blocks
 from torchrl_envs.concurrent_calls import Outcome
 from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
@@ -99,7 +100,7 @@ class PythonInterpreter(ToolSource):
         """End the interpreters of some rows."""
         held = [self._sessions.pop(row) for row in rows if row in self._sessions]
         if held:
-            self.calls.run([[session.close] for session in held])
+            close_all(held, self.calls)
 
     # Called as a tool ---------------------------------------------------------------------------
 

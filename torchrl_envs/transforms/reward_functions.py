@@ -4,7 +4,7 @@ Shape legend: B rows, T tokens of a row.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tensordict import TensorDictBase
@@ -13,6 +13,7 @@ from torchrl_data.conversation import Conversations
 from torchrl_data.keys import PROMPT, ROW
 from torchrl_data.loop_state import read_conversations
 from torchrl_data.row_values import read_row_values
+from torchrl_envs.closing import run_all
 from torchrl_envs.concurrent_calls import ConcurrentCalls
 from torchrl_envs.reward_calls import (
     RewardFunction,
@@ -173,11 +174,9 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             record_rewards(batch, name, rows, given.rewards, weight=weight)
 
     def close(self) -> None:
-        """Close the functions that can be."""
-        for function in self.functions.values():
-            close: Callable[[], None] | None = getattr(function, "close", None)
-            if close is not None:
-                close()
+        """Close the functions that can be, all of them; an error is raised at the end."""
+        closes = [getattr(function, "close", None) for function in self.functions.values()]
+        run_all(close for close in closes if close is not None)
 
 
 def _check_settings(
