@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from .dataset_chat_env import DatasetChatEnv
     from .episode_env import EpisodeEnv
     from .episode_lost import EpisodeLostError
+    from .graders.judges import ChatCompletions, PolicyAnswers
+    from .graders.llm_judge import LLMJudge
     from .graders.math_verify_reward import MathVerifyReward
     from .graders.reward_model import RewardModel
     from .hashing_env import LLMHashingEnv
@@ -46,6 +48,7 @@ _HOMES = {
     "Answer": "torchrl_envs.transforms.tool_source",
     "AnswerReward": "torchrl_envs.transforms.answer_reward",
     "BrowserTransform": "torchrl_envs.transforms.browser",
+    "ChatCompletions": "torchrl_envs.graders.judges",
     "ChatEnv": "torchrl_envs.chat_env",
     "CountdownEnv": "torchrl_envs.tasks.countdown",
     "CountdownRewardParser": "torchrl_envs.tasks.countdown",
@@ -69,10 +72,12 @@ _HOMES = {
     "KLRewardTransform": "torchrl_envs.transforms.kl",
     "LLMEnv": "torchrl_envs.llm_env",
     "LLMHashingEnv": "torchrl_envs.hashing_env",
+    "LLMJudge": "torchrl_envs.graders.llm_judge",
     "MATHEnv": "torchrl_envs.tasks.math_problems",
     "MCPToolTransform": "torchrl_envs.transforms.mcp_tools",
     "MLGymWrapper": "torchrl_envs.tasks.mlgym_env",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
+    "PolicyAnswers": "torchrl_envs.graders.judges",
     "PolicyVersion": "torchrl_envs.transforms.policy_version",
     "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
     "RetrieveKL": "torchrl_envs.transforms.kl",
@@ -104,6 +109,7 @@ __all__ = [
     "Answer",
     "AnswerReward",
     "BrowserTransform",
+    "ChatCompletions",
     "ChatEnv",
     "CountdownEnv",
     "CountdownRewardParser",
@@ -127,10 +133,12 @@ __all__ = [
     "KLRewardTransform",
     "LLMEnv",
     "LLMHashingEnv",
+    "LLMJudge",
     "MATHEnv",
     "MCPToolTransform",
     "MLGymWrapper",
     "MathVerifyReward",
+    "PolicyAnswers",
     "PolicyVersion",
     "PythonInterpreter",
     "RetrieveKL",

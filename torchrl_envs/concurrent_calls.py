@@ -255,7 +255,7 @@ def run_call(call: Call) -> Outcome:
     return _guarded(lambda: asyncio.run(call()) if is_async(call) else call())
 
 
-def is_async(call: Call) -> bool:
+def is_async(call: Callable[..., Any]) -> bool:
     """Whether a call has to be awaited."""
     while isinstance(call, functools.partial):
         call = call.func
