@@ -2,12 +2,17 @@
 
     python benchmarks/policy_overhead.py [--engines transformers,vllm] [--repeats 7]
 
-Generation: 64 chats of one turn, 64 tokens each, greedy, log-probs on. ``bare`` gives the engine
-the same token ids and makes tensors of what comes back; ``policy`` goes from messages to a batch
-with history, tokens, masks and log-probs. ``torchrl`` is TorchRL's TransformersWrapper in its
-tokens mode on the same ids. Scoring: the ragged groups of ``training_step.py``; ``by hand`` is the
-model on packed tokens with shared prompts, and the head on the trained ones, in tiles. CPU
-seconds, interleaved, medians, after a check that all give the same ids and log-probs.
+Generation: 64 chats of one turn, 64 tokens each, greedy, log-probs on. ``bare engine`` gives the
+engine the same token ids and makes tensors of what comes back: for vLLM ``LLM.generate`` itself,
+for Transformers the decode loop of this library. ``policy`` goes from messages to a batch with
+history, tokens, masks and log-probs. ``torchrl`` is TorchRL's TransformersWrapper in its tokens
+mode on the same ids. For vLLM also the longest gap between its log-probs and those of the
+Transformers model, of the same float32 weights, on tokens drawn at temperature 1.
+
+Scoring: the ragged groups of ``training_step.py``; ``by hand`` is the model on packed tokens with
+shared prompts, and the head on the trained ones, in tiles.
+
+CPU seconds, interleaved, medians, after a check that all give the same ids and log-probs.
 """
 
 import argparse
@@ -24,8 +29,11 @@ from training_step import CASES, Batch, grouped_inputs, make_batch, make_model, 
 
 from torchrl_data.conversation import Conversations
 from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.packed import pack
 from torchrl_modules import TransformersWrapper, vLLMWrapper
+from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+from torchrl_modules.token_scoring import PackedScorer
 
 ROWS, NEW_TOKENS = 64, 64
 GENERATE = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "stop_token_ids": ()}
@@ -55,13 +63,39 @@ def chats() -> TensorDict:
     return batch
 
 
-def generation(policy: Any, title: str, repeats: int, peers: dict[str, Any]) -> None:
+def prompt_ids(policy: Any) -> list[list[int]]:
     prompts = policy.encoder.encode_waiting(read_conversations(chats(), "prompt", who="benchmark"))
-    ids = [prompts.ids(i) for i in range(ROWS)]
+    return [prompts.ids(i) for i in range(ROWS)]
+
+
+def own_engine(policy: Any, ids: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    drawn = policy.engine.generate(ids, policy.sampling)
+    return [(torch.tensor(g.ids), torch.tensor(g.log_probs)) for g in drawn]
+
+
+def vllm_itself(policy: Any, ids: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=NEW_TOKENS,
+        temperature=0.0,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    prompts = [{"prompt_token_ids": row} for row in ids]
+    drawn = [o.outputs[0] for o in policy.engine._llm.generate(prompts, params, use_tqdm=False)]
+    return [(torch.tensor(o.token_ids), torch.tensor(o.logprobs.logprobs)) for o in drawn]
+
+
+def generation(
+    policy: Any, title: str, repeats: int, *, engine: Callable[..., Any], peers: dict[str, Any]
+) -> None:
+    ids = prompt_ids(policy)
 
     def bare() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        drawn = policy.engine.generate(ids, policy.sampling)
-        return [(torch.tensor(g.ids), torch.tensor(g.log_probs)) for g in drawn]
+        return engine(policy, ids)
 
     expected, batch = bare(), policy(chats())
     for (tokens, log_probs), row in zip(expected, batch.unbind(0), strict=True):
@@ -70,6 +104,25 @@ def generation(policy: Any, title: str, repeats: int, peers: dict[str, Any]) -> 
     runs = {"bare engine": bare, "policy": lambda: policy(chats())}
     runs |= {name: build(policy, ids) for name, build in peers.items()}
     compare(title, runs, repeats)
+
+
+def engine_gap(policy: Any, model: Any, title: str) -> None:
+    """Print how far vLLM's log-probs are from the Transformers model's."""
+    ids = prompt_ids(policy)
+    params = SamplingParameters(max_new_tokens=NEW_TOKENS, stop_token_ids=())
+    drawn = policy.engine.generate(ids, params)
+    tokens, lengths = pack([torch.tensor(row + g.ids) for row, g in zip(ids, drawn, strict=True)])
+    mask, _ = pack(
+        [torch.arange(len(row) + len(g.ids)) >= len(row) for row, g in zip(ids, drawn, strict=True)]
+    )
+    with torch.no_grad():
+        scores = PackedScorer(model).score_packed(tokens, lengths, mask).log_prob
+    gap = (scores - torch.cat([torch.tensor(g.log_probs) for g in drawn])).abs()
+    print(
+        f"{title}: log-probs of {len(gap)} tokens, longest gap to Transformers {gap.max():.1e} "
+        f"nats, mean {gap.mean():.1e}",
+        flush=True,
+    )
 
 
 def hugging_face(policy: Any, ids: list[list[int]]) -> Callable[[], Any]:
@@ -185,7 +238,13 @@ def main() -> None:
             policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=GENERATE)
             peers = {"generate of Transformers": hugging_face, "torchrl": torchrl_tokens}
             with torch.no_grad():
-                generation(policy, f"Transformers, {name} model", options.repeats, peers)
+                generation(
+                    policy,
+                    f"Transformers, {name} model",
+                    options.repeats,
+                    engine=own_engine,
+                    peers=peers,
+                )
         if "vllm" in options.engines:
             directory = tempfile.mkdtemp()
             model.save_pretrained(directory)
@@ -193,7 +252,9 @@ def main() -> None:
             policy = vLLMWrapper(
                 directory, tokenizer=tokenizer, generate_kwargs=GENERATE, engine_kwargs=settings
             )
-            generation(policy, f"vLLM, {name} model", options.repeats, {})
+            title = f"vLLM, {name} model"
+            generation(policy, title, options.repeats, engine=vllm_itself, peers={})
+            engine_gap(policy, model, title)
             policy.engine.close()
     scoring(options.repeats)
 
