@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,31 +18,10 @@ from .sampling import SamplingParameters
 from .transfer_clients import InProcessTransferClient
 from .vllm_requests import check_prompt, read_output, sampling_params
 from .vllm_runtime import import_vllm, preserved_globals
+from .vllm_settings import check_built, engine_settings
 from .vllm_weights import ExpectedWeights, load_weights
 from .weight_transfer import C10dWeightTransfer, TransferClient
 from .weights import next_version
-
-# Settings that the contract of an engine fixes.
-_FIXED: Final = {
-    # Log-probs of the distribution that was sampled from: temperature, top-k, ... applied.
-    "logprobs_mode": "processed_logprobs",
-    # Token ids only.
-    "skip_tokenizer_init": True,
-    # No sampling defaults and no stop tokens out of the model's directory.
-    "generation_config": "vllm",
-}
-_DEFAULTS: Final = {
-    "use_tqdm_on_load": False,
-    "worker_extension_cls": "torchrl_modules.vllm_worker.vLLMWorker",
-    "weight_transfer_config": {"backend": "c10d"},
-}
-# A CPU engine would take nearly all memory for its cache, and compile for minutes; and in float32
-# its log-probs are those of the model that is trained.
-_CPU_DEFAULTS: Final = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 1 << 30,
-}
 
 
 class VLLMEngine:
@@ -72,18 +51,12 @@ class VLLMEngine:
     """
 
     def __init__(self, model: str, *, max_model_len: int = -1, **engine_kwargs: Any) -> None:
-        fixed = sorted(_FIXED.keys() & engine_kwargs.keys())
-        if fixed:
-            raise TypeError(f"VLLMEngine sets {fixed} itself; leave them out.")
         self._names = import_vllm()
-        engine_kwargs = _DEFAULTS | engine_kwargs
-        if self._names.current_platform.is_cpu():
-            engine_kwargs = _CPU_DEFAULTS | engine_kwargs
+        is_cpu = self._names.current_platform.is_cpu()
+        settings = engine_settings(engine_kwargs, is_cpu=is_cpu, who="VLLMEngine")
         self._owns_group = not torch.distributed.is_initialized()
         with preserved_globals():
-            llm = self._names.LLM(
-                model=model, max_model_len=max_model_len, **_FIXED, **engine_kwargs
-            )
+            llm = self._names.LLM(model=model, max_model_len=max_model_len, **settings)
         self._owns_llm = True
         self._take(llm)
         self._warm_up(model)
@@ -101,19 +74,7 @@ class VLLMEngine:
         """
         engine = cls.__new__(cls)
         engine._names = import_vllm()
-        if not hasattr(llm.llm_engine.engine_core, "engine_core"):
-            raise ValueError(
-                f"{cls.__name__}.from_llm: this LLM runs in a process of its own. Set "
-                "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, or run it as a server: "
-                "start_server(...)."
-            )
-        mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
-        if mode != _FIXED["logprobs_mode"]:
-            raise ValueError(
-                f"{cls.__name__}.from_llm: this LLM reports {mode!r}, which are not the log-probs "
-                f"of the distribution sampled from. Build it with logprobs_mode="
-                f"{_FIXED['logprobs_mode']!r}."
-            )
+        check_built(llm, who=f"{cls.__name__}.from_llm")
         engine._owns_llm = engine._owns_group = False
         engine._take(llm)
         return engine
@@ -299,24 +260,7 @@ class VLLMEngine:
 
     def _expected_weights(self) -> ExpectedWeights:
         if self._expected is None:
-            llm_engine = self._llm.llm_engine
-            config = llm_engine.vllm_config.model_config
-            obstacles = {
-                "the model runs in other processes": not hasattr(
-                    llm_engine.model_executor, "driver_worker"
-                ),
-                "the model is quantised": config.quantization is not None,
-                "the engine holds LoRA adapters": llm_engine.vllm_config.lora_config is not None,
-            }
-            found = [obstacle for obstacle, there in obstacles.items() if there]
-            if found:
-                raise RuntimeError(
-                    f"VLLMEngine.update_weights: {found[0]}, which it cannot update. Build the "
-                    "engine from whole weights, in this process alone."
-                )
-            self._expected = ExpectedWeights.from_config(
-                config.hf_config, config.dtype, trust_remote_code=config.trust_remote_code
-            )
+            self._expected = ExpectedWeights.of_engine(self._llm.llm_engine)
         return self._expected
 
     def fail(self, why: str) -> None:

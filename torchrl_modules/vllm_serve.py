@@ -13,31 +13,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from .vllm_http import JSONClient
 from .vllm_runtime import PARENT_VARIABLE, import_vllm
+from .vllm_settings import CPU_DEFAULTS, FIXED, WORKER, as_options
 
 _PARENT: Final = PARENT_VARIABLE
-_OPTIONS: Final = {
-    "--host": "127.0.0.1",
-    "--logprobs-mode": "processed_logprobs",
-    "--generation-config": "vllm",
-    "--worker-extension-cls": "torchrl_modules.vllm_worker.vLLMWorker",
-    "--weight-transfer-config": '{"backend": "c10d"}',
-    "--skip-tokenizer-init": None,
-    "--tokens-only": None,
-}
-_CPU_OPTIONS: Final = {  # as for `VLLMEngine`
-    "--dtype": "float32",
-    "--kv-cache-memory-bytes": str(1 << 30),
-    "--enforce-eager": None,
+_OPTIONS: Final = as_options(
+    {"host": "127.0.0.1", "tokens_only": True, **FIXED, **WORKER},
+)
+_CPU_OPTIONS: Final = as_options(
     # A seed of a request and a prefill in chunks end the engine.
-    "--no-enable-chunked-prefill": None,
-}
+    {**CPU_DEFAULTS, "no_enable_chunked_prefill": True}
+)
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -55,11 +47,18 @@ def main() -> None:
         os.environ.setdefault(name, value)
     is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
     given = {argument.partition("=")[0] for argument in sys.argv}
-    for name, value in (_OPTIONS | (_CPU_OPTIONS if is_cpu else {})).items():
-        if name not in given:
-            sys.argv += [name] if value is None else [name, value]
+    options = _OPTIONS | (_CPU_OPTIONS if is_cpu else {})
+    sys.argv += _words({name: value for name, value in options.items() if name not in given})
     # The `vllm` command is broken in vllm-cpu 0.32; this module is what it would run.
     runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__")
+
+
+def _words(options: Mapping[str, str | None]) -> list[str]:
+    """As a command line holds them."""
+    words: list[str] = []
+    for name, value in options.items():
+        words += [name] if value is None else [name, value]
+    return words
 
 
 def _end_with(parent: int) -> None:
@@ -101,10 +100,7 @@ def start_server(
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
             options = {"tensor_parallel_size": max(1, len(devices))} | options
-        arguments: list[str] = []
-        for name, value in ({"model": model, "uds": socket_path} | options).items():
-            flag = f"--{name.replace('_', '-')}"
-            arguments += [flag] if value is True else [flag, str(value)]
+        arguments = _words(as_options({"model": model, "uds": socket_path} | options))
         with log_path.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torchrl_modules.vllm_serve", *arguments],

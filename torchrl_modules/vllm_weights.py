@@ -47,6 +47,35 @@ class ExpectedWeights:
         aliases = {name: names[id(value)] for name, value in shared if name not in shapes}
         return cls(shapes=shapes, aliases=aliases, dtype=dtype)
 
+    @classmethod
+    def of_engine(cls, llm_engine: Any) -> "ExpectedWeights":
+        """Those of an engine of this process.
+
+        Args:
+            llm_engine: vLLM's ``LLMEngine``.
+
+        Raises:
+            RuntimeError: it can't be updated: it has several workers, quantised weights or LoRA
+                adapters.
+        """
+        config = llm_engine.vllm_config.model_config
+        obstacles = {
+            "the model runs in other processes": not hasattr(
+                llm_engine.model_executor, "driver_worker"
+            ),
+            "the model is quantised": config.quantization is not None,
+            "the engine holds LoRA adapters": llm_engine.vllm_config.lora_config is not None,
+        }
+        found = [obstacle for obstacle, there in obstacles.items() if there]
+        if found:
+            raise RuntimeError(
+                f"VLLMEngine.update_weights: {found[0]}, which it cannot update. Build the "
+                "engine from whole weights, in this process alone."
+            )
+        return cls.from_config(
+            config.hf_config, config.dtype, trust_remote_code=config.trust_remote_code
+        )
+
     def check(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Check a state dict as a whole; nothing is changed.
 
