@@ -3,7 +3,8 @@
 Shape legend: B rows of the environment, T tokens of a trajectory (ragged).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +106,8 @@ class LLMCollector:
         if self.policy_version_tracker is not None:
             env.append_transform(self.policy_version_tracker)
         env.check()
+        for transform in env.episode_transforms():
+            transform.check_policy(policy)
         self.env = env
         self._loaders = list(env.transforms_of(DataLoadingPrimer))
         self.policy = policy
@@ -151,13 +154,8 @@ class LLMCollector:
             TypeError: neither or both of ``source`` and ``state_dict`` are given.
             ValueError: the policy refuses the update and goes on with its old weights.
         """
-        given = [weights for weights in (source, state_dict) if weights is not None]
-        if len(given) != 1:
-            raise TypeError(
-                "LLMCollector.update_policy_weights_ takes a model or a state dict, got "
-                f"{len(given)} of them."
-            )
-        new_version = self.weight_updater.push(given[0], version=version)
+        weights = one_source(source, state_dict, who=type(self).__name__)
+        new_version = self.weight_updater.push(weights, version=version)
         self._track_version()
         return new_version
 
@@ -178,17 +176,14 @@ class LLMCollector:
             "full")``. The same rows are in the replay buffer.
         """
         self._track_version()
-        loaders = [(part, part.get_extra_state()) for part in self._loaders]
-        try:
-            trajectories = self._run_episodes()
-        except DataExhaustedError:
-            raise
-        except BaseException:
-            # Nothing stays open, and what was drawn is drawn again.
-            self.env.release_episodes()
-            for loader, state in loaders:
-                loader.set_extra_state(state)
-            raise
+        with drawn_again_after_an_error(self._loaders):
+            try:
+                trajectories = self._run_episodes()
+            except DataExhaustedError:
+                raise
+            except BaseException:
+                self.env.release_episodes()  # nothing stays open
+                raise
         self.num_collected += len(trajectories)
         if self.postproc is not None:
             trajectories = self.postproc(trajectories)
@@ -230,6 +225,43 @@ class LLMCollector:
     def shutdown(self) -> None:
         """Close the environment and everything that its episodes hold."""
         self.env.close(raise_if_closed=False)
+
+
+def one_source(
+    source: nn.Module | Mapping[str, Tensor] | None,
+    state_dict: Mapping[str, Tensor] | None,
+    *,
+    who: str,
+) -> nn.Module | Mapping[str, Tensor]:
+    """The weights that were given under one of two names.
+
+    Raises:
+        TypeError: neither or both are given.
+    """
+    given = [weights for weights in (source, state_dict) if weights is not None]
+    if len(given) != 1:
+        raise TypeError(
+            f"{who}.update_policy_weights_ takes a model or a state dict, got {len(given)} of them."
+        )
+    return given[0]
+
+
+@contextlib.contextmanager
+def drawn_again_after_an_error(loaders: Sequence[DataLoadingPrimer]) -> Iterator[None]:
+    """Rows that are drawn inside are drawn again if anything goes wrong there.
+
+    Args:
+        loaders: what draws them.
+    """
+    states = [loader.get_extra_state() for loader in loaders]
+    try:
+        yield
+    except DataExhaustedError:
+        raise
+    except BaseException:
+        for loader, state in zip(loaders, states, strict=True):
+            loader.set_extra_state(state)
+        raise
 
 
 def _tracker(track: bool | PolicyVersion) -> PolicyVersion | None:

@@ -26,7 +26,7 @@ from torchrl_data.keys import (
 from torchrl_data.loop_state import write_conversations
 from torchrl_data.messages import Message
 from torchrl_data.row_values import read_row_values, write_row_values
-from torchrl_data.stop_reasons import ANSWERED, ROLLOUT_TRUNCATED
+from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
 from torchrl_envs.concurrent_calls import ConcurrentCalls, Outcome
 from torchrl_envs.reward_calls import RewardFunction
 from torchrl_envs.rewards import add_rewards, close_rewards
@@ -34,7 +34,7 @@ from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoading
 from torchrl_envs.transforms.reward_functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 
-from .llm_collector import trajectory_rows
+from .llm_collector import drawn_again_after_an_error, one_source, trajectory_rows
 from .rollout_checks import RolloutRow, check_rollouts
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
@@ -139,7 +139,7 @@ class RolloutFunctionCollector:
                 return
 
     def collect(self) -> TensorDictBase:
-        """One batch of rollouts.
+        """One batch of rollouts; after an error its rows are drawn again by the next call.
 
         Returns:
             What :meth:`~collectors.LLMCollector.collect` gives; the response of a row is everything
@@ -150,14 +150,26 @@ class RolloutFunctionCollector:
             ValueError: a key is missing, a length is wrong or a value is out of range; the message
                 names the key and the row. A reward function's wrong shape, too.
         """
+        with drawn_again_after_an_error([self.data]):
+            trajectories = self._roll_out()
+        self.num_collected += len(trajectories)
+        if self.postproc is not None:
+            trajectories = self.postproc(trajectories)
+        if self.replay_buffer is not None:
+            self.replay_buffer.extend(trajectories)
+        return trajectories
+
+    def _roll_out(self) -> TensorDictBase:
         batch = TensorDict({}, batch_size=[self.num_rollouts])
-        rows = list(range(self.num_rollouts))
-        self.data.draw_rows(batch, rows)
+        self.data.draw_rows(batch, range(self.num_rollouts))
+        reasons = read_row_values(batch, STOP_REASON)
+        rows = [row for row, reason in enumerate(reasons) if reason != NO_DATA]
+        batch = batch[: len(rows)]  # finite data may end inside a batch
         prompts = read_row_values(batch, QUERY)
         version = self.policy_version
         rollouts = check_rollouts(
             self.rollout_func(list(prompts), self),
-            self.num_rollouts,
+            len(rows),
             vocab_size=getattr(self.policy, "vocab_size", None),
         )
         conversations = rollout_conversations(
@@ -166,13 +178,8 @@ class RolloutFunctionCollector:
         write_conversations(batch, PROMPT, conversations)
         _write_ends(batch, rollouts)
         self._score(batch, rollouts, conversations)
-        trajectories = lazy_stack(list(trajectory_rows(batch, rows)))
-        self.num_collected += self.num_rollouts
-        if self.postproc is not None:
-            trajectories = self.postproc(trajectories)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(trajectories)
-        return trajectories
+        self.data.record_ends(rows)
+        return lazy_stack(list(trajectory_rows(batch, rows)))
 
     def _score(
         self, batch: TensorDictBase, rollouts: Sequence[RolloutRow], conversations: Conversations
@@ -194,9 +201,16 @@ class RolloutFunctionCollector:
             )
         close_rewards(batch, rows, conversations)
 
-    def update_policy_weights_(self, source: nn.Module | Mapping[str, Tensor]) -> int:
-        """Push the trainer's weights to the policy; see :class:`~collectors.LLMCollector`."""
-        return self.weight_updater.push(source)
+    def update_policy_weights_(
+        self,
+        source: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        version: int | None = None,
+    ) -> int:
+        """Push the trainer's weights to the policy, as :class:`~collectors.LLMCollector` does."""
+        weights = one_source(source, state_dict, who=type(self).__name__)
+        return self.weight_updater.push(weights, version=version)
 
     def shutdown(self) -> None:
         """Stop the threads of the reward functions."""

@@ -25,6 +25,10 @@ class LoopThread:
         self.generation = 0
         """How many loops were left behind."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has a loop of its own."""
+        return type(self), ()
+
     def submit(self, coroutine: Any) -> Future[Any]:
         """Run a coroutine on the loop; cancelling the future cancels it."""
         with self._lock:

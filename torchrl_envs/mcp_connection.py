@@ -6,9 +6,13 @@ contexts have to be left by the task that entered them.
 
 import asyncio
 import contextlib
+import functools
+import pickle
 import sys
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final, TextIO
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, Final, TextIO, TypeVar
+
+T = TypeVar("T")
 
 MAX_RESTARTS: Final = 2
 """How often in a row a server that died is started again."""
@@ -55,16 +59,42 @@ class MCPConnection:
     async def tools(self) -> dict[str, dict[str, Any]]:
         """The server's tools, as the schemas that chat templates show, by name.
 
+        Those of the first time are expected from then on: a call of one that changed is refused.
+
         Raises:
             MCPServerError: it can't be reached or does not answer.
         """
-        await self._open()
-        await self._list()
+        if not await self._open():  # which lists them too
+            await self._in_time(self._list())
+        if self._expected is None:
+            self._expected = dict(self._offered)
         return self._offered
 
-    def expect(self, tools: Mapping[str, dict[str, Any]]) -> None:
-        """Tools as they are known outside; a call of one that changed is refused."""
-        self._expected = dict(tools)
+    def another(self) -> "MCPConnection":
+        """A session of its own with the same server, which expects the same tools."""
+        made = MCPConnection(self.name, self.server, timeout_s=self.timeout_s)
+        made._expected = self._expected
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is not open.
+
+        Raises:
+            TypeError: the server is an object of this process.
+        """
+        try:
+            pickle.dumps(self.server)
+        except Exception as error:  # it is the server's own code that says so
+            raise TypeError(
+                f"A connection to {self.name} can't be copied or sent to another process: that is "
+                f"an object of this one ({error}). Give a function of a module, which returns it."
+            ) from error
+        state = {"_expected": self._expected}
+        return (
+            functools.partial(type(self), timeout_s=self.timeout_s),
+            (self.name, self.server),
+            state,
+        )
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """Call a tool; a call is never made twice.
@@ -113,10 +143,11 @@ class MCPConnection:
 
     # How it works -------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
+    async def _open(self) -> bool:
+        """Open a session if there is none; whether this one is new."""
         async with self._opening:
             if self._client is not None:
-                return
+                return False
             await self.close()
             if self._num_failures > MAX_RESTARTS:
                 raise MCPServerError(
@@ -129,18 +160,23 @@ class MCPConnection:
             ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._owner = asyncio.create_task(self._own(ready, self._stop))
             try:
-                self._client = await asyncio.wait_for(ready, self.timeout_s)
-                await asyncio.wait_for(self._list(), self.timeout_s)
-            except BaseException as error:
+                self._client = await self._in_time(ready)
+                await self._in_time(self._list())
+            except BaseException:
                 self._num_failures += 1
                 if self._owner is not None:
                     self._owner.cancel()
                 await self.close()
-                if isinstance(error, TimeoutError):
-                    raise MCPServerError(
-                        f"{self.name} did not answer within {self.timeout_s:g} s"
-                    ) from error
                 raise
+            return True
+
+    async def _in_time(self, awaitable: Awaitable[T]) -> T:
+        try:
+            return await asyncio.wait_for(awaitable, self.timeout_s)
+        except TimeoutError as error:
+            raise MCPServerError(
+                f"{self.name} did not answer within {self.timeout_s:g} s"
+            ) from error
 
     async def _own(self, ready: "asyncio.Future[Any]", stop: asyncio.Event) -> None:
         try:

@@ -127,6 +127,59 @@ def test_two_exact_turns_are_trained_at_ratio_one(make_tiny_model, chatml_tokeni
     collector.shutdown()
 
 
+@pytest.mark.parametrize("wrong", ["raises", "returns nothing", "bad reward"])
+def test_after_an_error_the_same_rows_are_drawn_again(scripted, wrong):
+    asked = []
+
+    def rollout_func(prompts, collector):
+        asked.append(prompts)
+        if len(asked) > 1:
+            return GOOD
+        if wrong == "raises":
+            raise OSError("no server")
+        return {} if wrong == "returns nothing" else {**GOOD, "env_reward": [1.0, [2.0]]}
+
+    def reward(completions, env_reward, **columns):
+        return env_reward
+
+    settings = {"reward_field": None, "reward_functions": [reward]}
+    collector = collector_of(rollout_func, scripted(["x"]), **settings)
+    with pytest.raises((OSError, ValueError)):
+        collector.collect()
+    assert collector.collect()["group_id"].tolist() == [0, 1]
+    assert asked[0] == asked[1]
+    ledger = collector.data.ledger
+    assert (ledger["drawn"], ledger["ended"], ledger["in_flight"]) == (2, 2, 0)
+    assert collector.num_collected == 2
+    collector.shutdown()
+
+
+def test_finite_data_that_end_inside_a_batch(scripted):
+    def rollout_func(prompts, collector):
+        return {key: values[: len(prompts)] for key, values in GOOD.items()}
+
+    data = DataLoadingPrimer([*ROWS, {"prompt": "third", "answer": ""}], num_epochs=1)
+    collector = RolloutFunctionCollector(
+        rollout_func, scripted(["x"]), data, num_rollouts=2, reward_field="env_reward"
+    )
+    assert [batch["group_id"].tolist() for batch in collector] == [[0, 1], [2]]
+    assert collector.num_collected == 3
+    assert data.ledger["ended"] == 3
+    collector.shutdown()
+
+
+def test_weights_under_torchrls_names_and_with_a_version(make_tiny_model, chatml_tokenizer):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    collector = collector_of(lambda *_: GOOD, policy)
+    other = make_tiny_model(1).state_dict()
+    assert collector.update_policy_weights_(state_dict=other, version=7) == 7
+    assert collector.collect()[0]["policy_version"].item() == 7
+    assert all(torch.equal(v, other[k]) for k, v in policy.model.state_dict().items())
+    with pytest.raises(TypeError, match=r"RolloutFunctionCollector.*got 0 of them"):
+        collector.update_policy_weights_()
+    collector.shutdown()
+
+
 def test_generated_completions(scripted, chatml_tokenizer):
     class Owner:
         policy = scripted({"hello": ["world"], "2 + 2": ["4"]})

@@ -262,6 +262,34 @@ def test_wrong_settings_are_named(models, build, error, words):
         build(models[0])
 
 
+@pytest.mark.parametrize("kind", [KLRewardTransform, lambda m, **k: RetrieveKL(ref_model=m, **k)])
+def test_recorded_log_probs_are_at_the_temperature_of_the_reference(scripted, models, kind):
+    def build(policy, **settings):
+        parts = Compose(DataLoadingPrimer([{"prompt": "x"}]), kind(models[1], **settings))
+        score = RewardFunctions([lambda completions: [0.0] * len(completions)])
+        env = ChatEnv(batch_size=1).append_transform(parts).append_transform(score)
+        LLMCollector(env, policy).shutdown()
+
+    warm = scripted(["x"], generate_kwargs={"temperature": 0.7})
+    with pytest.raises(
+        ValueError, match=r"at temperature 1, but the policy samples at 0.7: .*=0.7"
+    ):
+        build(warm)
+    build(warm, temperature=0.7)
+    build(scripted(["x"], generate_kwargs={"temperature": 0.0}))
+    with pytest.raises(ValueError, match="at temperature 2"):
+        build(scripted(["x"]), temperature=2.0)
+
+
+def test_log_probs_that_are_scored_anew_may_have_another_temperature(scripted, models):
+    own = RetrieveKL(models[0], models[1])
+    softmax = RetrieveKL(
+        ref_model=models[1], gen_log_probs_full_key=("untempered_log_probs", "full")
+    )
+    for transform in (own, softmax):
+        transform.check_policy(scripted(["x"], generate_kwargs={"temperature": 0.7}))
+
+
 def test_a_missing_entry_is_named(collect):
     with pytest.raises(MissingEntryError, match=r"KLComputation reads \('ref_log_probs', 'full'\)"):
         KLComputation()(collect())

@@ -1,7 +1,9 @@
 """Tools of a real MCP server: in memory, in a child process over stdio, and over HTTP."""
 
+import asyncio
 import importlib.util
 import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mcp.server import MCPServer
 from torchrl.envs.transforms import Compose
 
 from torchrl_data.loop_state import read_conversations
@@ -20,7 +23,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.mcp_connection import MCPServerError
+from torchrl_envs.mcp_connection import MCPConnection, MCPServerError
 
 SERVER = Path(__file__).parent / "mcp_server_for_tests.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}
@@ -203,6 +206,51 @@ def test_T10_mcp_server_never_answers():
     with pytest.raises(MCPServerError, match=r"the MCP server 'a' did not answer within 1 s"):
         MCPToolTransform({"a": mute}, timeout_s=1.0)
     assert time.monotonic() - start < 8, "it is stopped, which may take some seconds"
+
+
+def test_T10_mcp_server_lists_its_tools_once_and_then_no_more():
+    class Lists(MCPServer):
+        count = 0
+
+        async def list_tools(self):
+            self.count += 1
+            if self.count > 1:
+                await asyncio.Event().wait()
+            return await super().list_tools()
+
+    async def ask(server):
+        connection = MCPConnection("the server", server, timeout_s=1.0)
+        try:
+            assert await connection.tools() == {}
+            assert server.count == 1
+            with pytest.raises(MCPServerError, match="the server did not answer within 1 s"):
+                await connection.tools()
+        finally:
+            await connection.close()
+
+    asyncio.run(ask(Lists("lists", log_level="CRITICAL")))
+
+
+@pytest.mark.parametrize("session", ["shared", "row"])
+def test_a_copy_has_sessions_of_its_own(scripted, call_text, play, session):
+    tools = MCPToolTransform({"test": STDIO}, session=session, allow=["count", "change", "add"])
+    copy = pickle.loads(pickle.dumps(tools))
+    for number, part in enumerate((tools, copy), 1):
+        zero = RewardFunctions([lambda completions: [0.0] * len(completions)])
+        parts = Compose(DataLoadingPrimer([{"prompt": "x"}]), part, zero)
+        env = ChatEnv(batch_size=1).append_transform(parts)
+        turns = [call_text("count") + call_text("change"), call_text("add", a=1), "done"]
+        (end,) = play(env, scripted(turns))
+        assert sorted(answers(end)[:2]) == ["1", "changed"], number
+        assert "has another schema" in answers(end)[2], "it expects the tools that it has shown"
+        env.close()
+
+
+def test_an_object_of_this_process_can_not_be_copied():
+    tools = MCPToolTransform({"here": build_server()})
+    with pytest.raises(TypeError, match=r"'here' can't be copied .*Give a function of a"):
+        pickle.dumps(tools)
+    tools.close()
 
 
 def test_T10_mcp_server_dies_in_a_call_and_comes_back(make_env, scripted, call_text, play):

@@ -5,7 +5,7 @@ Shape legend: B rows.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
@@ -85,6 +85,9 @@ class EpisodeTransform(Transform):
 
     def check(self, env: "EpisodeEnv") -> None:
         """Raise if the composition can't work; called before the first reset."""
+
+    def check_policy(self, policy: Any) -> None:
+        """Raise if what the policy says would be misread; called by a collector at construction."""
 
     def draw_rows(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         """Write data for some rows into the batch that the reset starts from."""

@@ -170,7 +170,8 @@ class RetrieveKL(TrajectoryTransform):
         ref_log_probs_full_key: what is written under ``"next"``.
         assistant_only: see :class:`RetrieveLogProb`. The KL is over the sampled tokens always.
         detach: see :class:`RetrieveLogProb`.
-        temperature: see :class:`RetrieveLogProb`; of both models.
+        temperature: see :class:`RetrieveLogProb`; of both models. Recorded log-probs are at the
+            policy's: a collector refuses another one.
         **kwargs: see :class:`KLComputation`.
 
     Raises:
@@ -205,7 +206,10 @@ class RetrieveKL(TrajectoryTransform):
             "detach": detach,
             "temperature": temperature,
         }
+        self.temperature = temperature
         self.kl = KLComputation(gen_key, ref_log_probs_full_key, **kwargs)
+        # Of the distribution that was sampled from; what else a policy records says so itself.
+        self._is_recorded = gen is None and gen_key == LOG_PROBS_FULL
         self.parts: list[TrajectoryTransform] = [
             RetrieveLogProb(model, log_probs_full_key=key, **settings)
             for model, key in ((gen, gen_key), (ref, ref_log_probs_full_key))
@@ -215,6 +219,15 @@ class RetrieveKL(TrajectoryTransform):
         self.results = tuple(key for part in self.parts for key in part.results)
         self.penalty_name = self.kl.penalty_name
         self.dense = self.kl.dense
+
+    def check_policy(self, policy: Any) -> None:
+        """The recorded log-probs are at the temperature at which the reference's will be.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if self._is_recorded:
+            _check_temperature(self, self.temperature, policy)
 
     def score(self, rows: Sequence[TokenRow]) -> None:
         """Add log-probs, the KL and the penalty of each row."""
@@ -253,6 +266,17 @@ class KLRewardTransform(RetrieveKL):
             gen_log_probs_full_key=log_prob_key,
             coeff=coef,
             **kwargs,
+        )
+
+
+def _check_temperature(owner: TrajectoryTransform, temperature: float, policy: Any) -> None:
+    # One that takes the most likely token (temperature 0) records the log-probs of the softmax.
+    recorded = float(getattr(policy, "temperature", temperature)) or 1.0
+    if recorded != temperature:
+        raise ValueError(
+            f"{owner._get_name()} scores at temperature {temperature:g}, but the policy samples at "
+            f"{recorded:g}: log-probs at two temperatures do not compare. Give "
+            f"temperature={recorded:g}."
         )
 
 

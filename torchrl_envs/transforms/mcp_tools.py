@@ -68,21 +68,18 @@ class MCPToolTransform(ToolSource):
                 "MCPToolTransform needs at least one server, and session='shared' or 'row'; got "
                 f"{list(servers)} and {session!r}."
             )
-        self.servers = dict(servers)
         self.session = session
         self.tools: dict[str, Tool] = {}
         self._homes: dict[str, tuple[str, str]] = {}
         self._loop = LoopThread()
-        self._shared: dict[str, MCPConnection] = {}
+        self._shared = {
+            name: MCPConnection(f"the MCP server {name!r}", server, timeout_s=timeout_s)
+            for name, server in servers.items()
+        }
         self._rows: dict[int, dict[str, MCPConnection]] = {}
-        self._schemas: dict[str, dict[str, dict[str, Any]]] = {}
         try:
-            self._shared = self._run(self._connect())
-            found = [self._run(connection.tools()) for connection in self._shared.values()]
-            self._schemas = dict(zip(self.servers, found, strict=True))
-            for server, schemas in self._schemas.items():
-                self._shared[server].expect(schemas)
-                for tool, schema in schemas.items():
+            for server, connection in self._shared.items():
+                for tool, schema in self._run(connection.tools()).items():
                     self._offer(server, tool, schema, prefix_names)
             self._keep_allowed(allow)
             if session == "row":
@@ -122,11 +119,10 @@ class MCPToolTransform(ToolSource):
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.submit(coroutine).result(timeout=2 * self.timeout_s + _GRACE_S)
 
-    async def _connect(self) -> dict[str, MCPConnection]:
-        return {
-            name: MCPConnection(f"the MCP server {name!r}", server, timeout_s=self.timeout_s)
-            for name, server in self.servers.items()
-        }
+    @property
+    def servers(self) -> dict[str, Any]:
+        """By name."""
+        return {name: connection.server for name, connection in self._shared.items()}
 
     # Lifecycle ----------------------------------------------------------------------------------
 
@@ -143,9 +139,8 @@ class MCPToolTransform(ToolSource):
     async def _begin(self, rows: Sequence[int]) -> dict[int, tuple[str, BaseException]]:
         waiting: list[tuple[int, str, Any]] = []
         for row in rows:
-            self._rows[row] = await self._connect()
+            self._rows[row] = {name: c.another() for name, c in self._shared.items()}
             for server, connection in self._rows[row].items():
-                connection.expect(self._schemas[server])
                 waiting.append((row, server, connection.tools()))
         results = await asyncio.gather(*(w[2] for w in waiting), return_exceptions=True)
         return {
