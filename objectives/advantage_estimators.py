@@ -215,10 +215,10 @@ class TurnCredit(AdvantageEstimator):
         return [part.unsqueeze(-1) for part in advantage.split(lengths.tolist())]
 
     def is_flat(self, group: RewardedGroup) -> bool:
-        """See the base class; here, no token has a reward."""
+        """See the base class; here, every turn of every row had the same reward."""
         if sum(group.valid) < 2:
             return True
-        return all(bool((row.get(self.reward_key) == 0).all()) for row in group.rows)
+        return not any(bool(part.any()) for part in self.advantages([group]))
 
 
 def _group_index(groups: Sequence[RewardedGroup]) -> Tensor:

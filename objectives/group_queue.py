@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
@@ -143,6 +144,18 @@ class GroupQueue:
         self.expired.append((group, len(rows)))
         _LOG.warning("Group %r expired with %d of %d rows.", group, len(rows), self.group_size)
         return rows
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Whatever is done within has not happened if it raises; the error goes on."""
+        pending = {group: list(rows) for group, rows in self._pending.items()}
+        first_row, stats, expired = dict(self._first_row), replace(self.stats), self.expired.copy()
+        try:
+            yield
+        except BaseException:
+            self._pending, self._first_row = pending, first_row
+            self.stats, self.expired = stats, expired
+            raise
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs, as plain containers of tensors and values."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 from tensordict import NestedKey, TensorDictBase, lazy_stack
@@ -57,6 +58,7 @@ class MCAdvantage(Transform):
     ``extend`` writes the complete groups, each row with an ``advantage``, and keeps the rest.
     (Not ``add``: TorchRL's would store a whole group as one item.)
     Incomplete groups and counts are part of ``state_dict``. Rows that come in are not written to.
+    An ``extend`` that raises takes none of its rows in, and what waited before it still waits.
 
     Put it first in a ``Compose``: inverse transforms run last to first, and those that follow
     would get nothing while no group is complete.
@@ -203,9 +205,19 @@ class MCAdvantage(Transform):
         if tensordict is None:
             return None
         rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
-        with self._lock:
+        with self._lock, self._unchanged_on_error():
             released = self._release(self._collect(rows))
         return lazy_stack(released) if released else None
+
+    @contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        refills = self._refills.copy()
+        try:
+            with self.queue.unchanged_on_error():
+                yield
+        except BaseException:
+            self._refills = refills
+            raise
 
     def get_extra_state(self) -> dict[str, Any]:
         """Incomplete groups, counts and pending refills, for ``state_dict``."""

@@ -27,7 +27,8 @@ class TopKRewardSelector(Transform):
 
     Rows at or below the group's median are never kept, nor those that could not be scored, so a
     group whose rewards are all equal gives nothing. Rows come out best first, ties in the order of
-    their arrival. Incomplete groups and counts are part of ``state_dict``.
+    their arrival. Incomplete groups and counts are part of ``state_dict``. An ``extend`` that
+    raises takes none of its rows in.
 
     Args:
         total_dialog_turns: rows of a complete group (TorchRL's name; ``group_size`` is the same).
@@ -119,7 +120,7 @@ class TopKRewardSelector(Transform):
             return None
         rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
         released: list[TensorDictBase] = []
-        with self._lock:
+        with self._lock, self.queue.unchanged_on_error():
             for row in rows:
                 group_id = read_group(row, self.group_key, "TopKRewardSelector")
                 members = self.queue.add(group_id, row)

@@ -192,6 +192,30 @@ def test_dense_rewards_by_trajectory_and_by_turn(slow):
         assert got.view(-1).tolist() == pytest.approx(want, rel=1e-5)
 
 
+def test_credit_by_turn_drops_groups_in_which_no_turn_is_better():
+    one, two = [False, True, True], [True, False, True]
+    groups = {
+        1: ([0.0, 0.0, 1.0], [0.0, 0.0, 1.0], one),  # one turn each, both worth 1
+        2: ([0.5, 0.0, 0.5], [0.5, 0.0, 0.5], two),  # two turns each, all worth 0.5
+        3: ([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], two),
+        4: ([0.0, 0.0, 1.0], [0.0, 0.0, 1.0], two),  # equal rows, but the second turn is better
+        5: ([0.0, 0.0, 1.0], [0.0, 0.0, 0.0], one),
+        6: ([0.0, 0.0, 1.0], [0.0, 0.0, math.nan], two),  # one valid row
+    }
+    rows = []
+    for group, (first, second, mask) in groups.items():
+        for reward in (first, second):
+            row = make_row(group, 0.0, name=group, tokens=3)
+            row["reward"] = torch.tensor(reward).unsqueeze(-1)
+            row["masks", "all_assistant_mask"] = torch.tensor(mask)
+            rows.append(row)
+    transform = MCAdvantage(2, credit="turn", zero_variance="drop")
+    assert names(transform.inv(lazy_stack(rows))) == [4, 4, 5, 5]
+    assert transform.stats.groups_zero_variance == 4
+    assert transform.stats.rows_dropped_zero_variance == 8
+    assert transform.stats.ledger(0)
+
+
 @pytest.mark.parametrize("on_expiry", ["drop", "release"])
 def test_incomplete_groups_expire_visibly(on_expiry, caplog):
     transform = MCAdvantage(3, max_pending_groups=2, on_expiry=on_expiry)
@@ -234,6 +258,38 @@ def test_incomplete_groups_survive_a_restart(tmp_path, kind):
         assert a["advantage"].equal(b["advantage"])
     assert fresh.stats == transform.stats
     assert fresh.take_refills() == {2: 1}
+
+
+@pytest.mark.parametrize("broken", ["a row", "the estimator", "a row that top-k reads"])
+def test_an_extend_that_raises_takes_nothing_in_and_loses_nothing(broken):
+    """The whole batch can be given again once it is mended, and nothing counts twice."""
+    rows = [make_row(2, 1.0, name=0), make_row(7, 0.5, name=1)]
+    batch = [make_row(g, r, name=i) for i, (g, r) in enumerate([(1, 1.0), (1, 0.0), (2, 1.0)], 2)]
+    batch += [make_row(3, math.nan, name=5), make_row(8, 0.0, name=6)]
+    mended = [row.clone() for row in batch]
+    transform = MCAdvantage(2, unscorable="refill", max_pending_groups=2)
+    if broken == "the estimator":
+        transform = MCAdvantage(2, estimator="gdpo", unscorable="refill", max_pending_groups=2)
+        for row in (*rows, *batch, *mended):
+            row["rewards"] = TensorDict({"length": torch.tensor(float(row["name"]))})
+        batch[2]["rewards", "style"] = torch.tensor(1.0)
+    else:
+        del batch[2]["reward"]
+    if broken == "a row that top-k reads":
+        transform = TopKRewardSelector(group_size=2, topk_size=1, max_pending_groups=2)
+    transform.inv(lazy_stack(rows))
+    before = pickle.dumps(transform.get_extra_state())
+    expired = list(transform.queue.expired)
+    with pytest.raises(ValueError if broken == "the estimator" else MissingEntryError):
+        transform.inv(lazy_stack(batch))
+    assert pickle.dumps(transform.get_extra_state()) == before
+    assert list(transform.queue.expired) == expired
+    assert transform.queue.missing() == {2: 1, 7: 1}
+    assert transform.stats.ledger(transform.queue.num_rows)
+    got = names(transform.inv(lazy_stack(mended)))
+    assert got == ([2] if broken == "a row that top-k reads" else [2, 3, 0, 4])
+    assert transform.stats.ledger(transform.queue.num_rows)
+    assert transform.stats.rows_in == 7
 
 
 def test_within_a_compose_none_is_passed_on():
