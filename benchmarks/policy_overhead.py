@@ -229,7 +229,7 @@ def main() -> None:
     size = len(tokenizer)
     models = {
         "tiny": tiny_qwen3(size, stop_token_ids=()).eval(),
-        "4M": tiny_qwen3(
+        "2M": tiny_qwen3(
             size, hidden_size=256, num_layers=4, num_heads=8, intermediate_size=512
         ).eval(),
     }

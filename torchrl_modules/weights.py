@@ -1,6 +1,8 @@
 """Weights are taken as a whole or refused as a whole."""
 
+import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Final
 
 import torch
@@ -75,13 +77,22 @@ def all_finite(value: Tensor) -> bool:
 
 
 def _is_finite_in_one_pass(values: Tensor) -> bool:
-    # Sums of values made so small that no sum of a row overflows: a product with a vector, which
-    # takes no longer than reading them.
-    rows = len(values) // _ROW
-    small = torch.full((_ROW,), 2.0**-24, dtype=values.dtype)
-    sums = torch.mv(values[: rows * _ROW].view(rows, _ROW), small)
-    rest = values[rows * _ROW :]
-    return bool(torch.isfinite(sums).all() & torch.isfinite(rest.dot(small[: len(rest)])))
+    # Products with a vector, which take no longer than reading the values, and which make them so
+    # small that no sum of finite ones overflows.
+    small = _small(values.dtype)
+    num_rows = len(values) // _ROW
+    total = 0.0
+    if num_rows:
+        total += torch.mv(values[: num_rows * _ROW].view(num_rows, _ROW), small).sum().item()
+    rest = values[num_rows * _ROW :]
+    if len(rest):
+        total += rest.dot(small[: len(rest)]).item()
+    return math.isfinite(total)
+
+
+@cache
+def _small(dtype: torch.dtype) -> Tensor:
+    return torch.full((_ROW,), 2.0**-40, dtype=dtype, device="cpu")
 
 
 def next_version(version: int | None, present: int, *, who: str) -> int:

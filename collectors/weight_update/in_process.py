@@ -1,10 +1,22 @@
 """Weight updates of a policy that lives in the trainer's process."""
 
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
 from .interface import WeightUpdater
 
 
 class InProcessUpdater(WeightUpdater):
     """Hands weights to the policy's engine, whatever it is, by reference.
 
-    An engine of this process copies them; a vLLM server of this machine gets them in a file.
+    An engine of this process copies them; a vLLM server of this machine gets them in a file. Of a
+    model that the policy itself samples from, the weights are there: a push checks that they are
+    finite and counts the version, and adapters (PEFT) stay as they are.
     """
+
+    def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        engine = getattr(self.policy, "engine", None)
+        if isinstance(source, nn.Module) and source is getattr(engine, "model", None):
+            return source.state_dict()
+        return super()._gathered(source)

@@ -109,7 +109,7 @@ class WeightUpdater:
             ValueError: the policy refuses the update and goes on with its old weights; or the
                 state dict is one of adapters alone, which can't be applied.
         """
-        weights = gathered_state_dict(source)
+        weights = self._gathered(source)
         if self._metadata is not None:
             self._check(weights)
         return self._send(weights, version)
@@ -127,6 +127,10 @@ class WeightUpdater:
                 f"{type(self).__name__}.push: {len(wrong)} weights are not as init(model_metadata) "
                 f"said, such as {wrong[:4]}. Nothing was sent."
             )
+
+    def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights as the policy takes them."""
+        return gathered_state_dict(source)
 
     def _connect(self, policy: UpdatablePolicy) -> None:
         """Set up the way to a policy, if it needs any."""

@@ -136,6 +136,19 @@ def test_an_adapter_of_one_of_two_tied_weights_is_not_lost_in_silence(policy, ma
     assert policy.policy_version == 0
 
 
+def test_a_model_that_samples_itself_is_pushed_as_it_is(make_tiny_model, chatml_tokenizer):
+    trained = with_adapters(make_tiny_model(1)).eval()
+    before = {name: value.clone() for name, value in trained.state_dict().items()}
+    updater = InProcessUpdater(TransformersWrapper(trained, tokenizer=chatml_tokenizer))
+    assert updater.push(trained) == updater.version == 1
+    assert all(torch.equal(before[name], value) for name, value in trained.state_dict().items())
+    with torch.no_grad():
+        trained.base_model.model.model.norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match=r"norm.weight holds NaN"):
+        updater.push(trained)
+    assert updater.version == 1
+
+
 def test_a_state_dict_of_adapters_is_refused_whole(policy, make_tiny_model):
     updater = InProcessUpdater(policy)
     adapters = peft.get_peft_model_state_dict(with_adapters(make_tiny_model(1)))
