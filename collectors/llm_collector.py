@@ -36,8 +36,8 @@ from torchrl_data.loop_state import read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.episode_env import EpisodeEnv
-from torchrl_envs.rewards import REWARD_ERRORS
-from torchrl_envs.token_entries import TOKEN_ENTRIES, token_entries_of_row
+from torchrl_envs.rewards import REWARD_ERRORS, REWARD_KEYS
+from torchrl_envs.token_entries import token_entries_of_row
 from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
@@ -201,12 +201,13 @@ class LLMCollector:
             batch = self.env.step(self.policy(batch)).get("next")
             finished = active & batch.get(DONE).view(-1)
             indices = finished.nonzero().squeeze(-1).tolist()
-            for index, row in zip(indices, trajectory_rows(batch, indices), strict=True):
+            done = trajectory_rows(batch, indices, further=self.env.reward_entries)
+            for index, row in zip(indices, done, strict=True):
                 rows[index] = row
             active = active & ~finished
             if not bool(active.any()):
                 break
-            batch = batch.exclude(REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_ENTRIES)
+            batch = batch.exclude(*REWARD_KEYS, *self.env.reward_entries)
         else:
             raise RuntimeError(
                 f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
@@ -270,18 +271,23 @@ def _tracker(track: bool | PolicyVersion) -> PolicyVersion | None:
     return track
 
 
-def trajectory_rows(batch: TensorDictBase, rows: list[int]) -> list[TensorDict]:
+def trajectory_rows(
+    batch: TensorDictBase, rows: list[int], *, further: Sequence[str] = ()
+) -> list[TensorDict]:
     """Finished episodes as rows, see :meth:`LLMCollector.collect`.
 
     Args:
         batch: the ``next`` of the step in which they finished.
         rows: which.
+        further: entries of the scoring to keep, see
+            :attr:`~torchrl_envs.episode_env.EpisodeEnv.reward_entries`.
     """
     if not rows:
         return []
     conversations = read_conversations(batch, PROMPT, who="LLMCollector")
     exported = row_tensordicts(conversations[rows])
-    dense = {key: batch.get(key) for key in _DENSE if batch.get(key, None) is not None}
+    kept = (*_DENSE, *further)
+    dense = {key: batch.get(key) for key in kept if batch.get(key, None) is not None}
     rewards = batch.get(REWARDS, None)
     reasons = read_row_values(batch, STOP_REASON, "")
     errors = read_row_values(batch, REWARD_ERRORS, "")

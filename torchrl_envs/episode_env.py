@@ -38,7 +38,14 @@ from torchrl_data.tool_calls import parse_tool_calls
 from .closing import run_all
 from .concurrent_calls import ConcurrentCalls
 from .reward_error_limit import RewardErrorLimit
-from .rewards import REWARD_ERRORS, RewardSource, RowReward, close_rewards, record_rewards
+from .rewards import (
+    REWARD_ERRORS,
+    REWARD_KEYS,
+    RewardSource,
+    RowReward,
+    close_rewards,
+    record_rewards,
+)
 from .transforms.data_loading import DataLoadingPrimer
 from .transforms.episode_entries import EpisodeEntries
 from .transforms.episode_transform import EpisodeTransform
@@ -105,6 +112,12 @@ class EpisodeEnv(TransformedEnv):
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
         """The transforms that take part in episodes, in order."""
         return self.transforms_of(EpisodeTransform)
+
+    @property
+    def reward_entries(self) -> list[str]:
+        """What transforms declare in the reward spec beside the rewards, as TorchRL's do."""
+        declared = map(str, self.full_reward_spec.keys())
+        return [name for name in declared if name not in REWARD_KEYS]
 
     def transforms_of(self, kind: type[T]) -> Iterator[T]:
         """The transforms of a class, in order, inside nested ``Compose`` too."""

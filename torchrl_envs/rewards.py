@@ -17,12 +17,17 @@ from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_data.row_values import read_row_values, write_row_values
 
 from .concurrent_calls import Outcome
-from .token_entries import write_token_entry
+from .token_entries import TOKEN_ENTRIES, write_token_entry
 
 REWARD_ERRORS: Final = "reward_errors"
 """What went wrong, a string per row; empty where nothing did."""
 TOKEN_REWARDS: Final = "token_rewards"
 """Rewards by token that wait for :func:`close_rewards`: a tensor ``[T]`` or ``None`` per row."""
+
+REWARD_KEYS: Final = frozenset(
+    {REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_REWARDS, TOKEN_ENTRIES}
+)
+"""Entries that say how an episode was scored; every step has its own."""
 
 
 class RewardSource:
