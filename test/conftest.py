@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,24 +199,28 @@ class _Held(NamedTuple):
 
     children: set[int]
     threads: set[threading.Thread]
-    files: dict[str, str]
+    files: Counter[str]
 
     @classmethod
     def now(cls):
-        files = {}
+        # By what they lead to, not by their numbers, which are used again.
+        files = Counter()
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
-                files[number] = os.readlink(f"/proc/self/fd/{number}")
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                files[os.readlink(f"/proc/self/fd/{number}")] += 1
         return cls({child.pid for child in own_children()}, set(threading.enumerate()), files)
 
     def more_than(self, before):
         """What is held now and was not before, in words."""
-        files = {n: to for n, to in self.files.items() if before.files.get(n) != to}
         return [
             *(f"process {pid}" for pid in self.children - before.children),
             *(f"thread {t.name}" for t in self.threads - before.threads if t.is_alive()),
-            *(f"file {to}" for to in files.values()),
+            *(f"file {to}" for to in self.files - before.files),
         ]
+
+
+_CLOSING_S = 30.0
+"""How long what is being closed may take on a busy machine; what is left then is a leak."""
 
 
 @pytest.fixture
@@ -223,9 +229,10 @@ def no_leaks():
 
     For a whole file: ``pytestmark = pytest.mark.usefixtures("no_leaks")``.
     """
+    resource_tracker.ensure_running()  # Python's own helper, which lives to the end, and its pipe
     before = _Held.now()
     yield
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + _CLOSING_S
     while left := _Held.now().more_than(before):
         gc.collect()
         if time.monotonic() > deadline:

@@ -231,11 +231,12 @@ def test_rows_have_contexts_of_their_own(scripted, call_text, play, no_leaks):
 
 def test_a_page_that_hangs_holds_up_nobody(scripted, call_text, play, no_leaks):
     pages = {"/slow": "hang", "/loops": "<script>while (true) {}</script>", "/": "fine"}
-    with serve(pages) as (host, _):
+    with serve(pages) as (host, state):
         browser = BrowserTransform(allowed_domains=[host], timeout_s=8.0, **AS_ROOT)
         go = functools.partial(call_text, "browser", action="navigate")
         read = call_text("browser", action="extract")
-        fine = [go(url=f"http://{host}/"), read, "done"]
+        # On a busy machine the deadline may be too short for a page that works; not every time.
+        fine = [go(url=f"http://{host}/"), read] * 3 + ["done"]
         script = {
             "<0>": [go(url=f"http://{host}/slow"), *fine],
             "<1>": [go(url=f"http://{host}/loops"), "done"],
@@ -244,9 +245,11 @@ def test_a_page_that_hangs_holds_up_nobody(scripted, call_text, play, no_leaks):
         with closing(make_env(browser, size=3)) as env:
             ends = play(env, scripted(script))
         assert "Timeout" in answers(ends[0], 0)[0]
-        assert answers(ends[0], 0)[2] == "fine"
+        assert "fine" in answers(ends[0], 0)[2::2]
         assert "Timeout" in answers(ends[1], 1)[0]
-        assert answers(ends[2], 2)[1] == "fine"
+        assert "fine" in answers(ends[2], 2)[1::2]
+        paths = [path for path, _ in state["seen"]]
+        assert paths.count("/slow") == paths.count("/loops") == 1
 
 
 def test_settings(tmp_path):

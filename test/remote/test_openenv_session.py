@@ -78,10 +78,12 @@ def test_a_step_needs_a_reset(servers):
 
 def test_after_a_missed_deadline_the_session_is_dead_until_reset(servers):
     async def run():
-        async with OpenEnvSession(f"{servers}/echo", message_timeout_s=0.5) as session:
+        async with OpenEnvSession(f"{servers}/echo") as session:
             await session.reset()
+            session.message_timeout_s = 0.5  # for the one that comes late
             with pytest.raises(OpenEnvTimeoutError, match=r"no answer to step within 0\.5 s"):
                 await session.step({"message": "late", "sleep_s": 30.0})
+            session.message_timeout_s = 60.0
             with pytest.raises(SessionNotResetError, match="is dead"):
                 await session.step({"message": "next"})
             await session.reset(seed=3)
@@ -155,15 +157,15 @@ def test_a_killed_server_is_an_error_and_no_process_is_left():
     with ServerProcess(echo="echo:4") as server:
 
         async def run():
-            async with OpenEnvSession(f"{server.url}/echo", connect_timeout_s=2) as session:
+            async with OpenEnvSession(f"{server.url}/echo") as session:
                 await session.reset()
                 with pytest.raises(OpenEnvConnectionError, match="connection lost in step"):
                     await session.step({"message": "x", "kill_server": True})
+                assert await asyncio.to_thread(server.process.wait, 60) == 1
                 with pytest.raises(OpenEnvConnectionError, match="no connection"):
                     await session.reset()
 
         asyncio.run(run())
-        assert server.process.wait(timeout=10) == 1
 
 
 class BrokenServer:
@@ -200,17 +202,21 @@ class BrokenServer:
 
 
 @pytest.mark.parametrize(
-    ("answer", "num_attempts"),
+    ("answer", "num_attempts", "timeout_s"),
     [
-        pytest.param(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", MAX_ATTEMPTS, id="503"),
-        pytest.param(b"", MAX_ATTEMPTS, id="half-open: accepts and says nothing"),
-        pytest.param(b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n", 1, id="403: not tried again"),
+        pytest.param(
+            b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", MAX_ATTEMPTS, 60.0, id="503"
+        ),
+        pytest.param(b"", MAX_ATTEMPTS, 0.3, id="half-open: accepts and says nothing"),
+        pytest.param(
+            b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n", 1, 60.0, id="403: not tried again"
+        ),
     ],
 )
-def test_what_is_tried_again(answer, num_attempts):
+def test_what_is_tried_again(answer, num_attempts, timeout_s):
     async def run():
         async with BrokenServer(answer) as server:
-            session = OpenEnvSession(server.url, connect_timeout_s=0.3)
+            session = OpenEnvSession(server.url, connect_timeout_s=timeout_s)
             with pytest.raises(OpenEnvConnectionError, match="no connection"):
                 await session.reset()
             return server.num_connections
