@@ -36,8 +36,8 @@ from torchrl_data.loop_state import read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.episode_env import EpisodeEnv
+from torchrl_envs.padded_token_entries import token_entries_of_row
 from torchrl_envs.rewards import REWARD_ERRORS, REWARD_KEYS
-from torchrl_envs.token_entries import token_entries_of_row
 from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.transforms.policy_version import PolicyVersion
 

@@ -17,7 +17,7 @@ from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_data.row_values import read_row_values, write_row_values
 
 from .concurrent_calls import Outcome
-from .token_entries import TOKEN_ENTRIES, write_token_entry
+from .padded_token_entries import TOKEN_ENTRIES, write_token_entry
 
 REWARD_ERRORS: Final = "reward_errors"
 """What went wrong, a string per row; empty where nothing did."""

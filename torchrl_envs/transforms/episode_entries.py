@@ -21,8 +21,8 @@ from torchrl_data.keys import (
     STOP_REASON,
 )
 from torchrl_data.row_values import write_row_values
+from torchrl_envs.padded_token_entries import TOKEN_ENTRIES
 from torchrl_envs.rewards import REWARD_ERRORS, RewardSource
-from torchrl_envs.token_entries import TOKEN_ENTRIES
 
 from .episode_transform import EpisodeTransform
 

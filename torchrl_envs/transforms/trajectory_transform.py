@@ -13,8 +13,8 @@ from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, PROMPT, REWARD
 from torchrl_data.loop_state import read_conversations
 from torchrl_data.token_entries import TokenEntries
+from torchrl_envs.padded_token_entries import read_token_entry, write_token_entry
 from torchrl_envs.rewards import RowReward, dense_reward, record_rewards
-from torchrl_envs.token_entries import read_token_entry, write_token_entry
 from torchrl_envs.trajectory_batches import copied_rows, joined_rows
 
 from .episode_transform import EpisodeTransform
