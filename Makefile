@@ -3,6 +3,9 @@
 #   make train ARGS="task=number_guessing seed=1"
 #   make install PIP_ARGS="--index-url <an index with a CPU build of torch>"
 
+# Threads of torch that wait must not burn the cores that tools, servers and engines need.
+export OMP_WAIT_POLICY ?= passive
+
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 ARGS ?=

@@ -32,7 +32,7 @@ from torchrl_data.keys import (
     TOKEN_POLICY_VERSION,
     TRUNCATED,
 )
-from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.loop_state import one_dimension, read_conversations, write_conversations
 from torchrl_data.row_values import read_row_values
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.episode_env import EpisodeEnv
@@ -41,6 +41,7 @@ from torchrl_envs.rewards import REWARD_ERRORS, REWARD_KEYS
 from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
+from .composition_checks import check_data, check_groups, check_policy
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
 
@@ -75,8 +76,9 @@ class LLMCollector:
         max_turns: safety limit on the turns of an episode that nothing else ends.
 
     Raises:
-        ValueError: the composition of the environment can't work, or a count is not positive.
-        TypeError: the environment has no transforms, hence no data.
+        ValueError: the composition of the environment can't work, the policy or the buffer's
+            groups don't fit it, or a count is not positive.
+        TypeError: the environment has no transforms, hence no data, or the policy is a bare model.
     """
 
     def __init__(
@@ -105,11 +107,14 @@ class LLMCollector:
         """Knows the policy's version, if it is tracked."""
         if self.policy_version_tracker is not None:
             env.append_transform(self.policy_version_tracker)
+        check_policy(env, policy, who="LLMCollector")
+        check_data(env, who="LLMCollector")
         env.check()
         for transform in env.episode_transforms():
             transform.check_policy(policy)
         self.env = env
         self._loaders = list(env.transforms_of(DataLoadingPrimer))
+        check_groups(self._loaders, replay_buffer, who="LLMCollector")
         self.policy = policy
         self.replay_buffer = replay_buffer
         self.total_trajectories = total_trajectories
@@ -184,25 +189,29 @@ class LLMCollector:
             except BaseException:
                 self.env.release_episodes()  # nothing stays open
                 raise
-        self.num_collected += len(trajectories)
-        if self.postproc is not None:
-            trajectories = self.postproc(trajectories)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(trajectories)
+            num_rows = len(trajectories)
+            if self.postproc is not None:
+                trajectories = self.postproc(trajectories)
+            if self.replay_buffer is not None:
+                self.replay_buffer.extend(trajectories)
+        self.num_collected += num_rows
         return trajectories
 
     def _run_episodes(self) -> TensorDictBase:
-        size = self.env.batch_size[0]
+        shape = self.env.batch_size
+        size = shape.numel()
         rows: list[TensorDictBase | None] = [None] * size
         active = torch.ones(size, dtype=torch.bool)
         batch = self.env.reset()
         for _ in range(self.max_turns):
-            batch.set(STEP_MASK, active)
+            batch.set(STEP_MASK, active.view(shape))
             batch = self.env.step(self.policy(batch)).get("next")
             finished = active & batch.get(DONE).view(-1)
             indices = finished.nonzero().squeeze(-1).tolist()
-            done = trajectory_rows(batch, indices, further=self.env.reward_entries)
-            for index, row in zip(indices, done, strict=True):
+            ended = trajectory_rows(
+                one_dimension(batch), indices, further=self.env.reward_entries
+            )
+            for index, row in zip(indices, ended, strict=True):
                 rows[index] = row
             active = active & ~finished
             if not bool(active.any()):

@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from .encoder import ConversationEncoder
 
 
+def one_dimension(batch: TensorDictBase) -> TensorDictBase:
+    """The batch itself if it is ``[B]``, and otherwise its rows in one dimension.
+
+    Args:
+        batch: of any shape.
+    """
+    return batch if batch.ndim == 1 else batch.reshape(batch.numel())
+
+
 def active_rows(batch: TensorDictBase) -> Tensor:
     """The rows that take part in a step, bool ``[B]``.
 

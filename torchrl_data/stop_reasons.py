@@ -17,7 +17,7 @@ TOKEN_BUDGET: Final = "token_budget"
 CONTEXT_LENGTH: Final = "context_length"
 """The conversation is as long as the model takes: truncated."""
 ERROR: Final = "error"
-"""``error: ...``: the engine could not serve the row: truncated."""
+"""``error: ...``: the engine could not serve the row: truncated, unscorable."""
 ENVIRONMENT_ERROR: Final = "environment_error"
 """``environment_error: ...``: an environment could not be made or reset, or was lost: truncated,
 unscorable."""
@@ -43,6 +43,8 @@ STOP_REASONS: Final = (
 """All of them."""
 CUT_REASONS: Final = frozenset({RESPONSE_LENGTH, TOKEN_BUDGET, CONTEXT_LENGTH})
 """Of episodes in which a limit of tokens cut a turn or left none."""
+UNSCORABLE_REASONS: Final = frozenset({ERROR, ENVIRONMENT_ERROR})
+"""Of episodes that failed, but not by the policy's doing: what they got says nothing of it."""
 
 
 def kind_of(reason: str) -> str:

@@ -51,7 +51,7 @@ def rows_in(group: Any, name: str) -> list[Tensor] | None:
         )
     if value.is_nested:
         return list(value.unbind())
-    return list(value.reshape(-1, value.shape[-1]).unbind(0))
+    return list(value.reshape(entries.numel(), value.shape[-1]).unbind(0))
 
 
 class TokenEntries:

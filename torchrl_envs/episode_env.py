@@ -22,15 +22,15 @@ from torchrl_data.keys import (
     TERMINATED,
     TRUNCATED,
 )
-from torchrl_data.loop_state import active_rows, read_conversations
+from torchrl_data.loop_state import active_rows, one_dimension, read_conversations
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.stop_reasons import (
     ANSWERED,
     CUT_REASONS,
-    ENVIRONMENT_ERROR,
     ERROR,
     MAX_STEPS,
     RESPONSE_LENGTH,
+    UNSCORABLE_REASONS,
     kind_of,
 )
 from torchrl_data.tool_calls import parse_tool_calls
@@ -147,7 +147,7 @@ class EpisodeEnv(TransformedEnv):
         if not self._checked:
             self.check()
         size = self.batch_size.numel()
-        batch = _one_dimension(
+        batch = one_dimension(
             TensorDict({}, batch_size=self.batch_size) if tensordict is None else tensordict.copy()
         )
         mask = batch.get("_reset", None)
@@ -158,7 +158,7 @@ class EpisodeEnv(TransformedEnv):
         write_row_values(batch, STOP_REASON, reasons)
         self.release_episodes(rows)
         try:
-            reset = _one_dimension(self._begin(batch, rows, **kwargs))
+            reset = one_dimension(self._begin(batch, rows, **kwargs))
             reasons = read_row_values(batch, STOP_REASON)
             write_row_values(reset, STOP_REASON, reasons)
             self._limit_turns(batch, reset, [row for row in rows if not reasons[row]])
@@ -182,8 +182,8 @@ class EpisodeEnv(TransformedEnv):
         return self.transform._reset(batch, reset)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        next_batch = _one_dimension(super()._step(tensordict))
-        self._end_step(_one_dimension(tensordict), next_batch)
+        next_batch = one_dimension(super()._step(tensordict))
+        self._end_step(one_dimension(tensordict), next_batch)
         return _in_shape(next_batch, self.batch_size)
 
     def _end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
@@ -203,7 +203,7 @@ class EpisodeEnv(TransformedEnv):
         self._write_stop_reasons(tensordict, next_batch, rows)
         if rows:
             reasons = read_row_values(next_batch, STOP_REASON)
-            scored = [r for r in rows if began[r] and kind_of(reasons[r]) != ENVIRONMENT_ERROR]
+            scored = [r for r in rows if began[r] and kind_of(reasons[r]) not in UNSCORABLE_REASONS]
             self._score(tensordict, next_batch, scored)
             self._mark_unscorable(next_batch, [row for row in rows if row not in scored])
             for transform in self.episode_transforms():
@@ -229,7 +229,7 @@ class EpisodeEnv(TransformedEnv):
             close_rewards(next_batch, rows, final)
 
     def _mark_unscorable(self, next_batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Rows that never began, or lost their environment, have no reward: why is their error."""
+        """Rows that failed, or never began, have no reward: their error says why."""
         if not rows:
             return
         for source in self.episode_transforms():
@@ -238,7 +238,7 @@ class EpisodeEnv(TransformedEnv):
         reasons = read_row_values(next_batch, STOP_REASON)
         errors = read_row_values(next_batch, REWARD_ERRORS, "")
         for row in rows:
-            errors[row] = reasons[row] if kind_of(reasons[row]) == ENVIRONMENT_ERROR else ""
+            errors[row] = reasons[row] if kind_of(reasons[row]) in UNSCORABLE_REASONS else ""
         write_row_values(next_batch, REWARD_ERRORS, errors)
 
     def release_episodes(self, rows: Sequence[int] | None = None) -> None:
@@ -317,11 +317,6 @@ def _no_turn(batch: TensorDictBase, rows: Sequence[int]) -> None:
         budget = batch.get(MAX_NEW_TOKENS).clone()
         budget[list(rows)] = 0
         batch.set(MAX_NEW_TOKENS, budget)
-
-
-def _one_dimension(batch: TensorDictBase) -> TensorDictBase:
-    """The batch itself if it is ``[B]``, and otherwise its rows in one dimension."""
-    return batch if batch.ndim == 1 else batch.reshape(batch.numel())
 
 
 def _in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:

@@ -82,7 +82,7 @@ class PolicyInput:
 
         Raises:
             MissingEntryError: there is nothing to score.
-            ValueError: a row is empty, or a mask is not aligned with the tokens.
+            ValueError: a mask is not aligned with the tokens, or has the first of a row.
         """
         is_record = read_held(batch, TOKENS, FULL) is not None
         if not is_record and token_rows(batch, TOKENS_FULL) is not None:
@@ -113,15 +113,13 @@ class PolicyInput:
         return RowsToScore(ids, [mask.bool() for mask in masks], entries.keep)
 
     def _checked(self, rows: "RowsToScore") -> "RowsToScore":
-        for i, (ids, mask) in enumerate(zip(rows.ids, rows.masks, strict=True)):
-            if not len(ids):
-                raise ValueError(f"{self.who}: row {i} has no tokens to score. Leave it out.")
-            if bool(mask[0]):
+        for i, mask in enumerate(rows.masks):
+            if bool(mask[:1].any()):
                 raise ValueError(
                     f"{self.who}: the mask of row {i} has its first token, which nothing predicts."
                 )
         size = self.vocab_size
-        known = [0 <= int(row.min()) <= int(row.max()) < size for row in rows.ids]
+        known = [bool(((row >= 0) & (row < size)).all()) for row in rows.ids]
         return rows._replace(known=known)
 
 
@@ -146,14 +144,14 @@ class RowsToScore(NamedTuple):
         ]
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids ``[N]``, lengths ``[B]`` and the mask of what can be scored ``[N]``."""
+        """Ids ``[N]``, lengths of the rows that hold any, and what can be scored, bool ``[N]``."""
         ids, lengths = pack(
             [
                 row if known else torch.zeros_like(row)
                 for row, known in zip(self.ids, self.known, strict=True)
             ]
         )
-        return ids, lengths, pack(self.scored)[0]
+        return ids, lengths[lengths > 0], pack(self.scored)[0]
 
     def spread(self, values: Tensor) -> list[Tensor]:
         """Scores to the places of their tokens.

@@ -9,10 +9,14 @@ learning curve, all rollouts and the trained model are in ``outputs/grpo/<task>/
 """
 
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
+
+# Before torch is imported: its threads that wait leave the cores to tools and environments.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hydra
 import torch

@@ -7,6 +7,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
+from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
@@ -296,3 +297,72 @@ def test_wrong_construction_is_named(scripted, change, error, words):
     env = envs.get(change.pop("env", None), make_env)()
     with pytest.raises(error, match=words):
         LLMCollector(env, scripted(["x"]), **change)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+def test_any_batch_shape(make_policy, shape):
+    collector = LLMCollector(make_env(4, batch_size=shape, group_size=1), make_policy())
+    batch = collector.collect()
+    size = torch.Size(shape).numel()
+    assert batch.batch_size == (size,)
+    assert batch["group_id"].view(-1).tolist() == list(range(size))
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("part", ["postproc", "buffer"])
+def test_nothing_is_lost_when_what_takes_the_trajectories_fails(make_policy, part):
+    fails = [True, False, False]
+
+    def fail_once(batch):
+        if fails.pop(0):
+            raise OSError("the disk is full")
+        return batch
+
+    buffer = ReplayBuffer(storage=LazyStackStorage(8))
+    if part == "buffer":
+        extend = buffer.extend
+        buffer.extend = lambda batch: extend(fail_once(batch))
+    env = make_env(num_rows=4)
+    collector = LLMCollector(
+        env,
+        make_policy(),
+        replay_buffer=buffer,
+        postproc=fail_once if part == "postproc" else None,
+    )
+    with pytest.raises(OSError, match="the disk is full"):
+        collector.collect()
+    assert collector.num_collected == 0
+    assert collector.collect()["group_id"].view(-1).tolist() == [0, 0, 1, 1]
+    assert collector.num_collected == len(buffer) == 4
+    ledger = next(env.transforms_of(DataLoadingPrimer)).ledger
+    assert (ledger["drawn"], ledger["ended"]) == (4, 4)
+    collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "kind", "message"),
+    [
+        pytest.param({"num_samples": 2}, {}, ValueError, "num_samples=2", id="samples"),
+        pytest.param({"generate": False}, {}, ValueError, "generate=False", id="scorer"),
+        pytest.param({"input_mode": "text"}, {}, ValueError, "input_mode='text'", id="mode"),
+        pytest.param(None, {}, TypeError, "Wrap a model", id="model"),
+        pytest.param({}, {"group": 4}, ValueError, "groups of 4", id="groups"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_when_composed(
+    chatml_tokenizer, make_tiny_model, policy, settings, kind, message
+):
+    model = make_tiny_model()
+    if policy is not None:
+        policy = TransformersWrapper(model, tokenizer=chatml_tokenizer, **policy)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(8), transform=MCAdvantage(settings.get("group", 2))
+    )
+    with pytest.raises(kind, match=message):
+        LLMCollector(make_env(), policy or model, replay_buffer=buffer)
+
+
+def test_an_environment_without_data_is_refused_when_composed(make_policy):
+    env = ChatEnv(batch_size=2).append_transform(StepCounter(max_steps=2))
+    with pytest.raises(ValueError, match="Append a DataLoadingPrimer"):
+        LLMCollector(env, make_policy())

@@ -109,7 +109,9 @@ def test_a_dataset_of_datasets_works():
             lambda: DataLoadingPrimer(iter(ROWS)), "walked through only once", id="iterator"
         ),
         pytest.param(
-            lambda: DataLoadingPrimer(ROWS, group_size=0), "must be at least 1, got 0", id="group"
+            lambda: DataLoadingPrimer(ROWS, group_size=0),
+            "an integer of at least 1, got 0",
+            id="group",
         ),
         pytest.param(
             lambda: compose(

@@ -443,7 +443,9 @@ def test_a_row_that_can_not_be_generated_ends_alone(recorder, scripted, call_tex
     assert batch["truncated"].view(-1).tolist() == [True, False]
     assert read_row_values(batch, "stop_reason")[0] == "error: too long"
     first, second = by_number(recorder)
-    assert first.events == ["reset", "get_reward", "close"]
+    assert first.events == ["reset", "close"], "what it did says nothing of the policy"
+    assert not batch["scorable"][0]
+    assert read_row_values(batch, "reward_errors")[0] == "error: too long"
     assert second.events == ["reset", "echo x"]
     env.close()
 

@@ -90,3 +90,20 @@ def test_the_same_prompt_by_hand_gives_the_same_turn_in_every_mode(
         assert text.full == [
             chatml_tokenizer.decode(row["tokens", "full"]) for row in batch.unbind(0)
         ]
+
+
+def test_an_empty_row_of_tokens_is_marked_alone(make_policy, chatml_tokenizer):
+    ids = prompt_ids(chatml_tokenizer)
+    rows = [ids[0], ids[0].new_zeros(0), ids[2]]
+    batch = make_policy("tokens")(TensorDict({"tokens": Tokens.from_rows(prompt=rows)}, 3))
+    alone = make_policy("tokens")(batch_of("ragged", chatml_tokenizer))
+    assert batch["finish_reason"] == ["length", "error: the prompt is empty", "length"]
+    for row in (0, 2):
+        assert torch.equal(batch[row]["tokens", "full"], alone[row]["tokens", "full"])
+    scored = make_policy("tokens", generate=False)(batch)
+    assert scored[1]["log_probs", "full"].shape == (0,)
+    for row in (0, 2):
+        assert scored[row]["log_probs", "full"].equal(
+            make_policy("tokens", generate=False)(alone)[row]["log_probs", "full"]
+        )
+    assert make_policy("tokens", generate=False)(batch[1:2])[0]["log_probs", "full"].shape == (0,)

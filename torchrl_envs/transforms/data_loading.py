@@ -6,6 +6,8 @@ Shape legend: B rows of the environment.
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -135,15 +137,14 @@ class DataLoadingPrimer(EpisodeTransform):
     ) -> None:
         super().__init__()
         self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
-        _check_numbers(
-            1,
-            group_size=self.group_size,
-            num_epochs=num_epochs,
-            shuffle_buffer_size=shuffle_buffer_size,
-            max_prompt_tokens=max_prompt_tokens,
-            worker_timeout_s=worker_timeout_s,
-        )
-        _check_numbers(0, num_workers=num_workers, num_checked_rows=num_checked_rows, seed=seed)
+        _check_counts(1, group_size=self.group_size, shuffle_buffer_size=shuffle_buffer_size)
+        _check_counts(0, num_workers=num_workers, num_checked_rows=num_checked_rows, seed=seed)
+        limits = {"num_epochs": num_epochs, "max_prompt_tokens": max_prompt_tokens}
+        _check_counts(1, **{name: limit for name, limit in limits.items() if limit is not None})
+        if not worker_timeout_s > 0:
+            raise ValueError(
+                f"DataLoadingPrimer: worker_timeout_s must be positive, got {worker_timeout_s}."
+            )
         if (max_prompt_tokens is None) != (tokenizer is None):
             raise ValueError("DataLoadingPrimer: max_prompt_tokens and tokenizer go together.")
         dataset = resolve_rows(
@@ -182,7 +183,7 @@ class DataLoadingPrimer(EpisodeTransform):
         self.prompt_column = find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
         self._settings = self._describe(shuffle_buffer_size)
-        self.require("prompt", lambda row: prompt_error(row, self.prompt_column))
+        self.require("prompt", partial(prompt_error, column=self.prompt_column))
         self._start()
 
     def _start(self) -> None:
@@ -382,10 +383,12 @@ class DataLoadingPrimer(EpisodeTransform):
         )
 
 
-def _check_numbers(least: int, **numbers: float | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < least:
-            raise ValueError(f"DataLoadingPrimer: {name} must be at least {least}, got {value}.")
+def _check_counts(least: int, **counts: Any) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"DataLoadingPrimer: {name} must be an integer of at least {least}, got {value!r}."
+            )
 
 
 def _held(batch: TensorDictBase, key: str, size: int) -> torch.Tensor:

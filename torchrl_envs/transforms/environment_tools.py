@@ -63,6 +63,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         show_schemas: whether the chat template shows the tools to the model.
 
     Raises:
+        TypeError: a factory can't be called.
         ValueError: a tool lacks a docstring or type hints, or there is no tool at all.
     """
 
@@ -82,11 +83,14 @@ class EnvironmentTools(ToolSource, RewardSource):
         )
         self.is_routed = isinstance(factory, Mapping)
         self.factories: dict[str, Factory] = (
-            dict(factory) if isinstance(factory, Mapping) else {_name(factory): factory}
+            dict(factory) if isinstance(factory, Mapping) else {"": factory}
         )
         self.route_column = route_column
         self.overlap_calls = overlap_calls
         self.types = {name: _environment_type(f, timeout_s) for name, f in self.factories.items()}
+        if not self.is_routed:  # known by its class, also where a lambda or a partial makes it
+            name = self.types[""].__name__
+            self.factories, self.types = {name: self.factories[""]}, {name: self.types[""]}
         self.tools: dict[str, dict[str, Tool]] = {
             name: environment_tools(cls) for name, cls in self.types.items()
         }
@@ -226,14 +230,15 @@ class EnvironmentTools(ToolSource, RewardSource):
             add_rewards(next_batch, name, own, outcomes, who=f"{name}.get_reward")
 
 
-def _name(factory: Factory) -> str:
-    return getattr(factory, "__name__", type(factory).__name__)
-
-
 def _environment_type(factory: Factory, timeout_s: float) -> type:
     """The class that a factory makes; a callable that is not a class is called once to see."""
     if isinstance(factory, type):
         return factory
+    if not callable(factory):
+        raise TypeError(
+            "EnvironmentTools takes a class, a callable without arguments that makes an "
+            f"environment, or a dict of them by name; got {factory!r}."
+        )
     probe = factory()
     calls = ConcurrentCalls(timeout_s=timeout_s)
     try:

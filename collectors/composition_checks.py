@@ -1,0 +1,78 @@
+"""Whether an environment, a policy and a buffer fit together, before anything is generated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl.data import ReplayBuffer
+
+from objectives.mc_advantage import MCAdvantage
+from torchrl_envs.episode_env import EpisodeEnv
+from torchrl_envs.transforms.data_loading import DataLoadingPrimer
+from torchrl_envs.transforms.episode_transform import EpisodeTransform
+from torchrl_modules.wrapper_base import LLMWrapperBase
+
+
+def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
+    """Check that a policy writes one turn for each row of an environment.
+
+    Args:
+        env: what it acts in.
+        policy: an `LLMWrapperBase`, or any callable from TensorDict to TensorDict.
+        who: the component, named in errors.
+
+    Raises:
+        TypeError: it is a bare model.
+        ValueError: it scores instead of sampling, samples several responses per row, or reads
+            another input mode than the environment's.
+    """
+    if not isinstance(policy, LLMWrapperBase):
+        if not callable(policy) or hasattr(policy, "base_model_prefix"):
+            raise TypeError(
+                f"{who}: a policy maps a TensorDict to one, got {type(policy).__name__}. Wrap a "
+                "model: TransformersWrapper(model, tokenizer=...)."
+            )
+        return
+    if not getattr(policy, "generate", True):
+        raise ValueError(f"{who}: the policy scores (generate=False), and has to sample here.")
+    if policy.num_samples is not None:
+        raise ValueError(
+            f"{who}: the policy draws num_samples={policy.num_samples} responses per row, but an "
+            "environment goes on with one. Use DataLoadingPrimer(group_size=...) for groups."
+        )
+    mode = env.base_env.input_mode
+    if policy.input_mode != mode:
+        raise ValueError(
+            f"{who}: the policy reads input_mode={policy.input_mode!r}, and the environment writes "
+            f"{mode!r}. Give both the same."
+        )
+
+
+def check_data(env: EpisodeEnv, *, who: str) -> None:
+    """Check that something draws the data of an episode.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    own = EpisodeTransform.draw_rows
+    if not any(type(part).draw_rows is not own for part in env.episode_transforms()):
+        raise ValueError(
+            f"{who}: no transform of the environment draws data. Append a DataLoadingPrimer(rows)."
+        )
+
+
+def check_groups(
+    loaders: Sequence[DataLoadingPrimer], buffer: ReplayBuffer | None, *, who: str
+) -> None:
+    """Check that the groups that are drawn are those that advantages wait for.
+
+    Raises:
+        ValueError: the sizes differ, so no group would ever be complete.
+    """
+    transforms = getattr(getattr(buffer, "_transform", None), "transforms", ())
+    for part in transforms:
+        for loader in loaders if isinstance(part, MCAdvantage) else ():
+            if part.group_size != loader.group_size:
+                raise ValueError(
+                    f"{who}: MCAdvantage waits for groups of {part.group_size} rows, and "
+                    f"DataLoadingPrimer draws groups of {loader.group_size}. Give both the same."
+                )
