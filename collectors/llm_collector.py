@@ -208,9 +208,7 @@ class LLMCollector:
             batch = self.env.step(self.policy(batch)).get("next")
             finished = active & batch.get(DONE).view(-1)
             indices = finished.nonzero().squeeze(-1).tolist()
-            ended = trajectory_rows(
-                one_dimension(batch), indices, further=self.env.reward_entries
-            )
+            ended = trajectory_rows(one_dimension(batch), indices, further=self.env.reward_entries)
             for index, row in zip(indices, ended, strict=True):
                 rows[index] = row
             active = active & ~finished

@@ -1,5 +1,7 @@
 """Data and composition: what is drawn, and what can't work is said before anything runs."""
 
+import functools
+
 import datasets
 import pytest
 import torch
@@ -354,3 +356,20 @@ def test_what_is_soon_seen_to_be_right_is_right(schema, arguments):
     tool = schema_tool({"type": "function", "function": function})
     valid = not list(tool.validator.iter_errors(arguments))
     assert (tool.argument_error(arguments) is None) == valid
+
+
+@pytest.mark.parametrize("make", [lambda cls: cls, lambda cls: lambda: cls(), functools.partial])
+def test_an_environment_is_known_by_its_class_whatever_makes_it(make):
+    class Scored:
+        def reset(self, **row):
+            pass
+
+        def get_reward(self):
+            return 1.0
+
+    assert EnvironmentTools(make(Scored)).reward_names == ["Scored"]
+
+
+def test_what_can_not_make_an_environment_is_named():
+    with pytest.raises(TypeError, match=r"a class, a callable .* got 5"):
+        EnvironmentTools(5)
