@@ -116,6 +116,31 @@ def test_from_rollout_to_loss_the_ratio_is_one(
     assert gradient.abs().max() > 0
 
 
+@pytest.mark.parametrize("mode", INPUT_MODES)
+def test_ids_beyond_the_tokenizer_go_from_rollout_to_loss(
+    mode, collect, build_model, chatml_tokenizer
+):
+    model = build_model(0)
+    model.resize_token_embeddings(600)  # padded, as those of Qwen are
+    settings = {"tokenizer": chatml_tokenizer, "input_mode": mode}
+    torch.manual_seed(0)
+    batch = collect(
+        TransformersWrapper(
+            model, generate_kwargs={"max_new_tokens": 6, "temperature": 3.0}, **settings
+        )
+    )
+    assert batch["num_turns"].tolist() == [2] * 4
+    first = torch.cat([row["tokens", "full"][:-12] for row in batch.unbind(0)])
+    assert (first >= len(chatml_tokenizer)).any(), "drawn in the first turn"
+    actor = TransformersWrapper(
+        model, generate=False, generate_kwargs={"temperature": 3.0}, **settings
+    )
+    stored = sampled(batch, ("log_probs", "full"))
+    with torch.no_grad():
+        scored = sampled(actor(batch.clone(False)), ("log_probs", "full"))
+    torch.testing.assert_close(scored, stored, rtol=0, atol=1e-5)
+
+
 def truncated_log_prob(logits, token, *, temperature, top_k, top_p):
     """Log-prob of one token after temperature, top-k and top-p, one after the other, by sorting."""
     logits = logits / temperature
