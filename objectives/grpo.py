@@ -5,6 +5,7 @@ Shape legend: B rows (one per trajectory), T tokens of one, N tokens of all, K t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -24,6 +25,7 @@ from .policy_terms import (
     filter_tokens,
     policy_scores,
     resting_terms,
+    separating_threshold,
     token_figure,
     token_figures,
     with_signal,
@@ -49,7 +51,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
     padding, on the length of the prompts or on the order of the rows. The input is not written to.
 
     Every term is divided by counts of the whole accumulation window when these are given, so that
-    the gradients of micro-batches add up to that of the whole::
+    the gradients of micro-batches add up to that of the whole (:meth:`measure_window`)::
 
         packed = loss.pack(batch)
         window = loss.measure_window(packed)
@@ -145,6 +147,27 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         check_together(self)
         self._declare_keys(GRPOLossOutput)
 
+    def measure_window(
+        self, batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch]
+    ) -> Window:
+        """Count what an accumulation window will train, before any of it is trained.
+
+        With ``TokenFilters(top_entropy_fraction=...)`` the window is also scored, without gradient,
+        for the entropy that this fraction of its tokens reaches: a forward pass more. Then give it
+        in parts that fit, ``loss.measure_window(packed.micro_batches(max_tokens=8192))``; the
+        result does not depend on them.
+
+        Args:
+            batches: all rows of the window, as one batch or several.
+
+        Returns:
+            The counts, and the threshold, for ``window=``.
+
+        Raises:
+            MissingEntryError: an entry is missing.
+        """
+        return super().measure_window(batches)
+
     def forward(
         self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
     ) -> GRPOLossOutput:
@@ -162,7 +185,8 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
 
         Raises:
             MissingEntryError: an entry is missing.
-            ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
+            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or the
+                window lacks what :meth:`measure_window` gives.
         """
         batch, window = self._pack_window(tensordict, window)
         num_rows = batch.num_rows
@@ -188,6 +212,28 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             tokens.append("ref_log_probs")
         rows = ["advantage", "truncated"] if self.filters.drop_truncated else ["advantage"]
         return tuple(tokens), tuple(rows)
+
+    def _pack_window(
+        self, batch: TensorDictBase | PackedBatch, window: Window | None
+    ) -> tuple[PackedBatch, Window]:
+        filtered = self.filters.top_entropy_fraction is not None
+        if filtered and window is not None and window.entropy_threshold is None:
+            raise ValueError(
+                "GRPOLoss: with TokenFilters(top_entropy_fraction=...) the window needs an "
+                "entropy_threshold, or each part would take its own. loss.measure_window(...) "
+                "gives it; for windows that were added up: window._replace(entropy_threshold=x)."
+            )
+        return super()._pack_window(batch, window)
+
+    @torch.no_grad()
+    def _entropy_threshold(self, batches: Sequence[PackedBatch]) -> float | None:
+        """See the base class; scores the batches one by one."""
+        fraction = self.filters.top_entropy_fraction
+        if fraction is None:
+            return None
+        scores = [self._score(batch, entropy=True).entropy for batch in batches]
+        entropy = torch.cat([torch.zeros(0)] + [part.cpu() for part in scores if part is not None])
+        return separating_threshold(entropy, top_fraction=fraction)
 
     def _policy_term(
         self, batch: PackedBatch, scores: PolicyScores, window: Window

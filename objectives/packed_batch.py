@@ -250,6 +250,12 @@ def _count(mask: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros_like(lengths).index_add(0, sequence, mask.long())
 
 
+def _no_rows(entries: tuple[str, ...], device: torch.device | None) -> PackedBatch:
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    values = torch.zeros(0, device=device)
+    return PackedBatch(none, none, none > 0, none, none > 0, dict.fromkeys(entries, values))
+
+
 def pack_batch(
     batch: TensorDictBase,
     read: TokenKeys,
@@ -274,12 +280,15 @@ def pack_batch(
         device: where the result goes; None for the batch's own.
 
     Returns:
-        The packed batch. What padding and untrained tokens hold has been dropped.
+        The packed batch. What padding and untrained tokens hold has been dropped. A batch without
+        rows, of which nothing can be read, gives one without rows.
 
     Raises:
         MissingEntryError: an entry is missing.
         ValueError: entries are not aligned, or the batch is not ``[B]``.
     """
+    if batch.ndim == 1 and not len(batch):
+        return _no_rows((*token_entries, *row_entries), device)
     columns = _Columns(batch, read, who)
     fields = (*token_entries, *row_entries)
     needed = [getattr(read, name) for name in fields]

@@ -3,6 +3,7 @@
 Shape legend: B rows, K trained tokens of all of them.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple
 
@@ -109,6 +110,26 @@ def filter_tokens(
     if filters.drop_truncated:
         keep = keep & ~batch.entries["truncated"].bool()
     return keep
+
+
+def separating_threshold(entropy: Tensor, *, top_fraction: float) -> float:
+    """The entropy threshold of a window, which rounding cannot push to the other side of a token.
+
+    Args:
+        entropy: of all tokens of the window, in nats, ``[K]``.
+        top_fraction: what part of them is kept, in (0, 1].
+
+    Returns:
+        In nats: keeps the same tokens as :func:`~objectives.functional.entropy_threshold`, but
+        lies midway between the last one that is kept and the next one that is not, so that the
+        scores of a differently split batch give the same. -inf when all are kept.
+    """
+    active = torch.ones_like(entropy, dtype=torch.bool)
+    keep = F.high_entropy_mask(entropy, active, top_fraction=top_fraction)
+    dropped = entropy[~keep]
+    if not len(dropped):
+        return -math.inf
+    return float(entropy[keep].min().double() + dropped.max().double()) / 2
 
 
 def with_signal(batch: PackedBatch) -> PackedBatch:

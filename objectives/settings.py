@@ -227,3 +227,8 @@ def check_together(loss: GRPOLoss) -> None:
             "skip_rows_without_signal drops rows that a KL or entropy term would still move: "
             "switch one of them off."
         )
+    if loss.skip_rows_without_signal and loss.filters.top_entropy_fraction is not None:
+        raise ValueError(
+            "skip_rows_without_signal does not score rows that top_entropy_fraction counts: "
+            "switch one of them off."
+        )

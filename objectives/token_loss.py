@@ -113,7 +113,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
     def measure_window(
         self, batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch]
     ) -> Window:
-        """Count what an accumulation window will train, before any of it is scored.
+        """Count what an accumulation window will train, before any of it is trained.
 
         Args:
             batches: all rows of the window, as one batch or several.
@@ -125,26 +125,39 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
             MissingEntryError: an entry is missing.
         """
         parts = [batches] if isinstance(batches, TensorDictBase | PackedBatch) else batches
+        device = scorer_device(self.actor_network)
         packed = [
             rows
             if isinstance(rows, PackedBatch)
-            else pack_batch(rows, self.read, self.masking_strategy, who=self._get_name())
+            else pack_batch(
+                rows, self.read, self.masking_strategy, who=self._get_name(), device=device
+            )
             for rows in parts
         ]
-        return Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
+        counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
+        return counts._replace(entropy_threshold=self._entropy_threshold(packed))
+
+    def _entropy_threshold(self, batches: Sequence[PackedBatch]) -> float | None:
+        """What a filter by entropy needs to know of the whole window; None for no such filter."""
+        del batches
+        return None
 
     def _pack_window(
         self, batch: TensorDictBase | PackedBatch, window: Window | None
     ) -> tuple[PackedBatch, Window]:
         """The batch, and its own counts where there is no wider window."""
         packed = self.pack(batch)
-        own = Window(max(packed.num_targets, 1), max(packed.num_rows, 1))
-        return packed, own if window is None else window
+        if window is None:
+            window = Window(packed.num_targets, packed.num_rows)
+        return packed, window.check(packed.num_targets, packed.num_rows, self._get_name())
 
     def _score(self, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
         """Log-probs (and entropies) of the trained tokens, ``[K]``, in float32 at least."""
         if batch.num_targets == 0:
             return TokenScores(torch.zeros(0, device=batch.ids.device, requires_grad=True))
+        trained = batch.target_lengths > 0  # a scorer takes no empty rows
+        if not bool(trained.all()):
+            batch = batch.take_rows(trained)
         scores = self.actor_network.score_packed(
             batch.ids,
             batch.lengths,

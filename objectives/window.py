@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ class Window(NamedTuple):
     num_sequences: float
     """Rows, also those without a trained token."""
     entropy_threshold: float | None = None
-    """In nats, for ``TokenFilters(top_entropy_fraction=...)``; None: each call takes its own."""
+    """In nats; ``TokenFilters(top_entropy_fraction=...)`` needs it, so that all parts filter alike.
+    ``GRPOLoss.measure_window`` takes it when that filter is on."""
 
     @classmethod
     def of(cls, windows: Iterable[Window]) -> Window:
@@ -29,10 +31,39 @@ class Window(NamedTuple):
             windows: of the micro-batches, or of the processes.
 
         Returns:
-            The sum of their counts.
+            The sum of their counts. Quantiles do not add up: the entropy threshold is theirs where
+            all have the same, and None where they differ.
         """
-        tokens, sequences = 0.0, 0.0
+        tokens, sequences, thresholds = 0.0, 0.0, set[float | None]()
         for window in windows:
             tokens += window.num_active_tokens
             sequences += window.num_sequences
-        return cls(tokens, sequences)
+            thresholds.add(window.entropy_threshold)
+        return cls(tokens, sequences, thresholds.pop() if len(thresholds) == 1 else None)
+
+    def check(self, num_active_tokens: int, num_sequences: int, who: str) -> Window:
+        """Check the counts beside those of a part of the window.
+
+        Args:
+            num_active_tokens: trained tokens of the part.
+            num_sequences: its rows.
+            who: the loss, for the message.
+
+        Returns:
+            The window to divide by; a count of 0, of nothing, is 1.
+
+        Raises:
+            ValueError: a count is negative or not finite, or 0 though the part has some.
+        """
+        for name, found, part in (
+            ("num_active_tokens", self.num_active_tokens, num_active_tokens),
+            ("num_sequences", self.num_sequences, num_sequences),
+        ):
+            if not 0 <= found < math.inf or (found == 0 and part):
+                raise ValueError(
+                    f"{who}: the window has {name}={found}, but the batch at hand has {part} of "
+                    "them. Measure the window over all of its batches: measure_window(...)."
+                )
+        return self._replace(
+            num_active_tokens=self.num_active_tokens or 1, num_sequences=self.num_sequences or 1
+        )

@@ -74,9 +74,12 @@ class PackedScorer:
             untempered: also give the log-probs under the model's own softmax.
 
         Raises:
-            ValueError: the shapes disagree, a sequence is empty, or a first token is a target.
+            ValueError: the shapes disagree, a sequence is empty, a first token is a target, or an
+                id is outside the vocabulary.
         """
         _check_packed(ids, lengths, target_mask)
+        table = next(self.model.get_input_embeddings().parameters())
+        _check_ids(ids, lengths, table.shape[0])
         device = self.model.device
         lengths = lengths.to(device)
         ids, target_mask = ids.to(device), target_mask.to(device)
@@ -253,6 +256,18 @@ def _token_budget_splits(lengths: Tensor, budget: int) -> list[tuple[int, int, i
         total += length
     splits.append((first, len(lengths), start, start + total))
     return splits
+
+
+def _check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
+    unknown = (ids < 0) | (ids >= vocab_size)
+    if bool(unknown.any()):
+        at = int(unknown.nonzero()[0])
+        row = int(sequence_index(lengths)[at])
+        raise ValueError(
+            f"score_packed: token {at - int(lengths[:row].sum())} of sequence {row} has the id "
+            f"{int(ids[at])}, but the model's vocabulary ends at {vocab_size - 1}. Was it encoded "
+            "with another tokenizer?"
+        )
 
 
 def _check_packed(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> None:

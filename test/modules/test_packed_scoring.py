@@ -260,6 +260,14 @@ def test_a_model_generates_as_before_once_it_scores(chatml_tokenizer, make_tiny_
         pytest.param([1, 2, 3], [3], [0, 1], r"mask \(2,\)", id="mask of another shape"),
         pytest.param([1, 2, 3], [3, 0], [0, 1, 1], r"\[3, 0\]", id="empty sequence"),
         pytest.param([1, 2, 3], [2, 1], [0, 1, 1], "first token", id="first token is a target"),
+        pytest.param(
+            [1, 2, 3, 4, VOCABULARY],
+            [2, 3],
+            [0, 1, 0, 1, 1],
+            rf"token 2 of sequence 1 has the id {VOCABULARY}.*ends at {VOCABULARY - 1}",
+            id="id beyond the vocabulary",
+        ),
+        pytest.param([1, -1], [2], [0, 1], "token 1 of sequence 0 has the id -1", id="id below 0"),
     ],
 )
 def test_what_can_not_be_scored_is_refused(scorers, ids, lengths, mask, words):

@@ -254,23 +254,36 @@ def test_rows_without_signal_are_not_scored(make_scorer, make_batch):
 
 
 def test_entropy_filter_takes_the_threshold_of_the_window(make_scorer, make_batch):
-    options = {"filters": TokenFilters(top_entropy_fraction=0.5)}
     batch, scorer = make_batch(), make_scorer()
-    loss = GRPOLoss(scorer, **options)
-    whole = loss(batch)
-    window = loss.measure_window(batch)
+    loss = GRPOLoss(scorer, filters=TokenFilters(top_entropy_fraction=0.5))
     entropies = []
     for row in batch.unbind(0):
         ids, mask = row["tokens", "full"], row["masks", "all_assistant_mask"]
         entropies.append(scorer.score_packed(ids, torch.tensor([len(ids)]), mask, entropy=True)[1])
-    flat = torch.cat(entropies)
-    threshold = F.entropy_threshold(flat, torch.ones_like(flat) > 0, top_fraction=0.5)
-    window = window._replace(entropy_threshold=threshold.item())
-    parts = [loss(part, window=window) for part in batch.split(2)]
-    combined = GRPOLossOutput.combine(parts)
-    torch.testing.assert_close(combined.loss_objective, whole.loss_objective.detach())
-    assert combined.kept_fraction.item() == pytest.approx(whole.kept_fraction.item())
-    assert 0.4 < whole.kept_fraction.item() < 0.7
+    ordered = torch.cat(entropies).detach().sort().values
+    window = loss.measure_window(batch)
+    # 24 tokens, so the upper half is the 12 of the highest entropy.
+    assert window[:2] == (24, 6)
+    assert window.entropy_threshold == pytest.approx(ordered[11:13].mean().item())
+    assert (
+        loss(batch).kept_fraction.item() == loss(batch, window=window).kept_fraction.item() == 0.5
+    )
+    with pytest.raises(ValueError, match="measure_window"):
+        loss(batch, window=Window(24, 6))
+    assert GRPOLoss(scorer).measure_window(batch).entropy_threshold is None
+    everything = GRPOLoss(scorer, filters=TokenFilters(top_entropy_fraction=1.0))
+    assert everything.measure_window(batch).entropy_threshold == -torch.inf
+
+
+def test_windows_add_up():
+    assert Window.of([Window(3, 1, 0.5), Window(4, 2, 0.5)]) == Window(7, 3, 0.5)
+    assert Window.of([Window(3, 1, 0.5), Window(4, 2, 0.6)]) == Window(7, 3)
+
+
+@pytest.mark.parametrize("window", [Window(0, 6), Window(24, 0), Window(float("nan"), 6)], ids=str)
+def test_a_window_of_other_rows_is_refused(make_scorer, make_batch, window):
+    with pytest.raises(ValueError, match=r"GRPOLoss: the window has num_.*measure_window"):
+        GRPOLoss(make_scorer())(make_batch(), window=window)
 
 
 def test_no_aggregation_gives_the_trained_tokens(make_scorer, make_batch):
@@ -340,6 +353,13 @@ BAD_OPTIONS = {
     "skipping rows that a KL would move": (
         {"skip_rows_without_signal": True, "kl_to_ref_coeff": 0.1},
         "KL",
+    ),
+    "skipping rows whose entropy counts": (
+        {
+            "skip_rows_without_signal": True,
+            "filters": TokenFilters(top_entropy_fraction=0.5),
+        },
+        "top_entropy_fraction",
     ),
     "trust region given twice": (
         {"kl_mask_threshold": 0.1, "filters": TokenFilters(trust_region=0.2)},

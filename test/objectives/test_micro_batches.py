@@ -4,10 +4,20 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
 
-from objectives import DistillationLoss, GRPOLoss, PackedBatch, SFTLoss
+from objectives import (
+    DistillationLoss,
+    GRPOLoss,
+    GRPOLossOutput,
+    PackedBatch,
+    SamplerCorrection,
+    SFTLoss,
+    TokenFilters,
+)
+from torchrl_modules import TransformersWrapper
 
 
 def make_packed(lengths, target_lengths):
@@ -110,3 +120,139 @@ def test_packed_once_and_trained_in_parts_is_the_gradient_of_the_whole(
         module(part, window=window).total().backward()
     assert whole.table.grad.abs().max() > 0
     torch.testing.assert_close(parts.table.grad, whole.table.grad)
+
+
+@st.composite
+def grpo_options(draw):
+    """Any options of the loss that go together."""
+
+    def maybe(values):
+        return draw(st.none() | values)
+
+    surrogate = draw(st.sampled_from(["clipped", "cispo", "sapo", "vespo", "gmpo"]))
+    aggregation = draw(
+        st.sampled_from(["token_mean", "sequence_mean", "fixed_length", "sequence_sum"])
+    )
+    filters = TokenFilters(
+        trust_region=maybe(st.sampled_from([0.05, 0.5])),
+        top_entropy_fraction=maybe(st.sampled_from([0.2, 0.5, 0.8, 1.0])),
+        off_policy_threshold=maybe(st.sampled_from([0.1, 0.5])),
+        drop_truncated=draw(st.booleans()),
+    )
+    options = {
+        "surrogate": surrogate,
+        "aggregation": aggregation,
+        "filters": filters,
+        "masking_strategy": draw(st.sampled_from(["assistant", "response", "all"])),
+        "old_policy": draw(st.sampled_from(["sampler", "recomputed", "current"])),
+        "entropy_bonus": draw(st.booleans()),
+        "temperature": draw(st.sampled_from([0.7, 1.0])),
+    }
+    if aggregation == "fixed_length":
+        options["max_tokens"] = 7
+    if surrogate not in ("vespo", "gmpo"):
+        options["ratio_level"] = draw(st.sampled_from(["token", "sequence", "sequence_token"]))
+    if options["old_policy"] != "sampler":
+        level, mode = st.sampled_from(["token", "sequence"]), st.sampled_from(["truncate", "mask"])
+        options["sampler_correction"] = maybe(
+            st.builds(SamplerCorrection, level=level, mode=mode, upper=st.just(1.3))
+        )
+    # "response" and "all" train tokens that the fixture has no reference for.
+    if options["masking_strategy"] == "assistant" and draw(st.booleans()):
+        options |= {"kl_to_ref_coeff": 0.1, "kl_bias_correction": draw(st.booleans())}
+    if draw(st.booleans()):
+        options["kl_to_inference_coeff"] = 0.05
+    if {"kl_to_ref_coeff", "kl_to_inference_coeff"} & options.keys():
+        options["kl_estimator"] = draw(st.sampled_from(["k1", "k2", "k3"]))
+    elif not options["entropy_bonus"] and filters.top_entropy_fraction is None:
+        options["skip_rows_without_signal"] = draw(st.booleans())
+    return options
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(options=grpo_options(), data=st.data())
+def test_no_option_of_the_loss_depends_on_the_split(make_scorer, make_batch, options, data):
+    """Loss, figures and gradient of any partition of the rows, in any order, are the whole's."""
+    batch = make_batch()
+    for row in batch.unbind(0):
+        row["old_log_probs", "full"] = row["old_log_probs", "full"].nan_to_num(posinf=-1.0)
+    scorers = make_scorer(), make_scorer()
+    whole = GRPOLoss(scorers[0], **options)(batch)
+    whole.total().backward()
+    loss = GRPOLoss(scorers[1], **options)
+    packed = loss.pack(batch)
+    order = data.draw(st.permutations(range(packed.num_rows)))
+    num_rows = data.draw(st.integers(1, packed.num_rows))
+    measured = data.draw(st.integers(1, packed.num_rows))
+    window = loss.measure_window(packed.micro_batches(num_rows=measured))
+    parts = packed.take_rows(torch.tensor(order)).micro_batches(num_rows=num_rows)
+    outputs = [loss(part, window=window) for part in parts]
+    for output in outputs:
+        output.total().backward()
+    torch.testing.assert_close(scorers[1].table.grad, scorers[0].table.grad)
+    together = GRPOLossOutput.combine(outputs)
+    for name, value in whole.items():
+        if value is not None:
+            torch.testing.assert_close(
+                together.get(name), value.detach(), check_dtype=False, msg=f"{name} of {options}"
+            )
+
+
+def with_padding(row, width, *, real):
+    """The row padded on the right; ``real`` False makes all of it padding."""
+    length = len(row["tokens", "full"])
+    padded = TensorDict({"advantage": row["advantage"]})
+    for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")):
+        padded[key] = torch.cat([row[key], row[key].new_zeros(width - length)])
+    padded["masks", "all_attention_mask"] = (torch.arange(width) < length) & real
+    return padded
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["rows of 0 tokens", "all-False masks"])
+def test_empty_rows_count_and_harm_nothing(make_tiny_model, chatml_tokenizer, make_row, padded):
+    """With the real scorer, which takes no empty sequence."""
+    actor = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    loss = GRPOLoss(actor, aggregation="sequence_mean")
+    full = [make_row(i, advantage=1.0 - i) for i in range(2)]
+    if padded:
+        empty = [with_padding(full[0], 12, real=False)] * 2
+        full = [with_padding(row, 12, real=True) for row in full]
+    else:
+        empty = [make_row(9, prompt=0, turns=(), advantage=1.0)] * 2
+    stack = torch.stack if padded else lazy_stack
+    got = loss(stack([empty[0], full[0], empty[1], full[1]]))
+    want = loss(stack(full))
+    torch.testing.assert_close(got.loss_objective * 2, want.loss_objective)
+    assert got.num_sequences.item() == 4
+    alone = loss(stack(empty))
+    alone.total().backward()
+    assert (alone.total().item(), alone.num_sequences.item()) == (0, 2)
+
+
+def test_an_id_beyond_the_vocabulary_is_named(make_tiny_model, chatml_tokenizer, make_row):
+    actor = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
+    rows = [make_row(i, advantage=1.0) for i in range(3)]
+    rows[1]["tokens", "full"][4] = 10**6
+    with pytest.raises(ValueError, match="token 4 of sequence 1 has the id 1000000"):
+        GRPOLoss(actor)(lazy_stack(rows))
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss, SFTLoss, DistillationLoss])
+@pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "padded"])
+def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):
+    module = loss(make_scorer())
+    batch = make_batch()[:0] if ragged else TensorDict({("tokens", "full"): torch.ones(0, 5)}, [0])
+    packed = module.pack(batch)
+    window = module.measure_window(batch)
+    assert tuple(window) == (0, 0, None)
+    assert list(packed.micro_batches(num_rows=2)) == []
+    for output in (module(batch), module(packed, window=window)):
+        output.total().backward()
+        assert output.total().item() == 0
+        assert output.num_sequences.item() == 0
+        assert all(value.isfinite().all() for value in output.values() if value is not None)
