@@ -5,7 +5,7 @@ Shape legend: T tokens of an episode.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from torchrl_envs.concurrent_calls import Call, ConcurrentCalls, Outcome
 from torchrl_envs.reward_calls import scores_one_rollout
 from torchrl_envs.rewards import number_or_error, raised_text
 from torchrl_envs.tool_results import result_text
-from torchrl_modules import LLMWrapperBase, SamplingParameters
+from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engine import Engine
 
 from .rollout_checks import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNCATED_ROWS
+from .text_parts import Tool, engine_of, named_tools, sampling_of, tokenizer_of
 from .text_requests import RequestSyntax, StoppingSampler, TextEncoder, decode
 
-Tool = Callable[[str], Any]
 Episodes = tuple[list[Tensor], list[Tensor], list[Tensor], list[float], list[TextHistory]]
-_IGNORED: Final = frozenset({"pad_token_id", "do_sample", "eos_token_id"})
 
 
 class TextEnvironment:
@@ -89,17 +88,17 @@ class TextEnvironment:
                 "TextEnvironment: reward_fn must be a function of the texts and the arguments of "
                 f"run, got {reward_fn!r:.60}."
             )
-        self.tokenizer = _tokenizer_of(model, tokenizer)
-        self.tools = _named_tools(tools)
+        self.tokenizer = tokenizer_of(model, tokenizer)
+        self.tools = named_tools(tools)
         self.reward_fn = reward_fn
         self.prompt = prompt
         self.max_turns = max_turns
         self.max_length = max_length
         self.syntax = syntax
         self._encoder = TextEncoder(self.tokenizer)
-        sampling = _sampling_of(model, self.tokenizer, generation_kwargs)
+        sampling = sampling_of(model, self.tokenizer, generation_kwargs)
         stops = (syntax.call, syntax.submit)
-        self._sampler = StoppingSampler(_engine_of(model), self.tokenizer, sampling, stops)
+        self._sampler = StoppingSampler(engine_of(model), self.tokenizer, sampling, stops)
         self._calls = ConcurrentCalls(timeout_s=timeout_s)
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
@@ -346,62 +345,3 @@ def _tool_text(outcome: Outcome) -> str:
     if outcome.error is not None:
         return f"Tool error: {outcome.error}"
     return result_text(outcome)
-
-
-def _tokenizer_of(model: Any, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    tokenizer = given if given is not None else getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        raise TypeError("TextEnvironment needs the tokenizer of the model: tokenizer=...")
-    return tokenizer
-
-
-def _engine_of(model: Any) -> Engine:
-    if isinstance(model, PreTrainedModel):
-        from torchrl_modules.transformers_engine import TransformersEngine
-
-        return TransformersEngine(model)
-    engine = getattr(model, "engine", model)
-    if not (hasattr(engine, "generate") and hasattr(engine, "update_weights")):
-        raise TypeError(
-            "TextEnvironment: model must be a Transformers model, a policy or an engine, got "
-            f"{type(model).__name__}."
-        )
-    return engine
-
-
-def _named_tools(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
-    pairs = list(tools.items()) if isinstance(tools, Mapping) else [(_name(t), t) for t in tools]
-    named: dict[str, Tool] = {}
-    for name, tool in pairs:
-        if not callable(tool):
-            raise TypeError(f"TextEnvironment: the tool {name} can't be called: {tool!r:.60}.")
-        if not name or set(name) & set("<>"):
-            raise ValueError(f"TextEnvironment: a tool can't be named {name!r} in a request.")
-        if name in named:
-            raise ValueError(
-                f"TextEnvironment: two tools are named {name!r}; give tools={{name: tool}}."
-            )
-        named[name] = tool
-    return named
-
-
-def _name(tool: Any) -> str:
-    own = getattr(tool, "__name__", None)
-    return own if isinstance(own, str) else type(tool).__name__
-
-
-def _sampling_of(
-    model: Any, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
-) -> SamplingParameters:
-    own = getattr(model, "sampling", None)
-    if kwargs is None and isinstance(own, SamplingParameters):
-        return own
-    kwargs = dict(kwargs or {})
-    settings = {name: value for name, value in kwargs.items() if name not in _IGNORED}
-    if str(kwargs.get("do_sample", True)).lower() in ("false", "0"):
-        settings["temperature"] = 0.0
-    ends = kwargs.get("eos_token_id", tokenizer.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    if "stop_token_ids" not in settings:
-        settings["stop_token_ids"] = tuple(ends)
-    return SamplingParameters.from_kwargs(settings)

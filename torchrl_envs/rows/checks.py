@@ -5,18 +5,20 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from torchrl_data.conversation import Conversations
+from torchrl_data.encoder import ConversationEncoder
 from torchrl_data.messages import check_messages
 
 from .sources import SequenceSource, StreamSource
 from .stream import BadRow, PrepareRow
 
 if TYPE_CHECKING:
-    from torchrl_data.encoder import ConversationEncoder
+    from transformers import PreTrainedTokenizerBase
 
 RowCheck = Callable[[Mapping[str, Any]], str]
 """What is wrong with a row; ``""`` if nothing is."""
@@ -153,14 +155,54 @@ def row_error(row: dict[str, Any] | BadRow, checks: Sequence[RowCheck]) -> str:
     return next(filter(None, (check(row) for check in checks)), "")
 
 
-def prompt_length(
-    encoder: "ConversationEncoder", prompt: str | list[dict[str, Any]], system_prompt: str | None
-) -> int:
-    """Tokens of the conversation that a prompt opens, the next turn's header included."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    return encoder.encode_waiting(Conversations.from_messages([messages])).num_tokens(0)
+class PromptLimit:
+    """Most tokens that a prompt may have, as the conversation that it opens.
+
+    Args:
+        max_tokens: with the system prompt and the next turn's header.
+        tokenizer: counts them.
+        chat_template_name: with which built-in template; the tokenizer's own when not given.
+    """
+
+    def __init__(
+        self, max_tokens: int, tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None
+    ) -> None:
+        self.max_tokens = max_tokens
+        self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
+
+    def error(self, prompt: str | list[dict[str, Any]], system_prompt: str | None) -> str:
+        """That a prompt is too long, or ``""``."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        opened = self._encoder.encode_waiting(Conversations.from_messages([messages]))
+        length = opened.num_tokens(0)
+        if length <= self.max_tokens:
+            return ""
+        return f"the prompt has {length} tokens, {self.max_tokens} are allowed"
+
+
+def check_counts(least: int, **counts: Any) -> None:
+    """Raise ``ValueError`` where a setting is no integer or below its least value."""
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"DataLoadingPrimer: {name} must be an integer of at least {least}, got {value!r}."
+            )
+
+
+def check_same(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where a saved position belongs to something else, naming what."""
+    other = [
+        f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
+        for name, value in settings.items()
+        if value != saved.get(name)
+    ]
+    if other:
+        raise ValueError(
+            "DataLoadingPrimer: the saved position belongs to other data or settings: "
+            f"{'; '.join(other)}."
+        )
 
 
 def digest(rows: Sequence[Any]) -> str:

@@ -7,26 +7,26 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.encoder import ConversationEncoder
 from torchrl_data.keys import GROUP_ID, QUERY, ROW, SEED, STOP_REASON
 from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.rows.checks import (
+    PromptLimit,
     RowCheck,
     SkippedRow,
     SkippedRows,
+    check_counts,
+    check_same,
     columns_of,
     digest,
     find_prompt_column,
     prompt_error,
-    prompt_length,
     refuse_bad_rows,
     row_error,
     sample_rows,
@@ -137,10 +137,10 @@ class DataLoadingPrimer(EpisodeTransform):
     ) -> None:
         super().__init__()
         self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
-        _check_counts(1, group_size=self.group_size, shuffle_buffer_size=shuffle_buffer_size)
-        _check_counts(0, num_workers=num_workers, num_checked_rows=num_checked_rows, seed=seed)
+        check_counts(1, group_size=self.group_size, shuffle_buffer_size=shuffle_buffer_size)
         limits = {"num_epochs": num_epochs, "max_prompt_tokens": max_prompt_tokens}
-        _check_counts(1, **{name: limit for name, limit in limits.items() if limit is not None})
+        check_counts(1, **{name: limit for name, limit in limits.items() if limit is not None})
+        check_counts(0, num_workers=num_workers, num_checked_rows=num_checked_rows, seed=seed)
         if not worker_timeout_s > 0:
             raise ValueError(
                 f"DataLoadingPrimer: worker_timeout_s must be positive, got {worker_timeout_s}."
@@ -172,12 +172,9 @@ class DataLoadingPrimer(EpisodeTransform):
         )
         self._num_checked_rows = num_checked_rows
         self._skip_bad_rows = skip_bad_rows
-        self._max_prompt_tokens = max_prompt_tokens
-        self._encoder = (
-            None
-            if tokenizer is None
-            else ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
-        )
+        self._prompt_limit: PromptLimit | None = None
+        if max_prompt_tokens is not None and tokenizer is not None:
+            self._prompt_limit = PromptLimit(max_prompt_tokens, tokenizer, chat_template_name)
         self._system_prompt: str | None = None
         self.columns = columns_of(self._source, self._prepare, num_checked_rows)
         self.prompt_column = find_prompt_column(self.columns, prompt_column)
@@ -207,7 +204,7 @@ class DataLoadingPrimer(EpisodeTransform):
             "shuffle": self.shuffle,
             "shuffle_buffer_size": shuffle_buffer_size if is_stream and self.shuffle else None,
             "seed": self.seed,
-            "max_prompt_tokens": self._max_prompt_tokens,
+            "max_prompt_tokens": self._prompt_limit and self._prompt_limit.max_tokens,
         }
 
     def require(self, who: str, check: RowCheck) -> None:
@@ -282,14 +279,11 @@ class DataLoadingPrimer(EpisodeTransform):
         error = row_error(item.row, list(self._checks.values()))
         if error:
             return "bad", error
-        if self._encoder is None or self._max_prompt_tokens is None:
+        if self._prompt_limit is None:
             return "", ""
         assert isinstance(item.row, dict)
         prompt = item.row[self.prompt_column]
-        length = prompt_length(self._encoder, prompt, self._system_prompt)
-        if length <= self._max_prompt_tokens:
-            return "", ""
-        return "too_long", f"the prompt has {length} tokens, {self._max_prompt_tokens} are allowed"
+        return "too_long", self._prompt_limit.error(prompt, self._system_prompt)
 
     def draw_rows(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         """Write ``query``, ``row``, ``group_id`` and ``seed`` for some rows.
@@ -364,31 +358,13 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             ValueError: it belongs to other data or settings; the message names what differs.
         """
-        other = [
-            f"{name} is {self._settings[name]!r:.80} here and {state['settings'].get(name)!r:.80} "
-            "there"
-            for name in self._settings
-            if self._settings[name] != state["settings"].get(name)
-        ]
-        if other:
-            raise ValueError(
-                "DataLoadingPrimer: the saved position belongs to other data or settings: "
-                f"{'; '.join(other)}."
-            )
+        check_same(self._settings, state["settings"])
         self._start()
         self._rows.seek(*self._frontier.load(state))
         self._last_good_epoch = self._rows.position[0]
         self.skipped.counts.update(
             {k: v - self.skipped.counts[k] for k, v in state["skipped"].items()}
         )
-
-
-def _check_counts(least: int, **counts: Any) -> None:
-    for name, value in counts.items():
-        if not isinstance(value, Integral) or value < least:
-            raise ValueError(
-                f"DataLoadingPrimer: {name} must be an integer of at least {least}, got {value!r}."
-            )
 
 
 def _held(batch: TensorDictBase, key: str, size: int) -> torch.Tensor:
