@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .presets import (
         BNPO,
+        CISPO,
         DAPO,
         GMPO,
         GRPO,
@@ -56,6 +57,7 @@ _HOME = {
     "LeaveOneOut": "advantage_estimators",
     "PassAtK": "advantage_estimators",
     "BNPO": "presets",
+    "CISPO": "presets",
     "CISPOLoss": "presets",
     "CispoSurrogate": "parts",
     "ClippedSurrogate": "parts",
@@ -95,6 +97,7 @@ _HOME = {
 
 __all__ = [
     "BNPO",
+    "CISPO",
     "DAPO",
     "GMPO",
     "GRPO",

@@ -17,8 +17,8 @@ from torch import Tensor
 from torchrl_data import keys
 
 from . import functional as F
+from .checks import check_counts, check_numbers, one_of
 from .row_rewards import read_entry, read_sources
-from .settings import one_of
 
 WHO: Final = "MCAdvantage"
 
@@ -113,7 +113,7 @@ class DecoupledSources(AdvantageEstimator):
         sources_key: group of the rewards by source, one number each; NaN where one does not apply.
 
     Raises:
-        ValueError: there are no weights in what is given.
+        ValueError: there are no weights in what is given, or one is not finite.
     """
 
     weights: Mapping[str, float] | None = None
@@ -122,6 +122,7 @@ class DecoupledSources(AdvantageEstimator):
     def __post_init__(self) -> None:
         if self.weights is not None and not self.weights:
             raise ValueError("DecoupledSources: weights has no source; leave it out, or name them.")
+        check_numbers(**{f"weight of {name!r}": x for name, x in (self.weights or {}).items()})
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         tables = [self._table(row) for group in groups for row in group.rows]
@@ -159,15 +160,15 @@ class PassAtK(AdvantageEstimator):
         success_threshold: returns above it are successes.
 
     Raises:
-        ValueError: k is below 1.
+        ValueError: k is no whole number of at least 1, or the threshold is not finite.
     """
 
     k: int
     success_threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"PassAtK: k must be at least 1, got {self.k}.")
+        check_counts(k=self.k)
+        check_numbers(success_threshold=self.success_threshold)
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         del groups

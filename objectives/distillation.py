@@ -11,10 +11,10 @@ from tensordict import TensorDictBase
 from torchrl_data.protocols import TokenScorer
 
 from . import functional as F
+from .checks import one_of
 from .keys import DistillationLossKeys
 from .outputs import DistillationLossOutput, make_output
 from .packed_batch import PackedBatch
-from .settings import one_of
 from .token_loss import TokenLoss
 from .window import Window
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from .checks import check_counts
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -60,7 +62,7 @@ class GroupQueue:
             None for never.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a number is not whole, or not positive.
     """
 
     def __init__(
@@ -70,13 +72,11 @@ class GroupQueue:
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,
     ) -> None:
-        for name, value in (
-            ("group_size", group_size),
-            ("max_pending_groups", max_pending_groups),
-            ("expire_after_rows", expire_after_rows),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_counts(
+            group_size=group_size,
+            max_pending_groups=max_pending_groups,
+            expire_after_rows=expire_after_rows,
+        )
         self.group_size = group_size
         self.max_pending_groups = max_pending_groups
         self.expire_after_rows = expire_after_rows

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl_data.protocols import TokenScorer
 
 from . import functional as F
+from .checks import one_of
 from .keys import GRPOLossKeys
 from .outputs import GRPOLossOutput, make_output
 from .packed_batch import PackedBatch
@@ -34,8 +35,9 @@ from .settings import (
     ClipEpsilon,
     build_surrogate,
     check_together,
+    entropy_coefficient,
+    kl_estimator_name,
     merge_filters,
-    one_of,
     sampling_temperature,
 )
 from .token_loss import TokenLoss
@@ -75,10 +77,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             on policy.
         kl_to_ref_coeff: weight of the KL to the reference; None or 0 for none.
         kl_to_inference_coeff: weight of the KL to the policy that sampled; None or 0 for none.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``; None is ``"k3"``.
         kl_bias_correction: multiply the KL to the reference by the importance ratio.
         entropy_bonus: reward entropy, and report it.
-        entropy_coeff: weight of the entropy bonus.
+        entropy_coeff: weight of the entropy bonus; None is 0.01.
         filters: which tokens the policy term leaves out.
         kl_mask_threshold: short for ``TokenFilters(trust_region=...)``, in nats.
         temperature: that of the sampling, so that the ratio compares like with like; None takes
@@ -93,7 +95,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         read: entry names.
 
     Raises:
-        TypeError: the actor cannot score.
+        TypeError: the actor cannot score, or settings are of another class.
         ValueError: an option is unknown, out of range, or cannot take effect with the others.
 
     See Also:
@@ -112,10 +114,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         masking_strategy: str = "assistant",
         kl_to_ref_coeff: float | None = None,
         kl_to_inference_coeff: float | None = None,
-        kl_estimator: F.KLEstimator | str = "k3",
+        kl_estimator: F.KLEstimator | str | None = None,
         kl_bias_correction: bool = False,
         entropy_bonus: bool = False,
-        entropy_coeff: float = 0.01,
+        entropy_coeff: float | None = None,
         filters: TokenFilters | None = None,
         kl_mask_threshold: float | None = None,
         temperature: float | None = None,
@@ -136,10 +138,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         self.ratio_level: F.RatioLevel = one_of("ratio_level", ratio_level, F.RATIO_LEVELS, {})
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
         self.kl_to_inference_coeff = kl_to_inference_coeff or None
-        self.kl_estimator: F.KLEstimator = one_of("kl_estimator", kl_estimator, F.KL_ESTIMATORS, {})
+        self.kl_estimator = kl_estimator_name(kl_estimator, kl_to_ref_coeff, kl_to_inference_coeff)
         self.kl_bias_correction = kl_bias_correction
         self.entropy_bonus = entropy_bonus
-        self.entropy_coeff = entropy_coeff
+        self.entropy_coeff = entropy_coefficient(entropy_coeff, entropy_bonus=entropy_bonus)
         self.filters = merge_filters(filters, kl_mask_threshold)
         self.old_policy: OldPolicy = one_of("old_policy", old_policy, OLD_POLICIES, {})
         self.sampler_correction = sampler_correction

@@ -27,6 +27,7 @@ from .advantage_estimators import (
     RewardedGroup,
     TurnCredit,
 )
+from .checks import check_counts, one_of, pair
 from .group_queue import GroupQueue, GroupStats
 from .row_rewards import (
     TRAJECTORY_RETURNS,
@@ -35,7 +36,6 @@ from .row_rewards import (
     read_group,
     trajectory_return,
 )
-from .settings import one_of
 
 Estimator = Literal["group", "rloo", "gdpo"]
 Credit = Literal["trajectory", "turn"]
@@ -124,6 +124,7 @@ class MCAdvantage(Transform):
         super().__init__()
         if (group_size is None) == (grpo_size is None):
             raise ValueError("MCAdvantage needs group_size (or grpo_size, the same): give one.")
+        check_counts(group_size=group_size, grpo_size=grpo_size)
         self.group_size = group_size or grpo_size or 0
         self.queue = GroupQueue(
             self.group_size,
@@ -142,7 +143,9 @@ class MCAdvantage(Transform):
         )
         self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL, {})
         self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL, {})
-        self.keep_return_bounds = keep_return_bounds
+        self.keep_return_bounds = (
+            None if keep_return_bounds is None else pair("keep_return_bounds", keep_return_bounds)
+        )
         self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY, {})
         self._check_together()
         self._refills: Counter[Hashable] = Counter()

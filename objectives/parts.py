@@ -10,6 +10,7 @@ from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from . import functional as F
+from .checks import check_numbers, check_positive
 
 
 class PolicyTokens(NamedTuple):
@@ -179,10 +180,12 @@ class TokenFilters:
     """:func:`~objectives.functional.overlong_mask`."""
 
     def __post_init__(self) -> None:
-        if self.trust_region is not None and not self.trust_region > 0:
-            raise ValueError(f"trust_region must be positive, got {self.trust_region}.")
+        check_positive(
+            trust_region=self.trust_region, top_entropy_fraction=self.top_entropy_fraction
+        )
+        check_numbers(off_policy_threshold=self.off_policy_threshold)
         fraction = self.top_entropy_fraction
-        if fraction is not None and not 0 < fraction <= 1:
+        if fraction is not None and fraction > 1:
             raise ValueError(f"top_entropy_fraction must lie in (0, 1], got {fraction}.")
 
 

@@ -80,10 +80,14 @@ class GSPO(GRPOPreset):
     }
 
 
-class CISPOLoss(GRPOPreset):
+class CISPO(GRPOPreset):
     """A bounded weight in front of the log-prob; no token loses its gradient (arXiv:2506.13585)."""
 
     preset: ClassVar[Mapping[str, Any]] = {"aggregation": "token_mean", "surrogate": "cispo"}
+
+
+CISPOLoss = CISPO
+"""TorchRL's name for it."""
 
 
 class SAPO(GRPOPreset):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from numbers import Real
+from typing import TYPE_CHECKING
 
 import torch
 
 from torchrl_data.protocols import TokenScorer
 
+from . import functional as F
+from .checks import check_coefficients, check_counts, check_positive, check_type, one_of, pair
 from .parts import (
     SURROGATES,
     ClippedSurrogate,
     GmpoSurrogate,
     PolicyTokens,
+    SamplerCorrection,
     SurrogateSettings,
     TokenFilters,
 )
@@ -22,46 +25,7 @@ from .parts import (
 if TYPE_CHECKING:
     from .grpo import GRPOLoss
 
-Choice = TypeVar("Choice", bound=str)
 ClipEpsilon = float | tuple[float, float]
-
-
-def one_of(
-    name: str, value: str, choices: Sequence[Choice], aliases: Mapping[str, Choice]
-) -> Choice:
-    """Check an option that takes one of a few names.
-
-    Args:
-        name: of the option, for the message.
-        value: what was given.
-        choices: the names.
-        aliases: other spellings, such as TorchRL's.
-
-    Returns:
-        The name.
-
-    Raises:
-        ValueError: there is no such choice; the message lists all.
-    """
-    value = aliases.get(value, value)
-    for choice in choices:
-        if value == choice:
-            return choice
-    raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}.")
-
-
-def check_coefficients(**coefficients: float | None) -> None:
-    """Check that coefficients are not negative.
-
-    Args:
-        **coefficients: by the name of the option; None is off.
-
-    Raises:
-        ValueError: one is negative, or not a number.
-    """
-    for name, value in coefficients.items():
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}.")
 
 
 def check_scorer(actor: object, who: str) -> None:
@@ -83,10 +47,9 @@ def check_scorer(actor: object, who: str) -> None:
 
 
 def _clip_pair(clip_epsilon: ClipEpsilon) -> tuple[float, float]:
-    if isinstance(clip_epsilon, Iterable):
-        low, high = clip_epsilon
-        return float(low), float(high)
-    return float(clip_epsilon), float(clip_epsilon)
+    if isinstance(clip_epsilon, Real):
+        return float(clip_epsilon), float(clip_epsilon)
+    return pair("clip_epsilon", clip_epsilon)
 
 
 def build_surrogate(
@@ -102,6 +65,7 @@ def build_surrogate(
         Settings that were tried on no tokens.
 
     Raises:
+        TypeError: it is neither a name nor settings.
         ValueError: the name is unknown, a setting is out of range, or ``clip_epsilon`` cannot
             take effect.
     """
@@ -109,6 +73,7 @@ def build_surrogate(
         name = one_of("surrogate", surrogate, tuple(SURROGATES), {})
         settings = SURROGATES[name]()
     else:
+        check_type("surrogate", surrogate, SurrogateSettings)
         settings = surrogate
     if clip_epsilon is not None:
         if not isinstance(surrogate, str):
@@ -139,8 +104,10 @@ def merge_filters(filters: TokenFilters | None, kl_mask_threshold: float | None)
         Settings.
 
     Raises:
+        TypeError: the filters are no ``TokenFilters``.
         ValueError: the threshold is given twice, or is not positive.
     """
+    check_type("filters", filters, TokenFilters)
     filters = filters or TokenFilters()
     if kl_mask_threshold is None:
         return filters
@@ -187,12 +154,53 @@ def check_token_options(aggregation: str, max_tokens: int | None, temperature: f
     Raises:
         ValueError: naming the option and what to do.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}.")
+    if temperature is None:
+        raise ValueError("temperature must be a positive number, got None.")
+    check_positive(temperature=temperature)
     if (aggregation == "fixed_length") != (max_tokens is not None):
         raise ValueError("max_tokens goes with aggregation 'fixed_length': give both or none.")
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be positive, got {max_tokens}.")
+    check_counts(max_tokens=max_tokens)
+
+
+def entropy_coefficient(entropy_coeff: float | None, *, entropy_bonus: bool) -> float:
+    """The weight of the entropy bonus.
+
+    Args:
+        entropy_coeff: None for the default, 0.01.
+        entropy_bonus: whether there is a bonus.
+
+    Returns:
+        The weight.
+
+    Raises:
+        ValueError: a weight is given without a bonus.
+    """
+    if entropy_coeff is None:
+        return 0.01
+    if not entropy_bonus:
+        raise ValueError("entropy_coeff has no effect without entropy_bonus=True.")
+    return entropy_coeff
+
+
+def kl_estimator_name(estimator: str | None, *coefficients: float | None) -> F.KLEstimator:
+    """The estimator of the KL terms.
+
+    Args:
+        estimator: None for the default, ``"k3"``.
+        *coefficients: of the KL terms; None or 0 for none.
+
+    Returns:
+        Its name.
+
+    Raises:
+        ValueError: the name is unknown, or there is no KL term.
+    """
+    name = one_of("kl_estimator", "k3" if estimator is None else estimator, F.KL_ESTIMATORS, {})
+    if estimator is not None and not any(coefficients):
+        raise ValueError(
+            "kl_estimator has no effect without kl_to_ref_coeff or kl_to_inference_coeff."
+        )
+    return name
 
 
 def check_together(loss: GRPOLoss) -> None:
@@ -202,6 +210,7 @@ def check_together(loss: GRPOLoss) -> None:
         loss: with its options set.
 
     Raises:
+        TypeError: the sampler correction is no ``SamplerCorrection``.
         ValueError: naming the option and what to do.
     """
     check_coefficients(
@@ -209,6 +218,7 @@ def check_together(loss: GRPOLoss) -> None:
         kl_to_inference_coeff=loss.kl_to_inference_coeff,
         entropy_coeff=loss.entropy_coeff,
     )
+    check_type("sampler_correction", loss.sampler_correction, SamplerCorrection)
     if loss.ratio_level != "token" and not loss.surrogate.takes_ratio_level:
         raise ValueError(
             f"{type(loss.surrogate).__name__} has a ratio of its own: leave ratio_level "

@@ -14,10 +14,10 @@ from torch import Tensor
 from torchrl_data.protocols import TokenScorer
 
 from . import functional as F
+from .checks import check_coefficients, check_positive, one_of
 from .keys import SFTLossKeys
 from .outputs import SFTLossOutput, make_output
 from .packed_batch import PackedBatch
-from .settings import check_coefficients, one_of
 from .token_loss import TokenLoss
 from .window import Window
 
@@ -67,8 +67,9 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
         check_coefficients(kl_to_ref_coeff=kl_to_ref_coeff)
         function = one_of("loss_function", loss_function, SFT_FUNCTIONS, {})
         minor = function == "minor_sft"
-        if beta is not None and (not minor or not beta > 0):
-            raise ValueError(f"beta must be positive and goes with 'minor_sft', got {beta}.")
+        check_positive(beta=beta)
+        if beta is not None and not minor:
+            raise ValueError("beta goes with 'minor_sft': leave it out.")
         super().__init__(
             actor_network,
             aggregation=aggregation or ("sequence_mean" if minor else "token_mean"),

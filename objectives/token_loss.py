@@ -16,9 +16,10 @@ from torch import Tensor
 from torchrl_data.protocols import TokenScorer, TokenScores
 
 from . import functional as F
+from .checks import check_type, one_of
 from .keys import TokenKeys
 from .packed_batch import MaskingStrategy, PackedBatch, pack_batch, resolve_masking_strategy
-from .settings import check_scorer, check_token_options, one_of, scorer_device
+from .settings import check_scorer, check_token_options, scorer_device
 from .window import Window
 
 Keys = TypeVar("Keys", bound=TokenKeys)
@@ -62,6 +63,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
     ) -> None:
         super().__init__()
         check_scorer(actor_network, self._get_name())
+        check_type("read", read, TokenKeys)
         self.actor_network = actor_network
         self.aggregation: F.Aggregation = one_of(
             "aggregation", aggregation, aggregations, _TORCHRL_AGGREGATIONS

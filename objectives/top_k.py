@@ -11,6 +11,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_data import keys
 
+from .checks import check_counts, one_of
 from .group_queue import GroupQueue, GroupStats
 from .row_rewards import (
     TRAJECTORY_RETURNS,
@@ -19,7 +20,6 @@ from .row_rewards import (
     read_group,
     trajectory_return,
 )
-from .settings import one_of
 
 
 class TopKRewardSelector(Transform):
@@ -66,7 +66,9 @@ class TopKRewardSelector(Transform):
             raise ValueError(
                 "TopKRewardSelector needs group_size (or total_dialog_turns, the same): give one."
             )
-        size = group_size or total_dialog_turns or 0
+        size = group_size if total_dialog_turns is None else total_dialog_turns
+        check_counts(group_size=size, topk_size=topk_size)
+        assert size is not None
         if not 1 <= topk_size <= size:
             raise ValueError(f"topk_size must lie in [1, {size}], got {topk_size}.")
         self.queue = GroupQueue(

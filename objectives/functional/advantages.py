@@ -33,7 +33,9 @@ def scorable(
 def batch_std(values: Float[Tensor, " B"], valid: Bool[Tensor, " B"]) -> Float[Tensor, ""]:
     """Bessel-corrected standard deviation over the valid rollouts; 0 for fewer than two."""
     one_group = torch.zeros_like(valid, dtype=torch.int64)
-    return group_std(values, one_group, valid).amax()  # mutate: equivalent (all are equal)
+    each = group_std(values, one_group, valid)
+    # All are equal; one 0 more, so that there is something when there are no rollouts.
+    return torch.nn.functional.pad(each, (0, 1)).amax()  # mutate: equivalent number (all are 0)
 
 
 def group_advantage(

@@ -38,7 +38,7 @@ def kl_estimate(
             unbiased off-policy (bias correction).
 
     Returns:
-        In nats, the shape of the input.
+        In nats, the shape of the input; float32 at least.
 
     Raises:
         ValueError: the estimator is unknown.
@@ -49,7 +49,8 @@ def kl_estimate(
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}.")
-    difference = (ref_log_prob.detach() - log_prob).masked_fill(~mask, 0.0)
+    difference = at_least_float32(ref_log_prob.detach()) - at_least_float32(log_prob)
+    difference = difference.masked_fill(~mask, 0.0)
     if estimator == "k1":
         estimate = -difference
     elif estimator == "k2":

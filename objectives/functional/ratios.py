@@ -8,6 +8,7 @@ from typing import Final, Literal
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .log_probs import at_least_float32
 from .segments import sequence_mean, spread
 
 LOG_RATIO_LIMIT: Final = 20.0
@@ -36,9 +37,10 @@ def log_ratio(
             (NaN and infinities included), and no gradient flows.
 
     Returns:
-        ``log_prob - behavior_log_prob`` in nats, within plus or minus :data:`LOG_RATIO_LIMIT`.
+        ``log_prob - behavior_log_prob`` in nats, within plus or minus :data:`LOG_RATIO_LIMIT`;
+        float32 at least, in which its exponential is finite.
     """
-    difference = log_prob - behavior_log_prob.detach()
+    difference = at_least_float32(log_prob) - at_least_float32(behavior_log_prob.detach())
     return difference.masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 

@@ -22,10 +22,10 @@ def check_layout(values: Tensor, lengths: Tensor | None) -> None:
 
     Args:
         values: ``[B, T]``, or ``[N]`` beside lengths.
-        lengths: int64 ``[B]`` or None. Its sum is not checked: that would wait for the device.
+        lengths: int64 ``[B]`` or None; their sum is checked on the CPU only.
 
     Raises:
-        ValueError: the number of dimensions does not fit.
+        ValueError: the number of dimensions does not fit, or the lengths do not sum to N.
     """
     expected = 2 if lengths is None else 1
     if values.ndim != expected:
@@ -33,6 +33,26 @@ def check_layout(values: Tensor, lengths: Tensor | None) -> None:
             f"Tokens are [B, T] without lengths, or packed [N] with them; found shape "
             f"{tuple(values.shape)} {'without' if lengths is None else 'with'} lengths. "
             "Add a batch dimension, or pass lengths."
+        )
+    if lengths is not None:
+        check_lengths(lengths, values.shape[0])
+
+
+def check_lengths(lengths: Int[Tensor, " B"], num_tokens: int) -> None:
+    """Check that lengths sum to the tokens: on the CPU, elsewhere it would wait for the device.
+
+    Args:
+        lengths: int64 ``[B]``.
+        num_tokens: N.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if torch.compiler.is_compiling() or lengths.device.type != "cpu":
+        return
+    if int(lengths.sum()) != num_tokens:
+        raise ValueError(
+            f"Packed lengths must sum to the {num_tokens} tokens, got {int(lengths.sum())}."
         )
 
 
@@ -45,7 +65,11 @@ def sequence_index(lengths: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, "
 
     Returns:
         int64 ``[N]``, in ``[0, B)``.
+
+    Raises:
+        ValueError: the lengths do not sum to N; checked on the CPU only.
     """
+    check_lengths(lengths, num_tokens)
     positions = torch.arange(num_tokens, device=lengths.device)
     return torch.searchsorted(lengths.cumsum(0), positions, right=True)
 

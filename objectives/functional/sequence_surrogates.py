@@ -51,13 +51,13 @@ def vespo(
         Loss, and the weight in place of the ratio; nothing is ever clipped.
 
     Raises:
-        ValueError: a k or lam is negative, or the shapes are neither layout.
+        ValueError: a k or lam is negative or not finite, or the shapes are neither layout.
 
     See Also:
         Shen et al., 2026, arXiv:2602.10693.
     """
-    if min(*positive, *negative) < 0:
-        raise ValueError(f"k and lam must not be negative, got {positive=}, {negative=}.")
+    if not all(0 <= setting < torch.inf for setting in (*positive, *negative)):
+        raise ValueError(f"k and lam must be finite and not negative: {positive=}, {negative=}.")
     total = sequence_sum(log_ratio.detach(), mask, lengths)
     if sampler_log_ratio is not None:
         total = total + sequence_sum(sampler_log_ratio.detach(), mask, lengths)
@@ -103,7 +103,7 @@ def gmpo(
     See Also:
         Zhao et al., 2025, arXiv:2507.20673, eq. 4 and algorithm 1.
     """
-    if min(clip_low, clip_high) < 0:
+    if not (clip_low >= 0 and clip_high >= 0):
         raise ValueError(f"Clip bounds must not be negative, got {clip_low=}, {clip_high=}.")
     log_ratio = masked(log_ratio, mask)
     advantage = masked(advantage.detach(), mask)

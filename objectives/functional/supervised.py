@@ -92,7 +92,8 @@ def sampled_distillation(
         raise ValueError(f"direction must be one of {KL_DIRECTIONS}, got {direction!r}.")
     if direction == "reverse":
         return kl_estimate(log_prob, teacher_log_prob, mask, estimator="k3")
-    difference = (log_prob - teacher_log_prob.detach()).masked_fill(~mask, 0.0)
+    difference = at_least_float32(log_prob) - at_least_float32(teacher_log_prob.detach())
+    difference = difference.masked_fill(~mask, 0.0)
     return difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
 
 

@@ -159,7 +159,7 @@ def sapo(
         Loss and ratio; nothing is ever clipped.
 
     Raises:
-        ValueError: a temperature is not positive.
+        ValueError: a temperature is not positive, or not finite.
 
     See Also:
         Gao et al., 2025, arXiv:2511.20347.
@@ -168,8 +168,8 @@ def sapo(
         ("temperature_positive", temperature_positive),
         ("temperature_negative", temperature_negative),
     ):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}.")
+        if not 0 < value < torch.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}.")
     ratio = masked(log_ratio, mask).exp()
     advantage = masked(advantage.detach(), mask)
     positive = torch.full_like(advantage, temperature_positive)

@@ -37,8 +37,7 @@ def turn_index(mask: Bool[Tensor, " N"], lengths: Int[Tensor, " B"]) -> Int[Tens
     # The number that the rollout had reached before it began, so that turns count within it.
     at_start = (number - begins.to(torch.int64)).masked_fill(~first, 0)
     base = torch.zeros_like(lengths).index_add(0, sequence, at_start)[sequence]
-    within = (number - base - 1).clamp(min=0)
-    starts = first | (begins & (within > 0))
+    starts = first | (begins & (number - base > 1))
     return starts.to(torch.int64).cumsum(0) - 1
 
 
@@ -75,7 +74,7 @@ def turn_advantage(
     bad = torch.zeros_like(lengths).index_add(0, sequence, (~reward.isfinite()).long())
     finite = finite & (bad == 0)
     # One slot per turn; there are at most N of them, the rest stay empty.
-    total = torch.zeros_like(reward).index_add(0, turn, reward.masked_fill(~finite[sequence], 0.0))
+    total = torch.zeros_like(reward).index_add(0, turn, reward)
     rollout_of = torch.zeros_like(turn).scatter(0, turn, sequence)
     taken = torch.zeros_like(mask).scatter(0, turn, torch.ones_like(mask))
     counts = taken & finite[rollout_of]
@@ -86,5 +85,5 @@ def turn_advantage(
     # Sum from each turn to the end of its rollout: all that is to come, less what lies beyond.
     later = normal.flip(0).cumsum(0).flip(0)
     last = torch.zeros_like(lengths).scatter_reduce(0, sequence, turn, "amax")[sequence]
-    beyond = torch.nn.functional.pad(later, (0, 1))[last + 1]
-    return (later[turn] - beyond).masked_fill(~finite[sequence], 0.0)
+    beyond = later[last] - normal[last]
+    return later[turn] - beyond

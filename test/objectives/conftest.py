@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -21,6 +22,14 @@ def slow():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def unchecked():
+    """Without the type checks that tests put around every function, as users have it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -116,6 +116,36 @@ def kl(lp, ref, estimator):
     ]
 
 
+# Distributions over a vocabulary: f(logits, ...) -> number.
+
+
+def log_softmax(logits, temperature=1.0):
+    scaled = [x / temperature for x in logits]
+    top = max(scaled)
+    total = top + math.log(sum(math.exp(x - top) for x in scaled))
+    return [x - total for x in scaled]
+
+
+def entropy(logits, temperature=1.0):
+    return -sum(math.exp(x) * x for x in log_softmax(logits, temperature))
+
+
+def kl_of_logits(logits, other):
+    pairs = zip(log_softmax(logits), log_softmax(other), strict=True)
+    return sum(math.exp(x) * (x - y) for x, y in pairs)
+
+
+def jsd_of_logits(logits, teacher, weight):
+    p, q = log_softmax(teacher), log_softmax(logits)
+    if weight in (0, 1):
+        return kl_of_logits(q, p) if weight else kl_of_logits(p, q)
+    mixed = [
+        math.log(weight * math.exp(a) + (1 - weight) * math.exp(b))
+        for a, b in zip(p, q, strict=True)
+    ]
+    return weight * kl_of_logits(p, mixed) + (1 - weight) * kl_of_logits(q, mixed)
+
+
 # Aggregations: f(rows of token values, ...) -> number.
 
 

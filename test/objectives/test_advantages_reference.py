@@ -68,9 +68,9 @@ def test_gdpo(slow, case, data):
 def test_pass_at_k_equals_enumeration(slow, success, k, data):
     groups = [data.draw(st.sampled_from([1, 2])) for _ in success]
     got = F.pass_at_k_advantage(torch.tensor(success), torch.tensor(groups), k=k)
-    want = slow.pass_at_k(success, groups, k)
-    # The function gives float32.
-    torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
+    want = torch.tensor(slow.pass_at_k(success, groups, k), dtype=torch.float64)
+    # The function computes in float64 and gives float32.
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
 
 
 masks_of_rows = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=4)
@@ -118,3 +118,22 @@ def test_turn_advantage(slow, data):
     )
     want = [x for row in slow.turn_advantage(rows, masks, groups) for x in row]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
+
+
+def test_turns_that_are_worth_the_same_have_advantage_exactly_0():
+    """Though the mean of seven 0.1 is not 0.1 in float32."""
+    lengths, reward = torch.ones(7, dtype=torch.int64), torch.full((7,), 0.1)
+    group = torch.zeros_like(lengths)
+    assert (torch.zeros(1).index_add(0, group, reward) / 7).item() != reward[0].item()
+    got = F.turn_advantage(reward, torch.ones(7, dtype=torch.bool), lengths, group)
+    assert got.tolist() == [0] * 7
+
+
+def test_no_rollouts_have_no_advantages():
+    none, group = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    for scale in F.SCALES:
+        assert F.group_advantage(none, group, scale=scale).shape == (0,)
+    assert F.gdpo_advantage(torch.zeros(0, 2), group, torch.ones(2)).shape == (0,)
+    assert F.rloo_advantage(none, group).shape == (0,)
+    assert F.pass_at_k_advantage(none > 0, group, k=2).shape == (0,)
+    assert F.turn_advantage(none, none > 0, group, group).shape == (0,)

@@ -362,3 +362,89 @@ def test_diagnostics(slow, batch):
         flags = layout.tensor(batch.adv) > 0
         want = slow.token_mean([[float(a > 0) for a in row] for row in batch.adv])
         assert F.flag_fraction(flags, layout.mask).item() == pytest.approx(want)
+
+
+logit = st.floats(-5.0, 5.0).map(lambda x: round(x, 3))
+
+
+@fast
+@given(data=st.data(), temperature=st.sampled_from([0.5, 1.0, 1.7]))
+def test_log_probs_kl_and_jsd_over_a_vocabulary(slow, data, temperature):
+    """Value and gradient of what is computed from logits; every row has its own weight in the sum.
+
+    Finite differences are good to about 1e-9 here, hence the tolerance of 1e-6.
+    """
+    vocab = data.draw(st.integers(2, 5))
+    tables = st.lists(st.lists(logit, min_size=vocab, max_size=vocab), min_size=2, max_size=2)
+    rows, other = data.draw(tables), data.draw(tables)
+    ids = data.draw(st.lists(st.integers(0, vocab - 1), min_size=2, max_size=2))
+    weight = data.draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+    target = torch.tensor(other, dtype=torch.float64)
+
+    def scores(x):
+        return F.token_log_probs(x, torch.tensor(ids), temperature=temperature, chunk_tokens=1)
+
+    def picked(row, i):
+        return slow.log_softmax(row, temperature)[ids[i]]
+
+    cases = {
+        "log_prob": (lambda x: scores(x).log_prob, picked),
+        "entropy": (lambda x: scores(x).entropy, lambda row, _: slow.entropy(row, temperature)),
+        "kl from": (
+            lambda x: F.kl_between(x, target),
+            lambda row, i: slow.kl_of_logits(row, other[i]),
+        ),
+        "kl to": (
+            lambda x: F.kl_between(target, x),
+            lambda row, i: slow.kl_of_logits(other[i], row),
+        ),
+        "jsd": (
+            lambda x: F.generalized_jsd(x, target, weight=weight),
+            lambda row, i: slow.jsd_of_logits(row, other[i], weight),
+        ),
+    }
+    for name, (ours, theirs) in cases.items():
+
+        def total(table, theirs=theirs):
+            return sum((i + 1) * theirs(row, i) for i, row in enumerate(table))
+
+        logits = torch.tensor(rows, dtype=torch.float64, requires_grad=True)
+        values = ours(logits)
+        for i, row in enumerate(rows):
+            assert values[i].item() == pytest.approx(theirs(row, i), rel=1e-6, abs=1e-9), name
+        (grad,) = torch.autograd.grad(values @ torch.tensor([1.0, 2.0]).double(), logits)
+        want = torch.tensor(finite_difference(total, rows), dtype=torch.float64)
+        torch.testing.assert_close(grad.flatten(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_computed_in_float32(dtype):
+    """exp(20), the largest ratio there is, has no place in float16."""
+    log_prob = torch.tensor([[-1.0, -31.0]], dtype=dtype, requires_grad=True)
+    other = torch.tensor([[-31.0, -1.0]], dtype=dtype)
+    mask = torch.tensor([[True, True]])
+    ratio = F.log_ratio(log_prob, other, mask)
+    terms = {
+        "clipped": F.clipped_surrogate(ratio, -torch.ones(1, 2), mask).loss,
+        "k3": F.kl_estimate(log_prob, other, mask),
+        "forward": F.sampled_distillation(log_prob, other, mask, direction="forward"),
+    }
+    big = math.exp(20)
+    want = {"clipped": [big, 0.8], "k3": [29.0, big - 31], "forward": [big - 31, 29.0]}
+    for name, term in terms.items():
+        assert term.dtype == torch.float32
+        assert term[0].tolist() == pytest.approx(want[name]), name
+    sum(term.sum() for term in terms.values()).backward()
+    assert log_prob.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [[2, 3], [1, 2]], ids=["too many", "too few"])
+def test_lengths_that_do_not_sum_to_the_tokens_raise(lengths):
+    values, mask = torch.ones(4), torch.ones(4, dtype=torch.bool)
+    lengths = torch.tensor(lengths)
+    for function in (F.sequence_mean, F.mean_of_sequence_sums, F.turn_index):
+        arguments = (mask,) if function is F.turn_index else (values, mask)
+        with pytest.raises(ValueError, match="must sum to the 4 tokens"):
+            function(*arguments, lengths)
+    with pytest.raises(ValueError, match="must sum to the 4 tokens"):
+        F.fixed_length_mean(values, mask, lengths, max_tokens=4)

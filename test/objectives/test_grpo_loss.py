@@ -1,5 +1,7 @@
 """``GRPOLoss``: equals its functions, and nothing else about a batch matters."""
 
+import math
+
 import pytest
 import torch
 from tensordict import lazy_stack
@@ -305,7 +307,7 @@ PRESETS = {
         "ratio_level": "sequence",
         "clip_epsilon": (3e-4, 4e-4),
     },
-    "CISPOLoss": {"surrogate": "cispo"},
+    "CISPO": {"surrogate": "cispo"},
     "SAPO": {"aggregation": "sequence_mean", "surrogate": "sapo"},
     "VESPO": {"surrogate": "vespo"},
     "GMPO": {"aggregation": "sequence_mean", "surrogate": "gmpo"},
@@ -318,6 +320,17 @@ def test_a_preset_is_the_loss_with_these_options(make_scorer, make_batch, name):
     preset = getattr(objectives, name)(make_scorer(), **more)(make_batch())
     plain = GRPOLoss(make_scorer(), **PRESETS[name], **more)(make_batch())
     torch.testing.assert_close(preset.loss_objective, plain.loss_objective)
+
+
+def test_torchrls_name_of_cispo_is_the_same():
+    assert objectives.CISPOLoss is objectives.CISPO
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("loss", [objectives.SFTLoss, objectives.DistillationLoss])
+def test_losses_without_a_sampler_need_a_temperature(make_scorer, loss):
+    with pytest.raises(ValueError, match="temperature must be a positive number, got None"):
+        loss(make_scorer(), temperature=None)
 
 
 def test_entries_can_be_renamed(make_scorer, make_batch):
@@ -346,7 +359,7 @@ BAD_OPTIONS = {
     ),
     "max_tokens without its aggregation": ({"max_tokens": 9}, "fixed_length"),
     "fixed_length without max_tokens": ({"aggregation": "fixed_length"}, "max_tokens"),
-    "max_tokens 0": ({"aggregation": "fixed_length", "max_tokens": 0}, "positive"),
+    "max_tokens 0": ({"aggregation": "fixed_length", "max_tokens": 0}, "at least 1"),
     "sequence ratio for gmpo": ({"surrogate": "gmpo", "ratio_level": "sequence"}, "token"),
     "correction of nothing": ({"sampler_correction": SamplerCorrection()}, "old_policy"),
     "KL correction of nothing": ({"kl_bias_correction": True}, "kl_to_ref_coeff"),
@@ -361,6 +374,30 @@ BAD_OPTIONS = {
         },
         "top_entropy_fraction",
     ),
+    "entropy weight without its bonus": ({"entropy_coeff": 0.5}, "entropy_bonus"),
+    "infinite entropy weight": ({"entropy_bonus": True, "entropy_coeff": math.inf}, "finite"),
+    "estimator of no KL": ({"kl_estimator": "k1"}, "kl_to_ref_coeff"),
+    "estimator of a KL of weight 0": ({"kl_estimator": "k3", "kl_to_ref_coeff": 0.0}, "no effect"),
+    "NaN temperature": ({"temperature": math.nan}, "temperature must be a finite"),
+    "half a clip pair": ({"clip_epsilon": (0.2,)}, r"clip_epsilon takes a pair.*\(0.2,\)"),
+    "clip by text": ({"clip_epsilon": "0.2"}, "clip_epsilon takes a pair"),
+    "half a token": ({"aggregation": "fixed_length", "max_tokens": 2.5}, "max_tokens.*whole"),
+    "filters as a dictionary": ({"filters": {"trust_region": 0.1}}, r"filters takes TokenFilters"),
+    "correction as a dictionary": (
+        {"sampler_correction": {"upper": 2.0}, "old_policy": "current"},
+        r"sampler_correction takes SamplerCorrection",
+    ),
+    "names as a dictionary": ({"read": {"advantage": "credit"}}, "read takes TokenKeys"),
+    "surrogate of another kind": ({"surrogate": 3}, "surrogate takes SurrogateSettings"),
+    "infinite gate": (
+        {"surrogate": objectives.SapoSurrogate(temperature_positive=math.inf)},
+        "temperature_positive",
+    ),
+    "NaN in vespo": (
+        {"surrogate": objectives.VespoSurrogate(positive=(math.nan, 3.0))},
+        "positive",
+    ),
+    "NaN bound of gmpo": ({"surrogate": "gmpo", "clip_epsilon": math.nan}, "clip_low"),
     "trust region given twice": (
         {"kl_mask_threshold": 0.1, "filters": TokenFilters(trust_region=0.2)},
         "one option",
@@ -368,6 +405,7 @@ BAD_OPTIONS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", BAD_OPTIONS)
 def test_bad_options_raise_at_construction(make_scorer, name):
     options, hint = BAD_OPTIONS[name]
@@ -375,8 +413,15 @@ def test_bad_options_raise_at_construction(make_scorer, name):
         GRPOLoss(make_scorer(), **options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_parts_raise_at_construction():
-    for bad in ({"trust_region": 0.0}, {"top_entropy_fraction": 1.5}):
+    for bad in (
+        {"trust_region": 0.0},
+        {"trust_region": math.inf},
+        {"top_entropy_fraction": 1.5},
+        {"top_entropy_fraction": 0},
+        {"off_policy_threshold": math.nan},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             TokenFilters(**bad)
     with pytest.raises(ValueError, match="lower"):

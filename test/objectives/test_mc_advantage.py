@@ -335,8 +335,20 @@ def test_errors_name_the_entry():
             {"group_size": 2, "keep_return_bounds": (1.0, 0.0)}, "increasing", id="bounds"
         ),
         pytest.param({"group_size": 2, "max_pending_groups": 0}, "at least 1", id="no room"),
+        pytest.param({"group_size": 2.5}, "group_size must be a whole number", id="half a row"),
+        pytest.param({"group_size": True}, "group_size must be a whole number", id="size True"),
+        pytest.param({"group_size": 2, "expire_after_rows": 1.5}, "expire_after", id="half an age"),
+        pytest.param(
+            {"group_size": 2, "keep_return_bounds": (0.1,)},
+            r"keep_return_bounds takes a pair.*\(0.1,\)",
+            id="one bound",
+        ),
+        pytest.param(
+            {"group_size": 2, "keep_return_bounds": (math.nan, 1.0)}, "increasing", id="NaN bound"
+        ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_options_raise_at_construction(options, hint):
     with pytest.raises(ValueError, match=hint):
         MCAdvantage(**options)
@@ -373,6 +385,16 @@ def test_top_k_in_a_buffer_survives_a_restart_and_expires(caplog):
     rb.extend(lazy_stack([make_row(2, 0.0)]))
     assert selector.stats.rows_expired == 1
     assert "Group 1" in caplog.text
-    for bad in ({}, {"group_size": 2, "topk_size": 3}, {"group_size": 2, "topk_size": 0}):
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_top_k_of_another_size_raises_at_construction():
+    for bad in (
+        {},
+        {"group_size": 2, "topk_size": 3},
+        {"group_size": 2, "topk_size": 0},
+        {"group_size": 2.5},
+        {"group_size": 0},
+    ):
         with pytest.raises(ValueError, match="size"):
             TopKRewardSelector(**bad)
