@@ -83,7 +83,8 @@ class MCAdvantage(Transform):
             ``"max"``.
         zero_variance: what becomes of a group without a signal (all rewards equal, or fewer than
             two valid ones): ``"keep"``, with advantage 0; ``"drop"`` (DAPO's dynamic sampling);
-            ``"refill"``: drop, and ask for it again (:meth:`take_refills`).
+            ``"refill"``: drop, and ask for it again. Somebody must answer: ``LLMCollector`` does
+            not, see :meth:`take_refills`.
         unscorable: what becomes of a row without a finite reward: ``"keep"``, with advantage 0;
             ``"drop"``; both count as members; ``"refill"``: drop, and ask for another row. It is
             never part of the statistics.
@@ -192,8 +193,13 @@ class MCAdvantage(Transform):
     def take_refills(self) -> dict[Hashable, int]:
         """How many new rows each group asks for; asked once, then forgotten.
 
+        To be called after each ``extend`` by whoever fills the buffer, who then samples so many
+        rows for the prompt of each group and gives them its id (``docs/losses.md`` has an
+        example). ``LLMCollector`` does not: its data go on to the next prompt, and a group that
+        waits for a refill stays incomplete until it expires.
+
         Returns:
-            Group id to number of rows. Whoever collects is to sample them.
+            Group id to number of rows.
         """
         with self._lock:
             refills, self._refills = dict(self._refills), Counter()
