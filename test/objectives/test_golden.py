@@ -229,6 +229,22 @@ def test_kl_is_0_outside_the_mask_and_finite_inside(estimator, value):
     assert log_prob.grad.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "log_weight"),
+    [
+        pytest.param(-20.0, math.log(1e-8), id="far below: the floor"),
+        pytest.param(20.0, 20.0, id="far above: the limit of a log-ratio"),
+        pytest.param(1.5, 4.5, id="between: the sum over the sequence"),
+    ],
+)
+def test_vespo_keeps_the_weight_of_a_sequence_within_bounds(log_ratio, log_weight):
+    """With lam = 0 the weight is w^k."""
+    tokens = torch.full((1, 3), log_ratio, dtype=torch.float64)
+    ones, mask = torch.ones_like(tokens), torch.ones_like(tokens, dtype=torch.bool)
+    got = F.vespo(tokens, -ones, ones, mask, positive=(0.01, 0.0)).ratio
+    assert got[0].tolist() == pytest.approx([math.exp(0.01 * log_weight)] * 3)
+
+
 def test_kl_between_any_number_of_distributions():
     p = torch.tensor([[[0.5, 0.5], [1.0, 0.0]], [[0.9, 0.1], [0.2, 0.8]]])
     q = torch.tensor([[[0.25, 0.75], [0.5, 0.5]], [[0.9, 0.1], [0.8, 0.2]]])
