@@ -325,3 +325,14 @@ def test_capped_output_keeps_both_ends(parts, max_bytes):
         assert output.text() == (
             f"{whole[:head]}\n[... {dropped} bytes were cut ...]\n{whole[-tail:]}"
         )
+
+
+def test_one_command_prints_what_is_enforced():
+    command = [sys.executable, "-m", "torchrl_envs.sandbox"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    (end,) = [i for i, line in enumerate(lines) if line.startswith("Untrusted code runs under")]
+    isolation = lines[end].removeprefix("Untrusted code runs under ").rstrip(".")
+    assert f"  {isolation}: works" in lines[:end]
+    holds = {line.split("│")[1].strip() for line in lines if line.count("│") == 3}
+    assert {"no internet sockets", "no files of others", "processes are limited"} <= holds

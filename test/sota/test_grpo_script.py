@@ -68,6 +68,16 @@ def test_the_vllm_engine_trains_too(tmp_path: Path) -> None:
     assert result["steps"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["echo", "wordle", "catch", "multi_env"])
+def test_a_game_trains(task: str, tmp_path: Path) -> None:
+    result = last_json(run_script(*SMALL, f"task={task}", "train.num_steps=1", out=tmp_path))
+    assert result["task"] == task
+    rollouts = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 4
+    assert all(r["messages"][-1]["content"] for r in rollouts)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
