@@ -180,13 +180,29 @@ def test_a_loop_that_is_blocked_between_a_chains_calls_ends_the_chain(make_calls
 
 
 @pytest.mark.timeout(60)
+def test_a_loop_that_was_blocked_ends_when_it_reacts_again(make_calls, gate):
+    before = set(threading.enumerate())
+
+    async def block():
+        gate.wait()
+
+    make_calls().run([[block]], 0.1)
+    (loop,) = set(threading.enumerate()) - before
+    gate.set()
+    loop.join(timeout=20)
+    assert not loop.is_alive()
+
+
+@pytest.mark.timeout(60)
 def test_closing_leaves_no_loop_that_was_blocked(gate):
     before = set(threading.enumerate())
     calls = ConcurrentCalls()
 
+    readers = []
+
     async def block():
+        readers.append(asyncio.create_task(asyncio.Event().wait()))  # as a connection has
         gate.wait()
-        await asyncio.Event().wait()  # as a connection's reader would
 
     calls.run([[block]], 0.1)
     calls.run([[as_async(int)]])
