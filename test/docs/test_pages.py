@@ -74,8 +74,27 @@ def folder(tmp_path_factory, chatml_tokenizer, make_tiny_model):
         "---\nconfigs:\n- config_name: main\n  data_files: main/train.jsonl\n---\n"
     )
     (path / "file_server.py").write_text(FILE_SERVER)
+    (path / "my_tools.py").write_text(MY_TOOLS)
     return path
 
+
+MY_TOOLS = """
+def plot(values: list[float]) -> str:
+    \"\"\"Plot values.
+
+    Args:
+        values: The values.
+    \"\"\"
+    return str(values)
+
+def solve(equation: str) -> str:
+    \"\"\"Solve an equation.
+
+    Args:
+        equation: The equation.
+    \"\"\"
+    return equation
+"""
 
 FILE_SERVER = """
 import os, sys
@@ -191,6 +210,7 @@ SERVERS = {"http://localhost:8000/": "servers", "http://127.0.0.1:8000/": "searc
 def run_page(stand_ins, folder, request, monkeypatch, capsys):
     """Runs a page's blocks; gives the names that they leave."""
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
     # The `python` of a page is the one that has the library.
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     names = dict(stand_ins)
@@ -264,8 +284,9 @@ CHECKS = {"README": _has_gradients, "losses": _has_trained}
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS)
-def test_names_that_a_page_imports_are_there(page):
+def test_names_that_a_page_imports_are_there(page, folder, monkeypatch):
     """Blocks that are left out too."""
+    monkeypatch.syspath_prepend(folder)
     for block in blocks_of(page):
         for node in ast.walk(ast.parse(block.code)):
             if isinstance(node, ast.ImportFrom):
