@@ -5,8 +5,8 @@
 Generation: 64 chats of one turn, 64 tokens each, greedy, log-probs on. ``bare engine`` gives the
 engine the same token ids and makes tensors of what comes back: for vLLM ``LLM.generate`` itself,
 for Transformers the decode loop of this library. ``policy`` goes from messages to a batch with
-history, tokens, masks and log-probs. ``torchrl`` is TorchRL's TransformersWrapper in its tokens
-mode on the same ids. For vLLM also the longest gap between its log-probs and those of the
+history, tokens, masks and log-probs. ``torchrl`` is TorchRL's wrapper of the same engine, in its
+tokens mode on the same ids. For vLLM also the longest gap between its log-probs and those of the
 Transformers model, of the same float32 weights, on tokens drawn at temperature 1.
 
 Scoring: the ragged groups of ``training_step.py``; ``by hand`` is the model on packed tokens with
@@ -161,17 +161,32 @@ def torchrl_tokens(policy: Any, ids: list[list[int]]) -> Callable[[], Any]:
         pad_output=True,
         generate_kwargs={"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None},
     )
+    return lambda: peer(padded_prompts(ids))
+
+
+def torchrl_vllm(policy: Any, ids: list[list[int]]) -> Callable[[], Any]:
+    """TorchRL's vLLMWrapper over the same `vllm.LLM`."""
+    from torchrl.modules.llm import vLLMWrapper as TorchRLWrapper
+
+    peer = TorchRLWrapper(
+        policy.engine._llm,
+        tokenizer=policy.tokenizer,
+        input_mode="tokens",
+        generate=True,
+        return_log_probs=True,
+        pad_output=True,
+        generate_kwargs={"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True},
+    )
+    return lambda: peer(padded_prompts(ids))
+
+
+def padded_prompts(ids: list[list[int]]) -> TensorDict:
+    """Prompts as TorchRL's tokens mode takes them."""
     width = max(map(len, ids))
     rows = torch.tensor([[0] * (width - len(row)) + row for row in ids])
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ids])
-
-    def run() -> Any:
-        batch = TensorDict(
-            {"tokens": {"prompt": rows}, "masks": {"all_attention_mask": mask}}, batch_size=[ROWS]
-        )
-        return peer(batch)
-
-    return run
+    entries = {"tokens": {"prompt": rows}, "masks": {"all_attention_mask": mask}}
+    return TensorDict(entries, batch_size=[ROWS])
 
 
 def scoring(repeats: int) -> None:
@@ -253,7 +268,9 @@ def main() -> None:
                 directory, tokenizer=tokenizer, generate_kwargs=GENERATE, engine_kwargs=settings
             )
             title = f"vLLM, {name} model"
-            generation(policy, title, options.repeats, engine=vllm_itself, peers={})
+            generation(
+                policy, title, options.repeats, engine=vllm_itself, peers={"torchrl": torchrl_vllm}
+            )
             engine_gap(policy, model, title)
             policy.engine.close()
     scoring(options.repeats)

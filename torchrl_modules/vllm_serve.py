@@ -46,6 +46,8 @@ def main() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        sys.argv.insert(1, "--model")  # as `vllm serve MODEL` has it; this entry would ignore it
     given = {argument.partition("=")[0] for argument in sys.argv}
     options = _OPTIONS | (_CPU_OPTIONS if is_cpu else {})
     sys.argv += _words({name: value for name, value in options.items() if name not in given})

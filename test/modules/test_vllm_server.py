@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -98,6 +99,37 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         start_server(str(tmp_path / "nothing")),
     ):
         pass
+
+
+def test_a_server_started_by_hand_serves_over_http(model_directory, model, other_model):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--dtype=float32", "--max-model-len=128", f"--kv-cache-memory-bytes={16 << 20}"]
+    module = [sys.executable, "-m", "torchrl_modules.vllm_serve"]
+    process = subprocess.Popen([*module, model_directory, f"--port={port}", *options])
+    try:
+        engine = when_it_listens(f"http://127.0.0.1:{port}", process)
+        assert_from(model, engine.generate(PROMPTS, PARAMS))
+        engine.update_weights(other_model.state_dict())
+        assert_from(other_model, engine.generate(PROMPTS, PARAMS))
+        engine.close()
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait(timeout=30)
+
+
+def when_it_listens(url, process):
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return VLLMServerEngine(url, num_connections=8)
+        except ConnectionError:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
 
 
 ORPHAN = """
