@@ -1,7 +1,9 @@
 """How tokens are drawn: one set of parameters for every engine, checked when it is made."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 # Spellings of other libraries that users bring along.
@@ -25,7 +27,7 @@ class SamplingParameters:
         entropy: report also the entropy of the distribution that each token is drawn from.
 
     Raises:
-        ValueError: a value is outside its range; the message names it.
+        ValueError: a value is of another kind or outside its range; the message names it.
     """
 
     max_new_tokens: int = 256
@@ -38,18 +40,22 @@ class SamplingParameters:
     entropy: bool = False
 
     def __post_init__(self) -> None:
-        ranges = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (0.0 <= self.temperature < float("inf"), "finite and at least 0"),
-            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 keeps every token)"),
-            "min_p": (0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+        rules: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+            "max_new_tokens": (Integral, lambda x: x >= 1, "at least 1 and whole"),
+            "temperature": (Real, lambda x: 0.0 <= x < inf, "finite and at least 0"),
+            "top_p": (Real, lambda x: 0.0 < x <= 1.0, "in (0, 1]"),
+            "top_k": (Integral, lambda x: x >= 0, "at least 0 and whole (0 keeps every token)"),
+            "min_p": (Real, lambda x: 0.0 <= x <= 1.0, "in [0, 1]"),
         }
-        for name, (valid, rule) in ranges.items():
-            if not valid:
-                raise ValueError(
-                    f"SamplingParameters: {name} must be {rule}, got {getattr(self, name)!r}."
-                )
+        for name, (kind, holds, rule) in rules.items():
+            self._check(name, getattr(self, name), kind, holds, rule)
+        for token in self.stop_token_ids or ():
+            self._check("stop_token_ids", token, Integral, lambda x: x >= 0, "ids of tokens")
+
+    @staticmethod
+    def _check(name: str, value: Any, kind: type, holds: Callable[[Any], bool], rule: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
+            raise ValueError(f"SamplingParameters: {name} must be {rule}, got {value!r}.")
 
     @property
     def truncates(self) -> bool:

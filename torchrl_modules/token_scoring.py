@@ -35,6 +35,9 @@ class PackedScorer:
             for no limit.
         share_prefixes: run what sequences of a pass begin with in common through the model once,
             where the model's attention allows it. Values and gradients are the same.
+
+    Raises:
+        ValueError: ``micro_batch_tokens`` is not positive.
     """
 
     def __init__(
@@ -44,6 +47,10 @@ class PackedScorer:
         micro_batch_tokens: int | None = None,
         share_prefixes: bool = True,
     ) -> None:
+        if micro_batch_tokens is not None and micro_batch_tokens < 1:
+            raise ValueError(
+                f"PackedScorer: micro_batch_tokens must be at least 1, got {micro_batch_tokens}."
+            )
         self.model = model_inside(model)
         self.packed = use_packed_attention(self.model)
         self.micro_batch_tokens = micro_batch_tokens

@@ -23,7 +23,8 @@ class TransformersEngine:
 
     Raises:
         TypeError: the model has adapters that are not layers of it, such as prompts.
-        ValueError: the model has a recurrent state, which can't be kept row by row here.
+        ValueError: the model has a recurrent state, which can't be kept row by row here, or
+            ``max_model_len`` is not positive.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_model_len: int | None = None) -> None:
@@ -32,6 +33,10 @@ class TransformersEngine:
             raise ValueError(
                 f"TransformersEngine: {type(model).__name__} has a recurrent state instead of a "
                 "key-value cache. Sample with vLLM."
+            )
+        if max_model_len is not None and max_model_len < 1:
+            raise ValueError(
+                f"TransformersEngine: max_model_len must be at least 1, got {max_model_len}."
             )
         self.model = model
         own = getattr(model.config.get_text_config(), "max_position_embeddings", None)

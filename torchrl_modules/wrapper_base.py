@@ -104,6 +104,12 @@ class LLMWrapperBase(TensorDictModuleBase):
         )
         if requested.stop_token_ids is None:
             requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
+        beyond = [i for i in requested.stop_token_ids or () if i >= self.vocab_size]
+        if beyond:
+            raise ValueError(
+                f"{self._get_name()}: stop_token_ids {beyond} are not in the vocabulary of "
+                f"{self.vocab_size} tokens, so no turn would end with them."
+            )
         self.sampling = requested
         self.num_samples = num_samples
         self.reads = PolicyInput(

@@ -124,3 +124,28 @@ def test_a_batch_without_a_prompt_is_named(make_policy):
         MissingEntryError, match=r"TransformersWrapper reads \('history', 'prompt'\)"
     ):
         make_policy()(TensorDict(batch_size=[2]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param(
+            {"max_new_tokens": 2.5}, "max_new_tokens must be at least 1 and whole", id="half"
+        ),
+        pytest.param({"top_k": 1.5}, "top_k must be at least 0 and whole", id="top-k"),
+        pytest.param({"temperature": None}, "temperature must be finite", id="none"),
+        pytest.param({"temperature": float("nan")}, "temperature must be finite", id="nan"),
+        pytest.param({"stop_token_ids": ["x"]}, "must be ids of tokens, got 'x'", id="word"),
+        pytest.param({"stop_token_ids": [-5]}, "must be ids of tokens, got -5", id="negative"),
+        pytest.param({"stop_token_ids": [99999]}, "are not in the vocabulary", id="unknown"),
+    ],
+)
+def test_sampling_that_can_not_work_is_refused_when_made(make_policy, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy(generate_kwargs=settings)
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "micro_batch_tokens"])
+def test_limits_are_positive(make_policy, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        make_policy(**{name: 0})
