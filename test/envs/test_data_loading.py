@@ -209,12 +209,12 @@ def test_running_rows_outlive_the_end_of_the_data(scripted):
         pytest.param(lambda: (row for row in ROWS), "only once", id="generator"),
     ],
 )
-def test_data_that_can_not_be_walked_through_are_refused(make, words):
+def test_D06_data_that_can_not_be_walked_through_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         DataLoadingPrimer(make())
 
 
-def test_an_iterable_that_does_not_start_anew_is_an_error_and_no_endless_loop():
+def test_D06_an_iterable_that_does_not_start_anew_is_an_error_and_no_endless_loop():
     class Once:
         def __init__(self):
             self.walks = [iter(ROWS), iter(ROWS)]
@@ -252,14 +252,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("bad", "words"), BAD)
-def test_bad_rows_are_named_before_anything_runs(bad, words):
+def test_D05_bad_rows_are_named_before_anything_runs(bad, words):
     with pytest.raises(ValueError, match=f"1 rows can't be used: row 2: .*{words}"):
         DataLoadingPrimer([*ROWS[:2], bad, *ROWS[3:]])
 
 
 @pytest.mark.parametrize(("bad", "words"), BAD)
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_bad_rows_that_show_later_are_skipped_and_listed(bad, words, is_stream, caplog):
+def test_D05_bad_rows_that_show_later_are_skipped_and_listed(bad, words, is_stream, caplog):
     rows = [*ROWS[:2], bad, *ROWS[3:]]
     loader = (
         DataLoadingPrimer(Restarts(rows))
@@ -292,7 +292,7 @@ def test_data_in_which_no_row_is_good_end_with_an_error():
         draws(loader, 2)
 
 
-def test_long_prompts_are_skipped_and_counted(chatml_tokenizer):
+def test_D07_long_prompts_are_skipped_and_counted(chatml_tokenizer):
     rows = [*ROWS[:2], {"prompt": "again " * 50, "number": 2}, ROWS[3]]
 
     def length(row):

@@ -118,7 +118,7 @@ BAD = [
 
 @pytest.mark.parametrize("kind", ["function", "environment"])
 @pytest.mark.parametrize(("value", "words"), BAD)
-def test_a_bad_value_makes_its_row_alone_unscorable(scripted, play, kind, value, words):
+def test_D02_a_bad_value_makes_its_row_alone_unscorable(scripted, play, kind, value, words):
     values = [1.0, value, 2.0]
     used = [kind == "environment"]
 
@@ -170,7 +170,7 @@ def test_an_environment_that_raises_spoils_its_row_alone(score):
     assert "test_rewards.py" in error, "the traceback"
 
 
-def test_a_function_that_raises_makes_its_rows_unscorable_and_is_named(score):
+def test_D01_a_function_that_raises_makes_its_rows_unscorable_and_is_named(score):
     def fails(completions):
         raise KeyError("answer")
 
@@ -194,7 +194,7 @@ def test_a_function_that_raises_makes_its_rows_unscorable_and_is_named(score):
     ],
     ids=["none", "scalar", "short", "long", "text", "tensor of two dimensions", "2-D", "strings"],
 )
-def test_a_wrong_shape_is_raised_at_the_first_use_and_says_what_is_expected(score, value, words):
+def test_D03_a_wrong_shape_is_raised_at_the_first_use(score, value, words):
     def wrong(completions):
         return value
 
@@ -335,7 +335,7 @@ def test_an_example_in_the_prompt_is_no_completion(scripted, play):
     assert seen["completion_ids"] == [said.ids]
 
 
-def test_too_many_errors_end_the_run_with_a_summary(scripted, play):
+def test_D01_too_many_errors_end_the_run_with_a_summary(scripted, play):
     def fails(number):
         return [ValueError("no gold") if n % 2 else 1.0 for n in number]
 
@@ -376,7 +376,7 @@ def test_functions_run_at_once_and_may_be_async(score):
     assert rewards(score([waits, awaits], tools=None)) == [3.0] * 3
 
 
-def test_a_reward_past_its_deadline_is_unscorable(score):
+def test_D04_a_reward_past_its_deadline_is_unscorable(score):
     gate = threading.Event()
 
     def hangs(completions):

@@ -92,7 +92,7 @@ def test_the_same_seeds_draw_the_same_and_others_do_not(start):
             engine.generate(PROMPTS, PARAMS, seeds=[1])
 
 
-def test_a_killed_engine_is_noticed_at_once(start):
+def test_E01_a_killed_engine_is_noticed_at_once(start):
     start_one = start({"token_s": 0.1})
     with connected(start_one) as engine:
         timer = threading.Timer(0.3, start_one.processes[0].kill)
@@ -119,7 +119,7 @@ def test_what_was_finished_before_is_handed_over(start):
 
 
 @pytest.mark.parametrize("stopped", ["in a request", "by hand"])
-def test_a_stopped_engine_is_noticed_though_its_connections_are_open(start, stopped):
+def test_E02_a_stopped_engine_is_noticed_though_its_connections_are_open(start, stopped):
     start_one = start({"token_s": 0.05, "stop_after": 6 if stopped == "in a request" else None})
     with connected(start_one, stall_timeout_s=1.0) as engine:
         if stopped == "by hand":
@@ -145,7 +145,7 @@ def test_a_slow_engine_is_not_taken_for_a_stopped_one(start):
         pytest.param("nan", "no finite number", id="a log-prob that is no number"),
     ],
 )
-def test_one_bad_row_fails_alone(start, fault, message):
+def test_E09_one_bad_row_fails_alone(start, fault, message):
     with connected(start({fault: 3})) as engine:
         for _ in range(2):  # and the next call succeeds
             rows = engine.generate(PROMPTS, PARAMS)
@@ -163,7 +163,7 @@ def test_one_bad_row_fails_alone(start, fault, message):
         pytest.param({**SECOND, "b": torch.full((3,), torch.nan)}, id="NaN"),
     ],
 )
-def test_bad_weights_are_refused_whole_and_the_old_version_serves(start, wrong):
+def test_E04_bad_weights_are_refused_whole_and_the_old_version_serves(start, wrong):
     with connected(start()) as engine:
         engine.update_weights(FIRST)
         before = engine.generate(PROMPTS, PARAMS, seeds=SEEDS)
@@ -214,7 +214,7 @@ def test_an_update_in_flight_is_stamped_token_by_token(start):
         assert versions == sorted(versions)
 
 
-def test_an_engine_that_was_restarted_behind_ones_back_is_stale(start):
+def test_E03_an_engine_that_was_restarted_behind_ones_back_is_stale(start):
     start_one = start()
     with connected(start_one) as engine:
         engine.update_weights(FIRST)
@@ -226,7 +226,7 @@ def test_an_engine_that_was_restarted_behind_ones_back_is_stale(start):
 
 
 @pytest.mark.parametrize("fault", [{"die_after": 17}, {"stop_after": 17}], ids=["dies", "stops"])
-def test_a_replaced_engine_draws_what_the_first_one_would_have(start, fault):
+def test_E01_a_replaced_engine_draws_what_the_first_one_would_have(start, fault):
     expected = healthy(start, FIRST)
     start_one = start({"token_s": 0.01, **fault}, {})
     with SupervisedEngine(start_one, stall_timeout_s=1.0) as engine:
@@ -358,7 +358,7 @@ TRANSITIONS = {
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", EngineState, ids=lambda state: state.value)
-def test_every_transition(state, event):
+def test_E03_every_transition(state, event):
     served = {DEAD: None, STALE: None, HEALTHY: 3}[state]
     before = Supervision(state, incarnation=2, served=served, wanted=3)
     expected = TRANSITIONS[event][list(EngineState).index(state)]

@@ -42,7 +42,7 @@ def stored(buffer):
     return {int(row["name"]): row["advantage"].view(-1).tolist() for row in rows}
 
 
-def test_groups_are_released_when_complete_and_by_id_not_by_text():
+def test_D08_groups_are_released_when_complete_and_by_id_not_by_text():
     rb = make_buffer(MCAdvantage(2))
     rows = [make_row(g, r, name=i) for i, (g, r) in enumerate([(5, 1.0), (9, 0.0), (5, 3.0)])]
     assert len(rb.extend(lazy_stack(rows[:2]))) == 0
@@ -101,7 +101,7 @@ def run(transform, *rows):
 FLAT = [(1, 0.1), (1, 0.1), (1, 0.1), (2, 0.0), (2, 1.0), (2, 0.5)]
 
 
-def test_zero_variance_kept_with_exactly_0():
+def test_D09_zero_variance_kept_with_exactly_0():
     transform = MCAdvantage(3)
     got = run(transform, *FLAT)
     assert [got[i] for i in range(3)] == [0, 0, 0]
@@ -109,7 +109,7 @@ def test_zero_variance_kept_with_exactly_0():
 
 
 @pytest.mark.parametrize("refill", [False, True], ids=["drop", "refill"])
-def test_zero_variance_dropped(refill):
+def test_D09_zero_variance_dropped(refill):
     transform = MCAdvantage(3, zero_variance="refill" if refill else "drop")
     assert run(transform, *FLAT).keys() == {3, 4, 5}
     assert transform.stats.rows_dropped_zero_variance == 3
@@ -130,7 +130,7 @@ def test_unscorable_dropped():
     assert run(MCAdvantage(3, unscorable="drop"), *BROKEN).keys() == {1, 2}
 
 
-def test_unscorable_refilled():
+def test_D10_unscorable_refilled():
     transform = MCAdvantage(3, unscorable="refill")
     assert run(transform, *BROKEN) == {}
     assert transform.take_refills() == {1: 1}
@@ -217,7 +217,7 @@ def test_credit_by_turn_drops_groups_in_which_no_turn_is_better():
 
 
 @pytest.mark.parametrize("on_expiry", ["drop", "release"])
-def test_incomplete_groups_expire_visibly(on_expiry, caplog):
+def test_D10_incomplete_groups_expire_visibly(on_expiry, caplog):
     transform = MCAdvantage(3, max_pending_groups=2, on_expiry=on_expiry)
     got = run(transform, (1, 0.0), (1, 1.0), (2, 0.0), (3, 0.0))
     assert got.keys() == ({0, 1} if on_expiry == "release" else set())

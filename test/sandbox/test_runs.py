@@ -111,7 +111,7 @@ def test_a_flood_is_cut_and_takes_no_memory(isolation, open_sandbox):
 
 
 @pytest.mark.parametrize("isolation", ["bubblewrap", "landlock", "none"])
-def test_a_deadline_holds_for_all_its_processes(isolation, open_sandbox):
+def test_T09_a_deadline_holds_for_all_its_processes(isolation, open_sandbox):
     sandbox = open_sandbox if isolation == "none" else Sandbox(isolation=isolation)
     code = """
 import os, time
@@ -247,7 +247,7 @@ def _elsewhere(code, *wrapper, **environment):
     return result.stdout + result.stderr
 
 
-def test_without_namespaces_it_refuses_unless_told_otherwise():
+def test_A13_without_namespaces_it_refuses_unless_told_otherwise():
     """As in a container with the usual profile."""
     refused = _elsewhere(
         FORBID_NAMESPACES + "from torchrl_envs.sandbox import Sandbox; Sandbox()",
