@@ -6,6 +6,7 @@ from typing import Any
 from torchrl.data import ReplayBuffer
 
 from objectives.mc_advantage import MCAdvantage
+from torchrl_data.keys import REWARD
 from torchrl_envs.episode_env import EpisodeEnv
 from torchrl_envs.transforms.data_loading import DataLoadingPrimer
 from torchrl_envs.transforms.episode_transform import EpisodeTransform
@@ -68,11 +69,29 @@ def check_groups(
     Raises:
         ValueError: the sizes differ, so no group would ever be complete.
     """
-    transforms = getattr(getattr(buffer, "_transform", None), "transforms", ())
-    for part in transforms:
-        for loader in loaders if isinstance(part, MCAdvantage) else ():
+    for part in _advantages(buffer):
+        for loader in loaders:
             if part.group_size != loader.group_size:
                 raise ValueError(
                     f"{who}: MCAdvantage waits for groups of {part.group_size} rows, and "
                     f"DataLoadingPrimer draws groups of {loader.group_size}. Give both the same."
                 )
+
+
+def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> None:
+    """Check that something scores the episodes that advantages are computed of.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    if REWARD not in set(env.full_reward_spec.keys()) and any(_advantages(buffer)):
+        raise ValueError(
+            f"{who}: MCAdvantage needs rewards, and no part of the environment gives any. Append "
+            "RewardFunctions([...]), give the environment of EnvironmentTools a get_reward(), or "
+            "write `reward` in postproc=."
+        )
+
+
+def _advantages(buffer: ReplayBuffer | None) -> list[MCAdvantage]:
+    transforms = getattr(getattr(buffer, "_transform", None), "transforms", ())
+    return [part for part in transforms if isinstance(part, MCAdvantage)]

@@ -41,7 +41,7 @@ from torchrl_envs.rewards import REWARD_ERRORS, REWARD_KEYS
 from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
-from .composition_checks import check_data, check_groups, check_policy
+from .composition_checks import check_data, check_groups, check_policy, check_rewards
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
 
@@ -114,7 +114,9 @@ class LLMCollector:
             transform.check_policy(policy)
         self.env = env
         self._loaders = list(env.transforms_of(DataLoadingPrimer))
-        check_groups(self._loaders, replay_buffer, who="LLMCollector")
+        if postproc is None:  # which may make groups and rewards of its own
+            check_groups(self._loaders, replay_buffer, who="LLMCollector")
+            check_rewards(env, replay_buffer, who="LLMCollector")
         self.policy = policy
         self.replay_buffer = replay_buffer
         self.total_trajectories = total_trajectories

@@ -13,6 +13,7 @@ from torchrl_envs import (
     DataExhaustedError,
     DataLoadingPrimer,
     EnvironmentTools,
+    FunctionTools,
     RewardFunctions,
     StepCounter,
 )
@@ -366,3 +367,36 @@ def test_an_environment_without_data_is_refused_when_composed(make_policy):
     env = ChatEnv(batch_size=2).append_transform(StepCounter(max_steps=2))
     with pytest.raises(ValueError, match="Append a DataLoadingPrimer"):
         LLMCollector(env, make_policy())
+
+
+def test_advantages_without_any_reward_are_refused_when_composed(make_policy):
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=MCAdvantage(2))
+
+    def collector(**settings):
+        env = ChatEnv(batch_size=2).append_transform(
+            Compose(
+                DataLoadingPrimer([{"prompt": "x"}], group_size=2),
+                FunctionTools([add]),
+                StepCounter(max_steps=2),
+            )
+        )
+        return LLMCollector(env, make_policy(), replay_buffer=buffer, **settings)
+
+    with pytest.raises(ValueError, match=r"MCAdvantage needs rewards.*RewardFunctions"):
+        collector()
+
+    def score(batch):
+        return batch.set("reward", torch.rand(len(batch), 1, 1))
+
+    rows = collector(postproc=score).collect()
+    assert len(rows) == len(buffer) == 2
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One number.
+        b: Another number.
+    """
+    return a + b
