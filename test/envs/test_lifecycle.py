@@ -351,3 +351,29 @@ print("open", flush=True)
     lines = done.stdout.split("\n")
     assert lines[0] == "open", done.stderr
     assert sorted(lines[1:5]) == [f"closed {i}" for i in range(4)]
+
+
+def test_the_seed_is_the_groups_unless_the_data_have_one():
+    seen = []
+
+    class Seeded:
+        def reset(self, *, seed):
+            seen.append(seed)
+
+        def get_reward(self):
+            return 0.0
+
+    def begin(rows):
+        seen.clear()
+        env = ChatEnv(batch_size=4).append_transform(
+            Compose(DataLoadingPrimer(rows, group_size=2, seed=3), EnvironmentTools(Seeded))
+        )
+        groups = env.reset()["seed"].tolist()
+        env.close()
+        return groups
+
+    groups = begin([{"prompt": "a"}, {"prompt": "b"}])
+    assert sorted(seen) == sorted(groups)
+    assert groups[0] == groups[1] != groups[2]
+    begin([{"prompt": "a", "seed": 1}, {"prompt": "b", "seed": 2}])
+    assert sorted(seen) == [1, 1, 2, 2]

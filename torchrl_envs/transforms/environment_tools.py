@@ -162,7 +162,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         seeds = batch.get(SEED, None)
         if seeds is not None:
             columns = [
-                {**(c or {}), "seed": s} for c, s in zip(columns, seeds.tolist(), strict=True)
+                {"seed": s, **(c or {})} for c, s in zip(columns, seeds.tolist(), strict=True)
             ]
         known = [row for row in rows if names[row] in self.factories]
         beginnings = {row: Beginning(names[row], columns[row]) for row in known}
