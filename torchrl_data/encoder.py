@@ -194,6 +194,9 @@ class ConversationEncoder:
                 return runs[i + 1 :]
         return runs
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_openings": {}}  # compiled anew where they are needed
+
     def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
         key = json.dumps(tools, sort_keys=True, default=str) if tools else ""
         shapes = self._openings.get(key)

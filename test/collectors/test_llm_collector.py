@@ -1,5 +1,7 @@
 """The collector: batches into a buffer, versions, weight updates, determinism, its end."""
 
+import pickle
+
 import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -400,3 +402,12 @@ def add(a: int, b: int) -> int:
         b: Another number.
     """
     return a + b
+
+
+def test_a_pickled_collector_goes_on_where_it_was(make_policy):
+    collector = LLMCollector(make_env(4), make_policy(temperature=0.0))
+    collector.collect()
+    copy = pickle.loads(pickle.dumps(collector))
+    assert ids_of(copy.collect()) == ids_of(collector.collect())
+    copy.shutdown()
+    collector.shutdown()
