@@ -56,6 +56,7 @@ class TransformersWrapper(LLMWrapperBase):
         score_truncated: bool = True,
         **kwargs: Any,
     ) -> None:
+        SamplingParameters.from_kwargs(dict(kwargs.get("generate_kwargs") or {}))  # before loading
         if isinstance(model, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
             model = AutoModelForCausalLM.from_pretrained(model)

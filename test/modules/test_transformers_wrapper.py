@@ -149,3 +149,8 @@ def test_sampling_that_can_not_work_is_refused_when_made(make_policy, settings, 
 def test_limits_are_positive(make_policy, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         make_policy(**{name: 0})
+
+
+def test_wrong_sampling_is_found_before_a_model_is_loaded():
+    with pytest.raises(TypeError, match="no parameter 'do_sample'"):
+        TransformersWrapper("no/model", generate_kwargs={"do_sample": False})

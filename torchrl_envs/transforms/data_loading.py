@@ -68,8 +68,8 @@ class DataLoadingPrimer(EpisodeTransform):
 
     The rollouts of one draw share ``group_id`` (epoch and number of the row, whatever it says) and
     ``seed`` (of ``seed``, epoch and number), so two rows with the same prompt, and one row in two
-    epochs, are different groups. A batch always holds whole groups: where finite data end inside a
-    batch, the rows that are left over take no part (``stop_reason`` is ``"no_data"``).
+    epochs, are different groups. A batch that is reset as a whole holds whole groups: where finite
+    data end inside it, the rows left over take no part (``stop_reason`` is ``"no_data"``).
 
     The position is part of ``state_dict()``, the environment's too: a resumed run draws again the
     groups that were under way, then goes on as it would have, with any number of workers. A state
