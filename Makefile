@@ -3,9 +3,6 @@
 #   make train ARGS="task=number_guessing seed=1"
 #   make install PIP_ARGS="--index-url <an index with a CPU build of torch>"
 
-# Threads of torch that wait must not burn the cores that tools, servers and engines need.
-export OMP_WAIT_POLICY ?= passive
-
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 ARGS ?=
@@ -62,6 +59,8 @@ AGAIN := --last-failed --last-failed-no-failures none
 NO_VLLM := -m "not vllm"
 VLLM := -m vllm -o cache_dir=.pytest_cache/vllm test/docs test/modules test/sota
 
+# Threads of torch that wait must not burn the cores that tools, servers and engines need.
+tests: export OMP_WAIT_POLICY ?= passive
 tests: .venv/.installed-test
 	export OMP_NUM_THREADS=2; $(PYTEST) $(NO_VLLM) || $(PYTEST) $(NO_VLLM) $(AGAIN)
 	export OMP_NUM_THREADS=1; $(PYTEST) $(VLLM) || $(PYTEST) $(VLLM) $(AGAIN)

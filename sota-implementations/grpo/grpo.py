@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-# Before torch is imported: its threads that wait leave the cores to tools and environments.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import hydra
 import torch
