@@ -186,16 +186,11 @@ class LLMCollector:
         with drawn_again_after_an_error(self._loaders):
             try:
                 trajectories = self._run_episodes()
-            except DataExhaustedError:
-                raise
             except BaseException:
                 self.env.release_episodes()  # nothing stays open
                 raise
             num_rows = len(trajectories)
-            if self.postproc is not None:
-                trajectories = self.postproc(trajectories)
-            if self.replay_buffer is not None:
-                self.replay_buffer.extend(trajectories)
+            trajectories = handed_on(trajectories, self.postproc, self.replay_buffer)
         self.num_collected += num_rows
         return trajectories
 
@@ -254,6 +249,25 @@ def one_source(
             f"{who}.update_policy_weights_ takes a model or a state dict, got {len(given)} of them."
         )
     return given[0]
+
+
+def handed_on(
+    trajectories: TensorDictBase,
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None,
+    replay_buffer: ReplayBuffer | None,
+) -> TensorDictBase:
+    """A batch as a collector gives it: changed by ``postproc``, and in the buffer.
+
+    Args:
+        trajectories: as they were collected.
+        postproc: changes them, if there is one.
+        replay_buffer: is extended with them, if there is one.
+    """
+    if postproc is not None:
+        trajectories = postproc(trajectories)
+    if replay_buffer is not None:
+        replay_buffer.extend(trajectories)
+    return trajectories
 
 
 @contextlib.contextmanager

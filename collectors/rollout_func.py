@@ -34,7 +34,7 @@ from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoading
 from torchrl_envs.transforms.reward_functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 
-from .llm_collector import drawn_again_after_an_error, one_source, trajectory_rows
+from .llm_collector import drawn_again_after_an_error, handed_on, one_source, trajectory_rows
 from .rollout_checks import RolloutRow, check_rollouts
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
@@ -152,11 +152,9 @@ class RolloutFunctionCollector:
         """
         with drawn_again_after_an_error([self.data]):
             trajectories = self._roll_out()
-        self.num_collected += len(trajectories)
-        if self.postproc is not None:
-            trajectories = self.postproc(trajectories)
-        if self.replay_buffer is not None:
-            self.replay_buffer.extend(trajectories)
+            num_rows = len(trajectories)
+            trajectories = handed_on(trajectories, self.postproc, self.replay_buffer)
+        self.num_collected += num_rows
         return trajectories
 
     def _roll_out(self) -> TensorDictBase:

@@ -154,6 +154,24 @@ def test_after_an_error_the_same_rows_are_drawn_again(scripted, wrong):
     collector.shutdown()
 
 
+def test_rows_that_were_not_handed_on_are_drawn_again(scripted):
+    fails = [True, False]
+
+    def fail_once(batch):
+        if fails.pop(0):
+            raise OSError("the disk is full")
+        return batch
+
+    collector = collector_of(lambda *_: GOOD, scripted(["x"]), postproc=fail_once)
+    with pytest.raises(OSError, match="the disk is full"):
+        collector.collect()
+    assert collector.num_collected == 0
+    assert collector.collect()["group_id"].tolist() == [0, 1]
+    ledger = collector.data.ledger
+    assert (ledger["drawn"], ledger["ended"], collector.num_collected) == (2, 2, 2)
+    collector.shutdown()
+
+
 def test_finite_data_that_end_inside_a_batch(scripted):
     def rollout_func(prompts, collector):
         return {key: values[: len(prompts)] for key, values in GOOD.items()}
