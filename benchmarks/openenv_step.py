@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "test" / "openenv_servers"
 from process import ServerProcess
 from typed_clients import EchoEnv
 
-from torchrl_data.encoder import ConversationEncoder
 from torchrl_data.keys import FULL, PROMPT, STEP_MASK
-from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.layout.conversation_io import read_conversations, write_conversations
+from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs import ChatEnv
 from torchrl_envs.openenv import OpenEnvSession, OpenEnvTools
 from torchrl_modules.tiny_model import train_tokenizer

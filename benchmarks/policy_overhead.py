@@ -27,13 +27,13 @@ import torch
 from tensordict import TensorDict
 from training_step import CASES, Batch, grouped_inputs, make_batch, make_model, padded
 
-from torchrl_data.conversation import Conversations
-from torchrl_data.loop_state import read_conversations, write_conversations
-from torchrl_data.packed import pack
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.layout.conversation_io import read_conversations, write_conversations
+from torchrl_data.ragged.packed import pack
 from torchrl_modules import TransformersWrapper, vLLMWrapper
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.scoring.token_scoring import PackedScorer
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
-from torchrl_modules.token_scoring import PackedScorer
 
 ROWS, NEW_TOKENS = 64, 64
 GENERATE = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "stop_token_ids": ()}

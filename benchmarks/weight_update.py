@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from torchrl_modules.process_group import stateless_init_process_group
-from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.engines.transformers_engine import TransformersEngine
+from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.transformers_engine import TransformersEngine
-from torchrl_modules.weight_buckets import WeightLayout
-from torchrl_modules.weight_transfer import _free_port
+from torchrl_modules.weights.buckets import WeightLayout
+from torchrl_modules.weights.process_group import stateless_init_process_group
+from torchrl_modules.weights.transfer import _free_port
 
 Row = tuple[str, float, float]
 
@@ -118,8 +118,8 @@ def in_threads(*calls: Callable[[], object]) -> None:
 
 
 def vllm_rows(weights: dict[str, torch.Tensor], repeats: int) -> list[Row]:
-    from torchrl_modules.vllm_engine import VLLMEngine
-    from torchrl_modules.vllm_weights import load_weights
+    from torchrl_modules.vllm.engine import VLLMEngine
+    from torchrl_modules.vllm.weights import load_weights
 
     with tempfile.TemporaryDirectory() as folder:
         build(0).save_pretrained(folder)
@@ -160,7 +160,7 @@ async def pauses(
     engine: Any, weights: dict[str, torch.Tensor], repeats: int
 ) -> tuple[float, float]:
     """The longest pause between two tokens without an update, and with one; medians."""
-    from torchrl_modules.vllm_async import AsyncVLLMEngine
+    from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
 
     params = SamplingParameters(max_new_tokens=48, stop_token_ids=())
     longest: dict[bool, list[float]] = {False: [], True: []}

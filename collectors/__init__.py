@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .llm_collector import LLMCollector
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
-    from .text_environment import TextEnvironment
+    from .text_environment.environment import TextEnvironment
     from .weight_update.in_process import InProcessUpdater
     from .weight_update.interface import WeightUpdater
     from .weight_update.vllm_updater import vLLMUpdater
@@ -15,7 +15,7 @@ _HOMES = {
     "InProcessUpdater": ".weight_update.in_process",
     "LLMCollector": ".llm_collector",
     "RolloutFunctionCollector": ".rollout_func",
-    "TextEnvironment": ".text_environment",
+    "TextEnvironment": ".text_environment.environment",
     "WeightUpdater": ".weight_update.interface",
     "generate_rollout_completions": ".rollout_func",
     "vLLMUpdater": ".weight_update.vllm_updater",

@@ -5,12 +5,12 @@ from typing import Any
 
 from torchrl.data import ReplayBuffer
 
-from objectives.mc_advantage import MCAdvantage
+from objectives.advantages.mc_advantage import MCAdvantage
 from torchrl_data.keys import REWARD
-from torchrl_envs.episode_env import EpisodeEnv
-from torchrl_envs.transforms.data_loading import DataLoadingPrimer
-from torchrl_envs.transforms.episode_transform import EpisodeTransform
-from torchrl_modules.wrapper_base import LLMWrapperBase
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_modules.policies.base import LLMWrapperBase
 
 
 def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:

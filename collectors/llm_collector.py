@@ -12,8 +12,8 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
-from torchrl_data.conversation import Conversations
-from torchrl_data.conversation_views import row_tensordicts
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_data.keys import (
     DONE,
     FULL,
@@ -32,13 +32,17 @@ from torchrl_data.keys import (
     TOKEN_POLICY_VERSION,
     TRUNCATED,
 )
-from torchrl_data.loop_state import one_dimension, read_conversations, write_conversations
-from torchrl_data.row_values import read_row_values
+from torchrl_data.layout.conversation_io import (
+    one_dimension,
+    read_conversations,
+    write_conversations,
+)
+from torchrl_data.layout.export import row_tensordicts
 from torchrl_data.stop_reasons import NO_DATA
-from torchrl_envs.episode_env import EpisodeEnv
-from torchrl_envs.padded_token_entries import token_entries_of_row
-from torchrl_envs.rewards import REWARD_ERRORS, REWARD_KEYS
-from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
+from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
+from torchrl_envs.entries.padded import token_entries_of_row
+from torchrl_envs.entries.rewards import REWARD_ERRORS, REWARD_KEYS
+from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .composition_checks import check_data, check_groups, check_policy, check_rewards
@@ -175,7 +179,7 @@ class LLMCollector:
 
         Returns:
             A lazy stack ``[B]`` of ragged rows, in the environment's order: what
-            :func:`~torchrl_data.conversation_views.row_tensordicts` gives, with ``reward``
+            :func:`~torchrl_data.layout.export.row_tensordicts` gives, with ``reward``
             ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
             ``policy_version`` (when the trajectory began; as the tracker writes it, if there is
             one), ``num_turns``, ``num_tool_calls`` and ``num_tool_errors`` ``[1]`` where there are
@@ -303,7 +307,7 @@ def trajectory_rows(
         batch: the ``next`` of the step in which they finished.
         rows: which.
         further: entries of the scoring to keep, see
-            :attr:`~torchrl_envs.episode_env.EpisodeEnv.reward_entries`.
+            :attr:`~torchrl_envs.EpisodeEnv.reward_entries`.
     """
     if not rows:
         return []

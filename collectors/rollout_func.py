@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.conversation import ConversationRecord, Conversations, Position, Source
+from torchrl_data.conversation.conversations import (
+    ConversationRecord,
+    Conversations,
+    Position,
+    Source,
+)
+from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_data.keys import (
     DONE,
     PROMPT,
@@ -23,15 +30,13 @@ from torchrl_data.keys import (
     TERMINATED,
     TRUNCATED,
 )
-from torchrl_data.loop_state import write_conversations
-from torchrl_data.messages import Message
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
-from torchrl_envs.concurrent_calls import ConcurrentCalls, Outcome
-from torchrl_envs.reward_calls import RewardFunction
-from torchrl_envs.rewards import add_rewards, close_rewards
-from torchrl_envs.transforms.data_loading import DataExhaustedError, DataLoadingPrimer
-from torchrl_envs.transforms.reward_functions import RewardFunctions
+from torchrl_envs.concurrency.calls import ConcurrentCalls, Outcome
+from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
+from torchrl_envs.entries.rewards import add_rewards, close_rewards
+from torchrl_envs.rewards.calls import RewardFunction
+from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 
 from .llm_collector import drawn_again_after_an_error, handed_on, one_source, trajectory_rows
@@ -64,7 +69,7 @@ class RolloutFunctionCollector:
         data: where prompts come from, in groups.
         num_rollouts: rollouts of a batch; whole groups.
         reward_functions: score the rollouts, see
-            :class:`~torchrl_envs.transforms.reward_functions.RewardFunctions`.
+            :class:`~torchrl_envs.rewards.functions.RewardFunctions`.
         reward_field: a returned field that is a reward by itself, ``"env_reward"`` say.
         replay_buffer: extended with every batch.
         total_rollouts: stop after this many; ``None`` goes on while there is data.

@@ -8,31 +8,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .advantage_estimators import (
+    from .advantages.estimators import (
         AdvantageEstimator,
         DecoupledSources,
         GroupMean,
         LeaveOneOut,
         PassAtK,
     )
-    from .distillation import DistillationLoss
-    from .group_queue import GroupQueue
-    from .grpo import GRPOLoss
+    from .advantages.group_queue import GroupQueue
+    from .advantages.mc_advantage import MCAdvantage
+    from .advantages.ray_mc_advantage import RayMCAdvantage
+    from .advantages.top_k import TopKRewardSelector
+    from .batching.accumulation import Window
+    from .batching.non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
+    from .batching.packed_batch import MaskingStrategy, PackedBatch
     from .keys import DistillationLossKeys, GRPOLossKeys, SFTLossKeys
-    from .mc_advantage import MCAdvantage
-    from .non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
-    from .outputs import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
-    from .packed_batch import MaskingStrategy, PackedBatch
-    from .parts import (
-        CispoSurrogate,
-        ClippedSurrogate,
-        GmpoSurrogate,
-        SamplerCorrection,
-        SapoSurrogate,
-        TokenFilters,
-        VespoSurrogate,
-    )
-    from .presets import (
+    from .losses.distillation import DistillationLoss
+    from .losses.grpo import GRPOLoss
+    from .losses.outputs import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
+    from .losses.presets import (
         BNPO,
         CISPO,
         DAPO,
@@ -45,54 +39,60 @@ if TYPE_CHECKING:
         CISPOLoss,
         DrGRPO,
     )
-    from .ray_mc_advantage import RayMCAdvantage
-    from .sft import SFTLoss
-    from .top_k import TopKRewardSelector
-    from .window import Window
+    from .losses.sft import SFTLoss
+    from .losses.surrogate_options import (
+        CispoSurrogate,
+        ClippedSurrogate,
+        GmpoSurrogate,
+        SamplerCorrection,
+        SapoSurrogate,
+        TokenFilters,
+        VespoSurrogate,
+    )
 
 _HOME = {
-    "AdvantageEstimator": "advantage_estimators",
-    "DecoupledSources": "advantage_estimators",
-    "GroupMean": "advantage_estimators",
-    "LeaveOneOut": "advantage_estimators",
-    "PassAtK": "advantage_estimators",
-    "BNPO": "presets",
-    "CISPO": "presets",
-    "CISPOLoss": "presets",
-    "CispoSurrogate": "parts",
-    "ClippedSurrogate": "parts",
-    "DAPO": "presets",
-    "DistillationLoss": "distillation",
+    "AdvantageEstimator": "advantages.estimators",
+    "DecoupledSources": "advantages.estimators",
+    "GroupMean": "advantages.estimators",
+    "LeaveOneOut": "advantages.estimators",
+    "PassAtK": "advantages.estimators",
+    "BNPO": "losses.presets",
+    "CISPO": "losses.presets",
+    "CISPOLoss": "losses.presets",
+    "CispoSurrogate": "losses.surrogate_options",
+    "ClippedSurrogate": "losses.surrogate_options",
+    "DAPO": "losses.presets",
+    "DistillationLoss": "losses.distillation",
     "DistillationLossKeys": "keys",
-    "DistillationLossOutput": "outputs",
-    "DrGRPO": "presets",
-    "GMPO": "presets",
-    "GRPO": "presets",
-    "GRPOLoss": "grpo",
+    "DistillationLossOutput": "losses.outputs",
+    "DrGRPO": "losses.presets",
+    "GMPO": "losses.presets",
+    "GRPO": "losses.presets",
+    "GRPOLoss": "losses.grpo",
     "GRPOLossKeys": "keys",
-    "GRPOLossOutput": "outputs",
-    "GSPO": "presets",
-    "GmpoSurrogate": "parts",
-    "GroupQueue": "group_queue",
-    "LUSPO": "presets",
-    "MCAdvantage": "mc_advantage",
-    "MaskingStrategy": "packed_batch",
-    "NonFiniteGate": "non_finite_gate",
-    "NonFiniteStepError": "non_finite_gate",
-    "StepOutcome": "non_finite_gate",
-    "PackedBatch": "packed_batch",
-    "RayMCAdvantage": "ray_mc_advantage",
-    "SAPO": "presets",
-    "SFTLoss": "sft",
+    "GRPOLossOutput": "losses.outputs",
+    "GSPO": "losses.presets",
+    "GmpoSurrogate": "losses.surrogate_options",
+    "GroupQueue": "advantages.group_queue",
+    "LUSPO": "losses.presets",
+    "MCAdvantage": "advantages.mc_advantage",
+    "MaskingStrategy": "batching.packed_batch",
+    "NonFiniteGate": "batching.non_finite_gate",
+    "NonFiniteStepError": "batching.non_finite_gate",
+    "StepOutcome": "batching.non_finite_gate",
+    "PackedBatch": "batching.packed_batch",
+    "RayMCAdvantage": "advantages.ray_mc_advantage",
+    "SAPO": "losses.presets",
+    "SFTLoss": "losses.sft",
     "SFTLossKeys": "keys",
-    "SFTLossOutput": "outputs",
-    "SamplerCorrection": "parts",
-    "SapoSurrogate": "parts",
-    "TokenFilters": "parts",
-    "TopKRewardSelector": "top_k",
-    "VESPO": "presets",
-    "VespoSurrogate": "parts",
-    "Window": "window",
+    "SFTLossOutput": "losses.outputs",
+    "SamplerCorrection": "losses.surrogate_options",
+    "SapoSurrogate": "losses.surrogate_options",
+    "TokenFilters": "losses.surrogate_options",
+    "TopKRewardSelector": "advantages.top_k",
+    "VESPO": "losses.presets",
+    "VespoSurrogate": "losses.surrogate_options",
+    "Window": "batching.accumulation",
 }
 
 __all__ = [

@@ -8,70 +8,76 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import keys
-    from .chat_templates import (
+    from .conversation.content import ContentBase
+    from .conversation.conversations import (
+        ConversationRecord,
+        Conversations,
+        EncodedMessages,
+        Position,
+        Source,
+    )
+    from .conversation.messages import check_messages
+    from .display.html_page import conversation_html, messages_html
+    from .display.terminal import show_conversation, show_messages
+    from .display.text_history import TextHistory
+    from .errors import MissingEntryError, require_entries
+    from .history.history import History
+    from .layout.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+    from .layout.conversation_io import read_conversations, write_conversations
+    from .layout.conversion import conversation_tokens
+    from .layout.export import history_view, row_tensordicts
+    from .protocols import TokenScorer, TokenScores
+    from .ragged.packed import cumulative_lengths, pack, pad, sequence_index, unpack
+    from .templates.control_tokens import ControlTokenGuard
+    from .templates.encoder import ConversationEncoder
+    from .templates.registry import (
         add_chat_template,
         builtin_template,
         resolve_template,
         template_names,
     )
-    from .content import ContentBase
-    from .control_tokens import ControlTokenGuard
-    from .conversation import ConversationRecord, Conversations, EncodedMessages, Position, Source
-    from .conversation_views import history_view, row_tensordicts
-    from .encoder import ConversationEncoder
-    from .errors import MissingEntryError, require_entries
-    from .history import History
-    from .html_page import conversation_html, messages_html
-    from .layout import ChatHistory, LogProbs, Masks, Text, Tokens
-    from .layout_conversion import conversation_tokens
-    from .loop_state import read_conversations, write_conversations
-    from .messages import check_messages
-    from .packed import cumulative_lengths, pack, pad, sequence_index, unpack
-    from .protocols import TokenScorer, TokenScores
-    from .show import show_conversation, show_messages
-    from .text_history import TextHistory
-    from .tool_calls import parse_tool_calls
+    from .tool_calls.parse import parse_tool_calls
 
 _HOME = {
-    "ChatHistory": "layout",
-    "ContentBase": "content",
-    "ControlTokenGuard": "control_tokens",
-    "ConversationEncoder": "encoder",
-    "ConversationRecord": "conversation",
-    "Conversations": "conversation",
-    "EncodedMessages": "conversation",
-    "History": "history",
-    "LogProbs": "layout",
-    "Masks": "layout",
+    "ChatHistory": "layout.containers",
+    "ContentBase": "conversation.content",
+    "ControlTokenGuard": "templates.control_tokens",
+    "ConversationEncoder": "templates.encoder",
+    "ConversationRecord": "conversation.conversations",
+    "Conversations": "conversation.conversations",
+    "EncodedMessages": "conversation.conversations",
+    "History": "history.history",
+    "LogProbs": "layout.containers",
+    "Masks": "layout.containers",
     "MissingEntryError": "errors",
-    "Position": "conversation",
-    "Source": "conversation",
-    "Text": "layout",
-    "TextHistory": "text_history",
+    "Position": "conversation.conversations",
+    "Source": "conversation.conversations",
+    "Text": "layout.containers",
+    "TextHistory": "display.text_history",
     "TokenScorer": "protocols",
     "TokenScores": "protocols",
-    "Tokens": "layout",
-    "add_chat_template": "chat_templates",
-    "builtin_template": "chat_templates",
-    "check_messages": "messages",
-    "conversation_html": "html_page",
-    "conversation_tokens": "layout_conversion",
-    "cumulative_lengths": "packed",
-    "history_view": "conversation_views",
-    "messages_html": "html_page",
-    "pack": "packed",
-    "pad": "packed",
-    "parse_tool_calls": "tool_calls",
-    "read_conversations": "loop_state",
+    "Tokens": "layout.containers",
+    "add_chat_template": "templates.registry",
+    "builtin_template": "templates.registry",
+    "check_messages": "conversation.messages",
+    "conversation_html": "display.html_page",
+    "conversation_tokens": "layout.conversion",
+    "cumulative_lengths": "ragged.packed",
+    "history_view": "layout.export",
+    "messages_html": "display.html_page",
+    "pack": "ragged.packed",
+    "pad": "ragged.packed",
+    "parse_tool_calls": "tool_calls.parse",
+    "read_conversations": "layout.conversation_io",
     "require_entries": "errors",
-    "resolve_template": "chat_templates",
-    "row_tensordicts": "conversation_views",
-    "sequence_index": "packed",
-    "show_conversation": "show",
-    "show_messages": "show",
-    "template_names": "chat_templates",
-    "unpack": "packed",
-    "write_conversations": "loop_state",
+    "resolve_template": "templates.registry",
+    "row_tensordicts": "layout.export",
+    "sequence_index": "ragged.packed",
+    "show_conversation": "display.terminal",
+    "show_messages": "display.terminal",
+    "template_names": "templates.registry",
+    "unpack": "ragged.packed",
+    "write_conversations": "layout.conversation_io",
 }
 
 __all__ = [

@@ -6,84 +6,84 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter
 
-    from .chat_env import ChatEnv
-    from .conformance import EnvironmentRuleError, check_env
-    from .dataset_chat_env import DatasetChatEnv
-    from .episode_env import EpisodeEnv
-    from .episode_lost import EpisodeLostError
+    from .compat.hashing_env import LLMHashingEnv
+    from .compat.llm_env import LLMEnv
+    from .datasets.dataset_chat_env import DatasetChatEnv
+    from .datasets.primer import DataExhaustedError, DataLoadingPrimer
+    from .entries.stacking import as_nested_tensor, as_padded_tensor
+    from .episode.chat_env import ChatEnv
+    from .episode.episode_env import EpisodeEnv
+    from .episode.episode_transform import EpisodeTransform
+    from .episode.error_limit import RewardErrorLimit, TooManyRewardErrors
+    from .episode.tool_source import Answer, Job, ToolSource
+    from .errors import EpisodeLostError
     from .graders.judges import ChatCompletions, PolicyAnswers
     from .graders.llm_judge import LLMJudge
     from .graders.math_verify_reward import MathVerifyReward
     from .graders.reward_model import RewardModel
-    from .hashing_env import LLMHashingEnv
-    from .llm_env import LLMEnv
-    from .reward_calls import row_reward
-    from .reward_error_limit import RewardErrorLimit, TooManyRewardErrors
-    from .reward_logging import reward_metrics
+    from .rewards.answer import AnswerReward
+    from .rewards.calls import row_reward
+    from .rewards.functions import RewardFunctions
+    from .rewards.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+    from .rewards.metrics import reward_metrics
     from .sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
-    from .stacking import as_nested_tensor, as_padded_tensor
     from .tasks.countdown import CountdownEnv, CountdownRewardParser
     from .tasks.gsm8k import GSM8KEnv, GSM8KPrepareQuestion, GSM8KRewardParser, make_gsm8k_env
     from .tasks.ifeval import IFEvalEnv, IFEvalScoreData, IfEvalScorer
     from .tasks.math_problems import MATHEnv
-    from .tasks.mlgym_env import MLGymWrapper, make_mlgym
-    from .transforms.answer_reward import AnswerReward
-    from .transforms.browser import BrowserTransform
-    from .transforms.data_loading import DataExhaustedError, DataLoadingPrimer
-    from .transforms.environment_tools import EnvironmentTools
-    from .transforms.episode_transform import EpisodeTransform
-    from .transforms.function_tools import FunctionTools
-    from .transforms.kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-    from .transforms.mcp_tools import MCPToolTransform
+    from .tasks.mlgym.env import MLGymWrapper, make_mlgym
+    from .testing.check_env import EnvironmentRuleError, check_env
+    from .tools.browser import BrowserTransform
+    from .tools.environment_tools import EnvironmentTools
+    from .tools.function_tools import FunctionTools
+    from .tools.mcp_tools import MCPToolTransform
+    from .tools.python_interpreter import PythonInterpreter
     from .transforms.policy_version import PolicyVersion
-    from .transforms.python_interpreter import PythonInterpreter
-    from .transforms.reward_functions import RewardFunctions
     from .transforms.thinking_prompt import AddThinkingPrompt
     from .transforms.token_budget import TokenBudget
     from .transforms.tokenizer import TemplateTransform, Tokenizer
-    from .transforms.tool_source import Answer, Job, ToolSource
 
 _HOMES = {
     "AddThinkingPrompt": "torchrl_envs.transforms.thinking_prompt",
-    "Answer": "torchrl_envs.transforms.tool_source",
-    "AnswerReward": "torchrl_envs.transforms.answer_reward",
-    "BrowserTransform": "torchrl_envs.transforms.browser",
+    "Answer": "torchrl_envs.episode.tool_source",
+    "AnswerReward": "torchrl_envs.rewards.answer",
+    "BrowserTransform": "torchrl_envs.tools.browser",
     "ChatCompletions": "torchrl_envs.graders.judges",
-    "ChatEnv": "torchrl_envs.chat_env",
+    "ChatEnv": "torchrl_envs.episode.chat_env",
     "CountdownEnv": "torchrl_envs.tasks.countdown",
     "CountdownRewardParser": "torchrl_envs.tasks.countdown",
-    "DataExhaustedError": "torchrl_envs.transforms.data_loading",
-    "DataLoadingPrimer": "torchrl_envs.transforms.data_loading",
-    "DatasetChatEnv": "torchrl_envs.dataset_chat_env",
-    "EnvironmentRuleError": "torchrl_envs.conformance",
-    "EnvironmentTools": "torchrl_envs.transforms.environment_tools",
-    "EpisodeEnv": "torchrl_envs.episode_env",
-    "EpisodeLostError": "torchrl_envs.episode_lost",
-    "EpisodeTransform": "torchrl_envs.transforms.episode_transform",
-    "FunctionTools": "torchrl_envs.transforms.function_tools",
+    "DataExhaustedError": "torchrl_envs.datasets.primer",
+    "DataLoadingPrimer": "torchrl_envs.datasets.primer",
+    "DatasetChatEnv": "torchrl_envs.datasets.dataset_chat_env",
+    "EnvironmentRuleError": "torchrl_envs.testing.check_env",
+    "EnvironmentTools": "torchrl_envs.tools.environment_tools",
+    "EpisodeEnv": "torchrl_envs.episode.episode_env",
+    "EpisodeLostError": "torchrl_envs.errors",
+    "EpisodeTransform": "torchrl_envs.episode.episode_transform",
+    "FunctionTools": "torchrl_envs.tools.function_tools",
     "GSM8KEnv": "torchrl_envs.tasks.gsm8k",
     "GSM8KPrepareQuestion": "torchrl_envs.tasks.gsm8k",
     "GSM8KRewardParser": "torchrl_envs.tasks.gsm8k",
     "IFEvalEnv": "torchrl_envs.tasks.ifeval",
     "IFEvalScoreData": "torchrl_envs.tasks.ifeval",
     "IfEvalScorer": "torchrl_envs.tasks.ifeval",
-    "Job": "torchrl_envs.transforms.tool_source",
-    "KLComputation": "torchrl_envs.transforms.kl",
-    "KLRewardTransform": "torchrl_envs.transforms.kl",
-    "LLMEnv": "torchrl_envs.llm_env",
-    "LLMHashingEnv": "torchrl_envs.hashing_env",
+    "Job": "torchrl_envs.episode.tool_source",
+    "KLComputation": "torchrl_envs.rewards.kl",
+    "KLRewardTransform": "torchrl_envs.rewards.kl",
+    "LLMEnv": "torchrl_envs.compat.llm_env",
+    "LLMHashingEnv": "torchrl_envs.compat.hashing_env",
     "LLMJudge": "torchrl_envs.graders.llm_judge",
     "MATHEnv": "torchrl_envs.tasks.math_problems",
-    "MCPToolTransform": "torchrl_envs.transforms.mcp_tools",
-    "MLGymWrapper": "torchrl_envs.tasks.mlgym_env",
+    "MCPToolTransform": "torchrl_envs.tools.mcp_tools",
+    "MLGymWrapper": "torchrl_envs.tasks.mlgym.env",
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "PolicyAnswers": "torchrl_envs.graders.judges",
     "PolicyVersion": "torchrl_envs.transforms.policy_version",
-    "PythonInterpreter": "torchrl_envs.transforms.python_interpreter",
-    "RetrieveKL": "torchrl_envs.transforms.kl",
-    "RetrieveLogProb": "torchrl_envs.transforms.kl",
-    "RewardErrorLimit": "torchrl_envs.reward_error_limit",
-    "RewardFunctions": "torchrl_envs.transforms.reward_functions",
+    "PythonInterpreter": "torchrl_envs.tools.python_interpreter",
+    "RetrieveKL": "torchrl_envs.rewards.kl",
+    "RetrieveLogProb": "torchrl_envs.rewards.kl",
+    "RewardErrorLimit": "torchrl_envs.episode.error_limit",
+    "RewardFunctions": "torchrl_envs.rewards.functions",
     "RewardModel": "torchrl_envs.graders.reward_model",
     "Sandbox": "torchrl_envs.sandbox",
     "SandboxLimits": "torchrl_envs.sandbox",
@@ -93,15 +93,15 @@ _HOMES = {
     "TemplateTransform": "torchrl_envs.transforms.tokenizer",
     "TokenBudget": "torchrl_envs.transforms.token_budget",
     "Tokenizer": "torchrl_envs.transforms.tokenizer",
-    "TooManyRewardErrors": "torchrl_envs.reward_error_limit",
-    "ToolSource": "torchrl_envs.transforms.tool_source",
-    "as_nested_tensor": "torchrl_envs.stacking",
-    "as_padded_tensor": "torchrl_envs.stacking",
-    "check_env": "torchrl_envs.conformance",
+    "TooManyRewardErrors": "torchrl_envs.episode.error_limit",
+    "ToolSource": "torchrl_envs.episode.tool_source",
+    "as_nested_tensor": "torchrl_envs.entries.stacking",
+    "as_padded_tensor": "torchrl_envs.entries.stacking",
+    "check_env": "torchrl_envs.testing.check_env",
     "make_gsm8k_env": "torchrl_envs.tasks.gsm8k",
-    "make_mlgym": "torchrl_envs.tasks.mlgym_env",
-    "reward_metrics": "torchrl_envs.reward_logging",
-    "row_reward": "torchrl_envs.reward_calls",
+    "make_mlgym": "torchrl_envs.tasks.mlgym.env",
+    "reward_metrics": "torchrl_envs.rewards.metrics",
+    "row_reward": "torchrl_envs.rewards.calls",
 }
 
 __all__ = [

@@ -6,44 +6,44 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
 
-    from .chunked_head import chunked_log_prob
-    from .engine import Engine, EngineDied, Generation, VersionSpan
-    from .process_group import stateless_init_process_group
-    from .sampling import SamplingParameters
-    from .supervised_engine import SupervisedEngine
-    from .token_distribution import TokenDistribution
-    from .transformers_engine import TransformersEngine
-    from .transformers_wrapper import TransformersWrapper
-    from .vllm_async import AsyncVLLMEngine
-    from .vllm_engine import VLLMEngine
-    from .vllm_placement import LLMOnDevice, make_vllm_worker
-    from .vllm_serve import start_server
-    from .vllm_server import VLLMServerEngine
-    from .vllm_worker import vLLMWorker
-    from .vllm_wrapper import vLLMWrapper
-    from .wrapper_base import LLMWrapperBase
+    from .engines.protocol import Engine, EngineDied, Generation, VersionSpan
+    from .engines.transformers_engine import TransformersEngine
+    from .policies.base import LLMWrapperBase
+    from .policies.transformers_wrapper import TransformersWrapper
+    from .policies.vllm_wrapper import vLLMWrapper
+    from .sampling.params import SamplingParameters
+    from .scoring.chunked_head import chunked_log_prob
+    from .scoring.distribution import TokenDistribution
+    from .vllm.async_engine import AsyncVLLMEngine
+    from .vllm.client import VLLMServerEngine
+    from .vllm.engine import VLLMEngine
+    from .vllm.launch import start_server
+    from .vllm.supervised import SupervisedEngine
+    from .vllm.torchrl_names import LLMOnDevice, make_vllm_worker
+    from .vllm.worker import vLLMWorker
+    from .weights.process_group import stateless_init_process_group
 
 _HOMES = {
-    "AsyncVLLMEngine": "vllm_async",
-    "Engine": "engine",
-    "EngineDied": "engine",
-    "Generation": "engine",
-    "LLMOnDevice": "vllm_placement",
-    "LLMWrapperBase": "wrapper_base",
-    "SamplingParameters": "sampling",
-    "SupervisedEngine": "supervised_engine",
-    "TokenDistribution": "token_distribution",
-    "TransformersEngine": "transformers_engine",
-    "TransformersWrapper": "transformers_wrapper",
-    "VLLMEngine": "vllm_engine",
-    "VLLMServerEngine": "vllm_server",
-    "VersionSpan": "engine",
-    "chunked_log_prob": "chunked_head",
-    "make_vllm_worker": "vllm_placement",
-    "start_server": "vllm_serve",
-    "stateless_init_process_group": "process_group",
-    "vLLMWorker": "vllm_worker",
-    "vLLMWrapper": "vllm_wrapper",
+    "AsyncVLLMEngine": "vllm.async_engine",
+    "Engine": "engines.protocol",
+    "EngineDied": "engines.protocol",
+    "Generation": "engines.protocol",
+    "LLMOnDevice": "vllm.torchrl_names",
+    "LLMWrapperBase": "policies.base",
+    "SamplingParameters": "sampling.params",
+    "SupervisedEngine": "vllm.supervised",
+    "TokenDistribution": "scoring.distribution",
+    "TransformersEngine": "engines.transformers_engine",
+    "TransformersWrapper": "policies.transformers_wrapper",
+    "VLLMEngine": "vllm.engine",
+    "VLLMServerEngine": "vllm.client",
+    "VersionSpan": "engines.protocol",
+    "chunked_log_prob": "scoring.chunked_head",
+    "make_vllm_worker": "vllm.torchrl_names",
+    "start_server": "vllm.launch",
+    "stateless_init_process_group": "weights.process_group",
+    "vLLMWorker": "vllm.worker",
+    "vLLMWrapper": "policies.vllm_wrapper",
 }
 
 # The groups that policies read and write, where TorchRL's users look for them too.

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrl_modules.transformers_engine import TransformersEngine
-from torchrl_modules.weight_transfer import C10dWeightTransfer
+from torchrl_modules.engines.transformers_engine import TransformersEngine
+from torchrl_modules.weights.transfer import C10dWeightTransfer
 
 from .interface import UpdatablePolicy, WeightUpdater
 

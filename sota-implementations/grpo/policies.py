@@ -7,8 +7,8 @@ from config import Engine, GRPOConfig
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchrl_data.chat_templates import builtin_template
-from torchrl_data.conversation import Message
+from torchrl_data.conversation.conversations import Message
+from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase, SamplingParameters, TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer

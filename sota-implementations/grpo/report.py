@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.rule import Rule
 from tensordict import TensorDictBase
 
-from torchrl_data.show import show_conversation
+from torchrl_data.display.terminal import show_conversation
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from objectives import SFTLoss
-from torchrl_data.conversation import Message, Source
+from torchrl_data.conversation.conversations import Message, Source
 from torchrl_data.keys import ASSISTANT_MASK, TOKENS_FULL
 from torchrl_modules import TransformersWrapper
 

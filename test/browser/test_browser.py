@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.loop_state import read_conversations
+from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     BrowserTransform,
     ChatEnv,

@@ -18,7 +18,7 @@ from torchrl_data import (
     resolve_template,
     template_names,
 )
-from torchrl_data.template_rendering import render_template
+from torchrl_data.templates.rendering import render_template
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

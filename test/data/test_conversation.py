@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES
 
 from torchrl_data import Conversations, EncodedMessages, Source, row_tensordicts
-from torchrl_data.layout_conversion import conversation_tokens
+from torchrl_data.layout.conversion import conversation_tokens
 
 ANSWER = {"role": "assistant", "content": "a"}
 

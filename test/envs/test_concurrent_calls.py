@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from torchrl_envs.concurrent_calls import CallTimeoutError, ConcurrentCalls
-from torchrl_envs.daemon_threads import DaemonThreads
+from torchrl_envs.concurrency.calls import CallTimeoutError, ConcurrentCalls
+from torchrl_envs.concurrency.threads import DaemonThreads
 
 
 @pytest.fixture

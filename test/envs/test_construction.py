@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_data.errors import MissingEntryError
-from torchrl_data.row_values import read_row_values
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -20,7 +20,7 @@ from torchrl_envs import (
     FunctionTools,
     RewardFunctions,
 )
-from torchrl_envs.tool_schemas import schema_tool
+from torchrl_envs.tool_calls.schemas import schema_tool
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(4)]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
@@ -21,8 +21,8 @@ from torchrl_envs import (
     DatasetChatEnv,
     RewardFunctions,
 )
-from torchrl_envs.rows.frontier import Frontier
-from torchrl_envs.transforms.data_loading import IDS_PER_EPOCH
+from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_envs.datasets.resume import Frontier
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(7)]
 

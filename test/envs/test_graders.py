@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
 from torchrl_envs.graders.answers import (
     exact_match,
@@ -22,8 +22,8 @@ from torchrl_envs.graders.answers import (
     read_tags,
     think_answer_format,
 )
-from torchrl_envs.graders.killable_pool import KillablePool
 from torchrl_envs.graders.math_verify_reward import MathVerifyReward, grade_math
+from torchrl_envs.processes.killable_pool import KillablePool
 
 HANGS = r"\boxed{9^{9^{9^9}}}"
 
@@ -99,7 +99,7 @@ def test_no_process_outlives_a_killed_program(tmp_path):
         textwrap.dedent(
             """
             import time
-            from torchrl_envs.graders.killable_pool import KillablePool
+            from torchrl_envs.processes.killable_pool import KillablePool
 
             if __name__ == "__main__":
                 pool = KillablePool(num_workers=2, timeout_s=600)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_data.errors import MissingEntryError
-from torchrl_data.row_values import read_row_values
 from torchrl_envs import LLMHashingEnv
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectors import LLMCollector
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_envs import ChatEnv, DataLoadingPrimer, IFEvalEnv, IFEvalScoreData, IfEvalScorer
 from torchrl_envs.graders.instructions import (
     INSTRUCTIONS,

@@ -7,9 +7,9 @@ from torchrl.envs.transforms import Compose
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_data import ChatHistory, History, MissingEntryError, Tokens
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_data.keys import INPUT_MODES
-from torchrl_data.loop_state import read_conversations
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
 

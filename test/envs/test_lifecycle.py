@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.loop_state import read_conversations
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import LLMEnv
 from torchrl_modules import TransformersWrapper
 

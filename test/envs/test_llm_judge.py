@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_envs import (
     ChatCompletions,
     ChatEnv,

@@ -14,8 +14,8 @@ import pytest
 from mcp.server import MCPServer
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.loop_state import read_conversations
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -23,7 +23,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.mcp_connection import MCPConnection, MCPServerError
+from torchrl_envs.tools.mcp_connection import MCPConnection, MCPServerError
 
 SERVER = Path(__file__).parent / "mcp_server_for_tests.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}

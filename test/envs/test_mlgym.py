@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_envs import make_mlgym
-from torchrl_envs.tasks.mlgym_env import NO_ACTION
-from torchrl_envs.tasks.mlgym_session import command_file, score_gain
+from torchrl_envs.tasks.mlgym.env import NO_ACTION
+from torchrl_envs.tasks.mlgym.session import command_file, score_gain
 
 STAND_IN = Path(__file__).parent / "mlgym_stand_in"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from torchrl_data.encoder import ConversationEncoder
+from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, RewardModel
 
 

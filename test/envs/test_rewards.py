@@ -9,8 +9,8 @@ import pytest
 import torch
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.loop_state import read_conversations
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,

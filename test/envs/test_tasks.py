@@ -5,7 +5,7 @@ import re
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.tool_calls import parse_tool_calls
+from torchrl_data.tool_calls.parse import parse_tool_calls
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_envs.tasks.calculator import TOOLS, calculator_task
 from torchrl_envs.tasks.number_guessing import NumberGuessing, number_guessing_task

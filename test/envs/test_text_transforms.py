@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_envs import (
     AddThinkingPrompt,
     ChatEnv,

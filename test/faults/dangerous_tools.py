@@ -108,7 +108,7 @@ async def double(x: int) -> object:
 if __name__ == "__main__":
     import dangerous_tools
 
-    from torchrl_envs.tool_processes import ToolProcesses
+    from torchrl_envs.processes import ToolProcesses
 
     functions = {"a": dangerous_tools.hang, "b": dangerous_tools.hold_with_child}
     tools = ToolProcesses(functions, num_processes=2, timeout_s=600, max_result_bytes=100)

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.loop_state import read_conversations
+from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter
-from torchrl_envs.concurrent_calls import CallTimeoutError
-from torchrl_envs.tool_processes import ToolProcessError, ToolProcesses
+from torchrl_envs.concurrency.calls import CallTimeoutError
+from torchrl_envs.processes import ToolProcessError, ToolProcesses
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(120)]
 

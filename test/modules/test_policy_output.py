@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_data.conversation import Conversations
-from torchrl_data.conversation_views import row_tensordicts
-from torchrl_data.layout import Tokens
-from torchrl_data.loop_state import read_conversations, write_conversations
-from torchrl_data.padded_rows import padded_rows
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.layout.containers import Tokens
+from torchrl_data.layout.conversation_io import read_conversations, write_conversations
+from torchrl_data.layout.export import row_tensordicts
+from torchrl_data.ragged.padded import padded_rows
 from torchrl_modules import TransformersEngine, TransformersWrapper
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
@@ -85,7 +85,7 @@ TURN = {"role": "assistant", "content": ""}
 @settings(max_examples=30, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5))
 def test_padded_rows_are_the_ragged_ones_where_the_mask_is_true(rows):
-    from torchrl_data.conversation import EncodedMessages, Source
+    from torchrl_data.conversation.conversations import EncodedMessages, Source
 
     conversations = Conversations.from_messages([[] for _ in rows])
     conversations = conversations.append_encoded(

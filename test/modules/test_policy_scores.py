@@ -6,8 +6,8 @@ from tensordict import TensorDict, lazy_stack
 
 from objectives import GRPOLoss
 from torchrl_data import Tokens
-from torchrl_data.conversation import Conversations
-from torchrl_data.loop_state import write_conversations
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_modules import TransformersWrapper, truncation
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.vllm_engine import VLLMEngine
+from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.vllm.engine import VLLMEngine
 
 STOP = 3
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
@@ -234,8 +234,8 @@ def test_a_second_engine_leaves_the_first_one_alone(vllm_engine, model, build_mo
 MIXTURE_OF_EXPERTS = """
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from torchrl_modules.sampling import SamplingParameters
-from torchrl_modules.vllm_engine import VLLMEngine
+from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.vllm.engine import VLLMEngine
 
 config = Qwen3MoeConfig(
     vocab_size=200, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,

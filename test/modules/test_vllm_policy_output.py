@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.conversation import Conversations
-from torchrl_data.loop_state import read_conversations, write_conversations
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_modules import TransformersWrapper, vLLMWrapper
 
 pytestmark = pytest.mark.vllm
@@ -21,7 +21,7 @@ def chat_model(make_tiny_model):
 
 @pytest.fixture(scope="module")
 def chat_engine(chat_model, session_engine, tmp_path_factory):
-    from torchrl_modules.vllm_engine import VLLMEngine
+    from torchrl_modules.vllm.engine import VLLMEngine
 
     directory = tmp_path_factory.mktemp("chat_model")
     chat_model.save_pretrained(directory)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_modules.vllm_runtime import preserved_globals
+from torchrl_modules.vllm.runtime import preserved_globals
 
 
 def test_random_generators_and_thread_settings_are_put_back():
@@ -36,7 +36,7 @@ def test_random_generators_and_thread_settings_are_put_back():
 WITHOUT_VLLM = """
 import sys
 sys.modules["vllm"] = None
-from torchrl_modules.vllm_engine import VLLMEngine
+from torchrl_modules.vllm.engine import VLLMEngine
 try:
     VLLMEngine("anything")
 except ImportError as error:
@@ -45,7 +45,7 @@ else:
     raise AssertionError
 """
 OWN_PROCESS = """
-from torchrl_modules.vllm_engine import VLLMEngine
+from torchrl_modules.vllm.engine import VLLMEngine
 try:
     VLLMEngine("anything")
 except RuntimeError as error:
@@ -55,7 +55,7 @@ else:
 """
 LAZY = """
 import sys
-import torchrl_modules.vllm_engine
+import torchrl_modules.vllm.engine
 assert "vllm" not in sys.modules
 """
 

@@ -13,12 +13,12 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from collectors.weight_update import vLLMUpdater
 from objectives import GRPOLoss
-from torchrl_data.conversation import Conversations
-from torchrl_data.loop_state import write_conversations
-from torchrl_data.row_values import read_row_values
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper, vLLMWrapper
-from torchrl_modules.vllm_async import AsyncVLLMEngine
+from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
 
 pytestmark = pytest.mark.vllm
 

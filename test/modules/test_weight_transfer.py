@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_modules.process_group import stateless_init_process_group
-from torchrl_modules.weight_buckets import WeightLayout
-from torchrl_modules.weight_transfer import C10dWeightTransfer, _free_port
+from torchrl_modules.weights.buckets import WeightLayout
+from torchrl_modules.weights.process_group import stateless_init_process_group
+from torchrl_modules.weights.transfer import C10dWeightTransfer, _free_port
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_data.conversation import Conversations, Message
+from torchrl_data.conversation.conversations import Conversations, Message
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
-from torchrl_data.loop_state import read_conversations, write_conversations
-from torchrl_data.row_values import read_row_values
+from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

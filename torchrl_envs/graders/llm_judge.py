@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from torchrl_data.conversation import Message
-from torchrl_envs.concurrent_calls import is_async
-from torchrl_envs.daemon_threads import DaemonThreads
+from torchrl_data.conversation.conversations import Message
+from torchrl_envs.concurrency.calls import is_async
+from torchrl_envs.concurrency.threads import DaemonThreads
 
 from .judges import Answers, Judge
 

@@ -10,10 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torchrl_data.conversation import Message
+from torchrl_data.conversation.conversations import Message
+from torchrl_envs.processes.killable_pool import KillablePool
 
 from .answers import final_text, read_tags
-from .killable_pool import KillablePool
 
 
 class MathVerifyReward:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from torchrl_data.conversation import Message
-from torchrl_data.encoder import ConversationEncoder
-from torchrl_data.packed import pad
+from torchrl_data.conversation.conversations import Message
+from torchrl_data.ragged.packed import pad
+from torchrl_data.templates.encoder import ConversationEncoder
 
 
 class RewardModel:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from torchrl_data.tool_calls import ToolCall
-from torchrl_envs.tool_schemas import Tool, function_tool, schema_tool
+from torchrl_data.tool_calls.parse import ToolCall
+from torchrl_envs.tool_calls.schemas import Tool, function_tool, schema_tool
 
 from .errors import OpenEnvConnectionError, OpenEnvProtocolError
 from .messages import EnvResult

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchrl_envs.episode_lost import EpisodeLostError
+from torchrl_envs.errors import EpisodeLostError
 
 
 class OpenEnvError(Exception):

@@ -9,16 +9,16 @@ from typing import Any, Final, Literal
 
 from tensordict import TensorDictBase
 
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_data.keys import QUERY, ROW, SEED
-from torchrl_data.row_values import read_row_values, write_row_values
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE
-from torchrl_data.tool_calls import ToolCall
-from torchrl_envs.closing import close_all
-from torchrl_envs.concurrent_calls import Call, ConcurrentCalls, Outcome
-from torchrl_envs.observations import with_observation
-from torchrl_envs.rewards import RewardSource, add_rewards
-from torchrl_envs.tool_schemas import Tool
-from torchrl_envs.transforms.tool_source import Answer, Job, ToolSource
+from torchrl_data.tool_calls.parse import ToolCall
+from torchrl_envs.concurrency.calls import Call, ConcurrentCalls, Outcome
+from torchrl_envs.concurrency.cleanup import close_all
+from torchrl_envs.entries.observations import with_observation
+from torchrl_envs.entries.rewards import RewardSource, add_rewards
+from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
+from torchrl_envs.tool_calls.schemas import Tool
 
 from .actions import Action, actions_of_functions, actions_of_server, observation_text
 from .messages import EnvResult
@@ -52,7 +52,7 @@ class OpenEnvTools(ToolSource, RewardSource):
         connect_timeout_s: deadline of one attempt to connect.
         capacity_timeout_s: how long to wait for a server whose sessions are all taken.
         headers: HTTP headers of the connections.
-        **kwargs: see :class:`~torchrl_envs.transforms.tool_source.ToolSource`.
+        **kwargs: see :class:`~torchrl_envs.episode.tool_source.ToolSource`.
 
     Raises:
         ValueError: the URL or a setting is wrong, or a function can't be offered to a model.

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from torchrl_data.conversation import Message
-from torchrl_data.tool_calls import ToolCall, parse_tool_calls
+from torchrl_data.conversation.conversations import Message
+from torchrl_data.tool_calls.parse import ToolCall, parse_tool_calls
 
 from .reasoning_gym_questions import Question, question_rows
 from .task import Row, Task, split_rows, unique_rows

@@ -6,9 +6,9 @@ The demonstrations move at random; where the ball is, is for the policy to see.
 import random
 from typing import Any, Final
 
-from torchrl_data.conversation import Message
-from torchrl_envs.games.catch import NUM_ROWS, CatchGame
+from torchrl_data.conversation.conversations import Message
 
+from .games.catch import NUM_ROWS, CatchGame
 from .task import Row, Task
 
 PROMPT: Final = (

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torchrl_data.keys import REWARD
 from torchrl_envs.graders.answers import read_tags
-from torchrl_envs.transforms.answer_reward import AnswerReward
+from torchrl_envs.rewards.answer import AnswerReward
 
 from .question_env import QuestionEnv
 
@@ -122,7 +122,7 @@ class CountdownRewardParser(AnswerReward):
     Args:
         format_reward: for an answer that is wrong.
         correct_reward: for one that is right.
-        **kwargs: see :class:`~torchrl_envs.transforms.answer_reward.AnswerReward`.
+        **kwargs: see :class:`~torchrl_envs.rewards.answer.AnswerReward`.
     """
 
     required_columns = ("numbers", "target")

@@ -3,9 +3,9 @@
 import random
 from typing import Any
 
-from torchrl_data.conversation import Message
-from torchrl_envs.games.wordle import WORDS
+from torchrl_data.conversation.conversations import Message
 
+from .games.wordle import WORDS
 from .task import Row, Task, split_rows
 
 

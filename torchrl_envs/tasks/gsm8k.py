@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from tensordict import TensorDictBase
 
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_data.keys import QUERY, REWARD
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.graders.answers import hash_answer, normalize_number, read_tags
-from torchrl_envs.transforms.answer_reward import AnswerReward
-from torchrl_envs.transforms.episode_transform import EpisodeTransform
+from torchrl_envs.rewards.answer import AnswerReward
 
 from .question_env import QuestionEnv
 
@@ -34,7 +34,7 @@ class GSM8KRewardParser(AnswerReward):
         format_reward: for an answer that is wrong.
         correct_reward: for one that is right.
         answer_column: of the data; what follows its last ``####``, or all of it.
-        **kwargs: see :class:`~torchrl_envs.transforms.answer_reward.AnswerReward`.
+        **kwargs: see :class:`~torchrl_envs.rewards.answer.AnswerReward`.
     """
 
     part_keys = ("reward_answer", "reward_think", "reward_right", "success")

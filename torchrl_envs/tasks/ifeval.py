@@ -15,10 +15,10 @@ from tensordict import TensorClass, TensorDictBase
 from torch import Tensor
 
 from torchrl_data.keys import REWARD
-from torchrl_envs.accepted_arguments import accepted_arguments
 from torchrl_envs.graders.answers import read_blocks
 from torchrl_envs.graders.instructions import INSTRUCTIONS, follows, loose_variants
-from torchrl_envs.transforms.answer_reward import AnswerReward
+from torchrl_envs.rewards.answer import AnswerReward
+from torchrl_envs.tool_calls.signatures import accepted_arguments
 
 from .question_env import QuestionEnv
 
@@ -111,7 +111,7 @@ class IfEvalScorer(AnswerReward):
         format_weights: of the strict prompt, strict instruction, loose prompt and loose instruction
             accuracy.
         require_answer: judge what is in the first ``<answer>`` block; otherwise the whole message.
-        **kwargs: see :class:`~torchrl_envs.transforms.answer_reward.AnswerReward`.
+        **kwargs: see :class:`~torchrl_envs.rewards.answer.AnswerReward`.
 
     Raises:
         ValueError: there are not four finite weights.

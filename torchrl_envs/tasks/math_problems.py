@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torchrl_envs.graders.answers import think_answer_format
 from torchrl_envs.graders.math_verify_reward import MathVerifyReward
-from torchrl_envs.transforms.reward_functions import RewardFunctions
+from torchrl_envs.rewards.functions import RewardFunctions
 
 from .question_env import QuestionEnv
 

@@ -6,7 +6,7 @@ The demonstrations guess any number that is still possible; bisection is for the
 import random
 from typing import Any, Final
 
-from torchrl_data.conversation import Message
+from torchrl_data.conversation.conversations import Message
 
 from .task import Row, Task
 

@@ -9,9 +9,9 @@ from typing import Any
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose, StepCounter
 
-from torchrl_envs.chat_env import ChatEnv
-from torchrl_envs.episode_env import EpisodeEnv
-from torchrl_envs.transforms.data_loading import DataLoadingPrimer
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.episode.chat_env import ChatEnv
+from torchrl_envs.episode.episode_env import EpisodeEnv
 
 MapRow = Callable[[dict[str, Any]], Mapping[str, Any]]
 
@@ -21,7 +21,7 @@ class QuestionEnv(EpisodeEnv):
 
     Args:
         dataset: rows, a hub id or a local path, as
-            :class:`~torchrl_envs.transforms.data_loading.DataLoadingPrimer` takes them.
+            :class:`~torchrl_envs.datasets.primer.DataLoadingPrimer` takes them.
         rewards: transforms that score.
         columns: that the data must have.
         num_envs: rows of the environment, B.

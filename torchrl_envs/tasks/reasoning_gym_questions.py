@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from torchrl_data.conversation import Message
+from torchrl_data.conversation.conversations import Message
 
 from .task import Row, Task, split_rows
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchrl_data.conversation import Message
+from torchrl_data.conversation.conversations import Message
 
 Row = dict[str, Any]
 

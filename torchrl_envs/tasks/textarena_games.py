@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
-from torchrl_data.conversation import Message
+from torchrl_data.conversation.conversations import Message
 
 from .task import Row, Task
 

@@ -6,9 +6,9 @@ The demonstrations guess random words; to use what a guess says is for the polic
 import random
 from typing import Any, Final
 
-from torchrl_data.conversation import Message
-from torchrl_envs.games.wordle import NUM_GUESSES, WORDS, WordleGame
+from torchrl_data.conversation.conversations import Message
 
+from .games.wordle import NUM_GUESSES, WORDS, WordleGame
 from .task import Row, Task
 
 PROMPT: Final = (

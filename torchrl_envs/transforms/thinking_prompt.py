@@ -10,12 +10,11 @@ from typing import Any, Final
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_data.conversation.object_entries import read_row_values
 from torchrl_data.keys import DONE, PROMPT, REWARD, ROW, TERMINATED, TRUNCATED
-from torchrl_data.loop_state import active_rows, read_conversations, write_conversations
-from torchrl_data.row_values import read_row_values
-
-from .answer_reward import AnswerReward
-from .episode_transform import EpisodeTransform
+from torchrl_data.layout.conversation_io import active_rows, read_conversations, write_conversations
+from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.rewards.answer import AnswerReward
 
 
 class AddThinkingPrompt(EpisodeTransform):
@@ -30,7 +29,7 @@ class AddThinkingPrompt(EpisodeTransform):
     Args:
         cond: of a row whose episode would end: a TensorDict with ``("history", "prompt")`` (or the
             environment's mode), the data's ``row``, and ``reward`` where an
-            :class:`~torchrl_envs.transforms.answer_reward.AnswerReward` is in the environment.
+            :class:`~torchrl_envs.rewards.answer.AnswerReward` is in the environment.
         prompt: what is said; the first default one when not given.
         random_prompt: draw one of the default ones each time.
         role: who says it: ``"user"``.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation import Conversations, Message
-from torchrl_data.encoder import ConversationEncoder
+from torchrl_data.conversation.conversations import Conversations, Message
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_data.keys import (
     DONE,
     FINISH_REASON,
@@ -17,14 +17,13 @@ from torchrl_data.keys import (
     PROMPT,
     STOP_REASON,
 )
-from torchrl_data.loop_state import read_conversations, write_conversations
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_data.stop_reasons import CONTEXT_LENGTH, TOKEN_BUDGET
-
-from .episode_transform import EpisodeTransform
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_envs.episode.episode_transform import EpisodeTransform
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode_env import EpisodeEnv
+    from torchrl_envs.episode.episode_env import EpisodeEnv
 
 CUT_MARK = "\n[... cut: out of tokens]"
 """Ends an observation that was cut."""

@@ -10,11 +10,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.control_tokens import ControlTokenGuard
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
 from torchrl_data.errors import MissingEntryError
-from torchrl_data.history import History
-from torchrl_data.packed import pad
-from torchrl_data.row_values import read_row_values, write_row_values
+from torchrl_data.history.history import History
+from torchrl_data.ragged.packed import pad
+from torchrl_data.templates.control_tokens import ControlTokenGuard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,0 +1,1 @@
+"""Advantages, computed on the way into a replay buffer."""

@@ -1,0 +1,227 @@
+"""How complete groups become advantages: one small class for each way, which reads rows.
+
+The arithmetic is in :mod:`objectives.functional`. Shape legend: T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from objectives import functional as F
+from objectives.validation import check_counts, check_numbers, one_of
+from torchrl_data import keys
+
+from .returns import read_entry, read_sources
+
+WHO: Final = "MCAdvantage"
+
+
+class RewardedGroup(NamedTuple):
+    """A complete group on its way out."""
+
+    group_id: Hashable
+    rows: list[TensorDictBase]
+    returns: list[float]
+    """NaN where a row could not be scored."""
+
+    @property
+    def valid(self) -> list[bool]:
+        """Whether each row could be scored."""
+        return [not math.isnan(value) for value in self.returns]
+
+
+class AdvantageEstimator:
+    """From groups to advantages."""
+
+    def advantages(self, groups: Sequence[RewardedGroup]) -> Sequence[Tensor]:
+        """The advantage of each row of all groups, in order.
+
+        Args:
+            groups: all that are released at once.
+
+        Returns:
+            ``[1, 1]`` each, or ``[T, 1]``; 0 for a row that could not be scored.
+
+        Raises:
+            MissingEntryError: a row lacks what the estimator reads.
+            ValueError: a row holds something else than the estimator needs.
+        """
+        returns = torch.tensor([value for group in groups for value in group.returns])
+        estimate = self._estimate(returns, _group_index(groups), groups)
+        return estimate.view(-1, 1, 1).unbind(0)
+
+    def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
+        raise NotImplementedError
+
+    def is_flat(self, group: RewardedGroup) -> bool:
+        """Whether a group has nothing to learn from.
+
+        Args:
+            group: a complete one.
+
+        Returns:
+            True where fewer than two rows are valid, or no row is better than another.
+        """
+        valid = [value for value in group.returns if not math.isnan(value)]
+        return len(valid) < 2 or min(valid) == max(valid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMean(AdvantageEstimator):
+    """GRPO: ``(R - mean) / (std + 1e-4)``, see :func:`~objectives.functional.group_advantage`.
+
+    Args:
+        scale: the standard deviation of the ``"group"``; of the ``"batch"``, all rows released
+            at once; or ``"none"`` (Dr. GRPO).
+
+    Raises:
+        ValueError: the scale is unknown.
+    """
+
+    scale: F.Scale | str = "group"
+
+    def __post_init__(self) -> None:
+        one_of("scale", self.scale, F.SCALES, {})
+
+    def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
+        del groups
+        return F.group_advantage(returns, index, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(AdvantageEstimator):
+    """RLOO: less the mean of the others, see :func:`~objectives.functional.rloo_advantage`."""
+
+    def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
+        del groups
+        return F.rloo_advantage(returns, index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoupledSources(AdvantageEstimator):
+    """GDPO: every source normalised by itself, see :func:`~objectives.functional.gdpo_advantage`.
+
+    Args:
+        weights: of the sources by name; 1 for each when not given. A row must hold exactly these.
+        sources_key: group of the rewards by source, one number each; NaN where one does not apply.
+
+    Raises:
+        ValueError: there are no weights in what is given, or one is not finite.
+    """
+
+    weights: Mapping[str, float] | None = None
+    sources_key: NestedKey = keys.REWARDS
+
+    def __post_init__(self) -> None:
+        if self.weights is not None and not self.weights:
+            raise ValueError("DecoupledSources: weights has no source; leave it out, or name them.")
+        check_numbers(**{f"weight of {name!r}": x for name, x in (self.weights or {}).items()})
+
+    def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
+        tables = [self._table(row) for group in groups for row in group.rows]
+        weights = self.weights or dict.fromkeys(tables[0], 1.0)
+        for table in tables:
+            if table.keys() != weights.keys():
+                raise ValueError(
+                    f"{WHO}: a row has rewards of {sorted(table)}, but DecoupledSources weighs "
+                    f"{sorted(weights)}. Give weights for exactly the sources that there are."
+                )
+        rewards = torch.tensor([[table[name] for name in weights] for table in tables])
+        scored = ~returns.isnan().unsqueeze(1).expand_as(rewards)
+        return F.gdpo_advantage(rewards, index, torch.tensor(list(weights.values())), scored)
+
+    def _table(self, row: TensorDictBase) -> dict[str, float]:
+        return read_sources(row, self.sources_key, WHO)
+
+    def is_flat(self, group: RewardedGroup) -> bool:
+        """See the base class; here, no source tells two rows apart."""
+        scored = zip(group.rows, group.valid, strict=True)
+        tables = [self._table(row) for row, valid in scored if valid]
+        if len(tables) < 2:
+            return True
+        columns = [[table.get(name, math.nan) for table in tables] for name in tables[0]]
+        finite = [{value for value in column if math.isfinite(value)} for column in columns]
+        return all(len(values) < 2 for values in finite)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassAtK(AdvantageEstimator):
+    """Any success among k counts, see :func:`~objectives.functional.pass_at_k_advantage`.
+
+    Args:
+        k: size of the subsets of the group; a group of fewer valid rows has advantage 0.
+        success_threshold: returns above it are successes.
+
+    Raises:
+        ValueError: k is no whole number of at least 1, or the threshold is not finite.
+    """
+
+    k: int
+    success_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_counts(k=self.k)
+        check_numbers(success_threshold=self.success_threshold)
+
+    def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
+        del groups
+        success = returns > self.success_threshold
+        return F.pass_at_k_advantage(success, index, ~returns.isnan(), k=self.k)
+
+    def is_flat(self, group: RewardedGroup) -> bool:
+        """See the base class; here, every subset of k succeeds, or none does."""
+        valid = [value for value in group.returns if not math.isnan(value)]
+        failures = sum(value <= self.success_threshold for value in valid)
+        return failures < self.k or failures == len(valid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnCredit(AdvantageEstimator):
+    """Process supervision from dense rewards, see :func:`~objectives.functional.turn_advantage`.
+
+    Args:
+        reward_key: dense, ``[T, 1]``.
+        assistant_mask_key: bool ``[T]``.
+    """
+
+    reward_key: NestedKey = keys.REWARD
+    assistant_mask_key: NestedKey = keys.ASSISTANT_MASK
+
+    def advantages(self, groups: Sequence[RewardedGroup]) -> Sequence[Tensor]:
+        """See the base class; ``[T, 1]`` each."""
+        rows = [row for group in groups for row in group.rows]
+        masks = [read_entry(row, self.assistant_mask_key, WHO).view(-1) for row in rows]
+        rewards = [read_entry(row, self.reward_key, WHO).view(-1) for row in rows]
+        for mask, reward in zip(masks, rewards, strict=True):
+            if len(mask) != len(reward):
+                raise ValueError(
+                    f"credit 'turn' needs a reward for each token: found {len(reward)} rewards "
+                    f"at {self.reward_key!r} for {len(mask)} tokens."
+                )
+        lengths = torch.tensor([len(mask) for mask in masks])
+        advantage = F.turn_advantage(
+            torch.cat(rewards).float(),
+            torch.cat(masks).bool(),
+            lengths,
+            _group_index(groups),
+            torch.tensor([valid for group in groups for valid in group.valid]),
+        )
+        return [part.unsqueeze(-1) for part in advantage.split(lengths.tolist())]
+
+    def is_flat(self, group: RewardedGroup) -> bool:
+        """See the base class; here, every turn of every row had the same reward."""
+        if sum(group.valid) < 2:
+            return True
+        return not any(bool(part.any()) for part in self.advantages([group]))
+
+
+def _group_index(groups: Sequence[RewardedGroup]) -> Tensor:
+    sizes = torch.tensor([len(group.rows) for group in groups])
+    return torch.arange(len(groups)).repeat_interleave(sizes)

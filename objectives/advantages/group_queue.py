@@ -1,0 +1,214 @@
+"""Rows that wait for the rest of their group."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from objectives.validation import check_counts
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class GroupStats:
+    """Counts since the queue was made; ``rows_in`` is the sum of what became of the rows."""
+
+    rows_in: int = 0
+    rows_released: int = 0
+    rows_dropped_unscorable: int = 0
+    rows_dropped_zero_variance: int = 0
+    rows_dropped_bounds: int = 0
+    rows_dropped_unselected: int = 0
+    rows_expired: int = 0
+    groups_completed: int = 0
+    groups_zero_variance: int = 0
+    groups_expired: int = 0
+
+    def ledger(self, rows_pending: int) -> bool:
+        """Whether every row is accounted for.
+
+        Args:
+            rows_pending: rows that still wait.
+
+        Returns:
+            True when ``rows_in`` equals what was released, dropped, expired and is pending.
+        """
+        dropped = (
+            self.rows_dropped_unscorable
+            + self.rows_dropped_zero_variance
+            + self.rows_dropped_bounds
+            + self.rows_dropped_unselected
+        )
+        return self.rows_in == self.rows_released + dropped + self.rows_expired + rows_pending
+
+
+class GroupQueue:
+    """Collects rows by group id until a group has all of its members.
+
+    Groups may arrive interleaved and out of order. Groups that stay incomplete expire, oldest
+    first, when too many wait, or when a group has waited too long; each is logged and counted.
+
+    Args:
+        group_size: members of a complete group.
+        max_pending_groups: more incomplete groups than this, and the oldest expires.
+        expire_after_rows: a group expires once so many rows have come in since its first one;
+            None for never.
+
+    Raises:
+        ValueError: a number is not whole, or not positive.
+    """
+
+    def __init__(
+        self,
+        group_size: int,
+        *,
+        max_pending_groups: int = 1024,
+        expire_after_rows: int | None = None,
+    ) -> None:
+        check_counts(
+            group_size=group_size,
+            max_pending_groups=max_pending_groups,
+            expire_after_rows=expire_after_rows,
+        )
+        self.group_size = group_size
+        self.max_pending_groups = max_pending_groups
+        self.expire_after_rows = expire_after_rows
+        self.stats = GroupStats()
+        self.expired: deque[tuple[Hashable, int]] = deque(maxlen=1000)
+        """The latest expired groups: id, and how many rows it had."""
+        self._pending: dict[Hashable, list[TensorDictBase]] = {}
+        self._first_row: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that wait."""
+        return sum(map(len, self._pending.values()))
+
+    def missing(self) -> dict[Hashable, int]:
+        """How many rows each incomplete group still lacks, oldest group first."""
+        return {group: self.group_size - len(rows) for group, rows in self._pending.items()}
+
+    def add(self, group: Hashable, row: TensorDictBase) -> list[TensorDictBase] | None:
+        """Add a row.
+
+        Args:
+            group: its group's id.
+            row: the row; kept as it is.
+
+        Returns:
+            The group's rows in the order of their arrival once it is complete, else None.
+        """
+        self.stats.rows_in += 1
+        rows = self._pending.get(group)
+        if rows is None:
+            rows = self._pending[group] = []
+            self._first_row[group] = self.stats.rows_in
+        rows.append(row)
+        if len(rows) < self.group_size:
+            return None
+        del self._pending[group], self._first_row[group]
+        self.stats.groups_completed += 1
+        return rows
+
+    def expire(self) -> list[tuple[Hashable, list[TensorDictBase]]]:
+        """Take out the groups that have waited too long.
+
+        Returns:
+            Ids and rows, oldest group first. Whoever calls it counts what becomes of the rows.
+        """
+        late = []
+        if self.expire_after_rows is not None:
+            limit = self.stats.rows_in - self.expire_after_rows
+            late = [group for group, first in self._first_row.items() if first <= limit]
+        surplus = len(self._pending) - len(late) - self.max_pending_groups
+        if surplus > 0:
+            gone = set(late)
+            rest = (group for group in self._pending if group not in gone)
+            late += [group for group, _ in zip(rest, range(surplus), strict=False)]
+        return [(group, self._take(group)) for group in late]
+
+    def _take(self, group: Hashable) -> list[TensorDictBase]:
+        rows = self._pending.pop(group)
+        del self._first_row[group]
+        self.stats.groups_expired += 1
+        self.expired.append((group, len(rows)))
+        _LOG.warning("Group %r expired with %d of %d rows.", group, len(rows), self.group_size)
+        return rows
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Whatever is done within has not happened if it raises; the error goes on."""
+        pending = {group: list(rows) for group, rows in self._pending.items()}
+        first_row, stats, expired = dict(self._first_row), replace(self.stats), self.expired.copy()
+        try:
+            yield
+        except BaseException:
+            self._pending, self._first_row = pending, first_row
+            self.stats, self.expired = stats, expired
+            raise
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, as plain containers of tensors and values."""
+        return {
+            "pending": [
+                (group, self._first_row[group], [_row_state(row) for row in rows])
+                for group, rows in self._pending.items()
+            ],
+            "stats": asdict(self.stats),
+            "expired": list(self.expired),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state.
+
+        Args:
+            state: what :meth:`state` gave.
+        """
+        self._pending = {
+            group: [_row_from_state(row) for row in rows] for group, _, rows in state["pending"]
+        }
+        self._first_row = {group: first for group, first, _ in state["pending"]}
+        self.stats = GroupStats(**state["stats"])
+        self.expired = deque(map(tuple, state["expired"]), maxlen=self.expired.maxlen)
+
+
+def _row_state(row: TensorDictBase) -> dict[str, Any]:
+    """A row as plain containers: tensors, values, and rows within it."""
+    tensors, values, lists, nested = {}, {}, {}, {}
+    for key, value in row.items():
+        if isinstance(value, NonTensorData):
+            values[key] = value.data
+        elif isinstance(value, NonTensorStack):
+            lists[key] = value.tolist()
+        elif isinstance(value, TensorDictBase):
+            nested[key] = _row_state(value)
+        else:
+            tensors[key] = value
+    return {
+        "batch_size": tuple(row.batch_size),
+        "tensors": tensors,
+        "values": values,
+        "lists": lists,
+        "nested": nested,
+    }
+
+
+def _row_from_state(state: dict[str, Any]) -> TensorDictBase:
+    row = TensorDict({}, batch_size=state["batch_size"])
+    for key, value in (state["tensors"] | state["lists"]).items():
+        row.set(key, value)
+    for key, value in state["values"].items():
+        row.set_non_tensor(key, value)
+    for key, value in state["nested"].items():
+        row.set(key, _row_from_state(value))
+    return row

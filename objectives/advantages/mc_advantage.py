@@ -1,0 +1,317 @@
+"""Advantages relative to the group, computed as rows go into a replay buffer.
+
+Shape legend: T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+from tensordict import NestedKey, TensorDictBase, lazy_stack
+from torchrl.envs.transforms import Transform
+
+from objectives import functional as F
+from objectives.validation import check_counts, one_of, pair
+from torchrl_data import keys
+
+from .estimators import (
+    AdvantageEstimator,
+    DecoupledSources,
+    GroupMean,
+    LeaveOneOut,
+    PassAtK,
+    RewardedGroup,
+    TurnCredit,
+)
+from .group_queue import GroupQueue, GroupStats
+from .returns import (
+    TRAJECTORY_RETURNS,
+    TrajectoryReturn,
+    read_entry,
+    read_group,
+    trajectory_return,
+)
+
+Estimator = Literal["group", "rloo", "gdpo"]
+Credit = Literal["trajectory", "turn"]
+NoSignal = Literal["keep", "drop", "refill"]
+OnExpiry = Literal["drop", "release"]
+ESTIMATORS: Final[tuple[Estimator, ...]] = ("group", "rloo", "gdpo")
+CREDITS: Final[tuple[Credit, ...]] = ("trajectory", "turn")
+NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
+ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
+
+
+class MCAdvantage(Transform):
+    """Monte-Carlo advantages: holds rows until their group is complete, then releases it.
+
+    Append it to a replay buffer of rows, one row per trajectory::
+
+        rb = ReplayBuffer(storage=LazyStackStorage(1024), transform=MCAdvantage(8))
+        rb.extend(rows)  # a lazy stack [n]: any number, groups interleaved, in any order
+
+    ``extend`` writes the complete groups, each row with an ``advantage``, and keeps the rest.
+    (Not ``add``: TorchRL's would store a whole group as one item.)
+    Incomplete groups and counts are part of ``state_dict``. Rows that come in are not written to.
+    An ``extend`` that raises takes none of its rows in, and what waited before it still waits.
+
+    Put it first in a ``Compose``: inverse transforms run last to first, and those that follow
+    would get nothing while no group is complete.
+
+    Args:
+        group_size: rows of a complete group. A group of one has advantage 0.
+        grpo_size: TorchRL's name for it.
+        group_key: int64, the group's id; never text, of which two groups may have the same.
+        reward_key: ``[1, 1]``, or dense ``[T, 1]``.
+        advantage_key: what is written: ``[1, 1]``, or ``[T, 1]`` for credit by turn.
+        scorable_key: bool; False where no reward could be given. Optional in the rows.
+        assistant_mask_key: bool ``[T]``; read for credit by turn.
+        estimator: ``"group"``: ``(R - mean) / (std + 1e-4)``; ``"rloo"``: leave one out;
+            ``"gdpo"``: every source of reward normalised by itself; or settings, such as
+            ``PassAtK(k=4)`` or ``DecoupledSources(weights={...})``, see
+            :mod:`~objectives.advantages.estimators`.
+        scale: the standard deviation of ``"group"``: that of the ``"group"``; of the ``"batch"``,
+            all rows released at once; or ``"none"`` (Dr. GRPO).
+        credit: ``"trajectory"``, one advantage per row; ``"turn"``, one per turn, from dense
+            rewards (process supervision).
+        trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
+            ``"max"``.
+        zero_variance: what becomes of a group without a signal (all rewards equal, or fewer than
+            two valid ones): ``"keep"``, with advantage 0; ``"drop"`` (DAPO's dynamic sampling);
+            ``"refill"``: drop, and ask for it again. Somebody must answer: ``LLMCollector`` does
+            not, see :meth:`take_refills`.
+        unscorable: what becomes of a row without a finite reward: ``"keep"``, with advantage 0;
+            ``"drop"``; both count as members; ``"refill"``: drop, and ask for another row. It is
+            never part of the statistics.
+        keep_return_bounds: groups whose mean return does not lie strictly between are dropped.
+        on_expiry: what becomes of the rows of an expired group: ``"drop"``, or ``"release"``, as
+            a smaller group.
+        max_pending_groups: more incomplete groups than this, and the oldest expires.
+        expire_after_rows: a group expires once so many rows have come in since its first one.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+
+    See Also:
+        Shao et al., 2024, arXiv:2402.03300; Yu et al., 2025 (DAPO), arXiv:2503.14476, section 3.2.
+    """
+
+    def __init__(
+        self,
+        group_size: int | None = None,
+        *,
+        grpo_size: int | None = None,
+        group_key: NestedKey = keys.GROUP_ID,
+        reward_key: NestedKey = keys.REWARD,
+        advantage_key: NestedKey = keys.ADVANTAGE,
+        scorable_key: NestedKey = keys.SCORABLE,
+        assistant_mask_key: NestedKey = keys.ASSISTANT_MASK,
+        estimator: Estimator | str | AdvantageEstimator = "group",
+        scale: F.Scale | str = "group",
+        credit: Credit | str = "trajectory",
+        trajectory_return: TrajectoryReturn | str = "sum",
+        zero_variance: NoSignal | str = "keep",
+        unscorable: NoSignal | str = "keep",
+        keep_return_bounds: tuple[float, float] | None = None,
+        on_expiry: OnExpiry | str = "drop",
+        max_pending_groups: int = 1024,
+        expire_after_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        if (group_size is None) == (grpo_size is None):
+            raise ValueError("MCAdvantage needs group_size (or grpo_size, the same): give one.")
+        check_counts(group_size=group_size, grpo_size=grpo_size)
+        self.group_size = group_size or grpo_size or 0
+        self.queue = GroupQueue(
+            self.group_size,
+            max_pending_groups=max_pending_groups,
+            expire_after_rows=expire_after_rows,
+        )
+        self.group_key = group_key
+        self.reward_key = reward_key
+        self.advantage_key = advantage_key
+        self.scorable_key = scorable_key
+        self.assistant_mask_key = assistant_mask_key
+        self.credit = one_of("credit", credit, CREDITS, {})
+        self.estimator = self._build_estimator(estimator, scale)
+        self.trajectory_return: TrajectoryReturn = one_of(
+            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS, {}
+        )
+        self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL, {})
+        self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL, {})
+        self.keep_return_bounds = (
+            None if keep_return_bounds is None else pair("keep_return_bounds", keep_return_bounds)
+        )
+        self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY, {})
+        self._check_together()
+        self._refills: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
+
+    def _check_together(self) -> None:
+        if self.group_size == 1 and self.zero_variance != "keep":
+            raise ValueError(
+                f"A group of one never has a signal: zero_variance={self.zero_variance!r} would "
+                "drop every row. Use 'keep'."
+            )
+        if isinstance(self.estimator, PassAtK) and self.estimator.k > self.group_size:
+            raise ValueError(
+                f"PassAtK: k is {self.estimator.k}, but a group has {self.group_size} rows. Every "
+                "advantage would be 0."
+            )
+        bounds = self.keep_return_bounds
+        if bounds is not None and not bounds[0] < bounds[1]:
+            raise ValueError(f"keep_return_bounds must be an increasing pair, got {bounds}.")
+
+    def _build_estimator(
+        self, estimator: str | AdvantageEstimator, scale: str
+    ) -> AdvantageEstimator:
+        if self.credit == "turn":
+            if (estimator, scale) != ("group", "group"):
+                raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
+            return TurnCredit(
+                reward_key=self.reward_key, assistant_mask_key=self.assistant_mask_key
+            )
+        if scale != "group" and estimator != "group":
+            raise ValueError(f"scale has no effect on estimator {estimator!r}: leave it out.")
+        if isinstance(estimator, AdvantageEstimator):
+            return estimator
+        name = one_of("estimator", estimator, ESTIMATORS, {})
+        if name == "group":
+            return GroupMean(scale=scale)
+        return LeaveOneOut() if name == "rloo" else DecoupledSources()
+
+    @property
+    def stats(self) -> GroupStats:
+        """Counts of what came in and what became of it."""
+        return self.queue.stats
+
+    def take_refills(self) -> dict[Hashable, int]:
+        """How many new rows each group asks for; asked once, then forgotten.
+
+        To be called after each ``extend`` by whoever fills the buffer, who then samples so many
+        rows for the prompt of each group and gives them its id (``docs/losses.md`` has an
+        example). ``LLMCollector`` does not: its data go on to the next prompt, and a group that
+        waits for a refill stays incomplete until it expires.
+
+        Returns:
+            Group id to number of rows.
+        """
+        with self._lock:
+            refills, self._refills = dict(self._refills), Counter()
+            return refills
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Leave sampled rows as they are."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Take rows in, give complete groups out; None while there are none."""
+        if tensordict is None:
+            return None
+        rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
+        with self._lock, self._unchanged_on_error():
+            released = self._release(self._collect(rows))
+        return lazy_stack(released) if released else None
+
+    @contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        refills = self._refills.copy()
+        try:
+            with self.queue.unchanged_on_error():
+                yield
+        except BaseException:
+            self._refills = refills
+            raise
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Incomplete groups, counts and pending refills, for ``state_dict``."""
+        with self._lock:
+            return {"queue": self.queue.state(), "refills": dict(self._refills)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state.
+
+        Args:
+            state: what :meth:`get_extra_state` gave.
+        """
+        with self._lock:
+            self.queue.load_state(state["queue"])
+            self._refills = Counter(state["refills"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_lock"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.Lock()
+
+    def _collect(self, rows: Sequence[TensorDictBase]) -> list[RewardedGroup]:
+        """Queue rows; the groups that became complete, or expired and are still wanted."""
+        complete: list[RewardedGroup] = []
+        for row in rows:
+            group_id = read_group(row, self.group_key, "MCAdvantage")
+            if self.unscorable == "refill" and math.isnan(self._return(row)):
+                self.stats.rows_in += 1
+                self.stats.rows_dropped_unscorable += 1
+                self._refills[group_id] += 1
+                continue
+            members = self.queue.add(group_id, row)
+            if members is not None:
+                complete.append(self._group(group_id, members))
+        for group_id, late in self.queue.expire():
+            if self.on_expiry == "release":
+                complete.append(self._group(group_id, late))
+            else:
+                self.stats.rows_expired += len(late)
+        return complete
+
+    def _return(self, row: TensorDictBase) -> float:
+        reward = read_entry(row, self.reward_key, "MCAdvantage")
+        scorable = row.get(self.scorable_key, None)
+        return trajectory_return(reward, scorable, self.trajectory_return)
+
+    def _group(self, group_id: Hashable, rows: list[TensorDictBase]) -> RewardedGroup:
+        return RewardedGroup(group_id, rows, [self._return(row) for row in rows])
+
+    def _release(self, groups: list[RewardedGroup]) -> list[TensorDictBase]:
+        """Give the rows of complete groups their advantages; leave out what is to be dropped."""
+        if not groups:
+            return []
+        rows = [row for group in groups for row in group.rows]
+        advantages = self.estimator.advantages(groups)
+        keep = [kept for group in groups for kept in self._kept(group)]
+        released = []
+        for row, advantage, kept in zip(rows, advantages, keep, strict=True):
+            if kept:
+                row.set(self.advantage_key, advantage)
+                released.append(row)
+        self.stats.rows_released += len(released)
+        return released
+
+    def _kept(self, group: RewardedGroup) -> list[bool]:
+        """Which rows of a complete group go on; counts those that do not."""
+        valid = [value for value in group.returns if not math.isnan(value)]
+        size = len(group.rows)
+        if self.estimator.is_flat(group):
+            self.stats.groups_zero_variance += 1
+            if self.zero_variance != "keep":
+                self.stats.rows_dropped_zero_variance += size
+                if self.zero_variance == "refill":
+                    self._refills[group.group_id] += self.group_size
+                return [False] * size
+        bounds = self.keep_return_bounds
+        if bounds is not None and not (valid and bounds[0] < sum(valid) / len(valid) < bounds[1]):
+            self.stats.rows_dropped_bounds += size
+            return [False] * size
+        if self.unscorable == "keep":
+            return [True] * size
+        keep = [not math.isnan(value) for value in group.returns]
+        self.stats.rows_dropped_unscorable += size - sum(keep)
+        return keep

@@ -1,0 +1,1 @@
+"""From rows to micro-batches: packing, accumulation, and a gate for non-finite values."""

@@ -1,0 +1,320 @@
+"""From a batch of rows to packed tokens, once, before the loss.
+
+Shape legend: B rows, T tokens of one (ragged or padded), N real tokens of all of them, K trained
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from objectives.keys import TokenKeys
+from torchrl_data.errors import MissingEntryError, require_entries
+from torchrl_data.ragged.packed import sequence_index
+
+MaskingStrategy = Literal["assistant", "response", "all"]
+MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")
+_TORCHRL_NAMES: Final[Mapping[str, MaskingStrategy]] = {
+    "rlhf": "assistant",
+    "sft": "response",
+    "generic": "all",
+}
+
+
+def resolve_masking_strategy(name: str) -> MaskingStrategy:
+    """Resolve the name of a masking strategy.
+
+    Args:
+        name: one of :data:`MASKING_STRATEGIES`, or TorchRL's name for it (``"rlhf"``, ``"sft"``,
+            ``"generic"``).
+
+    Returns:
+        The name used here.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    name = _TORCHRL_NAMES.get(name, name)
+    for known in MASKING_STRATEGIES:
+        if name == known:
+            return known
+    raise ValueError(f"masking_strategy must be one of {MASKING_STRATEGIES}, got {name!r}.")
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The rows of a batch one after the other, without padding."""
+
+    ids: Tensor
+    """int64 ``[N]``."""
+    lengths: Tensor
+    """int64 ``[B]``, summing to N."""
+    target_mask: Tensor
+    """bool ``[N]``: the tokens to train."""
+    target_lengths: Tensor
+    """int64 ``[B]``, trained tokens of each row, summing to K."""
+    sampled: Tensor
+    """bool ``[K]``: the policy sampled the token, so it has a behaviour log-prob."""
+    entries: Mapping[str, Tensor]
+    """What else was read, ``[K]`` each, by the field of the keys."""
+
+    @property
+    def num_targets(self) -> int:
+        """K, the trained tokens."""
+        return len(self.sampled)
+
+    @property
+    def num_rows(self) -> int:
+        """B, rows without trained tokens included."""
+        return len(self.lengths)
+
+    def take_rows(self, rows: Tensor) -> PackedBatch:
+        """Some of the rows, in any order.
+
+        Args:
+            rows: which: int64 indices, or bool ``[B]``.
+
+        Returns:
+            The batch of these rows.
+        """
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().squeeze(1)
+        tokens = _positions(self.lengths, rows)
+        targets = _positions(self.target_lengths, rows)
+        return replace(
+            self,
+            ids=self.ids[tokens],
+            lengths=self.lengths[rows],
+            target_mask=self.target_mask[tokens],
+            target_lengths=self.target_lengths[rows],
+            sampled=self.sampled[targets],
+            entries={name: value[targets] for name, value in self.entries.items()},
+        )
+
+    def micro_batches(
+        self, *, max_tokens: int | None = None, num_rows: int | None = None
+    ) -> Iterator[PackedBatch]:
+        """Split into runs of whole rows, in order, without copying. Give one of the two limits.
+
+        Rows of a group that lie together stay together as far as the limit allows, so that their
+        prompt can be shared.
+
+        Args:
+            max_tokens: most tokens of a part; a longer row is a part of its own.
+            num_rows: rows of a part.
+
+        Yields:
+            Parts that hold every row once.
+
+        Raises:
+            ValueError: not exactly one limit is given, or it is not positive.
+        """
+        limit = max_tokens if num_rows is None else num_rows
+        if (max_tokens is None) == (num_rows is None) or limit is None or limit < 1:
+            raise ValueError(
+                "micro_batches needs max_tokens or num_rows, a positive number; got "
+                f"max_tokens={max_tokens} and num_rows={num_rows}."
+            )
+        sizes = self.lengths.tolist() if num_rows is None else [1] * self.num_rows
+        tokens = [0, *self.lengths.cumsum(0).tolist()]
+        targets = [0, *self.target_lengths.cumsum(0).tolist()]
+        first, held = 0, 0
+        for row, size in enumerate(sizes):
+            if held and held + size > limit:
+                yield self._run(first, row, tokens, targets)
+                first, held = row, 0
+            held += size
+        if first < self.num_rows:
+            yield self._run(first, self.num_rows, tokens, targets)
+
+    def _run(self, first: int, last: int, tokens: list[int], targets: list[int]) -> PackedBatch:
+        some = slice(tokens[first], tokens[last])
+        trained = slice(targets[first], targets[last])
+        return PackedBatch(
+            ids=self.ids[some],
+            lengths=self.lengths[first:last],
+            target_mask=self.target_mask[some],
+            target_lengths=self.target_lengths[first:last],
+            sampled=self.sampled[trained],
+            entries={name: value[trained] for name, value in self.entries.items()},
+        )
+
+
+def _positions(lengths: Tensor, rows: Tensor) -> Tensor:
+    """Where the packed values of some rows lie, one row after the other."""
+    starts = lengths.cumsum(0) - lengths
+    taken = lengths[rows]
+    index = torch.arange(int(taken.sum()), device=lengths.device)
+    shift = starts[rows] - (taken.cumsum(0) - taken)
+    return index + shift.repeat_interleave(taken)
+
+
+class _Columns:
+    """Reads entries of a batch as packed values, whatever its layout."""
+
+    def __init__(self, batch: TensorDictBase, read: TokenKeys, who: str) -> None:
+        if batch.ndim != 1:
+            raise ValueError(
+                f"{who} takes a batch [B] of one row per trajectory, found batch size "
+                f"{tuple(batch.batch_size)}. Flatten it, or add a dimension to a single row."
+            )
+        self.who = who
+        self.batch = batch
+        lazy = isinstance(batch, LazyStackedTensorDict)
+        self.rows = list(batch.unbind(0)) if lazy else None
+        self.held = self.rows[0] if self.rows else batch
+        self.require([read.tokens])
+        self.tokens_key = read.tokens
+        self.row_lengths = [row.numel() for row in self._column(read.tokens)]
+        self.keep: Tensor | None = None
+
+    def require(self, keys: list[NestedKey]) -> None:
+        # Listing all keys is slow, so only where one is missing.
+        if not all(map(self.has, keys)):
+            require_entries(self.held, keys, self.who)
+
+    def has(self, key: NestedKey) -> bool:
+        return self.held.get(key, None) is not None
+
+    def _column(self, key: NestedKey) -> list[Tensor]:
+        if self.rows is None:
+            return list(self.batch.get(key).unbind(0))
+        found = [row.get(key, None) for row in self.rows]
+        values = [value for value in found if value is not None]
+        if len(values) != len(found):
+            index = next(i for i, value in enumerate(found) if value is None)
+            raise MissingEntryError(
+                f"{self.who} reads {key!r}, which row {index} of the batch lacks (row 0 "
+                "holds it). Give every row the same entries."
+            )
+        return values
+
+    def tokens(self, key: NestedKey) -> Tensor:
+        """A per-token entry, packed ``[N]``."""
+        values = self._column(key)
+        sizes = [value.numel() for value in values]
+        if sizes != self.row_lengths:
+            index = next(i for i, size in enumerate(sizes) if size != self.row_lengths[i])
+            raise ValueError(
+                f"{self.who}: {key!r} has {sizes[index]} values in row {index}, whose "
+                f"{self.tokens_key!r} has {self.row_lengths[index]}. Entries must be aligned "
+                "with the tokens."
+            )
+        packed = torch.cat(values).view(-1)
+        return packed if self.keep is None else packed[self.keep]
+
+    def tokens_or_rows(self, key: NestedKey, sequence: Tensor) -> Tensor:
+        """An entry of one value per row or per token, packed ``[N]``."""
+        values = [value.reshape(-1) for value in self._column(key)]
+        if all(value.numel() == 1 for value in values):
+            return torch.cat(values)[sequence]
+        expanded = [
+            value.expand(length) if len(value) == 1 else value
+            for value, length in zip(values, self.row_lengths, strict=True)
+        ]
+        for index, (value, length) in enumerate(zip(expanded, self.row_lengths, strict=True)):
+            if len(value) != length:
+                raise ValueError(
+                    f"{self.who}: {key!r} has {len(value)} values in row {index}; it needs one, "
+                    f"or one for each of the {length} tokens."
+                )
+        packed = torch.cat(expanded)
+        return packed if self.keep is None else packed[self.keep]
+
+
+def _targets(
+    assistant: Tensor, lengths: Tensor, sequence: Tensor, strategy: MaskingStrategy
+) -> Tensor:
+    """The tokens to train, ``[N]``; the first of a row has nothing before it and is none."""
+    first = torch.ones_like(assistant)
+    first[1:] = sequence[1:] != sequence[:-1]
+    if strategy == "all":
+        return ~first
+    if strategy == "assistant":
+        return assistant & ~first
+    count = assistant.cumsum(0)
+    starts = (lengths.cumsum(0) - lengths).clamp(max=max(len(count) - 1, 0))
+    before = (count - assistant.to(count.dtype))[starts] if len(count) else count
+    return (count > before[sequence]) & ~first
+
+
+def _count(mask: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
+    """True tokens of each row, ``[B]``."""
+    return torch.zeros_like(lengths).index_add(0, sequence, mask.long())
+
+
+def _no_rows(entries: tuple[str, ...], device: torch.device | None) -> PackedBatch:
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    values = torch.zeros(0, device=device)
+    return PackedBatch(none, none, none > 0, none, none > 0, dict.fromkeys(entries, values))
+
+
+def pack_batch(
+    batch: TensorDictBase,
+    read: TokenKeys,
+    strategy: MaskingStrategy,
+    *,
+    token_entries: tuple[str, ...] = (),
+    row_entries: tuple[str, ...] = (),
+    who: str,
+    device: torch.device | None = None,
+) -> PackedBatch:
+    """Pack the rows of a batch and what a loss reads of them.
+
+    Args:
+        batch: ``[B]``: a lazy stack of ragged rows, or padded tensors beside an attention mask
+            (padding on either side).
+        read: the entry names.
+        strategy: which tokens are trained: ``"assistant"``, those that the policy sampled;
+            ``"response"``, everything from the first of them on; ``"all"``.
+        token_entries: fields of ``read`` whose entries are aligned with the tokens.
+        row_entries: fields of ``read`` with one value per row, or per token.
+        who: the component, for messages.
+        device: where the result goes; None for the batch's own.
+
+    Returns:
+        The packed batch. What padding and untrained tokens hold has been dropped. A batch without
+        rows, of which nothing can be read, gives one without rows.
+
+    Raises:
+        MissingEntryError: an entry is missing.
+        ValueError: entries are not aligned, or the batch is not ``[B]``.
+    """
+    if batch.ndim == 1 and not len(batch):
+        return _no_rows((*token_entries, *row_entries), device)
+    columns = _Columns(batch, read, who)
+    fields = (*token_entries, *row_entries)
+    needed = [getattr(read, name) for name in fields]
+    if strategy != "all":
+        needed.append(read.assistant_mask)
+    columns.require(needed)
+    ids = columns.tokens(read.tokens)
+    lengths = torch.tensor(columns.row_lengths, device=ids.device)
+    sequence = sequence_index(lengths)
+    if columns.has(read.attention_mask):
+        real = columns.tokens(read.attention_mask).bool()
+        if not bool(real.all()):
+            lengths = _count(real, sequence, lengths)
+            columns.keep = real
+            ids, sequence = ids[real], sequence[real]
+    known = columns.has(read.assistant_mask)
+    assistant = columns.tokens(read.assistant_mask).bool() if known else torch.zeros_like(ids) > 0
+    target_mask = _targets(assistant, lengths, sequence, strategy)
+    entries = {name: columns.tokens(getattr(read, name)) for name in token_entries}
+    for name in row_entries:
+        entries[name] = columns.tokens_or_rows(getattr(read, name), sequence)
+    target_lengths = _count(target_mask, sequence, lengths)
+    return PackedBatch(
+        ids=ids.to(device),
+        lengths=lengths.to(device),
+        target_mask=target_mask.to(device),
+        target_lengths=target_lengths.to(device),
+        sampled=assistant[target_mask].to(device),
+        entries={name: value[target_mask].to(device) for name, value in entries.items()},
+    )

@@ -1,0 +1,1 @@
+"""Losses: modules that read a batch and call :mod:`objectives.functional`."""

@@ -1,0 +1,187 @@
+"""What the losses over tokens share: read a batch once, score its trained tokens, reduce.
+
+Shape legend: B rows, N tokens of all of them, K trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Generic, TypeVar
+
+import torch
+from tensordict import NestedKey, TensorClass, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from objectives import functional as F
+from objectives.batching.accumulation import Window
+from objectives.batching.packed_batch import (
+    MaskingStrategy,
+    PackedBatch,
+    pack_batch,
+    resolve_masking_strategy,
+)
+from objectives.keys import TokenKeys
+from objectives.validation import check_type, one_of
+from torchrl_data.protocols import TokenScorer, TokenScores
+
+from .grpo_options import check_scorer, check_token_options, scorer_device
+
+Keys = TypeVar("Keys", bound=TokenKeys)
+_TORCHRL_AGGREGATIONS: Final[Mapping[str, F.Aggregation]] = {"prompt_mean": "sequence_mean"}
+
+
+class TokenLoss(TensorDictModuleBase, Generic[Keys]):
+    """Base of the losses that train tokens of packed sequences.
+
+    A batch can be read once and trained in parts, as often as wanted::
+
+        packed = loss.pack(buffer[:])
+        window = loss.measure_window(packed)
+        for part in packed.micro_batches(max_tokens=8192):
+            loss(part, window=window).total().backward()
+
+    Args:
+        actor_network: scores packed tokens (:class:`~torchrl_data.protocols.TokenScorer`).
+        aggregation: one of ``aggregations``, or TorchRL's ``"prompt_mean"``.
+        aggregations: those that the loss knows.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
+        temperature: the logits are divided by it.
+        read: entry names.
+
+    Raises:
+        TypeError: the actor cannot score.
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+    """
+
+    def __init__(
+        self,
+        actor_network: TokenScorer,
+        *,
+        aggregation: str,
+        aggregations: Sequence[F.Aggregation] = F.AGGREGATIONS,
+        max_tokens: int | None,
+        masking_strategy: str,
+        temperature: float,
+        read: Keys,
+    ) -> None:
+        super().__init__()
+        check_scorer(actor_network, self._get_name())
+        check_type("read", read, TokenKeys)
+        self.actor_network = actor_network
+        self.aggregation: F.Aggregation = one_of(
+            "aggregation", aggregation, aggregations, _TORCHRL_AGGREGATIONS
+        )
+        self.max_tokens = max_tokens
+        self.masking_strategy: MaskingStrategy = resolve_masking_strategy(masking_strategy)
+        self.temperature = temperature
+        self.read = read
+        check_token_options(self.aggregation, max_tokens, temperature)
+
+    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Fields of ``read`` that are needed: one value per token, one per row or token."""
+        raise NotImplementedError
+
+    def _declare_keys(self, output: type[TensorClass]) -> None:
+        """Set ``in_keys`` and ``out_keys``; called once the options are known."""
+        token_entries, row_entries = self._entries()
+        fields = ("tokens", "assistant_mask", *token_entries, *row_entries)
+        self.in_keys: list[NestedKey] = [getattr(self.read, name) for name in fields]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.out_keys = sorted(output.__annotations__)
+
+    def pack(self, batch: TensorDictBase | PackedBatch) -> PackedBatch:
+        """Read what the loss needs of a batch, without padding.
+
+        Args:
+            batch: ``[B]``, ragged (a lazy stack of rows, what ``LazyStackStorage`` gives) or
+                padded ``[B, T]`` with an attention mask; the entries of ``read``.
+
+        Returns:
+            The packed batch, on the actor's device; one that is packed already as it is.
+
+        Raises:
+            MissingEntryError: an entry is missing.
+            ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
+        """
+        if isinstance(batch, PackedBatch):
+            return batch
+        token_entries, row_entries = self._entries()
+        return pack_batch(
+            batch,
+            self.read,
+            self.masking_strategy,
+            token_entries=token_entries,
+            row_entries=row_entries,
+            who=self._get_name(),
+            device=scorer_device(self.actor_network),
+        )
+
+    def measure_window(
+        self, batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch]
+    ) -> Window:
+        """Count what an accumulation window will train, before any of it is trained.
+
+        Args:
+            batches: all rows of the window, as one batch or several.
+
+        Returns:
+            Their counts, for ``window=``.
+
+        Raises:
+            MissingEntryError: an entry is missing.
+        """
+        parts = [batches] if isinstance(batches, TensorDictBase | PackedBatch) else batches
+        device = scorer_device(self.actor_network)
+        packed = [
+            rows
+            if isinstance(rows, PackedBatch)
+            else pack_batch(
+                rows, self.read, self.masking_strategy, who=self._get_name(), device=device
+            )
+            for rows in parts
+        ]
+        counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
+        return counts._replace(entropy_threshold=self._entropy_threshold(packed))
+
+    def _entropy_threshold(self, batches: Sequence[PackedBatch]) -> float | None:
+        """What a filter by entropy needs to know of the whole window; None for no such filter."""
+        del batches
+        return None
+
+    def _pack_window(
+        self, batch: TensorDictBase | PackedBatch, window: Window | None
+    ) -> tuple[PackedBatch, Window]:
+        """The batch, and its own counts where there is no wider window."""
+        packed = self.pack(batch)
+        if window is None:
+            window = Window(packed.num_targets, packed.num_rows)
+        return packed, window.check(packed.num_targets, packed.num_rows, self._get_name())
+
+    def _score(self, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
+        """Log-probs (and entropies) of the trained tokens, ``[K]``, in float32 at least."""
+        if batch.num_targets == 0:
+            return TokenScores(torch.zeros(0, device=batch.ids.device, requires_grad=True))
+        trained = batch.target_lengths > 0  # a scorer takes no empty rows
+        if not bool(trained.all()):
+            batch = batch.take_rows(trained)
+        scores = self.actor_network.score_packed(
+            batch.ids,
+            batch.lengths,
+            batch.target_mask,
+            temperature=self.temperature,
+            entropy=entropy,
+        )
+        return scores._replace(log_prob=F.at_least_float32(scores.log_prob))
+
+    def _reduce(self, values: Tensor, batch: PackedBatch, window: Window) -> Tensor:
+        """One number from a value per trained token, ``[K]``."""
+        return F.aggregate(
+            values,
+            torch.ones_like(batch.sampled),
+            batch.target_lengths,
+            aggregation=self.aggregation,
+            max_tokens=self.max_tokens,
+            num_active_tokens=window.num_active_tokens,
+            num_sequences=window.num_sequences,
+        )

@@ -1,0 +1,1 @@
+"""Append-only records of conversations: messages, tokens and who wrote them."""

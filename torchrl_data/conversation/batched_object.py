@@ -1,0 +1,171 @@
+"""Python objects in a TensorDict, one opaque snapshot for the whole batch.
+
+A leaf beside the tensors carries the snapshot and which of its rows it stands for, so that
+indexing, splitting, stacking and partial resets keep the rows right, at the cost of one small
+tensor, the same whatever the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from .tensorclass_utils import attribute_reader, documented
+
+
+class RowValues(list[Any]):
+    """One Python value per row."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, Tensor):
+            return RowValues(map(super().__getitem__, index.reshape(-1).tolist()))
+        return super().__getitem__(index)
+
+    @staticmethod
+    def cat(parts: "Sequence[RowValues]") -> "RowValues":
+        """The values of several, one after the other."""
+        return RowValues(value for part in parts for value in part)
+
+
+class Face(Protocol):
+    """How a snapshot is shown to whoever reads the leaf."""
+
+    def rows(self, snapshot: Any, /) -> list[Any]:
+        """One value per row."""
+        ...
+
+
+def _read(leaf: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+    return leaf.shown() if name == "data" else read(leaf, name)
+
+
+@documented
+@attribute_reader(_read)
+class BatchLeaf(NonTensorData):
+    """A snapshot of a batch as a leaf of a TensorDict, one row per batch element.
+
+    The snapshot is one Python object: :class:`RowValues`, or anything else that has a length, is
+    indexed by a tensor of rows, and has a static method ``cat``. ``data`` is always that of the
+    leaf's own rows: ``td[2:4]["history", "prompt"]`` has two conversations. With a face it is what
+    the face shows: ``td["text", "prompt"]`` is a list of strings, ``td["tokens", "prompt"]`` a list
+    of int64 ``[T]``. Row values are shown as lists of the batch's shape.
+    """
+
+    _documentation = __doc__
+
+    data: Any
+    rows: Tensor | None = None
+    """Which row of the snapshot each batch element is; int64, shaped like the batch."""
+    whole: Tensor | None = None
+    """The ``rows`` of a leaf that was never indexed: the same tensor, so the check is ``is``."""
+    face: Any = None
+    """A :class:`Face`, or ``None`` to show the snapshot itself."""
+    _metadata: dict | None = None
+    _is_non_tensor: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        snapshot: Any,
+        batch_size: torch.Size,
+        rows: Tensor | None = None,
+        whole: Tensor | None = None,
+        face: Face | None = None,
+    ) -> "BatchLeaf":
+        """A leaf of a batch size; without ``rows``, one that stands for all of them in order."""
+        if rows is None:
+            rows = whole = torch.arange(len(snapshot)).view(batch_size)
+        # As an entry of the inner TensorDict, the rows follow every operation on the batch.
+        entries = TensorDict._new_unsafe({"rows": rows}, batch_size=batch_size)
+        rest = {"data": snapshot, "whole": whole, "face": face, "_is_non_tensor": True}
+        return cls._from_tensordict(entries, rest, safe=False)
+
+    @property
+    def dtype(self) -> None:  # type: ignore[override]
+        """None, as for all leaves that are not tensors (specs compare it)."""
+        return None
+
+    def snapshot(self) -> Any:
+        """The snapshot of this leaf's rows."""
+        state = self.__dict__
+        everything = state["_non_tensordict"]["data"]
+        rows = state["_tensordict"]._get_str("rows", None)
+        if rows is None or rows is state["_non_tensordict"].get("whole"):
+            return everything
+        return everything[rows]
+
+    def shown(self) -> Any:
+        """What the face shows of this leaf's rows, or the snapshot if there is none."""
+        face = self.__dict__["_non_tensordict"].get("face")
+        snapshot = self.snapshot()
+        if face is not None:
+            return in_shape(face.rows(snapshot), self.batch_size)
+        return in_shape(snapshot, self.batch_size) if type(snapshot) is RowValues else snapshot
+
+    def clone(self, recurse: bool = True, **kwargs: Any) -> "BatchLeaf":  # noqa: ARG002
+        """The same leaf: nothing changes a snapshot."""
+        return self.empty()
+
+    _clone = clone
+
+    def empty(
+        self,
+        recurse: bool = False,  # noqa: ARG002
+        *,
+        device: Any = None,  # noqa: ARG002
+        batch_size: torch.Size | None = None,
+        names: Any = None,  # noqa: ARG002
+    ) -> "BatchLeaf":
+        """The same leaf, perhaps of another shape."""
+        state = self.__dict__
+        size = self.batch_size if batch_size is None else torch.Size(batch_size)
+        rows = state["_tensordict"]._get_str("rows", None)
+        whole = state["_non_tensordict"].get("whole")
+        if rows is not None and rows.shape != size:
+            rows = rows.view(size)
+        return type(self).of(state["_non_tensordict"]["data"], size, rows, whole, face_of(self))
+
+    def where(  # type: ignore[override]
+        self,
+        condition: Tensor,
+        other: Any,
+        *,
+        out: Any = None,  # noqa: ARG002
+        pad: Any = None,  # noqa: ARG002
+    ) -> "BatchLeaf":
+        """This leaf's rows where a condition holds, another leaf's elsewhere."""
+        if not isinstance(other, BatchLeaf):
+            raise TypeError(f"BatchLeaf.where takes another one, got {type(other).__name__}.")
+        snapshot = self.snapshot()
+        both = snapshot.cat([snapshot, other.snapshot()])
+        own = torch.arange(self.numel())
+        rows = torch.where(condition.reshape(-1), own, own + self.numel())
+        return type(self).of(both[rows], self.batch_size, face=face_of(self))
+
+
+def face_of(leaf: Any) -> Any:
+    """The face of a leaf, of the first one in a stack of leaves.
+
+    Args:
+        leaf: of a batch, or of several batches that were stacked.
+    """
+    while isinstance(leaf, NonTensorStack):
+        leaf = leaf.unbind(0)[0]
+    return leaf.__dict__["_non_tensordict"].get("face")
+
+
+def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Rows as nested lists of a batch's shape; the row itself for a batch without dimensions.
+
+    Args:
+        rows: as many as the shape has elements.
+        shape: of the batch.
+    """
+    if not len(shape):
+        return rows[0]
+    nested = list(rows)
+    for size in reversed(shape[1:]):
+        nested = [nested[i : i + size] for i in range(0, len(nested), size)]
+    return nested

@@ -1,0 +1,55 @@
+"""What conversations look like to whoever reads them as text or as tokens.
+
+The record of tokens stays the truth; a face is worked out when somebody looks.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrl_data.keys import PROMPT, RESPONSE, TEXT
+
+from .conversations import Conversations
+
+if TYPE_CHECKING:
+    from torchrl_data.templates.encoder import ConversationEncoder
+
+
+@dataclass(frozen=True)
+class ConversationFace:
+    """A part of conversations as text or as token ids.
+
+    Args:
+        mode: ``"text"`` or ``"tokens"``.
+        part: ``"prompt"``, ``"response"`` or ``"full"``. A prompt ends with the open header of the
+            next turn: what waits in the conversations is encoded when somebody looks.
+        encoder: encodes and decodes.
+    """
+
+    mode: str
+    part: str
+    encoder: "ConversationEncoder"
+
+    def rows(self, conversations: Conversations) -> list[Any]:
+        """The part of each row: B strings, or B tensors of ids, int64 ``[T]``."""
+        if self.part == PROMPT:
+            conversations = self.encoder.encode_waiting(conversations)
+        if self.mode == TEXT:
+            return self._texts(conversations)
+        ids = [conversations.token_ids(i) for i in range(len(conversations))]
+        if self.part != RESPONSE:
+            return ids
+        return [row[conversations.position(i).response_start :] for i, row in enumerate(ids)]
+
+    def _texts(self, conversations: Conversations) -> list[str]:
+        ids = [conversations.ids(i) for i in range(len(conversations))]
+        full = self.encoder.decode(ids)
+        if self.part != RESPONSE:
+            return full
+        starts = [conversations.position(i).response_start for i in range(len(conversations))]
+        before = self.encoder.decode([row[:n] for row, n in zip(ids, starts, strict=True)])
+        return [
+            text[len(prompt) :] if text.startswith(prompt) else self.encoder.decode([row[n:]])[0]
+            for text, prompt, row, n in zip(full, before, ids, starts, strict=True)
+        ]

@@ -1,0 +1,1 @@
+"""Conversations for people: in the terminal and as HTML."""

@@ -1,0 +1,1 @@
+"""``History``, the messages of a batch as a TensorClass."""

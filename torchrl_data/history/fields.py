@@ -1,0 +1,68 @@
+"""The fields of a ``History``, and how a message in the chat format maps to them."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torchrl_data.conversation.content import ContentBase
+from torchrl_data.conversation.messages import Message
+
+OPTIONAL: Final = (
+    "tool_calls",
+    "tool_responses",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "metadata",
+)
+"""Fields that most messages lack."""
+FIELDS: Final = ("role", "content", "is_complete", *OPTIONAL)
+"""All fields, in order."""
+
+
+def plain(value: Any) -> Any:
+    """Plain lists instead of the lists that write through to a TensorDict.
+
+    Args:
+        value: a value read from a TensorClass.
+    """
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def message_fields(message: Message) -> dict[str, Any]:
+    """Values of all fields for a message; entries that are no field go to ``metadata``.
+
+    Args:
+        message: in the chat format.
+    """
+    fields: dict[str, Any] = dict.fromkeys(FIELDS)
+    fields["is_complete"] = True
+    other = {}
+    for key, value in message.items():
+        if key in fields and key != "metadata":
+            fields[key] = value
+        else:
+            other[key] = value
+    fields["metadata"] = other or None
+    return fields
+
+
+def to_message(fields: Mapping[str, Any]) -> Message:
+    """The message in the chat format, without the fields that say nothing.
+
+    Args:
+        fields: values of all fields.
+    """
+    content = fields["content"]
+    if isinstance(content, ContentBase):
+        content = content.to_parts() if content.batch_dims else [content.to_part()]
+    message: Message = {"role": fields["role"], "content": plain(content)}
+    if fields["is_complete"] is False:
+        message["is_complete"] = False
+    for field in OPTIONAL[:-1]:
+        if fields[field] is not None:
+            message[field] = plain(fields[field])
+    return message | plain(fields["metadata"] or {})

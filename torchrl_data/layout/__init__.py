@@ -1,0 +1,1 @@
+"""The entries of a batch: prompt, response and full, as text, tokens and messages."""

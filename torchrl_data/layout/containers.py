@@ -1,0 +1,335 @@
+"""The layout of a batch: ``prompt``, ``response`` and ``full`` of whatever a batch holds.
+
+``full = prompt + response``, always, to the token. Rows are ragged; padded, nested and packed are
+views (see ``ragged``). Conversions are in ``layout_conversion``.
+
+Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+from tensordict import NonTensorData, TensorClass, TensorDict
+from torch import Tensor
+
+from torchrl_data.conversation.tensorclass_utils import attribute_reader, documented
+from torchrl_data.history.history import History
+from torchrl_data.keys import FULL, PROMPT, RESPONSE
+from torchrl_data.ragged.ragged import (
+    entries_of,
+    nested_view,
+    packed_view,
+    padded_view,
+    ragged_entries,
+    rows_of,
+)
+
+from .export import conversations_of, history_view
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PARTS: Final = (PROMPT, RESPONSE, FULL)
+"""Names of the three parts."""
+
+
+_RAGGED: Final = NonTensorData(False)
+
+
+class _RowsMixin:
+    """Views that every group of token rows has."""
+
+    _tensordict: Any
+    _from_tensordict: Any
+
+    @classmethod
+    def from_rows(cls, **columns: Sequence[Tensor]) -> Self:
+        """A ragged group.
+
+        Args:
+            **columns: for each entry, one tensor ``[T_i]`` a row.
+
+        Raises:
+            ValueError: there are no rows, or the entries differ in their number.
+        """
+        count = len(next(iter(columns.values()), ()))
+        return cls._from_tensordict(ragged_entries({**columns, "padded": [_RAGGED] * count}), {})
+
+    def rows(self, name: str) -> list[Tensor]:
+        """The rows of an entry, B tensors ``[T_i]``."""
+        return rows_of(self, name)
+
+    def packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """The rows one after the other ``[N]`` and their lengths, int64 ``[B]``."""
+        return packed_view(self, name)
+
+    def nested(self, name: str) -> Tensor:
+        """The rows as a jagged nested tensor ``[B, T_i]``."""
+        return nested_view(self, name)
+
+    def dense(self, name: str, *, value: float = 0, side: str = "right") -> Tensor:
+        """The rows padded with ``value`` on a side, ``[B, T]``."""
+        return padded_view(self, name, value=value, side=side)
+
+
+@documented
+class Tokens(_RowsMixin, TensorClass["nocast"]):
+    """Token ids, int64: ragged, or padded (prompt on the left, response on the right)."""
+
+    _documentation = __doc__
+
+    prompt: Tensor | None = None
+    """Shape ``[B, T]``."""
+    response: Tensor | None = None
+    """Shape ``[B, T]``."""
+    full: Tensor | None = None
+    """Prompt, then response; shape ``[B, T]``."""
+    padded: bool | None = None
+    """Whether the rows are padded."""
+
+    def to_text(
+        self, tokenizer: "PreTrainedTokenizerBase", skip_special_tokens: bool = False
+    ) -> "Text":
+        """Decode ragged rows.
+
+        Args:
+            tokenizer: decodes.
+            skip_special_tokens: leave special tokens out.
+
+        Raises:
+            ValueError: the rows are padded (a pad id may be a real token too).
+        """
+        from .conversion import tokens_to_text
+
+        return tokens_to_text(self, tokenizer, skip_special_tokens)
+
+    def to_history(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template_name: str | None = None,
+        skip_special_tokens: bool = False,
+    ) -> "ChatHistory":
+        """Decode and parse: see :meth:`to_text` and :meth:`Text.to_history`."""
+        text = self.to_text(tokenizer, skip_special_tokens)
+        return text.to_history(tokenizer, chat_template_name)
+
+    def to_padded(self, pad_token_id: int) -> "tuple[Tokens, Masks]":
+        """Padded tokens: prompt on the left, response on the right, full is both.
+
+        Args:
+            pad_token_id: fills the gaps.
+
+        Returns:
+            The tokens ``[B, T]`` and their attention mask, without which padding can't be told
+            from tokens.
+        """
+        from .conversion import pad_tokens
+
+        return pad_tokens(self, pad_token_id)
+
+    def to_ragged(self, masks: "Masks") -> "Tokens":
+        """Undo :meth:`to_padded`.
+
+        Args:
+            masks: what :meth:`to_padded` gave beside the tokens.
+        """
+        from .conversion import unpad_tokens
+
+        return unpad_tokens(self, masks)
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        return _token_spec(cls, shape, keys or PARTS)
+
+
+@documented
+class LogProbs(_RowsMixin, TensorClass["nocast"]):
+    """Log-probabilities, float32 in nats, aligned with the tokens of the same name."""
+
+    _documentation = __doc__
+
+    prompt: Tensor | None = None
+    """Shape ``[B, T]``."""
+    response: Tensor | None = None
+    """Shape ``[B, T]``."""
+    full: Tensor | None = None
+    """Shape ``[B, T]``; 0 where the policy did not sample."""
+    padded: bool | None = None
+    """Whether the rows are padded."""
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        return _token_spec(cls, shape, keys or PARTS)
+
+
+@documented
+class Masks(_RowsMixin, TensorClass["nocast"]):
+    """Masks over ``("tokens", "full")``, bool."""
+
+    _documentation = __doc__
+
+    all_attention_mask: Tensor | None = None
+    """True on tokens, False on padding; shape ``[B, T]``."""
+    all_assistant_mask: Tensor | None = None
+    """True on what the policy sampled, end-of-turn token included; shape ``[B, T]``."""
+    padded: bool | None = None
+    """Whether the rows are padded."""
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        return _token_spec(cls, shape, keys or ("all_attention_mask", "all_assistant_mask"))
+
+
+@documented
+class Text(TensorClass["nocast"]):
+    """Strings, one per row."""
+
+    _documentation = __doc__
+
+    prompt: str | list[str] | None = None
+    response: str | list[str] | None = None
+    full: str | list[str] | None = None
+
+    def to_tokens(self, tokenizer: "PreTrainedTokenizerBase") -> Tokens:
+        """Tokenise: prompt and response each by itself, full is their concatenation.
+
+        Args:
+            tokenizer: encodes, without adding special tokens.
+        """
+        from .conversion import text_to_tokens
+
+        return text_to_tokens(self, tokenizer)
+
+    def to_history(
+        self, tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None = None
+    ) -> "ChatHistory":
+        """Parse what a chat template rendered.
+
+        Args:
+            tokenizer: decides the inverse parser.
+            chat_template_name: decides it instead.
+
+        Raises:
+            ValueError: a text can't be parsed.
+        """
+        from .conversion import text_to_history
+
+        return text_to_history(self, tokenizer, chat_template_name)
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        from torchrl.data import Composite, NonTensor
+
+        size = torch.Size(shape)
+        leaves = {key: NonTensor(shape=size, example_data="") for key in keys or PARTS}
+        return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def _read(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+    if name not in PARTS:
+        return read(group, name)
+    conversations = conversations_of(group._tensordict.get(name, None))
+    if conversations is None:
+        return read(group, name)
+    return history_view(conversations, group.batch_size, response_only=name == RESPONSE)
+
+
+@documented
+@attribute_reader(_read)
+class ChatHistory(TensorClass["nocast"]):
+    """Messages of ``prompt``, ``response`` and ``full``, each a ``History [B, M]``.
+
+    Inside the loop each is one opaque :class:`Conversations` for the whole batch; reading an
+    attribute builds the ``History`` of the rows that are asked for.
+    """
+
+    _documentation = __doc__
+
+    prompt: History | None = None
+    """The conversation so far."""
+    response: History | None = None
+    """What the policy answered."""
+    full: History | None = None
+    """Both."""
+
+    def __post_init__(self) -> None:
+        entries = entries_of(self)
+        for name in PARTS:
+            value: Any = entries.get(name, None)
+            if isinstance(value, History) and self.batch_dims and value.ndim == self.batch_dims:
+                # One message a row.
+                entries.set(name, value.unsqueeze(-1))
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any], batch_size: Sequence[int]) -> "ChatHistory":
+        """Build from leaves or histories, unchecked.
+
+        Args:
+            parts: values by name.
+            batch_size: of the batch, ``[B]``.
+        """
+        entries = TensorDict._new_unsafe(dict(parts), batch_size=torch.Size(batch_size))
+        return cls._from_tensordict(entries, {})
+
+    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """The stored leaf, as TensorDict's ``get``; attributes build a ``History`` instead."""
+        return entries_of(self).get(key, *args, **kwargs)
+
+    def apply_chat_template(self, **kwargs: Any) -> Any:
+        """Render the prompt, or the full conversation if there is none: see :class:`History`."""
+        history = self.prompt if self.prompt is not None else self.full
+        if history is None:
+            raise ValueError("This ChatHistory has neither a prompt nor a full conversation.")
+        return history.apply_chat_template(**kwargs)
+
+    def to_tokens(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> Tokens:
+        """Tokenise; conversations that have their tokens give exactly those.
+
+        Args:
+            tokenizer: encodes.
+            chat_template_name: which template, instead of the tokenizer's.
+            chat_template: Jinja source, instead of the tokenizer's.
+
+        Raises:
+            ValueError: the full conversation does not start with the prompt.
+        """
+        from .conversion import history_to_tokens
+
+        return history_to_tokens(self, tokenizer, chat_template_name, chat_template)
+
+    def to_text(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> Text:
+        """The text of :meth:`to_tokens`."""
+        return self.to_tokens(tokenizer, chat_template_name, chat_template).to_text(tokenizer)
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        from torchrl.data import Composite
+
+        size = torch.Size(shape)
+        leaves = {key: History.default_spec((*size, -1)) for key in keys or PARTS}
+        return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def _token_spec(cls: type, shape: Sequence[int], keys: Sequence[str]) -> Any:
+    from torchrl.data import Composite, NonTensor, Unbounded
+
+    size = torch.Size(shape)
+    leaves: dict[str, Any] = {key: Unbounded(shape=torch.Size((*size, -1))) for key in keys}
+    leaves["padded"] = NonTensor(shape=size, example_data=False)
+    return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)

@@ -1,0 +1,1 @@
+"""Ragged rows: packed, padded and nested."""

@@ -1,0 +1,52 @@
+"""Padded form of the token entries of a batch: prompt on the left, response on the right.
+
+Shape legend: B rows, P and R tokens of the longest prompt and response.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, TOKENS
+
+from .packed import pad
+
+_FILL = {"policy_versions": -1}
+
+
+def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorDict:
+    """Pad what :func:`~torchrl_data.layout.export.row_tensordicts` gives.
+
+    Args:
+        rows: B rows, at least one, of the same entries.
+        pad_token_id: fills the gaps of the tokens; ``("masks", "all_attention_mask")`` tells them
+            from real ones.
+
+    Returns:
+        Dense entries: ``prompt`` ``[B, P]`` padded on the left, ``response`` ``[B, R]`` on the
+        right, ``full`` and the masks ``[B, P + R]``. Gaps are False in masks, -1 in policy
+        versions, 0 in what else there is.
+    """
+    starts = [row.get((TOKENS, PROMPT)).shape[-1] for row in rows]
+    names = [
+        (group, name)
+        for group, entries in rows[0].items()
+        if isinstance(entries, TensorDictBase)
+        for name in entries.keys()  # noqa: SIM118
+    ]
+    padded = TensorDict(batch_size=[len(rows)])
+    for group, name in names:
+        values = [row.get((group, name)) for row in rows]
+        fill = pad_token_id if group == TOKENS else _FILL.get(group, 0)
+        if name == PROMPT:
+            padded.set((group, name), pad(values, value=fill, side="left"))
+        elif name == RESPONSE:
+            padded.set((group, name), pad(values, value=fill))
+        else:
+            assert name == FULL or group == MASKS
+            left = [value[:n] for value, n in zip(values, starts, strict=True)]
+            right = [value[n:] for value, n in zip(values, starts, strict=True)]
+            both = [pad(left, value=fill, side="left"), pad(right, value=fill)]
+            padded.set((group, name), torch.cat(both, -1))
+    return padded

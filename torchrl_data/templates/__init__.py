@@ -1,0 +1,1 @@
+"""Chat templates, and how conversations become tokens."""

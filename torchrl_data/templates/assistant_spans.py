@@ -1,0 +1,145 @@
+"""What the assistant wrote, in the text of a template that does not mark it.
+
+Nothing is compared with a known template: a fork, or one with a trailing space, works like the
+original. A turn starts after the header that the template itself gives for a generation prompt and
+ends with its first end-of-turn token. Content can't spell either, if they hold control tokens;
+if they hold none, each turn is measured by rendering the messages before it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from torchrl_data.conversation.messages import Message
+
+Render = Callable[[Sequence[Message], bool], str]
+"""Renders escaped messages, with or without a generation prompt."""
+
+QUESTION: Message = {"role": "user", "content": "Question7"}
+ANSWER: Message = {"role": "assistant", "content": "Answer7"}
+
+
+_LAST_TAG = re.compile(r"(-?)(%\}|\}\}|#\})((?:(?!%\}|\}\}|#\}).)*)\Z", re.DOTALL)
+
+
+class TurnShape(NamedTuple):
+    """How a template opens and closes an assistant's turn."""
+
+    header: str
+    """What opens the turn; nothing for some templates."""
+    end_of_turn: str
+    """The control token that ends it; nothing if there is none."""
+    after: str
+    """What follows the content: white space, end of turn and whatever comes after it."""
+    header_is_control: bool
+    """The header holds a control token, so that content can't spell it."""
+    tail: str
+    """What the template's source ends with, whatever the messages."""
+
+
+def turn_shape(
+    source: str, render: Render, first_control: Callable[[str], str | None]
+) -> TurnShape:
+    """Find how a template opens and closes an assistant's turn.
+
+    Args:
+        source: of the template.
+        render: renders messages.
+        first_control: the first control token in a text, if any.
+
+    Raises:
+        ValueError: the template does not show what the assistant says.
+    """
+    asked = render([QUESTION], False)
+    opened = render([QUESTION], True)
+    answered = render([QUESTION, ANSWER], False)
+    at = answered.find(ANSWER["content"])
+    if at < 0:
+        raise ValueError(
+            "The chat template does not show what the assistant says: messages "
+            f"{[QUESTION, ANSWER]} are rendered as {answered!r}. Use another template, or mark the "
+            "assistant's part with {% generation %} ... {% endgeneration %}."
+        )
+    header = opened[_common(asked, opened) : _common(opened, answered[:at])]
+    after = answered[at + len(ANSWER["content"]) :]
+    control = first_control(after)
+    if control is None or after.split(control, 1)[0].strip():
+        control = ""
+    tail = _static_tail(source)
+    if not all(text.endswith(tail) for text in (asked, opened, answered)):
+        tail = ""
+    return TurnShape(header, control, after, first_control(header) is not None, tail)
+
+
+def _static_tail(source: str) -> str:
+    """The text after the last tag of a template, as Jinja gives it."""
+    match = _LAST_TAG.search(source)
+    if match is None or match.group(1) == "-":
+        return ""
+    # Jinja drops one line end at the end of the source, and one after a block or a comment.
+    tail = match.group(3).removesuffix("\n")
+    return tail if match.group(2) == "}}" else tail.removeprefix("\n")
+
+
+def _common(left: str, right: str) -> int:
+    """Characters that two texts begin with alike."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )
+
+
+def find_spans(
+    rendered: str, messages: Sequence[Message], render: Render, shape: TurnShape
+) -> list[tuple[int, int]]:
+    """Where each assistant's message is, end-of-turn token included.
+
+    Args:
+        rendered: the rendered messages.
+        messages: the messages, escaped.
+        render: renders some of them.
+        shape: of the template.
+
+    Returns:
+        Start and end of each, in characters.
+
+    Raises:
+        ValueError: a turn can't be found.
+    """
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if shape.header_is_control and shape.end_of_turn:
+        spans = _scan(rendered, len(turns), shape)
+        if spans is not None:
+            return spans
+    return [_measure(rendered, messages, i, render, shape) for i in turns]
+
+
+def _scan(rendered: str, count: int, shape: TurnShape) -> list[tuple[int, int]] | None:
+    spans = []
+    position = 0
+    for _ in range(count):
+        header = rendered.find(shape.header, position)
+        start = header + len(shape.header)
+        end = rendered.find(shape.end_of_turn, start)
+        if header < 0 or end < 0:
+            return None
+        position = end + len(shape.end_of_turn)
+        spans.append((start, position))
+    return spans
+
+
+def _measure(
+    rendered: str, messages: Sequence[Message], turn: int, render: Render, shape: TurnShape
+) -> tuple[int, int]:
+    before = render(messages[:turn], True).removesuffix(shape.tail)
+    until = render(messages[: turn + 1], False).removesuffix(shape.after)
+    if not until.startswith(before) or not rendered.startswith(until):
+        raise ValueError(
+            f"Message {turn} (assistant) can't be told from the text that the chat template renders"
+            ", as the template changes earlier text when messages are added. Mark the assistant's "
+            "part with {% generation %} ... {% endgeneration %}."
+        )
+    end = len(until)
+    if shape.end_of_turn:
+        end = rendered.index(shape.end_of_turn, end) + len(shape.end_of_turn)
+    return len(before), end

@@ -1,0 +1,174 @@
+"""Content can't forge control tokens: scaffold and content are told apart before tokens are made.
+
+A chat template writes control tokens (``<|im_start|>``) around content that others wrote. Content
+that happens to spell a control token is escaped before the template is rendered, so that only the
+template's own control tokens are found in the rendered text; the text between them is unescaped and
+encoded by a copy of the tokenizer that has no control tokens.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from .content_tokenizer import PlainTokenizer, RunStart
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Printable and without case, so that a template's filters leave them alone; content that holds
+# them is escaped like content that holds a control token.
+_OPEN: Final = "\ua720"
+_CLOSE: Final = "\ua721"
+_NOTHING: Final = f"{_OPEN}{_CLOSE}"
+_ESCAPED = re.compile(f"{_OPEN}([0-9]*){_CLOSE}")
+_ORDINARY = re.compile(r"[\w\s]*")
+
+
+class TextPiece(NamedTuple):
+    """A run of text between two control tokens, or a control token by itself."""
+
+    text: str
+    """What is to be encoded; the token's spelling when it is a control token."""
+    control_id: int | None
+    """The id of the control token, or ``None`` for plain text."""
+    start: int
+    """Where the piece starts in the rendered (escaped) text, in characters."""
+    before: RunStart = RunStart.CONTROL
+    """What is before a run of text."""
+
+
+class ControlTokenGuard:
+    """Splits rendered text at the template's control tokens, and never at the content's.
+
+    Control tokens are the added tokens of a tokenizer, special or not (``<think>``,
+    ``<tool_call>``), but for ordinary words and white space that were added and are not special.
+
+    Args:
+        tokenizer: a fast tokenizer; it is not changed.
+
+    Raises:
+        TypeError: the tokenizer has no fast backend.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TypeError(
+                f"{type(tokenizer).__name__} has no fast backend, which is needed to encode "
+                "content apart from control tokens. Load it with AutoTokenizer."
+            )
+        added = {
+            index: token
+            for index, token in tokenizer.added_tokens_decoder.items()
+            if token.content and (token.special or not _ORDINARY.fullmatch(token.content))
+        }
+        self.control_ids: dict[str, int] = {token.content: i for i, token in added.items()}
+        self._flags = {token.content: token for token in added.values()}
+        spellings = sorted(self.control_ids, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, spellings)) or r"(?!)"
+        self._control = re.compile(pattern)
+        self._escapable = [*spellings, _OPEN, _CLOSE]
+        self._codes = {text: f"{_OPEN}{i}{_CLOSE}" for i, text in enumerate(self._escapable)}
+        self._needs_escape = re.compile(f"{pattern}|{_OPEN}|{_CLOSE}")
+        self._heads = {text[:n] for text in spellings for n in range(1, len(text))}
+        self._tails = {text[-n:] for text in spellings for n in range(1, len(text))}
+        self._longest = max(map(len, spellings), default=0)
+        self._plain = PlainTokenizer(backend, self.control_ids.values())
+
+    def escape(self, value: Any) -> Any:
+        """Escape every string inside a message, so that none of it spells a control token.
+
+        Args:
+            value: a string, or nested mappings and sequences of strings and plain values.
+
+        Returns:
+            The same structure; mapping keys are escaped too.
+        """
+        if isinstance(value, str):
+            return self._escape_text(value)
+        if isinstance(value, Mapping):
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self.escape(item) for item in value]
+        return value
+
+    def _escape_text(self, text: str) -> str:
+        escaped = self._needs_escape.sub(lambda found: self._codes[found.group()], text)
+        # Half of a control token at an edge could be completed by what the template writes there.
+        if any(escaped[:n] in self._tails for n in range(1, self._longest)):
+            escaped = _NOTHING + escaped
+        if any(escaped[-n:] in self._heads for n in range(1, self._longest)):
+            escaped += _NOTHING
+        return escaped
+
+    def unescape(self, text: str) -> str:
+        """Undo :meth:`escape` on rendered text.
+
+        Args:
+            text: what a template rendered, or a part of it that cuts no escape in two.
+        """
+        if _OPEN not in text:
+            return text
+        return _ESCAPED.sub(
+            lambda found: self._escapable[int(found.group(1))] if found.group(1) else "", text
+        )
+
+    def split(self, rendered: str, boundaries: Sequence[int] = ()) -> list[TextPiece]:
+        """Cut rendered text into control tokens and runs of plain text.
+
+        White space beside a control token that takes it in (``lstrip``, ``rstrip``) is left out, as
+        the tokenizer does.
+
+        Args:
+            rendered: the output of a template on escaped messages.
+            boundaries: character positions where a run must be cut too.
+
+        Returns:
+            Pieces in order, their text unescaped.
+        """
+        pieces: list[TextPiece] = []
+        cuts = sorted({position for position in boundaries if 0 < position < len(rendered)})
+        position = 0
+        for match in self._control.finditer(rendered):
+            token = self._flags[match.group()]
+            start, end = match.span()
+            if token.single_word and _in_word(rendered, start, end):
+                continue
+            until = len(rendered[position:start].rstrip()) + position if token.lstrip else start
+            self._add_runs(pieces, rendered, position, until, cuts)
+            pieces.append(TextPiece(match.group(), self.control_ids[match.group()], start))
+            position = end
+            if token.rstrip:
+                position += len(rendered) - end - len(rendered[end:].lstrip())
+        self._add_runs(pieces, rendered, position, len(rendered), cuts)
+        return pieces
+
+    def _add_runs(
+        self, pieces: list[TextPiece], rendered: str, start: int, end: int, cuts: Sequence[int]
+    ) -> None:
+        inner = [position for position in cuts if start < position < end]
+        before = RunStart.CONTROL if pieces else RunStart.TEXT
+        for left, right in zip([start, *inner], [*inner, end], strict=True):
+            text = self.unescape(rendered[left:right])
+            if text:
+                pieces.append(TextPiece(text, None, left, before))
+                before = RunStart.RUN
+
+    def encode_texts(
+        self, texts: Sequence[str], starts: Sequence[RunStart] | None = None
+    ) -> list[list[int]]:
+        """Encode plain text; no control id comes out, whatever the text spells.
+
+        Args:
+            texts: unescaped text.
+            starts: what is before each; a control token when not given.
+
+        Returns:
+            Token ids per text.
+        """
+        return self._plain.encode(texts, starts)
+
+
+def _in_word(text: str, start: int, end: int) -> bool:
+    around = text[start - 1 : start] + text[end : end + 1]
+    return any(character == "_" or character.isalnum() for character in around)

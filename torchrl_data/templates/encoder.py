@@ -1,0 +1,377 @@
+"""From messages to tokens: only what is new in a conversation is encoded.
+
+Shape legend: B rows, T tokens of a row.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from torchrl_data.conversation.conversations import Conversations, EncodedMessages, Source
+from torchrl_data.conversation.message_edits import cut_at_end_mark, split_reasoning, with_end_mark
+from torchrl_data.conversation.messages import Message, check_messages
+
+from .assistant_spans import ANSWER, QUESTION, TurnShape, find_spans, turn_shape
+from .control_tokens import ControlTokenGuard, TextPiece
+from .registry import is_generation_marked, resolve_template
+from .rendering import Rendered, render_template
+from .template_cache import CompiledShapes, Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[dict[str, Any]]
+MAX_OPENINGS: Final = 64
+"""Sets of tools for which openings are compiled; further ones are rendered."""
+
+
+class ConversationEncoder:
+    """Encodes conversations with a chat template, one delta at a time.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        chat_template: Jinja source; generation-marked, or such that the assistant's turns can be
+            found.
+        chat_template_name: name of a built-in or added template.
+        chat_template_kwargs: passed to the template (``enable_thinking=False``, say).
+        reasoning_in_content: a ``<think>`` block that begins an assistant's content is its
+            reasoning, written with the template's own tokens. Otherwise reasoning is what
+            ``reasoning_content`` holds, and all content stays content.
+
+    Raises:
+        ValueError: the template does not show what the assistant wrote.
+        TypeError: the tokenizer has no fast backend.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        reasoning_in_content: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.guard = ControlTokenGuard(tokenizer)
+        self.template = resolve_template(
+            tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
+        )
+        self._variables = {
+            **{
+                name: str(value)
+                for name, value in tokenizer.special_tokens_map.items()
+                if isinstance(value, str)
+            },
+            **(chat_template_kwargs or {}),
+        }
+        self._marked = is_generation_marked(self.template)
+        if reasoning_in_content and "reasoning_content" not in self.template:
+            raise ValueError(
+                "reasoning_in_content moves reasoning to 'reasoning_content', which this chat "
+                "template does not show. Use one that does (qwen3, deepseek3)."
+            )
+        self._reasoning_in_content = reasoning_in_content
+        self._shape: TurnShape = turn_shape(
+            self.template,
+            lambda messages, prompt: self._render_text(messages, None, prompt).text,
+            self._first_control,
+        )
+        self._check_mask()
+        self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
+        self._openings: dict[str, CompiledShapes] = {}
+
+    # What ends a turn ---------------------------------------------------------------------------
+
+    @property
+    def end_of_turn_id(self) -> int:
+        """The token that ends the assistant's turn.
+
+        Raises:
+            ValueError: the template has none, so nothing tells the policy's turn to stop.
+        """
+        if not self._shape.end_of_turn:
+            raise ValueError(
+                f"The chat template closes an assistant turn with {self._shape.after!r}, which "
+                "does not start with a control token, so nothing tells the policy's turn to stop. "
+                "Put the end-of-turn token inside the {% generation %} block."
+            )
+        return self.guard.control_ids[self._shape.end_of_turn]
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens at which the policy's turn stops: the end of turn and the end of sequence."""
+        eos = self.tokenizer.eos_token_id
+        ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
+        return tuple(dict.fromkeys(ids))
+
+    def _first_control(self, text: str) -> str | None:
+        pieces = self.guard.split(text)
+        return next((piece.text for piece in pieces if piece.control_id is not None), None)
+
+    def _check_mask(self) -> None:
+        rendered = self._render_text([QUESTION, ANSWER], None, False)
+        spans = self._spans(rendered, [QUESTION, ANSWER], None)
+        inside = "".join(rendered.text[start:end] for start, end in spans)
+        if ANSWER["content"] not in inside:
+            raise ValueError(
+                f"The chat template's generation blocks hold {inside!r} of {rendered.text!r}, and "
+                f"not the assistant's {ANSWER['content']!r}. Surround the assistant's content and "
+                "its end-of-turn token with {% generation %} ... {% endgeneration %}."
+            )
+
+    # Rendering ----------------------------------------------------------------------------------
+
+    def _render_text(
+        self, escaped: Sequence[Message], tools: Tools | None, add_generation_prompt: bool
+    ) -> Rendered:
+        return render_template(
+            self.template,
+            escaped,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=self._variables,
+        )
+
+    def _spans(
+        self, rendered: Rendered, escaped: Sequence[Message], tools: Tools | None
+    ) -> list[tuple[int, int]]:
+        if self._marked:
+            return [
+                (start, self._past_end_of_turn(rendered.text, end)) for start, end in rendered.spans
+            ]
+        return find_spans(
+            rendered.text,
+            escaped,
+            lambda messages, prompt: self._render_text(messages, tools, prompt).text,
+            self._shape,
+        )
+
+    def _past_end_of_turn(self, text: str, end: int) -> int:
+        """Take in an end-of-turn token that a generation block leaves out: it is sampled too."""
+        token = self._shape.end_of_turn
+        after = text[end:].lstrip()
+        if not token or text.endswith(token, 0, end) or not after.startswith(token):
+            return end
+        return len(text) - len(after) + len(token)
+
+    def _chat_runs(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+    ) -> list[Run]:
+        """Runs of a whole conversation; what the assistant wrote is the model's."""
+        if self._reasoning_in_content:
+            messages = [split_reasoning(message) for message in messages]
+        escaped = self.guard.escape(messages)
+        if continue_final_message:
+            escaped[-1] = with_end_mark(escaped[-1])
+        shown = self.guard.escape(tools) if tools else None
+        rendered = self._render_text(escaped, shown, add_generation_prompt)
+        spans = self._spans(rendered, escaped, shown)
+        text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
+        edges = [edge for span in spans for edge in span]
+        return _label(self.guard.split(text, edges), spans)
+
+    def _after_answer(self, escaped: Sequence[Message]) -> str:
+        """What a template writes after an assistant's content: its closing, messages, a header."""
+        rendered = self._render_text([QUESTION, ANSWER, *escaped], None, True).text
+        return rendered[rendered.index(ANSWER["content"]) + len(ANSWER["content"]) :]
+
+    def _pieces_after_answer(self, escaped: Sequence[Message]) -> list[TextPiece]:
+        return self.guard.split(self._after_answer(escaped))
+
+    def _delta_runs(self, messages: Sequence[Message], closed: bool) -> list[Run]:
+        runs = self._deltas.runs(messages)
+        if runs is None:
+            runs = _label(self._pieces_after_answer(self.guard.escape(messages)), [])
+        if not closed:
+            return runs
+        end = self.end_of_turn_id
+        for i, run in enumerate(runs):
+            if run.ids == (end,) and run.text is None:
+                return runs[i + 1 :]
+        return runs
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_openings": {}}  # compiled anew where they are needed
+
+    def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
+        key = json.dumps(tools, sort_keys=True, default=str) if tools else ""
+        shapes = self._openings.get(key)
+        if shapes is None and len(self._openings) < MAX_OPENINGS:
+            shown = self.guard.escape(tools) if tools else None
+            shapes = self._openings[key] = CompiledShapes(
+                lambda escaped: self.guard.split(self._render_text(escaped, shown, True).text),
+                self.guard,
+                self.template,
+            )
+        runs = shapes.runs(messages) if shapes is not None else None
+        return self._chat_runs(messages, tools, True) if runs is None else runs
+
+    # Encoding -----------------------------------------------------------------------------------
+
+    def _encode_runs(self, rows: Sequence[Sequence[Run]]) -> list[EncodedMessages]:
+        """Encode the text of all rows in one call of the tokenizer."""
+        texts = [run for row in rows for run in row if run.text is not None]
+        encoded = iter(
+            self.guard.encode_texts([run.text or "" for run in texts], [r.start for r in texts])
+        )
+        results = []
+        for row in rows:
+            ids: list[int] = []
+            sources: list[Source] = []
+            for run in row:
+                if run.text is None:
+                    ids += run.ids
+                    sources += [run.source] * len(run.ids)
+                else:
+                    new = next(encoded)
+                    ids += new
+                    sources += _text_sources(new, run)
+            results.append(EncodedMessages(ids, sources))
+        return results
+
+    def encode_chats(
+        self,
+        chats: Sequence[Sequence[Message]],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> list[EncodedMessages]:
+        """Tokens of whole conversations; what the assistant wrote has the source ``MODEL``.
+
+        Args:
+            chats: messages of each row.
+            tools: JSON schemas that the template shows.
+            add_generation_prompt: end with the header of an assistant turn.
+            continue_final_message: end inside the last message.
+
+        Raises:
+            ValueError: a message has an unknown role, or the template can't render the messages.
+            TypeError: a content has the wrong type.
+        """
+        for row, chat in enumerate(chats):
+            check_messages(chat, row=row)
+        return self._encode_runs(
+            [
+                self._chat_runs(chat, tools, add_generation_prompt, continue_final_message)
+                for chat in chats
+            ]
+        )
+
+    def encode_waiting(self, conversations: Conversations) -> Conversations:
+        """Encode the messages that wait and open the policy's turn, in one batch.
+
+        A new conversation is encoded whole; later only its new messages are, after the closing
+        token if the policy did not sample it. Sources never say ``MODEL``: nothing here was
+        sampled.
+
+        Args:
+            conversations: rows that already await a response are left as they are.
+
+        Raises:
+            ValueError: a message has an unknown role, or the template can't render the messages.
+            TypeError: a content has the wrong type.
+        """
+        end = self.end_of_turn_id
+        rows: list[list[Run] | None] = []
+        for i in range(len(conversations)):
+            position = conversations.position(i)
+            if position.awaits_response:
+                rows.append(None)
+                continue
+            waiting = conversations.waiting_messages(i)
+            check_messages(waiting, first=position.num_encoded, row=i)
+            if position.num_encoded == 0:
+                rows.append(self._opening_runs(waiting, conversations.tools(i)))
+            else:
+                rows.append(self._delta_runs(waiting, conversations.last_id(i) == end))
+        encoded = iter(self._encode_runs([row for row in rows if row is not None]))
+        return conversations.append_encoded(
+            [None if row is None else _not_sampled(next(encoded)) for row in rows]
+        )
+
+    def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        """Text of sampled turns, without the stop token.
+
+        Args:
+            responses: sampled ids per row.
+        """
+        stops = set(self.stop_token_ids)
+        return self.decode([ids[:-1] if ids and ids[-1] in stops else ids for ids in responses])
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of token ids, control tokens spelled out.
+
+        Args:
+            rows: ids per row; those outside the vocabulary are left out.
+        """
+        size = len(self.tokenizer)
+        return self.tokenizer.batch_decode(
+            [[index for index in ids if 0 <= index < size] for ids in rows],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def encode_turn(self, text: str, *, close: bool = False) -> tuple[list[int], str]:
+        """An assistant's turn that comes as text.
+
+        Args:
+            text: what is said; the end-of-turn token at its end is one, other control tokens that
+                it spells stay text.
+            close: end the turn also where the text does not.
+
+        Returns:
+            The ids, and the content of the message.
+        """
+        end = self._shape.end_of_turn
+        closed = bool(end) and text.endswith(end)
+        content = text.removesuffix(end) if closed else text
+        ids = self.guard.encode_texts([content])[0] if content else []
+        return ids + ([self.end_of_turn_id] if closed or close else []), content
+
+    def without_end(self, text: str) -> str:
+        """An assistant's text without the end-of-turn token that it spells at its end.
+
+        Args:
+            text: white space around the token goes too.
+        """
+        end = self._shape.end_of_turn
+        said = text.rstrip()
+        return said.removesuffix(end).rstrip() if end and said.endswith(end) else text
+
+
+def _label(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) -> list[Run]:
+    """Say who wrote each piece: the model inside the spans."""
+    runs = []
+    for piece in pieces:
+        ids = () if piece.control_id is None else (piece.control_id,)
+        text = piece.text if piece.control_id is None else None
+        if any(start <= piece.start < end for start, end in spans):
+            source = Source.MODEL
+        else:
+            source = Source.TEMPLATE if text is None else Source.CONTENT
+        runs.append(Run(ids, source, text, piece.before))
+    return runs
+
+
+def _text_sources(ids: list[int], run: Run) -> list[Source]:
+    """Sources of a text's tokens: the scaffold at its ends is the template's."""
+    sources = [run.source] * len(ids)
+    head, tail = len(run.ids), len(run.tail)
+    if head and tuple(ids[:head]) == run.ids:
+        sources[:head] = [Source.TEMPLATE] * head
+    if tail and tail <= len(ids) - head and tuple(ids[-tail:]) == run.tail:
+        sources[-tail:] = [Source.TEMPLATE] * tail
+    return sources
+
+
+def _not_sampled(encoded: EncodedMessages) -> EncodedMessages:
+    if Source.MODEL not in encoded.sources:
+        return encoded
+    sources = [Source.CONTENT if s == Source.MODEL else s for s in encoded.sources]
+    return EncodedMessages(encoded.ids, sources)

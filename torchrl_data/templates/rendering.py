@@ -1,0 +1,148 @@
+"""Rendering a chat template, and which part of the text its generation blocks gave.
+
+The environment is the one that transformers renders chat templates with, but for the generation
+blocks: they are marked in the text itself, so that any number of threads can render at once.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import jinja2
+import jinja2.nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchrl_data.conversation.messages import PLACEHOLDER_ROLE, Message
+
+# Nobody can guess the marks, so no content can spell them.
+_SECRET: Final = secrets.token_hex(8)
+_BEGIN: Final = f"\ua789{_SECRET}<"
+_END: Final = f"\ua789{_SECRET}>"
+_MARKS = re.compile(f"{_BEGIN}|{_END}")
+
+
+class Rendered(NamedTuple):
+    """What a template gave."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """Where the generation blocks are, in characters: start and end of each."""
+
+
+class _GenerationBlocks(Extension):
+    """``{% generation %} ... {% endgeneration %}`` leaves marks around its output."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_mark")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _now
+    return environment.from_string(source)
+
+
+def render_template(
+    source: str,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """Render messages.
+
+    Args:
+        source: Jinja source.
+        messages: placeholders (role ``"<none>"``) are left out.
+        tools: JSON schemas.
+        add_generation_prompt: end with the header of an assistant turn.
+        variables: whatever else the template reads.
+
+    Raises:
+        ValueError: the template refuses the messages, or is no valid Jinja.
+    """
+    shown = [_joined(message) for message in messages if message["role"] != PLACEHOLDER_ROLE]
+    try:
+        marked = _compile(source).render(
+            messages=shown,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **(variables or {}),
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        roles = [message["role"] for message in shown]
+        raise ValueError(
+            f"The chat template can't render messages of roles {roles}: {error}. Change the "
+            "messages, or use another template (chat_template_name)."
+        ) from error
+    return _read_marks(marked)
+
+
+def _joined(message: Message) -> Message:
+    """A message whose parts are all text, with a string as content."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
+        return message
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
+
+
+def _read_marks(marked: str) -> Rendered:
+    if _SECRET not in marked:
+        return Rendered(marked, [])
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = last = begin = 0
+    for match in _MARKS.finditer(marked):
+        parts.append(marked[last : match.start()])
+        length += match.start() - last
+        last = match.end()
+        if match.group() == _BEGIN:
+            begin = length
+        else:
+            spans.append((begin, length))
+    parts.append(marked[last:])
+    return Rendered("".join(parts), spans)

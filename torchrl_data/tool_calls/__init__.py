@@ -1,0 +1,1 @@
+"""Tool calls in what a model wrote: formats, parsers, records."""

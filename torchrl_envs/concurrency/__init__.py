@@ -1,0 +1,1 @@
+"""Many calls at once: threads, an event loop, deadlines, and closing."""

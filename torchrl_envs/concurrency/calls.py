@@ -1,0 +1,284 @@
+"""Many calls at once, sync and async, each with a deadline, results in order."""
+
+import asyncio
+import functools
+import inspect
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
+
+from .event_loop import LoopThread
+from .threads import DaemonThreads
+
+Call = Callable[[], Any]
+
+
+class Outcome(NamedTuple):
+    """What one call gave: a value or an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class CallTimeoutError(TimeoutError):
+    """A call did not return before its deadline."""
+
+
+class ConcurrentCalls:
+    """Runs chains of calls; the chains run concurrently, the calls of one chain in order.
+
+    Sync functions run on daemon threads, coroutine functions on one event loop. Neither can be
+    killed: a sync call that never returns keeps its thread, and a coroutine that never awaits keeps
+    its loop. But nobody waits for it past its deadline, and another thread or loop takes the place
+    of that one. (What has begun on a blocked loop and waits for something there can't go on either,
+    and misses its own deadline; what has not begun yet is moved.)
+
+    Args:
+        timeout_s: deadline of one call for which :meth:`run` is given none.
+        max_threads: sync calls that run at once, calls past their deadline not counted.
+
+    Raises:
+        ValueError: a setting is not positive.
+    """
+
+    def __init__(self, *, timeout_s: float = 30.0, max_threads: int = 64) -> None:
+        if not timeout_s > 0 or max_threads < 1:
+            raise ValueError(
+                f"timeout_s must be positive and max_threads at least 1, got {timeout_s!r} and "
+                f"{max_threads!r}."
+            )
+        self.timeout_s = timeout_s
+        self.max_threads = max_threads
+        self._threads = DaemonThreads(max_threads)
+        self._loop = LoopThread()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has threads of its own."""
+        settings = {"timeout_s": self.timeout_s, "max_threads": self.max_threads}
+        return functools.partial(type(self), **settings), ()
+
+    def run(
+        self,
+        chains: Sequence[Sequence[Call]],
+        timeouts_s: Sequence[Sequence[float]] | float | None = None,
+    ) -> list[list[Outcome]]:
+        """Run all chains.
+
+        Args:
+            chains: calls without arguments; coroutine functions are awaited.
+            timeouts_s: deadline of each call, or one for all; from when it starts, so that a call
+                which waits for a thread or for the loop is not late.
+
+        Returns:
+            One outcome per call, in the order given. After a call that missed its deadline the rest
+            of its chain is not started, and has that error too.
+        """
+        if timeouts_s is None or isinstance(timeouts_s, int | float):
+            same = self.timeout_s if timeouts_s is None else timeouts_s
+            timeouts_s = [[same] * len(chain) for chain in chains]
+        started = [_Chain(calls, limits) for calls, limits in zip(chains, timeouts_s, strict=True)]
+        running = [chain for chain in started if chain.calls]
+        for chain in running:
+            self._start(chain)
+        self._wait(running)
+        return [chain.results() for chain in started]
+
+    def _start(self, chain: "_Chain") -> None:
+        if not chain.is_async:
+            chain.thread = self._threads.submit(chain.run)
+            return
+        generation = self._loop.generation
+        chain.give_to(generation)
+        chain.task = self._loop.submit(self._run_async(chain, generation))
+        # If the loop is closed, which may be before the task has begun.
+        chain.task.add_done_callback(lambda task: chain.finish() if task.cancelled() else None)
+
+    async def _run_async(self, chain: "_Chain", generation: int) -> None:
+        if not chain.claim(generation):
+            return  # It was given to another loop, because this one was blocked.
+        for call in chain.calls:
+            if is_async(call):
+                await chain.run_async(call)
+            else:
+                chain.wait_for_thread()
+                chain.thread = self._threads.submit(functools.partial(chain.run_sync, call))
+                await asyncio.wrap_future(chain.thread)
+
+    def _wait(self, running: "list[_Chain]") -> None:
+        """Until every chain has ended or was given up."""
+        while running:
+            remaining_s = min(chain.remaining_s() for chain in running)
+            wait([chain.done for chain in running], min(remaining_s, threading.TIMEOUT_MAX))
+            running = [chain for chain in running if not chain.done.done()]
+            for chain in running:
+                if chain.give_up_if_late():
+                    self._let_go(chain)
+            if any(chain.is_async for chain in running):
+                self._loop.replace_if_blocked()
+            running = [chain for chain in running if not chain.done.done()]
+            for chain in running:
+                if chain.waits_for_loop_before(self._loop.generation):
+                    self._start(chain)
+
+    def _let_go(self, chain: "_Chain") -> None:
+        if chain.task is not None:
+            chain.task.cancel()
+        if chain.thread is not None:
+            self._threads.give_up(chain.thread)
+
+    def close(self) -> None:
+        """Stop the idle threads and the event loop; a later call starts others."""
+        self._threads.close()
+        self._threads = DaemonThreads(self.max_threads)
+        self._loop.close()
+
+
+class _Chain:
+    """Calls that run one after the other, and how far they have got."""
+
+    def __init__(self, calls: Sequence[Call], timeouts_s: Sequence[float]) -> None:
+        self.calls = calls
+        self.is_async = any(is_async(call) for call in calls)
+        self.done: Future[None] = Future()
+        """When nothing more comes. (Its task's end shows only when the loop runs once more.)"""
+        self.task: Future[Any] | None = None
+        """On the loop, if one of the calls is async."""
+        self.thread: Future[Any] | None = None
+        """Of the call that runs on a thread, or waits for one."""
+        self._timeouts_s = timeouts_s
+        self._lock = threading.Lock()
+        self._outcomes: list[Outcome] = []
+        # None while it waits for a thread, or for a loop to begin with it: it gets one.
+        self._deadline: float | None = None
+        self._is_given_up = False
+        self._generation: int | None = None
+
+    # For its runner -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run all calls, none of them async, on this thread."""
+        for call in self.calls:
+            self.run_sync(call)
+
+    def run_sync(self, call: Call) -> None:
+        """Run the next call on this thread."""
+        if self._begin():
+            self._end(_guarded(call))
+
+    async def run_async(self, call: Call) -> None:
+        """Run the next call on this loop."""
+        if self._begin():
+            self._end(await _guarded_async(call))
+
+    def wait_for_thread(self) -> None:
+        """The next call is not late before it has a thread."""
+        with self._lock:
+            self._deadline = None
+
+    def _begin(self) -> bool:
+        with self._lock:
+            if not self._is_given_up:
+                self._deadline = time.monotonic() + self._limit_s()
+            return not self._is_given_up
+
+    def _end(self, outcome: Outcome) -> None:
+        with self._lock:
+            if not self._is_given_up:
+                self._outcomes.append(outcome)
+                # Until the next one begins: the loop that has to begin it may be blocked.
+                self._deadline = time.monotonic() + self._limit_s()
+                if len(self._outcomes) == len(self.calls):
+                    self.done.set_result(None)
+
+    def _limit_s(self) -> float:
+        return self._timeouts_s[min(len(self._outcomes), len(self.calls) - 1)]
+
+    # For the one who waits ----------------------------------------------------------------------
+
+    def remaining_s(self) -> float:
+        """It is not late before so many seconds."""
+        with self._lock:
+            if self._deadline is None:
+                return self._limit_s()
+            return max(0.0, self._deadline - time.monotonic())
+
+    def give_up_if_late(self) -> bool:
+        """Whether a call missed its deadline; then nothing more of the chain starts or counts."""
+        with self._lock:
+            if self._deadline is None or time.monotonic() < self._deadline:
+                return False
+            self._fill(CallTimeoutError(f"no answer within {self._limit_s():g} s"))
+            return True
+
+    def finish(self) -> None:
+        """No more is run of it."""
+        with self._lock:
+            self._fill(asyncio.CancelledError("closed before it was done"))
+
+    def _fill(self, error: BaseException) -> None:
+        missing = len(self.calls) - len(self._outcomes)
+        if missing:
+            self._is_given_up = True
+            self._outcomes += [Outcome(error=error)] * missing
+            self.done.set_result(None)
+
+    def results(self) -> list[Outcome]:
+        """An outcome per call."""
+        return self._outcomes
+
+    # Which loop runs it -------------------------------------------------------------------------
+
+    def give_to(self, generation: int) -> None:
+        """The loop of a generation is to run it, and no earlier one, if none has begun."""
+        with self._lock:
+            self._generation = generation
+
+    def claim(self, generation: int) -> bool:
+        """A loop begins with it; False if that is another one's to do."""
+        with self._lock:
+            if self._generation != generation:
+                return False
+            self._generation = None
+            return True
+
+    def waits_for_loop_before(self, generation: int) -> bool:
+        """Whether an older loop is to run it, and has not begun."""
+        with self._lock:
+            return self._generation is not None and self._generation < generation
+
+
+def run_call(call: Call) -> Outcome:
+    """Run one call here and now; a coroutine function gets an event loop of its own."""
+    return _guarded(lambda: asyncio.run(call()) if is_async(call) else call())
+
+
+def is_async(call: Callable[..., Any]) -> bool:
+    """Whether a call has to be awaited."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    if isinstance(call, types.FunctionType | types.MethodType):
+        return inspect.iscoroutinefunction(call)
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+        getattr(call, "__call__", None)  # noqa: B004
+    )
+
+
+def _guarded(call: Call) -> Outcome:
+    # SystemExit and KeyboardInterrupt raised by a tool are the tool's errors, not the program's.
+    try:
+        return Outcome(call())
+    except BaseException as error:
+        return Outcome(error=error)
+
+
+async def _guarded_async(call: Call) -> Outcome:
+    try:
+        return Outcome(await call())
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # by this side, not by the call itself
+        return Outcome(error=error)

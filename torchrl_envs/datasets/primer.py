@@ -1,0 +1,380 @@
+"""Rows of a data set become the beginnings of episodes, in groups.
+
+Shape legend: B rows of the environment.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.keys import GROUP_ID, QUERY, ROW, SEED, STOP_REASON
+from torchrl_data.stop_reasons import NO_DATA
+from torchrl_envs.episode.episode_transform import EpisodeTransform
+
+from .checks import (
+    PromptLimit,
+    RowCheck,
+    SkippedRow,
+    SkippedRows,
+    check_counts,
+    check_same,
+    columns_of,
+    digest,
+    find_prompt_column,
+    prompt_error,
+    refuse_bad_rows,
+    row_error,
+    sample_rows,
+)
+from .loading import one_of, resolve_rows
+from .resume import Frontier, Place
+from .sources import open_source
+from .stream import Item, PrepareRow, RowStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchrl_envs.episode.episode_env import EpisodeEnv
+
+CARRIED: Final = (GROUP_ID, SEED, ROW)
+IDS_PER_EPOCH: Final = 1 << 40
+"""``group_id`` is ``epoch * IDS_PER_EPOCH + row id``."""
+_SAMPLE_ROWS: Final = 16
+_log = logging.getLogger(__name__)
+
+
+class DataExhaustedError(StopIteration):
+    """A finite data set has no rows left."""
+
+
+class Draw(NamedTuple):
+    """One rollout's share of a data row."""
+
+    row: dict[str, Any]
+    group_id: int
+    seed: int
+    place: Place
+
+
+class DataLoadingPrimer(EpisodeTransform):
+    """Starts each episode from a data row; ``group_size`` episodes start from the same draw.
+
+    The rollouts of one draw share ``group_id`` (epoch and number of the row, whatever it says) and
+    ``seed`` (of ``seed``, epoch and number), so two rows with the same prompt, and one row in two
+    epochs, are different groups. A batch that is reset as a whole holds whole groups: where finite
+    data end inside it, the rows left over take no part (``stop_reason`` is ``"no_data"``).
+
+    The position is part of ``state_dict()``, the environment's too: a resumed run draws again the
+    groups that were under way, then goes on as it would have, with any number of workers. A state
+    of other data or settings is refused.
+
+    Args:
+        dataset: a ``datasets.Dataset`` or any sequence of dictionaries; a
+            ``datasets.IterableDataset``, a torch ``DataLoader`` (its batches are taken apart, its
+            random order follows ``seed``) or any iterable that starts anew each time; a function
+            that returns an iterable; a hub id or a path.
+        dataloader: TorchRL's name of the same.
+        group_size: rollouts of one draw.
+        repeats: TorchRL's name of the same.
+        prompt_column: the column that holds the prompt, a string or a list of messages; the first
+            of ``prompt``, ``query``, ``question``, ``messages``, ``text`` when not given.
+        map_row: makes a row out of a row, in a worker if there are workers.
+        shuffle: whether to draw in random order, another one each epoch.
+        shuffle_buffer_size: rows that a stream draws from when it is shuffled.
+        seed: of the order and of the groups' seeds.
+        num_epochs: stop after this many passes; ``None`` goes on for ever.
+        num_workers: processes that load and map rows ahead; 0 does it here.
+        worker_timeout_s: how long a worker may take for its next rows.
+        num_checked_rows: rows of a sequence that are checked before anything runs, spread evenly
+            over it if it is longer. A row that is found bad later is skipped.
+        skip_bad_rows: skip bad rows that are found before anything runs, too.
+        max_prompt_tokens: skip rows whose prompt, with the system prompt and the chat template, has
+            more tokens (schemas of tools are not counted).
+        tokenizer: counts them.
+        chat_template_name: with which built-in template; the tokenizer's own when not given.
+        name: of the configuration, for a hub id or a path.
+        split: which split; the only one, or ``"train"``, when not given.
+        streaming: read a hub id or a path while iterating.
+        load_options: passed to ``datasets.load_dataset``.
+
+    Raises:
+        ValueError: the data have no rows, can be walked through only once, lack the prompt's
+            column or hold bad rows; a number is out of range; or a setting could not take effect.
+        TypeError: ``dataset`` holds no rows.
+    """
+
+    def __init__(
+        self,
+        dataset: Any = None,
+        *,
+        dataloader: Any = None,
+        group_size: int | None = None,
+        repeats: int | None = None,
+        prompt_column: str | None = None,
+        map_row: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+        shuffle: bool = False,
+        shuffle_buffer_size: int = 1000,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        num_workers: int = 0,
+        worker_timeout_s: float = 300.0,
+        num_checked_rows: int = 10_000,
+        skip_bad_rows: bool = False,
+        max_prompt_tokens: int | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        chat_template_name: str | None = None,
+        name: str | None = None,
+        split: str | None = None,
+        streaming: bool = False,
+        load_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
+        check_counts(1, group_size=self.group_size, shuffle_buffer_size=shuffle_buffer_size)
+        limits = {"num_epochs": num_epochs, "max_prompt_tokens": max_prompt_tokens}
+        check_counts(1, **{name: limit for name, limit in limits.items() if limit is not None})
+        check_counts(0, num_workers=num_workers, num_checked_rows=num_checked_rows, seed=seed)
+        if not worker_timeout_s > 0:
+            raise ValueError(
+                f"DataLoadingPrimer: worker_timeout_s must be positive, got {worker_timeout_s}."
+            )
+        if (max_prompt_tokens is None) != (tokenizer is None):
+            raise ValueError("DataLoadingPrimer: max_prompt_tokens and tokenizer go together.")
+        dataset = resolve_rows(
+            one_of(dataset=dataset, dataloader=dataloader),
+            name=name,
+            split=split,
+            streaming=streaming,
+            load_options=load_options,
+        )
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.num_epochs = num_epochs
+        self.skipped = SkippedRows()
+        self._source = open_source(
+            dataset, shuffle=shuffle, buffer_size=shuffle_buffer_size, seed=seed
+        )
+        self._prepare = PrepareRow(self._source, map_row)
+        self._rows = RowStream(
+            self._source,
+            self._prepare,
+            num_epochs=num_epochs,
+            num_workers=num_workers,
+            worker_timeout_s=worker_timeout_s,
+        )
+        self._num_checked_rows = num_checked_rows
+        self._skip_bad_rows = skip_bad_rows
+        self._prompt_limit: PromptLimit | None = None
+        if max_prompt_tokens is not None and tokenizer is not None:
+            self._prompt_limit = PromptLimit(max_prompt_tokens, tokenizer, chat_template_name)
+        self._system_prompt: str | None = None
+        self.columns = columns_of(self._source, self._prepare, num_checked_rows)
+        self.prompt_column = find_prompt_column(self.columns, prompt_column)
+        self._checks: dict[str, RowCheck] = {}
+        self._settings = self._describe(shuffle_buffer_size)
+        self.require("prompt", partial(prompt_error, column=self.prompt_column))
+        self._start()
+
+    def _start(self) -> None:
+        self._frontier = Frontier()
+        self._members: deque[Draw] = deque()
+        self._running: dict[int, Place] = {}
+        self._last_good_epoch = 0
+
+    # What the data are --------------------------------------------------------------------------
+
+    def _describe(self, shuffle_buffer_size: int) -> dict[str, Any]:
+        """What a saved position belongs to."""
+        is_stream = self._source.num_rows is None
+        sample = sample_rows(self._source, self._prepare, _SAMPLE_ROWS)
+        return {
+            "num_rows": self._source.num_rows,
+            "columns": list(self.columns),
+            "content": digest([row for _, row in sample]),
+            "group_size": self.group_size,
+            "prompt_column": self.prompt_column,
+            "shuffle": self.shuffle,
+            "shuffle_buffer_size": shuffle_buffer_size if is_stream and self.shuffle else None,
+            "seed": self.seed,
+            "max_prompt_tokens": self._prompt_limit and self._prompt_limit.max_tokens,
+        }
+
+    def require(self, who: str, check: RowCheck) -> None:
+        """Check rows: a number of them now, and each one before it is used.
+
+        Args:
+            who: whose check it is; a later one of the same name replaces it.
+            check: gives what is wrong with a row, or ``""``.
+
+        Raises:
+            ValueError: rows are bad, unless bad rows are to be skipped; the message names some.
+        """
+        self._checks[who] = check
+        if not self._skip_bad_rows:
+            refuse_bad_rows(sample_rows(self._source, self._prepare, self._num_checked_rows), check)
+
+    def check(self, env: "EpisodeEnv") -> None:
+        """The batch must hold whole groups.
+
+        Raises:
+            ValueError: it does not.
+        """
+        size = env.batch_size.numel()
+        if size % self.group_size:
+            raise ValueError(
+                f"DataLoadingPrimer: a batch of {size} rows does not hold whole "
+                f"groups of {self.group_size}. Make the batch size a multiple of group_size."
+            )
+        self._system_prompt = getattr(env.base_env, "system_prompt", None)
+
+    # Drawing ------------------------------------------------------------------------------------
+
+    def rewind(self) -> None:
+        """Start from the first draw again, with the same groups and seeds."""
+        self._rows.seek(0, 0)
+        self._start()
+
+    def _next(self) -> Draw | None:
+        if not self._members:
+            item = self._next_good_item()
+            if item is None:
+                return None
+            key = (self.seed, item.epoch, item.row_id)
+            seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+            group_id = item.epoch * IDS_PER_EPOCH + item.row_id
+            place = (item.epoch, item.place)
+            assert isinstance(item.row, dict)
+            self._members.extend([Draw(item.row, group_id, seed, place)] * self.group_size)
+            self._frontier.open(place, self.group_size)
+        return self._members.popleft()
+
+    def _next_good_item(self) -> Item | None:
+        for item in self._rows:
+            if self._frontier.has_ended((item.epoch, item.place)):
+                continue
+            kind, reason = self._fault(item)
+            if not reason:
+                self._last_good_epoch = item.epoch
+                return item
+            if not self.skipped.counts[kind]:
+                _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
+            self.skipped.add(SkippedRow(item.epoch, item.row_id, reason), kind)
+            if item.epoch > self._last_good_epoch + 1:
+                raise ValueError(
+                    "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
+                    f"the last one, row {item.row_id}: {reason}."
+                )
+        return None
+
+    def _fault(self, item: Item) -> tuple[str, str]:
+        """What is wrong with a row: the kind (``"bad"``, ``"too_long"``), and in words."""
+        error = row_error(item.row, list(self._checks.values()))
+        if error:
+            return "bad", error
+        if self._prompt_limit is None:
+            return "", ""
+        assert isinstance(item.row, dict)
+        prompt = item.row[self.prompt_column]
+        return "too_long", self._prompt_limit.error(prompt, self._system_prompt)
+
+    def draw_rows(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Write ``query``, ``row``, ``group_id`` and ``seed`` for some rows.
+
+        Rows for which there are no data left get ``stop_reason`` instead, and -1 as their group.
+
+        Raises:
+            DataExhaustedError: there are none left for any row of the batch.
+        """
+        size = batch.batch_size[0]
+        for row in rows:
+            if row in self._running:
+                self._frontier.close(self._running.pop(row), "abandoned")
+        queries = read_row_values(batch, QUERY, "")
+        held = read_row_values(batch, ROW, {})
+        reasons = read_row_values(batch, STOP_REASON, "")
+        group_id = _held(batch, GROUP_ID, size)
+        seed = _held(batch, SEED, size)
+        for i in rows:
+            draw = self._next()
+            if draw is None:
+                queries[i], held[i], group_id[i], seed[i], reasons[i] = "", {}, -1, 0, NO_DATA
+                continue
+            self._frontier.draw()
+            self._running[i] = draw.place
+            queries[i], held[i] = draw.row[self.prompt_column], draw.row
+            group_id[i], seed[i] = draw.group_id, draw.seed
+        if len(rows) == size and not self._running:
+            raise DataExhaustedError(
+                f"DataLoadingPrimer: all rows of the data were drawn {self.num_epochs} times."
+            )
+        write_row_values(batch, QUERY, queries)
+        write_row_values(batch, ROW, held)
+        write_row_values(batch, STOP_REASON, reasons)
+        batch.set(GROUP_ID, group_id)
+        batch.set(SEED, seed)
+
+    def record_ends(self, rows: Sequence[int]) -> None:
+        """These rows' rollouts have ended."""
+        for row in rows:
+            if row in self._running:
+                self._frontier.close(self._running.pop(row), "ended")
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return _carry(tensordict, tensordict_reset)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return _carry(tensordict, next_tensordict)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._rows.close()
+
+    # Position -----------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """Rollouts ``drawn`` = ``ended`` + ``abandoned`` + ``in_flight``; rows skipped by kind."""
+        kinds = {f"skipped_{kind}": self.skipped.counts[kind] for kind in ("bad", "too_long")}
+        return {**self._frontier.counts, "in_flight": self._frontier.num_in_flight, **kinds}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The position, of plain Python values; part of ``state_dict()``."""
+        state = self._frontier.state(self._rows.position)
+        return {**state, "settings": self._settings, "skipped": dict(self.skipped.counts)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position; what ``load_state_dict()`` calls.
+
+        Raises:
+            ValueError: it belongs to other data or settings; the message names what differs.
+        """
+        check_same(self._settings, state["settings"])
+        self._start()
+        self._rows.seek(*self._frontier.load(state))
+        self._last_good_epoch = self._rows.position[0]
+        self.skipped.counts.update(
+            {k: v - self.skipped.counts[k] for k, v in state["skipped"].items()}
+        )
+
+
+def _held(batch: TensorDictBase, key: str, size: int) -> torch.Tensor:
+    value = batch.get(key, None)
+    return torch.zeros(size, dtype=torch.int64) if value is None else value.clone()
+
+
+def _carry(source: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
+    for key in CARRIED:
+        value = source.get(key, None)
+        if value is not None:
+            target.set(key, value)
+    return target

@@ -1,0 +1,1 @@
+"""The chat environment and the course of its episodes."""

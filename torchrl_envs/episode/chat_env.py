@@ -1,0 +1,243 @@
+"""The conversation environment: a response comes in, the next prompt goes out.
+
+Shape legend: B rows, in whatever batch shape.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Composite, NonTensor
+from torchrl.envs import EnvBase, Transform
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.errors import MissingEntryError
+from torchrl_data.keys import (
+    DONE,
+    FULL,
+    HISTORY,
+    INPUT_MODES,
+    PROMPT,
+    TERMINATED,
+    TEXT,
+    TEXT_RESPONSE,
+    TRUNCATED,
+)
+from torchrl_data.layout.conversation_io import active_rows, read_conversations, write_conversations
+from torchrl_data.layout.ingest import has_entry, read_fulls
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.tool_calls.parse import TurnParser, tool_call_parser
+
+from .episode_env import EpisodeEnv
+from .prompts import QueryReader
+
+_EXAMPLE = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
+
+
+class _PartSpec(NonTensor):
+    """A part of conversations, in whatever form; the ids of a single row are a tensor."""
+
+    def is_in(self, val: Any) -> bool:
+        return isinstance(val, torch.Tensor) or super().is_in(val)
+
+
+class ChatEnv(EnvBase):
+    """A batch of conversations.
+
+    ``reset`` opens each with the system prompt and the query; ``step`` makes the ``full``
+    conversation the next ``prompt``. Transforms add data, tools, rewards and limits: with
+    :meth:`append_transform` the result is an :class:`~torchrl_envs.EpisodeEnv`. By
+    itself the environment never ends an episode, except for a row that could not be generated.
+
+    ``reset`` reads ``query``, a string or a list of messages per row (in the mode ``"tokens"`` also
+    token ids, which are the prompt as they are), ``step`` reads ``(input_mode, "full")`` and writes
+    ``("next", input_mode, "prompt")``. In every mode the truth is one append-only record of tokens;
+    text and token ids are what it looks like. A ``full`` that somebody else wrote is taken over to
+    the token. Without a policy, ``text_response``, a string per row, is the assistant's turn.
+
+    Args:
+        input_mode: what prompts look like: ``"history"`` (messages), ``"text"`` (what the chat
+            template renders) or ``"tokens"`` (its ids).
+        batch_size: any shape, ``()`` too; B is the number of its elements.
+        tokenizer: spells conversations out; needed for text and tokens. The policy must have the
+            same.
+        system_prompt: content of a first message of the system role.
+        template_kwargs: passed to the chat template.
+        system_role: name of the system's role.
+        user_role: the role of a query that is a string.
+        tool_call_format: how the model writes tool calls, see
+            :func:`~torchrl_data.tool_calls.parse.tool_call_parser`; what the chat template
+            teaches when not given.
+
+    Raises:
+        ValueError: there is no such mode, it needs a tokenizer, the batch has no row, or
+            there is no such format.
+
+    Examples:
+        >>> env = ChatEnv(batch_size=(2,), system_prompt="Be brief.")
+        >>> batch = env.reset(TensorDict({"query": ["Hello", "Bye"]}, batch_size=[2]))
+        >>> batch["history"].prompt.content
+        LinkedList([['Be brief.', 'Hello'], ['Be brief.', 'Bye']])
+    """
+
+    def __init__(
+        self,
+        *,
+        input_mode: str = HISTORY,
+        batch_size: Sequence[int] | int = (1,),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        system_prompt: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        system_role: str = "system",
+        user_role: str = "user",
+        tool_call_format: str | TurnParser | None = None,
+    ) -> None:
+        size = torch.Size((batch_size,) if isinstance(batch_size, int) else tuple(batch_size))
+        if size.numel() < 1 or min(size, default=1) < 1:
+            raise ValueError(f"ChatEnv: batch_size must have at least one row, got {tuple(size)}.")
+        if input_mode not in INPUT_MODES:
+            raise ValueError(
+                f"ChatEnv: input_mode must be one of {INPUT_MODES}, got {input_mode!r}."
+            )
+        if tokenizer is None and input_mode != HISTORY:
+            raise ValueError(
+                f"ChatEnv: input_mode={input_mode!r} shows what the tokenizer's chat template "
+                "makes of a conversation: give tokenizer=."
+            )
+        super().__init__(batch_size=size)
+        self.input_mode = input_mode
+        self.tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
+        self._encoder: ConversationEncoder | None = None
+        self.system_prompt = system_prompt
+        self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
+        self._queries = QueryReader(
+            input_mode,
+            None if input_mode == HISTORY else self.encoder,
+            system_prompt=system_prompt,
+            system_role=system_role,
+            user_role=user_role,
+        )
+        self._make_specs(size)
+
+    @property
+    def encoder(self) -> ConversationEncoder:
+        """Spells conversations out; made when it is first used.
+
+        Raises:
+            ValueError: the environment has no tokenizer.
+        """
+        if self._encoder is None:
+            if self.tokenizer is None:
+                raise ValueError("ChatEnv needs a tokenizer for this: give tokenizer=.")
+            self._encoder = ConversationEncoder(
+                self.tokenizer, chat_template_kwargs=self._template_kwargs
+            )
+        return self._encoder
+
+    def _make_specs(self, size: torch.Size) -> None:
+        example: Any = Conversations.from_messages([_EXAMPLE] * size.numel())
+        if self.input_mode != HISTORY:
+            ids = self.encoder.encode_chats([_EXAMPLE])[0].ids
+            row = self.encoder.decode([ids])[0] if self.input_mode == TEXT else ids
+            example = [row] * size.numel()
+        entry = _PartSpec(shape=size, example_data=example)
+        mode = self.input_mode
+        self.observation_spec = Composite(
+            {mode: Composite({PROMPT: entry}, shape=size)}, shape=size
+        )
+        self.full_action_spec = Composite(
+            {mode: Composite({FULL: entry.clone()}, shape=size)}, shape=size
+        )
+        self.full_reward_spec = Composite(shape=size)
+        flag = Binary(n=1, shape=torch.Size((*size, 1)), dtype=torch.bool)
+        self.full_done_spec = Composite(
+            {DONE: flag, TERMINATED: flag.clone(), TRUNCATED: flag.clone()}, shape=size
+        )
+
+    def append_transform(self, transform: Transform) -> EpisodeEnv:  # type: ignore[override]
+        """Add a transform.
+
+        Returns:
+            An environment with the transform appended.
+        """
+        return EpisodeEnv(self, transform)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        del kwargs
+        size = self.batch_size.numel()
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        rows = list(range(size)) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
+        prompt = self._queries.read(tensordict, rows)
+        if tensordict is not None and len(rows) < size:
+            # TorchRL hides the rows that go on from the reset, and puts them back itself.
+            kept = Conversations.from_messages([[]] * size)
+            if has_entry(tensordict, (self.input_mode, PROMPT)):
+                kept = read_conversations(tensordict, PROMPT, who="ChatEnv.reset")
+            index = list(range(size))
+            for new, row in enumerate(rows):
+                index[row] = size + new
+            prompt = Conversations.cat([kept, prompt])[index]
+        out = TensorDict(self.full_done_spec.zero(), batch_size=self.batch_size)
+        self._write_prompt(out, prompt)
+        return out
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        full = self._read_full(tensordict)
+        active = active_rows(tensordict)
+        if not bool(active.all()):
+            full = self._keep_prompts(tensordict, full, ~active)
+        # A row that still awaits a response could not be generated.
+        failed = torch.tensor([position.awaits_response for position in full.positions])
+        failed = (failed & active).view(*self.batch_size, 1)
+        flags = {DONE: failed, TERMINATED: torch.zeros_like(failed), TRUNCATED: failed.clone()}
+        out = TensorDict(flags, batch_size=self.batch_size)
+        self._write_prompt(out, full)
+        return out
+
+    def _read_full(self, batch: TensorDictBase) -> Conversations:
+        if has_entry(batch, (self.input_mode, FULL)):
+            encoder = None if self.input_mode == HISTORY else self.encoder
+            return read_fulls(batch, self.input_mode, encoder=encoder, who="ChatEnv.step")
+        if batch.get(TEXT_RESPONSE, None) is None:
+            found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
+            raise MissingEntryError(
+                f"ChatEnv.step reads {(self.input_mode, FULL)}, which a policy writes, or "
+                f"{TEXT_RESPONSE!r}, a string per row. The batch holds {found}."
+            )
+        return self._with_text(batch, read_row_values(batch, TEXT_RESPONSE))
+
+    def _with_text(self, batch: TensorDictBase, texts: Sequence[str]) -> Conversations:
+        """The prompts with what somebody said as the assistant."""
+        prompt = read_conversations(batch, PROMPT, who="ChatEnv.step")
+        if self.tokenizer is not None:
+            texts = [self.encoder.without_end(text) for text in texts]
+        said = [{"role": "assistant", "content": text} for text in texts]
+        is_open = any(prompt.position(i).awaits_response for i in range(len(prompt)))
+        if self.input_mode == HISTORY and not is_open:
+            # Nothing has shown its tokens yet: they are made when a policy asks.
+            return prompt.append_messages([[message] for message in said])
+        prompt = self.encoder.encode_waiting(prompt)
+        turns = []
+        for message in said:
+            ids, _ = self.encoder.encode_turn(message["content"], close=True)
+            turns.append((ids, [0.0] * len(ids), message))
+        return prompt.append_responses(turns, sampled=False)
+
+    def _keep_prompts(
+        self, batch: TensorDictBase, full: Conversations, rows: torch.Tensor
+    ) -> Conversations:
+        """Rows that take no part in a step stay where they were."""
+        prompt = read_conversations(batch, PROMPT, who="ChatEnv.step")
+        own = torch.arange(len(full))
+        return Conversations.cat([full, prompt])[torch.where(rows, own + len(full), own)]
+
+    def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
+        encoder = None if self.input_mode == HISTORY else self.encoder
+        write_conversations(batch, PROMPT, prompt, mode=self.input_mode, encoder=encoder)
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing is random here; data loading and the policy have their own seeds."""

@@ -1,0 +1,203 @@
+"""What gives rollouts tools: the part that every kind of tool fills in.
+
+Shape legend: B rows.
+"""
+
+import re
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchrl_data.conversation.messages import Message
+from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
+from torchrl_data.tool_calls.parse import ToolCall
+from torchrl_envs.concurrency.calls import Call, Outcome
+from torchrl_envs.errors import EpisodeLostError
+from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES, as_text, error_line, result_text
+
+from .episode_transform import EpisodeTransform
+
+if TYPE_CHECKING:
+    from torchrl_envs.tool_calls.schemas import Tool
+
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Answer(NamedTuple):
+    """What the environment says to something in the policy's turn."""
+
+    message: Message | None
+    """Appended to the conversation, of whatever role the source chooses; ``None`` says nothing. A
+    turn that nobody answers with a message ends its episode."""
+    is_error: bool = False
+    """Counted in ``num_tool_errors``."""
+    stop_reason: str = ""
+    """If not empty, the episode ends here, for this reason."""
+    is_truncation: bool = False
+    """Whether that end is not the episode's own: it is truncated, not terminated."""
+    position: int = 0
+    """Where in the turn's text its cause is, in characters: answers are in this order."""
+
+
+class Job(NamedTuple):
+    """Something to run because of the policy's turn, and how its outcome is put."""
+
+    call: Call
+    """Takes no arguments; sync, or ``async`` (a coroutine function or a partial of one)."""
+    phrase: Callable[[Outcome], Answer]
+    """Turns the outcome into an answer. An error of the call, or a missed deadline, is in
+    ``outcome.error``; must not raise. The answer's place is the job's."""
+    timeout_s: float
+    """Deadline of the call, seconds from when it starts."""
+    lane: Hashable = None
+    """Jobs of one source with equal lanes run in the order in which they were written, and none
+    starts after one that missed its deadline; those of different lanes, and those without one,
+    run at the same time. A source whose state belongs to the row uses the row's number."""
+    position: int = 0
+    """Where in the turn's text it was asked for, in characters: answers are in this order."""
+
+
+class ToolSource(EpisodeTransform):
+    """Base class of everything that runs because of what the policy wrote.
+
+    All sources of an environment share one dispatcher, which sees a turn once. There are two ways
+    to take part, and a source may do both:
+
+    *Tools that are called in the model's own format* (JSON in ``<tool_call>`` and the like).
+    Override :meth:`tool_names`, :meth:`tools_of` and :meth:`bind`. The dispatcher parses the turn,
+    finds the source that owns the name, checks the arguments against the schema, and asks the owner
+    for a :class:`Job`. A call that is malformed, or of a tool that nobody has, is answered once by
+    the dispatcher. No two sources may have tools of the same name.
+
+    *What is in the text itself* (code blocks, a request syntax, an action for a remote
+    environment). Override :meth:`read_turn`: given the text of the policy's turn, which jobs, and
+    how is each outcome put (role, content, whether the episode ends).
+
+    The dispatcher runs the jobs of all rows and sources at once, each with its deadline, and
+    appends the answers of a row in the order of ``position``. Only the policy's turn is ever read,
+    never an answer. Jobs run on the threads and the event loop of ``self.calls``, which all parts
+    of the environment share: what an async ``reset`` opened there, an async tool can use. The jobs
+    of a turn run before the other transforms see the step, even if the turn is the last one.
+
+    Lifecycle, beside the events of :class:`EpisodeTransform`: make what a row needs in
+    ``begin_episodes`` (use ``self.calls.run`` for what blocks), give it back in
+    ``release_episodes``, which is called for a row when its episode has been scored, when the row
+    is reset and when the environment is closed, and must not mind a row that holds nothing. What
+    belongs to all rows is given back in ``close``.
+
+    Args:
+        timeout_s: deadline of one call, in seconds.
+        max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
+        show_schemas: whether the chat template shows the tools to the model.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 30.0,
+        max_result_bytes: int = MAX_RESULT_BYTES,
+        show_schemas: bool = True,
+    ) -> None:
+        super().__init__()
+        if not timeout_s > 0 or max_result_bytes < 1:
+            raise ValueError(
+                f"{type(self).__name__}: timeout_s and max_result_bytes must be positive, got "
+                f"{timeout_s!r} and {max_result_bytes!r}."
+            )
+        self.timeout_s = timeout_s
+        self.max_result_bytes = max_result_bytes
+        self.show_schemas = show_schemas
+
+    # Tools that are called in the model's format --------------------------------------------------
+
+    def tool_names(self) -> Mapping[str, str]:
+        """Every tool that any row may have, and who owns it, as an error would name it."""
+        return {}
+
+    def tools_of(self, row: int) -> Mapping[str, "Tool"]:
+        """The tools that a row has now, by name; called for every turn, so it must be cheap."""
+        del row
+        return {}
+
+    def bind(self, row: int, call: ToolCall) -> Job:
+        """A call of one of the row's tools, ready to run; its arguments fit the schema."""
+        raise NotImplementedError(f"{type(self).__name__} offers tools but has no bind().")
+
+    def job(self, call: ToolCall, function: Callable[..., Any], *, lane: Hashable = None) -> Job:
+        """A job with this source's deadline and cap, answered with a ``tool`` message.
+
+        What the function returns is made text where it runs, under the deadline. An
+        :class:`~torchrl_envs.errors.EpisodeLostError` ends the row.
+
+        Args:
+            call: what the model asked for.
+            function: takes no arguments.
+            lane: see :class:`Job`.
+        """
+
+        def phrase(outcome: Outcome) -> Answer:
+            failed = outcome.error is not None
+            content = result_text(outcome) if failed else outcome.value
+            answer = Answer(tool_message(call, content), is_error=failed)
+            return answer._replace(**_loss(outcome.error)) if failed else answer
+
+        return Job(as_text(function, self.max_result_bytes), phrase, self.timeout_s, lane)
+
+    # What is in the text --------------------------------------------------------------------------
+
+    def read_turn(self, row: int, text: str) -> Sequence[Job | Answer]:
+        """What a turn asks for by its text.
+
+        Must be total: any text gives jobs and answers (an :class:`Answer` needs nothing to run,
+        for instance a complaint about a malformed request), never an exception.
+
+        Args:
+            row: whose turn it is.
+            text: what the policy wrote, without the stop token.
+        """
+        del row, text
+        return ()
+
+
+def _loss(error: BaseException | None) -> dict[str, Any]:
+    """How an answer ends its row, if the error says that the environment is lost."""
+    if not isinstance(error, EpisodeLostError):
+        return {}
+    return {"stop_reason": f"{ENVIRONMENT_ERROR}: {error_line(error)}", "is_truncation": True}
+
+
+def tool_message(call: ToolCall | None, content: str) -> Message:
+    """A message of the ``tool`` role.
+
+    Args:
+        call: what it answers; ``None`` for a call that could not be read.
+        content: its text.
+    """
+    message: Message = {"role": "tool", "content": content}
+    if call is not None:
+        # Both are the model's words, and templates write them into the scaffold.
+        if _WORD.fullmatch(call.name):
+            message["name"] = call.name
+        if call.id is not None and _WORD.fullmatch(call.id):
+            message["tool_call_id"] = call.id
+    return message
+
+
+def check_tool_names(sources: Collection[ToolSource]) -> None:
+    """No two sources may have tools of the same name.
+
+    Raises:
+        ValueError: they do; the message names the tool and both owners.
+    """
+    owners: dict[str, str] = {}
+    for source in sources:
+        own = source.tool_names()
+        for name, owner in own.items():
+            if name in owners:
+                raise ValueError(
+                    f"Two sources of tools have one named {name!r}: {owners[name]} and {owner}. A "
+                    "call could not tell them apart; rename one, or give one source a prefix."
+                )
+        owners.update(own)

@@ -1,0 +1,217 @@
+"""Transforms of the tokens of finished trajectories, wherever trajectories pass.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torch import Tensor
+
+from torchrl_data.errors import MissingEntryError
+from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, PROMPT, REWARD
+from torchrl_data.layout.conversation_io import read_conversations
+from torchrl_data.layout.token_entries import TokenEntries
+from torchrl_envs.entries.padded import read_token_entry, write_token_entry
+from torchrl_envs.entries.rewards import RowReward, dense_reward, record_rewards
+from torchrl_envs.entries.trajectory_batches import copied_rows, joined_rows
+
+from .episode_transform import EpisodeTransform
+
+
+class TokenRow:
+    """One trajectory: its tokens, what is known of each, and what a transform adds.
+
+    Args:
+        ids: int64 ``[T]``.
+        assistant_mask: bool ``[T]``, True on sampled tokens.
+        find: looks an entry up, ``[T]`` or ``None``.
+        who: the transform, named in errors.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor,
+        assistant_mask: Tensor,
+        find: Callable[[NestedKey], Tensor | None],
+        who: str,
+    ) -> None:
+        self.ids = ids
+        self.assistant_mask = assistant_mask
+        self.results: dict[NestedKey, Tensor] = {}
+        """Entries to be written, ``[T]`` each."""
+        self.penalty: Tensor | None = None
+        """What the reward gets in addition, float32 ``[T]``."""
+        self._find = find
+        self._who = who
+
+    def read(self, key: NestedKey) -> Tensor:
+        """An entry aligned with the tokens, ``[T]``.
+
+        Raises:
+            MissingEntryError: nobody has written it.
+        """
+        value = self.results.get(key)
+        value = self._find(key) if value is None else value
+        if value is None:
+            raise MissingEntryError(
+                f"{self._who} reads {key!r}, which nobody has written. Run the transform that "
+                "writes it first (RetrieveLogProb, say)."
+            )
+        return value
+
+
+class TrajectoryTransform(EpisodeTransform):
+    """Adds per-token entries to trajectories, and perhaps a penalty to their rewards.
+
+    It can stand in three places, and does the same work once in each:
+
+    - in an environment: at the end of an episode, on that trajectory;
+    - as the ``postproc`` of a collector, or called by hand: on a batch of trajectories;
+    - in a replay buffer: when trajectories come in (before ``MCAdvantage``, if that stands before
+      it in a ``Compose``, because inverse transforms run last to first), or, for rows that lack the
+      entries, when they are sampled.
+
+    Entries go under ``"next"``, as TorchRL's losses read them. The input is not changed.
+    """
+
+    results: tuple[NestedKey, ...] = ()
+    """The entries that :meth:`score` adds."""
+    penalty_name = "penalty"
+    """What the penalty is called among the rewards."""
+    dense = True
+    """Whether the penalty stays with its tokens, or is summed over the trajectory."""
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a penalty stays with its tokens."""
+        return self.dense
+
+    def score(self, rows: Sequence[TokenRow]) -> None:
+        """Add results, and perhaps a penalty, to each row."""
+        raise NotImplementedError
+
+    # In an environment --------------------------------------------------------------------------
+
+    def finish_episodes(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Work on the trajectories that have just ended."""
+        del batch
+        final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
+
+        def finder(row: int) -> Callable[[NestedKey], Tensor | None]:
+            def find(key: NestedKey) -> Tensor | None:
+                if key == LOG_PROBS_FULL:
+                    return final.log_probs(row)
+                return read_token_entry(next_batch, key, row, final.num_tokens(row))
+
+            return find
+
+        found = [
+            TokenRow(final.token_ids(row), final.assistant_mask(row), finder(row), self._get_name())
+            for row in rows
+        ]
+        self.score(found)
+        for key in self.results:
+            values = [row.results[key].detach() for row in found]
+            write_token_entry(next_batch, key, rows, values, row_key=_next(key))
+        if found and found[0].penalty is not None:
+            given = [RowReward(self._penalty(row)) for row in found]
+            record_rewards(next_batch, self.penalty_name, rows, given, scores=False)
+
+    def _penalty(self, row: TokenRow) -> float | Tensor | None:
+        if row.penalty is None:
+            return None
+        return row.penalty.detach() if self.dense else float(row.penalty.sum())
+
+    # On a batch of trajectories -----------------------------------------------------------------
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Work on trajectories that lack the results; give the others back as they are.
+
+        Args:
+            tensordict: rows with ``("tokens", "full")``, ``("masks", "all_assistant_mask")`` and
+                what the transform reads, ragged or padded (with an attention mask).
+
+        Returns:
+            A batch of the same size with the results.
+        """
+        held = copied_rows(tensordict)[0]
+        if self.results and all(held.get(_next(key), None) is not None for key in self.results):
+            return tensordict
+        return self._work(tensordict)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        # An environment passes what a step starts from: there is nothing to do yet.
+        if tensordict is None or self.in_environment:
+            return tensordict
+        return self.forward(tensordict)
+
+    def _work(self, batch: TensorDictBase) -> TensorDictBase:
+        who = self._get_name()
+        entries = TokenEntries(batch, FULL, who=who)
+        masks = entries.aligned(ASSISTANT_MASK)  # type: ignore[arg-type]
+        if masks is None:
+            raise MissingEntryError(
+                f"{who} reads {ASSISTANT_MASK}, which the batch lacks: it says which tokens the "
+                "policy sampled."
+            )
+        rows = copied_rows(batch)
+        keeps: Sequence[Tensor | None] = entries.keep or [None] * len(rows)
+        found = [
+            TokenRow(torch.tensor(ids), mask.bool(), _finder(row, keep), who)
+            for ids, mask, row, keep in zip(entries.ids(), masks, rows, keeps, strict=True)
+        ]
+        self.score(found)
+        for row, tokens, keep in zip(rows, found, keeps, strict=True):
+            for key in self.results:
+                row.set(_next(key), _padded(tokens.results[key], keep))
+            if tokens.penalty is not None:
+                self._add_penalty(row, tokens, keep)
+        return joined_rows(rows, batch.batch_size)
+
+    def _add_penalty(self, row: TensorDictBase, tokens: TokenRow, keep: Tensor | None) -> None:
+        assert tokens.penalty is not None
+        key = REWARD if row.get(REWARD, None) is not None else ("next", REWARD)
+        reward = row.get(key, None)
+        if reward is None:
+            raise MissingEntryError(
+                f"{self._get_name()} adds to {REWARD!r}, which the batch lacks. Use "
+                "add_to_reward=False to keep the entry only."
+            )
+        if not self.dense and reward.numel() == 1:
+            row.set(key, reward + tokens.penalty.detach().sum())
+            return
+        penalty = tokens.penalty.detach()
+        if not self.dense:
+            penalty = _at_last(penalty.sum(), tokens.assistant_mask)
+        if keep is not None and reward.numel() == len(keep):
+            reward = reward[keep]
+        row.set(key, _padded(dense_reward(reward, penalty, tokens.assistant_mask), keep))
+
+
+def _next(key: NestedKey) -> NestedKey:
+    return unravel_key(("next", key))  # type: ignore[return-value]
+
+
+def _finder(row: TensorDictBase, keep: Tensor | None) -> Callable[[NestedKey], Tensor | None]:
+    def find(key: NestedKey) -> Tensor | None:
+        value = row.get(_next(key), None)
+        value = row.get(key, None) if value is None else value
+        return value if keep is None or value is None else value[keep]
+
+    return find
+
+
+def _padded(values: Tensor, keep: Tensor | None) -> Tensor:
+    """Values back among the padding, 0 there."""
+    if keep is None:
+        return values
+    out = values.new_zeros(len(keep), *values.shape[1:])
+    return out.index_put((keep.nonzero().squeeze(-1),), values)
+
+
+def _at_last(value: Tensor, assistant_mask: Tensor) -> Tensor:
+    return dense_reward(value, None, assistant_mask).squeeze(-1)

@@ -1,0 +1,1 @@
+"""Rewards: functions, answers, divergences."""

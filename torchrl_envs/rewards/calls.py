@@ -1,0 +1,226 @@
+"""What a reward function is called with, and whether what it gives has the right shape."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_envs.concurrency.calls import Call, Outcome
+from torchrl_envs.entries.rewards import RowReward, number_or_error, raised_text, turn_ends
+from torchrl_envs.tool_calls.signatures import accepted_arguments
+
+RewardFunction = Callable[..., Any]
+F = TypeVar("F", bound=RewardFunction)
+LISTS: Final[tuple[str, ...]] = (
+    "prompts",
+    "completions",
+    "prompt_ids",
+    "completion_ids",
+    "environments",
+)
+"""What a function of many rollouts may name, beside the columns of the data."""
+SINGULAR: Final = {
+    "prompts": "prompt",
+    "completions": "completion",
+    "prompt_ids": "prompt_ids",
+    "completion_ids": "completion_ids",
+    "environments": "environment",
+}
+"""What a function of one rollout calls them."""
+
+
+def row_reward(function: F) -> F:
+    """Mark a reward function that scores one rollout at a time.
+
+    It gets ``prompt``, ``completion``, ``prompt_ids``, ``completion_ids``, ``environment`` and the
+    columns of its own rollout and returns one reward. The rollouts are scored concurrently, each
+    with a deadline of its own, so that one that hangs or raises spoils no other::
+
+        @row_reward
+        async def judged(completion, answer):
+            return await ask_a_judge(completion[-1]["content"], answer)
+    """
+    function.scores_one_rollout = True  # type: ignore[attr-defined]
+    return function
+
+
+def scores_one_rollout(function: RewardFunction) -> bool:
+    """Whether a function was marked by :func:`row_reward`."""
+    return getattr(function, "scores_one_rollout", False)
+
+
+def unique_names(functions: Sequence[RewardFunction], taken: Sequence[str] = ()) -> list[str]:
+    """A name for each function; one that is taken gets a number.
+
+    Args:
+        functions: named by ``__name__``, or by their class.
+        taken: names of other sources.
+    """
+    names: list[str] = []
+    for function in functions:
+        base = getattr(function, "__name__", type(function).__name__)
+        name, count = base, 1
+        while name in names or name in taken:
+            count += 1
+            name = f"{base}_{count}"
+        names.append(name)
+    return names
+
+
+def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[str]:
+    """Arguments that a function requires and nobody gives.
+
+    Args:
+        function: of one or of many rollouts; an object may name columns in ``required_columns``.
+        columns: of the data.
+    """
+    required = [c for c in getattr(function, "required_columns", ()) if c not in columns]
+    given = {*columns, *(SINGULAR.values() if scores_one_rollout(function) else LISTS)}
+    return required + [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and parameter.name not in given
+    ]
+
+
+def reward_inputs(
+    conversations: Conversations,
+    rows: Sequence[int],
+    data: Sequence[Mapping[str, Any] | None],
+    environments: Sequence[Any],
+) -> dict[str, list[Any]]:
+    """Everything that a function of many rollouts may get, one item per rollout.
+
+    Args:
+        conversations: of the whole batch.
+        rows: the rollouts to be scored.
+        data: the data row of every rollout of the batch.
+        environments: of each of ``rows``.
+    """
+    prompts, completions, prompt_ids, completion_ids = [], [], [], []
+    for row in rows:
+        messages, first = conversations.messages(row), conversations.first_response(row)
+        prompts.append(messages[:first])
+        completions.append(messages[first:])
+        ids, sampled = conversations.ids(row), conversations.assistant_mask(row).nonzero()
+        start = int(sampled[0]) if len(sampled) else len(ids)
+        prompt_ids.append(ids[:start])
+        completion_ids.append(ids[start:])
+    values = (prompts, completions, prompt_ids, completion_ids, list(environments))
+    inputs: dict[str, list[Any]] = dict(zip(LISTS, values, strict=True))
+    own = [data[row] or {} for row in rows]
+    for column in dict.fromkeys(name for row in own for name in row):
+        inputs.setdefault(column, [row.get(column) for row in own])
+    return inputs
+
+
+def chains_of_calls(
+    function: RewardFunction, inputs: Mapping[str, list[Any]], num_rows: int
+) -> list[list[Call]]:
+    """Chains to be run: one for all rollouts, or one each for a function of one rollout."""
+    if not scores_one_rollout(function):
+        return [[functools.partial(function, **accepted_arguments(function, inputs))]]
+    chains: list[list[Call]] = []
+    for i in range(num_rows):
+        own = {name: values[i] for name, values in inputs.items() if name not in SINGULAR}
+        own |= {single: inputs[many][i] for many, single in SINGULAR.items()}
+        chains.append([functools.partial(function, **accepted_arguments(function, own))])
+    return chains
+
+
+class Given(NamedTuple):
+    """What one function gave all rollouts."""
+
+    rewards: list[RowReward]
+    wrong_shape: str = ""
+    """What is wrong with the shape of what it returned, for the first rollout for which it is."""
+
+
+def read_outcomes(
+    name: str,
+    outcomes: Sequence[Outcome],
+    conversations: Conversations,
+    rows: Sequence[int],
+    *,
+    by_turn: bool,
+    nan_applies: bool,
+    one_each: bool,
+) -> Given:
+    """Check what a function returned.
+
+    Args:
+        name: of the function.
+        outcomes: one for all rollouts, or one each.
+        conversations: of the whole batch.
+        rows: the rollouts.
+        by_turn: whether a reward is a list of one number per turn of the policy.
+        nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
+        one_each: whether there is one outcome per rollout.
+    """
+    if not one_each:
+        (outcome,) = outcomes
+        outcomes = [outcome] * len(rows)
+        if outcome.error is None:
+            items = _items(outcome.value)
+            if items is None or len(items) != len(rows):
+                wrong = (
+                    f"{name} must return one reward per completion: expected a list of "
+                    f"{len(rows)}, got {outcome.value!r:.80}."
+                )
+                return Given([RowReward(error=wrong)] * len(rows), wrong)
+            outcomes = [_outcome(item) for item in items]
+    rewards, wrong_shape = [], ""
+    for row, outcome in zip(rows, outcomes, strict=True):
+        if outcome.error is not None:
+            rewards.append(RowReward(error=raised_text(outcome.error, name)))
+            continue
+        if by_turn:
+            reward, wrong = _turn_reward(name, outcome.value, conversations, row, nan_applies)
+        else:
+            reward = RowReward(*number_or_error(outcome.value, name, nan_applies))
+            wrong = reward.error if "not a number" in reward.error else ""
+        rewards.append(reward)
+        wrong_shape = wrong_shape or wrong
+    return Given(rewards, wrong_shape)
+
+
+def _items(value: Any) -> list[Any] | None:
+    if isinstance(value, str | bytes | Mapping):
+        return None
+    try:
+        return list(value)
+    except TypeError:
+        return None
+
+
+def _outcome(item: Any) -> Outcome:
+    """A function may give an exception in place of a reward: that rollout alone failed."""
+    return Outcome(error=item) if isinstance(item, BaseException) else Outcome(item)
+
+
+def _turn_reward(
+    name: str, value: Any, conversations: Conversations, row: int, nan_applies: bool
+) -> tuple[RowReward, str]:
+    """One reward per turn becomes one per token, at the ends of the turns."""
+    if value is None:
+        return RowReward(), ""
+    ends = turn_ends(conversations.assistant_mask(row))
+    items = _items(value)
+    if items is None or len(items) != len(ends):
+        wrong = (
+            f"{name} must return one reward per turn of each completion: expected a list of "
+            f"{len(ends)}, got {value!r:.80}."
+        )
+        return RowReward(error=wrong), wrong
+    by_token = torch.zeros(conversations.num_tokens(row))
+    for end, item in zip(ends.tolist(), items, strict=True):
+        number, error = number_or_error(item, name, nan_applies)
+        if error:
+            return RowReward(error=error), error if "not a number" in error else ""
+        by_token[end] = 0.0 if number is None else number
+    return RowReward(by_token), ""

@@ -1,0 +1,218 @@
+"""Reward functions: plain functions of finished episodes.
+
+Shape legend: B rows, T tokens of a row.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from tensordict import TensorDictBase
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.keys import PROMPT, ROW
+from torchrl_data.layout.conversation_io import read_conversations
+from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.concurrency.cleanup import run_all
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries.rewards import RewardSource, record_rewards
+from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.tools.environment_tools import EnvironmentTools
+
+from .calls import (
+    RewardFunction,
+    chains_of_calls,
+    missing_arguments,
+    read_outcomes,
+    reward_inputs,
+    scores_one_rollout,
+    unique_names,
+)
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode.episode_env import EpisodeEnv
+
+Level = Literal["trajectory", "turn"]
+LEVELS: Final[tuple[Level, ...]] = ("trajectory", "turn")
+
+
+class RewardFunctions(EpisodeTransform, RewardSource):
+    """Scores finished episodes with functions of TRL's signature.
+
+    A function gets lists, one item per episode that has just finished: ``prompts`` (what came
+    before the policy's first turn) and ``completions`` (everything after it), both lists of
+    messages, ``prompt_ids`` and ``completion_ids`` (their tokens), ``environments`` (``None`` where
+    there is none), and every column of the data. It returns as many rewards; ``None`` means that it
+    does not apply, an exception in the list that this rollout could not be scored. It may be
+    ``async``, and an object with ``__call__``. A function marked with
+    :func:`~torchrl_envs.rewards.calls.row_reward` scores one rollout at a time.
+
+    A wrong shape (not one number per rollout) is an error of the program: it is raised the first
+    time that the function is used. Later, and for everything else that goes wrong, the rollouts
+    concerned become unscorable; :class:`~torchrl_envs.RewardErrorLimit` says how
+    many may.
+
+    Args:
+        functions: the functions, or one. Those that have a ``close`` are closed with the transform.
+        weights: one per function; 1 for each when not given. 0 is for a metric.
+        level: ``"trajectory"``: one reward per rollout; ``"turn"``: a list of rewards, one per turn
+            of the policy, and the ``reward`` becomes dense, ``[B, T, 1]``, each at the last token
+            of its turn.
+        nan_applies: whether NaN is an error; ``False`` takes it for ``None``, as TRL does.
+        timeout_s: deadline of one call.
+
+    Raises:
+        ValueError: there is no function, not as many finite weights as functions, or the level is
+            unknown.
+        TypeError: a function can't be called.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction] | RewardFunction,
+        *,
+        weights: Sequence[float] | None = None,
+        level: Level | str = "trajectory",
+        nan_applies: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__()
+        listed = list(functions) if isinstance(functions, Sequence) else [functions]
+        _check_settings(listed, weights, level, timeout_s)
+        self.functions = dict(zip(unique_names(listed), listed, strict=True))
+        self.weights = list(weights) if weights is not None else [1.0] * len(listed)
+        self.level = level
+        self.nan_applies = nan_applies
+        self._used: set[str] = set()
+        self.timeout_s = timeout_s
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Unique name of each function."""
+        return list(self.functions)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether the functions score turns."""
+        return self.level == "turn"
+
+    def check(self, env: "EpisodeEnv") -> None:
+        """Functions get what they require, and have names of their own.
+
+        Raises:
+            ValueError: a function requires an argument that is neither a column of the data nor
+                one of those that all functions get.
+        """
+        functions = list(self.functions.values())
+        taken: list[str] = []
+        for source in _other_sources(env, self):
+            taken += source.reward_names
+        self.functions = dict(zip(unique_names(functions, taken), functions, strict=True))
+        for loader in env.transforms_of(DataLoadingPrimer):
+            for name, function in self.functions.items():
+                missing = missing_arguments(function, loader.columns)
+                if missing:
+                    raise ValueError(
+                        f"The reward function {name} requires {missing}, which is neither a column "
+                        f"of the data, {sorted(loader.columns)}, nor given to every function. "
+                        "Rename it, or give it a default."
+                    )
+
+    def finish_episodes(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Score the rows, see :meth:`score`."""
+        final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
+        tools = self.env_transforms(EnvironmentTools)
+        environments = [_environment(tools, row) for row in rows]
+        data = read_row_values(batch, ROW)
+        self.score(next_batch, final, rows, data, environments, self.calls)
+
+    def score(
+        self,
+        batch: TensorDictBase,
+        conversations: Conversations,
+        rows: Sequence[int],
+        data: Sequence[Mapping[str, Any] | None],
+        environments: Sequence[Any],
+        calls: ConcurrentCalls,
+    ) -> None:
+        """Score finished conversations; a function that fails makes them unscorable.
+
+        Args:
+            batch: the rewards are written to it, see :func:`~.rewards.add_rewards`.
+            conversations: of the whole batch.
+            rows: which are scored.
+            data: the data row of every conversation of the batch.
+            environments: of each of ``rows``.
+            calls: runs the functions.
+
+        Raises:
+            ValueError: a function that is used for the first time returned a wrong shape; the
+                message says what it returned and what is expected.
+        """
+        inputs = reward_inputs(conversations, rows, data, environments)
+        chains = {
+            name: chains_of_calls(function, inputs, len(rows))
+            for name, function in self.functions.items()
+        }
+        results = iter(calls.run([c for own in chains.values() for c in own], self.timeout_s))
+        for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
+            given = read_outcomes(
+                name,
+                [next(results)[0] for _ in chains[name]],
+                conversations,
+                rows,
+                by_turn=self.level == "turn",
+                nan_applies=self.nan_applies,
+                one_each=scores_one_rollout(function),
+            )
+            if given.wrong_shape and name not in self._used:
+                raise ValueError(f"The reward function {given.wrong_shape}")
+            self._used.add(name)
+            record_rewards(batch, name, rows, given.rewards, weight=weight)
+
+    def close(self) -> None:
+        """Close the functions that can be, all of them; an error is raised at the end."""
+        closes = [getattr(function, "close", None) for function in self.functions.values()]
+        run_all(close for close in closes if close is not None)
+
+
+def _check_settings(
+    functions: Sequence[RewardFunction],
+    weights: Sequence[float] | None,
+    level: str,
+    timeout_s: float,
+) -> None:
+    if not functions:
+        raise ValueError("RewardFunctions needs at least one function.")
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"RewardFunctions: {function!r:.80} can't be called.")
+    if weights is not None and len(weights) != len(functions):
+        raise ValueError(f"RewardFunctions: {len(functions)} functions but {len(weights)} weights.")
+    if weights is not None and not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"RewardFunctions: the weights must be finite, got {list(weights)}.")
+    if not timeout_s > 0:
+        raise ValueError(f"RewardFunctions: timeout_s must be positive, got {timeout_s!r}.")
+    if level not in LEVELS:
+        raise ValueError(f"RewardFunctions: level must be one of {LEVELS}, got {level!r}.")
+
+
+def _other_sources(env: "EpisodeEnv", own: RewardFunctions) -> list[RewardSource]:
+    """Sources whose names come first: earlier functions, and everything that is no function."""
+    transforms = list(env.episode_transforms())
+    before = transforms[: next(i for i, t in enumerate(transforms) if t is own)]
+    return [
+        source
+        for source in transforms
+        if isinstance(source, RewardSource)
+        and source is not own
+        and (source in before or not isinstance(source, RewardFunctions))
+    ]
+
+
+def _environment(tools: Sequence[EnvironmentTools], row: int) -> object:
+    found = [tool.instance(row) for tool in tools]
+    return next((environment for environment in found if environment is not None), None)

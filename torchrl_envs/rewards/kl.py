@@ -1,0 +1,292 @@
+"""Log-probabilities of trajectories under other models, and the KL divergence from them.
+
+Everything is over the tokens that the policy sampled, and nothing else: a prompt, a tool's answer
+or padding neither counts nor dilutes. A trajectory is scored once, packed, at a cost of its tokens.
+
+Shape legend: B rows, T tokens of a row (ragged), N packed tokens.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+
+from torchrl_data.keys import FULL, LOG_PROBS_FULL
+from torchrl_data.protocols import TokenScorer
+from torchrl_data.ragged.packed import pack
+from torchrl_envs.episode.trajectory_transform import TokenRow, TrajectoryTransform
+
+REF_LOG_PROBS: NestedKey = ("ref_log_probs", FULL)
+GEN_LOG_PROBS: NestedKey = ("gen_log_probs", FULL)
+Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From log-probs, reference log-probs and mask, ``[T]`` each, to the KL of each token, ``[T]``."""
+
+
+class RetrieveLogProb(TrajectoryTransform):
+    """Scores the tokens of trajectories with a model.
+
+    Args:
+        model: gives log-probs, see :class:`~torchrl_data.protocols.TokenScorer`
+            (``TransformersWrapper`` is one). It is not part of ``state_dict``; place it yourself.
+        log_probs_full_key: what is written under ``"next"``: float32 ``[T]``, 0 where not scored.
+        assistant_only: score the sampled tokens only; otherwise all but the first, which nothing
+            comes before.
+        detach: without gradients. (An environment never has any.)
+        temperature: the logits are divided by it. Log-probs of a policy that samples at another
+            temperature than 1 compare with those at the same one.
+
+    Raises:
+        TypeError: the model gives no log-probs.
+        ValueError: the temperature is not positive.
+    """
+
+    def __init__(
+        self,
+        model: TokenScorer,
+        *,
+        log_probs_full_key: NestedKey | None = None,
+        assistant_only: bool = True,
+        detach: bool = True,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, TokenScorer):
+            raise TypeError(
+                f"{self._get_name()} needs a model that scores packed tokens (score_packed, such "
+                f"as TransformersWrapper), got {type(model).__name__}."
+            )
+        if not temperature > 0:
+            raise ValueError(
+                f"{self._get_name()}: temperature must be positive, got {temperature!r}."
+            )
+        self.key: NestedKey = REF_LOG_PROBS if log_probs_full_key is None else log_probs_full_key
+        self.results = (self.key,)
+        self.assistant_only = assistant_only
+        self.detach = detach
+        self.temperature = temperature
+        self._model = (model,)  # In a tuple, so that a module is no part of this one.
+
+    def score(self, rows: Sequence[TokenRow]) -> None:
+        """Add the log-probs of each row."""
+        targets = [self._targets(row) for row in rows]
+        for row, target in zip(rows, targets, strict=True):
+            row.results[self.key] = torch.zeros(len(target))
+        chosen = [i for i, target in enumerate(targets) if bool(target.any())]
+        if not chosen:
+            return
+        ids, lengths = pack([rows[i].ids for i in chosen])
+        mask, _ = pack([targets[i] for i in chosen])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
+            scores = self._model[0].score_packed(ids, lengths, mask, temperature=self.temperature)
+        log_probs = scores.log_prob.to(ids.device).float()
+        counts = [int(targets[i].sum()) for i in chosen]
+        for i, part in zip(chosen, log_probs.split(counts), strict=True):
+            rows[i].results[self.key] = torch.zeros(len(rows[i].ids)).masked_scatter(
+                targets[i], part
+            )
+
+    def _targets(self, row: TokenRow) -> Tensor:
+        if self.assistant_only:
+            return row.assistant_mask
+        target = torch.ones_like(row.assistant_mask)
+        target[:1] = False
+        return target
+
+
+class KLComputation(TrajectoryTransform):
+    """KL divergence of the policy from a reference, from the log-probs of both.
+
+    Args:
+        gen_log_probs_full_key: the policy's, ``[T]``.
+        ref_log_probs_full_key: the reference's, ``[T]``.
+        kl_key: what is written under ``"next"``, float32 ``[T]``, in nats, 0 where nothing was
+            sampled.
+        add_to_reward: subtract ``coeff`` times the KL from the reward.
+        coeff: of the KL in the reward.
+        dense: whether each token has its own KL in the reward, which becomes ``[T, 1]`` (the reward
+            of the trajectory is then at its last sampled token); otherwise their sum is subtracted
+            from the reward as it is.
+        estimator: of a token's KL: a function of log-probs, reference log-probs and mask, ``[T]``
+            each; ``None`` is their difference (k1). A loss's estimator fits:
+            ``functools.partial(objectives.functional.kl_estimate, estimator="k3")``.
+
+    Raises:
+        ValueError: the coefficient is not finite.
+    """
+
+    def __init__(
+        self,
+        gen_log_probs_full_key: NestedKey = LOG_PROBS_FULL,
+        ref_log_probs_full_key: NestedKey = REF_LOG_PROBS,
+        *,
+        kl_key: NestedKey = "kl_penalty",
+        add_to_reward: bool = True,
+        coeff: float = 1.0,
+        dense: bool = True,
+        estimator: Estimator | None = None,
+    ) -> None:
+        super().__init__()
+        if not math.isfinite(coeff):
+            raise ValueError(f"{self._get_name()}: coeff must be finite, got {coeff!r}.")
+        self.gen_key = gen_log_probs_full_key
+        self.ref_key = ref_log_probs_full_key
+        self.kl_key = kl_key
+        self.results = (kl_key,)
+        self.penalty_name = kl_key if isinstance(kl_key, str) else "_".join(map(str, kl_key))
+        self.add_to_reward = add_to_reward
+        self.coeff = coeff
+        self.dense = dense
+        self.estimator = estimator or log_ratio
+
+    def score(self, rows: Sequence[TokenRow]) -> None:
+        """Add the KL of each row, and the penalty."""
+        for row in rows:
+            log_prob, reference = row.read(self.gen_key), row.read(self.ref_key)
+            row.results[self.kl_key] = self.estimator(log_prob, reference, row.assistant_mask)
+            if self.add_to_reward:
+                row.penalty = -self.coeff * row.results[self.kl_key]
+
+
+def log_ratio(log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Log-prob less reference log-prob, 0 outside the mask; its mean estimates the KL (k1)."""
+    return (log_prob - ref_log_prob).masked_fill(~mask, 0.0)
+
+
+class RetrieveKL(TrajectoryTransform):
+    """Scores trajectories with a reference, and computes the KL from it.
+
+    Args:
+        gen_model: ``"from_collector"`` takes the log-probs that the policy recorded when it
+            sampled; a model scores the tokens anew.
+        ref_model: the reference.
+        gen_model_factory: makes the ``gen_model`` here, in the process that uses it.
+        ref_model_factory: makes the ``ref_model`` here.
+        gen_log_probs_full_key: where the policy's log-probs are; with a ``gen_model`` where they
+            are written under ``"next"``, ``("gen_log_probs", "full")`` when not given.
+        ref_log_probs_full_key: what is written under ``"next"``.
+        assistant_only: see :class:`RetrieveLogProb`. The KL is over the sampled tokens always.
+        detach: see :class:`RetrieveLogProb`.
+        temperature: see :class:`RetrieveLogProb`; of both models. Recorded log-probs are at the
+            policy's: a collector refuses another one.
+        **kwargs: see :class:`KLComputation`.
+
+    Raises:
+        TypeError: a model gives no log-probs.
+        ValueError: there is no reference, or a model is given twice.
+    """
+
+    def __init__(
+        self,
+        gen_model: TokenScorer | Literal["from_collector"] | None = "from_collector",
+        ref_model: TokenScorer | None = None,
+        *,
+        gen_model_factory: Callable[[], TokenScorer] | None = None,
+        ref_model_factory: Callable[[], TokenScorer] | None = None,
+        gen_log_probs_full_key: NestedKey | None = None,
+        ref_log_probs_full_key: NestedKey = REF_LOG_PROBS,
+        assistant_only: bool = True,
+        detach: bool = True,
+        temperature: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        recorded = gen_model is None or gen_model == "from_collector"
+        gen = _one_model(self, "gen", None if recorded else gen_model, gen_model_factory)
+        ref = _one_model(self, "ref", ref_model, ref_model_factory)
+        if ref is None:
+            raise ValueError(f"{self._get_name()} needs a ref_model or a ref_model_factory.")
+        default = LOG_PROBS_FULL if gen is None else GEN_LOG_PROBS
+        gen_key = default if gen_log_probs_full_key is None else gen_log_probs_full_key
+        settings: dict[str, Any] = {
+            "assistant_only": assistant_only,
+            "detach": detach,
+            "temperature": temperature,
+        }
+        self.temperature = temperature
+        self.kl = KLComputation(gen_key, ref_log_probs_full_key, **kwargs)
+        # Of the distribution that was sampled from; what else a policy records says so itself.
+        self._is_recorded = gen is None and gen_key == LOG_PROBS_FULL
+        self.parts: list[TrajectoryTransform] = [
+            RetrieveLogProb(model, log_probs_full_key=key, **settings)
+            for model, key in ((gen, gen_key), (ref, ref_log_probs_full_key))
+            if model is not None
+        ]
+        self.parts.append(self.kl)
+        self.results = tuple(key for part in self.parts for key in part.results)
+        self.penalty_name = self.kl.penalty_name
+        self.dense = self.kl.dense
+
+    def check_policy(self, policy: Any) -> None:
+        """The recorded log-probs are at the temperature at which the reference's will be.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if self._is_recorded:
+            _check_temperature(self, self.temperature, policy)
+
+    def score(self, rows: Sequence[TokenRow]) -> None:
+        """Add log-probs, the KL and the penalty of each row."""
+        for part in self.parts:
+            part.score(rows)
+
+
+class KLRewardTransform(RetrieveKL):
+    """Subtracts the KL from a reference model from the reward.
+
+    Args:
+        ref_model: the reference; see :class:`RetrieveLogProb`.
+        ref_model_factory: makes it here.
+        coef: of the KL in the reward.
+        log_prob_key: the policy's log-probs.
+        **kwargs: see :class:`RetrieveKL`.
+
+    Raises:
+        TypeError: the model gives no log-probs.
+        ValueError: there is no reference, or two.
+    """
+
+    def __init__(
+        self,
+        ref_model: TokenScorer | None = None,
+        *,
+        ref_model_factory: Callable[[], TokenScorer] | None = None,
+        coef: float = 1.0,
+        log_prob_key: NestedKey = LOG_PROBS_FULL,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            "from_collector",
+            ref_model,
+            ref_model_factory=ref_model_factory,
+            gen_log_probs_full_key=log_prob_key,
+            coeff=coef,
+            **kwargs,
+        )
+
+
+def _check_temperature(owner: TrajectoryTransform, temperature: float, policy: Any) -> None:
+    # One that takes the most likely token (temperature 0) records the log-probs of the softmax.
+    recorded = float(getattr(policy, "temperature", temperature)) or 1.0
+    if recorded != temperature:
+        raise ValueError(
+            f"{owner._get_name()} scores at temperature {temperature:g}, but the policy samples at "
+            f"{recorded:g}: log-probs at two temperatures do not compare. Give "
+            f"temperature={recorded:g}."
+        )
+
+
+def _one_model(
+    owner: TrajectoryTransform,
+    which: str,
+    model: Any,
+    factory: Callable[[], TokenScorer] | None,
+) -> TokenScorer | None:
+    if model is not None and factory is not None:
+        raise ValueError(
+            f"{owner._get_name()}: give {which}_model or {which}_model_factory, not both."
+        )
+    return model if factory is None else factory()

@@ -1,0 +1,282 @@
+"""MLGym's research tasks: a container per rollout, and shell commands in code blocks.
+
+Shape legend: B rows.
+"""
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tensordict import TensorDictBase
+from torchrl.envs.transforms import Compose
+
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.keys import QUERY, ROW
+from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
+from torchrl_envs.concurrency.calls import Outcome
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries.rewards import RewardSource, add_rewards
+from torchrl_envs.episode.chat_env import ChatEnv
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
+from torchrl_envs.tool_calls.code_blocks import code_blocks
+from torchrl_envs.tool_calls.results import clean_text, error_line
+from torchrl_envs.tools.instances import Beginning, EnvironmentInstances
+
+from .session import MLGymSession, Reply, ScoreOf, score_gain
+
+NO_ACTION: Final = (
+    "No command was run: put exactly one command into a code block, between two lines of ```."
+)
+REPOSITORY: Final = "https://github.com/facebookresearch/MLGym"
+
+
+class MLGymActions(ToolSource, RewardSource):
+    """Runs the last code block of each turn in the row's MLGym environment.
+
+    The answer is a message of the user in MLGym's own words. A turn without a closed block is
+    answered with :data:`NO_ACTION`. The episode ends when MLGym says so; a step that raises or
+    misses its deadline loses the environment, and the row alone is truncated and unscorable.
+
+    Args:
+        environments: make an ``MLGymEnv`` each, by task; see
+            :class:`~torchrl_envs.tasks.mlgym.session.MLGymSession`.
+        score: see :class:`MLGymWrapper`.
+        reward_wrong_format: added for each turn without a command.
+        timeout_s: deadline of a step, in seconds.
+        start_timeout_s: deadline of making an environment, and of its reset, in seconds.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Callable[[], Any]],
+        *,
+        score: ScoreOf,
+        reward_wrong_format: float,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self.reward_wrong_format = reward_wrong_format
+        self._num_wrong: dict[int, int] = {}
+        self._instances = EnvironmentInstances(
+            {
+                task: functools.partial(MLGymSession, make, score=score)
+                for task, make in environments.items()
+            },
+            dict.fromkeys(environments, MLGymSession),
+            start_timeout_s=start_timeout_s,
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def reward_names(self) -> list[str]:
+        """One."""
+        return ["MLGym"]
+
+    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Start an environment per row; what it says is the query."""
+        tasks = [str((row or {}).get("task")) for row in read_row_values(batch, ROW)]
+        started = self._instances.start({r: Beginning(tasks[r], {}) for r in rows}, self.calls)
+        queries = read_row_values(batch, QUERY)
+        for row, start in started.items():
+            queries[row] = queries[row] if start.error is not None else start.observation
+            self._num_wrong[row] = 0
+        write_row_values(batch, QUERY, queries)
+        self.refuse_rows(
+            batch,
+            {
+                row: (f"MLGym {tasks[row]}: {start.failed_in}", start.error)
+                for row, start in started.items()
+                if start.error is not None
+            },
+        )
+
+    def read_turn(self, row: int, text: str) -> list[Job | Answer]:
+        """The command of a turn."""
+        if row not in self._instances:
+            return []
+        blocks = [block for block in code_blocks(text) if block.is_closed and block.code.strip()]
+        if not blocks:
+            self._num_wrong[row] += 1
+            return [Answer({"role": "user", "content": NO_ACTION}, is_error=True)]
+        session: MLGymSession = self._instances[row][1]
+        step = functools.partial(session.step, blocks[-1].code)
+        return [Job(step, self._phrase, self.timeout_s, lane=row, position=blocks[-1].position)]
+
+    def _phrase(self, outcome: Outcome) -> Answer:
+        if outcome.error is not None:
+            reason = f"{ENVIRONMENT_ERROR}: MLGym: {error_line(outcome.error)}"
+            return Answer(None, is_error=True, stop_reason=reason, is_truncation=True)
+        reply: Reply = outcome.value
+        message = {"role": "user", "content": clean_text(reply.text, self.max_result_bytes)}
+        return Answer(message, stop_reason=ENVIRONMENT_DONE if reply.is_over else "")
+
+    def finish_episodes(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """What the environments measured."""
+        del batch
+        own = [row for row in rows if row in self._instances]
+        chains = [[self._instances[row][1].get_reward] for row in own]
+        outcomes = []
+        for row, (outcome,) in zip(own, self.calls.run(chains, self.timeout_s), strict=True):
+            if outcome.error is None:
+                wrong = self.reward_wrong_format * self._num_wrong[row]
+                outcome = Outcome(outcome.value + wrong)
+            outcomes.append(outcome)
+        add_rewards(next_batch, self.reward_names[0], own, outcomes, who="MLGym")
+
+    def release_episodes(self, rows: Sequence[int]) -> None:
+        """Stop the containers of some rows."""
+        self._instances.release(rows, lambda: self.calls)
+        for row in rows:
+            self._num_wrong.pop(row, None)
+
+
+class MLGymWrapper(EpisodeEnv):
+    """Conversations with MLGym: each turn's code block is a command, its output the answer.
+
+    A :class:`~torchrl_envs.ChatEnv` with data (one row per task), an MLGym environment per rollout
+    and its reward: the steps' own, plus the score of the last evaluation (``validate`` or
+    ``submit``) less that of the task's baseline. It was run against a stand-in with MLGym's
+    interface, see :mod:`~torchrl_envs.tasks.mlgym.session`.
+
+    Args:
+        environments: make an ``MLGymEnv`` each, by the task's name. Its attribute ``config`` must
+            be the agent's configuration. Called once per episode; making one starts a container.
+        num_envs: rows, B, each with its own container.
+        repeats: rollouts of one draw, which form a group.
+        shuffle: whether tasks are drawn in random order.
+        seed: of that order.
+        num_epochs: passes over the tasks; ``None`` goes on for ever.
+        score: of what was measured and the baseline; the metric ``Score``, or the only one, less
+            the baseline's when not given.
+        reward_wrong_format: added for each turn without a code block.
+        timeout_s: deadline of a step, in seconds; longer than MLGym's own of a training run.
+        start_timeout_s: deadline of starting a container, and of setting up the task, in seconds.
+        **kwargs: see :class:`~torchrl_envs.ChatEnv`.
+
+    Raises:
+        ValueError: there is no task, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Callable[[], Any]],
+        *,
+        num_envs: int = 1,
+        repeats: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        score: ScoreOf = score_gain,
+        reward_wrong_format: float = 0.0,
+        timeout_s: float = 4000.0,
+        start_timeout_s: float = 1800.0,
+        **kwargs: Any,
+    ) -> None:
+        if not environments:
+            raise ValueError("MLGymWrapper: no environment was given; give {task: factory}.")
+        primer = DataLoadingPrimer(
+            [{"prompt": task, "task": task} for task in environments],
+            group_size=repeats,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+        )
+        actions = MLGymActions(
+            environments,
+            score=score,
+            reward_wrong_format=reward_wrong_format,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+        parts = Compose(primer, actions)  # type: ignore[call-arg]
+        super().__init__(ChatEnv(batch_size=num_envs, **kwargs), parts)
+        self.check()
+
+
+def make_mlgym(
+    *,
+    task: str | None = None,
+    tasks: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    max_steps: int = 10,
+    container_type: str = "docker",
+    seed: int = 42,
+    **kwargs: Any,
+) -> MLGymWrapper:
+    """MLGym's tasks by name. Nothing is started before the first reset.
+
+    Args:
+        task: one task, ``"prisonersDilemma"`` say.
+        tasks: or several, of which each group draws one.
+        tokenizer: the policy's, or the name of one.
+        max_steps: most commands of an episode.
+        container_type: ``"docker"`` or ``"podman"``.
+        seed: MLGym's, and of the order of the tasks.
+        **kwargs: see :class:`MLGymWrapper`.
+
+    Raises:
+        ValueError: not exactly one of ``task`` and ``tasks`` is given.
+        ImportError: MLGym is not installed.
+        RuntimeError: the working folder is not MLGym's, to which its configurations are relative.
+    """
+    names = [task] if task is not None else list(tasks or ())
+    if not names or (task is not None and tasks is not None):
+        raise ValueError(
+            f"make_mlgym takes exactly one of task and tasks, got {task!r}, {tasks!r}."
+        )
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    _check_installed()
+    devices = itertools.count()
+    settings = {"max_steps": max_steps, "container_type": container_type, "seed": seed}
+    environments = {
+        name: functools.partial(_make_environment, name, devices, settings) for name in names
+    }
+    return MLGymWrapper(environments, tokenizer=tokenizer, seed=seed, **kwargs)
+
+
+def _check_installed() -> None:
+    try:
+        mlgym = importlib.import_module("mlgym")
+    except ImportError as error:
+        raise ImportError(
+            f"make_mlgym needs MLGym, which is not on PyPI: git clone {REPOSITORY}, then pip "
+            "install -e MLGym, with docker or podman for its containers."
+        ) from error
+    folder = Path(str(mlgym.__file__)).parent.parent.resolve()
+    if Path.cwd().resolve() != folder:
+        raise RuntimeError(
+            f"MLGym finds its tasks and data relative to its own folder: start the program in "
+            f"{folder}, not in {Path.cwd()}."
+        )
+
+
+def _make_environment(
+    task: str, devices: "itertools.count[int]", settings: Mapping[str, Any]
+) -> Any:
+    """An ``MLGymEnv`` and its agent's configuration. Starts a container."""
+    environment: Any = importlib.import_module("mlgym.environment.env")
+    agent: Any = importlib.import_module("mlgym.agent.base")
+    backend: Any = importlib.import_module("mlgym.backend.base")
+    config_dir: Path = importlib.import_module("mlgym").CONFIG_DIR
+    arguments = environment.EnvironmentArguments(
+        task_config_path=f"tasks/{task}.yaml",
+        verbose=False,
+        aliases_file="docker/aliases.sh",
+        **settings,
+    )
+    # A device's name is part of the container's: no two rows share one.
+    env = environment.MLGymEnv(arguments, devices=[f"cpu_{next(devices)}"])
+    env.config = agent.AgentArguments(
+        model=backend.ModelArguments(""), agent_config_path=config_dir / "agents" / "default.yaml"
+    ).config
+    return env

@@ -1,0 +1,1 @@
+"""For tests of environments: the conformance test and scripted turns."""

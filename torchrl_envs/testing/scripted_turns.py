@@ -1,0 +1,58 @@
+"""A policy without a model, which says what a script tells it to.
+
+Shape legend: B rows.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDictBase
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.object_entries import write_row_values
+from torchrl_data.keys import FINISH_REASON, FULL, INPUT_MODES, PROMPT
+from torchrl_data.layout.conversation_io import (
+    active_rows,
+    conversation_leaf,
+    read_conversations,
+    write_conversations,
+)
+from torchrl_data.templates.encoder import ConversationEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ScriptedTurns:
+    """Says the turns of a script, the same in every row, each token with log-prob -1.
+
+    Args:
+        tokenizer: encodes the turns.
+        turns: texts; the last one is repeated.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[str]) -> None:
+        self.encoder = ConversationEncoder(tokenizer)
+        self._turns = [self.encoder.encode_turn(text, close=True) for text in turns]
+        self._num_said = 0
+        self.said: list[int] = []
+        """Token ids of the last turn."""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write ``full`` and ``finish_reason``, in the mode of the batch's prompt."""
+        mode = next(m for m in INPUT_MODES if conversation_leaf(batch, m, PROMPT) is not None)
+        ids, content = self._turns[min(self._num_said, len(self._turns) - 1)]
+        self._num_said += 1
+        self.said = list(ids)
+        prompt = read_conversations(batch, PROMPT, who="ScriptedTurns")
+        active = active_rows(batch).tolist()
+        opened = self.encoder.encode_waiting(prompt)
+        size = len(prompt)
+        index = [row if is_active else size + row for row, is_active in enumerate(active)]
+        prompt = Conversations.cat([opened, prompt])[index]
+        turn = (ids, [-1.0] * len(ids), {"role": "assistant", "content": content})
+        full = prompt.append_responses([turn if is_active else None for is_active in active])
+        for which, value in ((PROMPT, prompt), (FULL, full)):
+            write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
+        write_row_values(batch, FINISH_REASON, ["stop"] * size)
+        return batch

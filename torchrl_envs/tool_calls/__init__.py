@@ -1,0 +1,1 @@
+"""Calls of tools: schemas, signatures, results."""

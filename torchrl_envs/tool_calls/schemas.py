@@ -1,0 +1,235 @@
+"""Functions and methods as tools: found, documented and checked before anything runs."""
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from torchrl_data.tool_calls.strict_json import read_json
+
+RESERVED: Final = frozenset({"reset", "get_reward", "close"})
+"""The lifecycle of an environment; never offered to the model."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NOT_BY_NAME: Final = {
+    inspect.Parameter.POSITIONAL_ONLY: "",
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+class Tool(NamedTuple):
+    """A tool that the model may call."""
+
+    name: str
+    schema: dict[str, Any]
+    """JSON schema in the format that chat templates show."""
+    validator: Validator
+    """Checks the arguments of a call."""
+    plain_types: Mapping[str, type]
+    """The arguments of which the schema says no more than their type, where that is a scalar."""
+    required: frozenset[str]
+    """The arguments that a call must have."""
+
+    def typed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments from their text, as the schema says; for formats that do not quote them."""
+        properties = self.schema["function"]["parameters"].get("properties", {})
+        return {name: _typed(text, properties.get(name)) for name, text in arguments.items()}
+
+    def __reduce__(self) -> "tuple[Callable[[dict[str, Any]], Tool], tuple[dict[str, Any]]]":
+        """Validators can't be pickled; a copy has one made from the schema."""
+        return schema_tool, (self.schema,)
+
+    def argument_error(self, arguments: dict[str, Any]) -> str | None:
+        """What is wrong with the arguments of a call, or ``None``."""
+        # Most calls are right, which is soon seen; the validator is asked about the others.
+        types = self.plain_types
+        if self.required <= arguments.keys() and all(
+            type(value) is types.get(name) for name, value in arguments.items()
+        ):
+            return None
+        try:
+            error = best_match(self.validator.iter_errors(arguments))
+        except (Unresolvable, RecursionError) as unresolved:
+            return f"the tool's own schema can't be used: {unresolved!s:.200}"
+        if error is None:
+            return None
+        place = "".join(f"[{part!r}]" for part in error.absolute_path)
+        return f"arguments{place}: {error.message}"
+
+
+_WORDS: Final = {"true": True, "false": False, "none": None, "null": None}
+
+
+def _typed(text: Any, schema: Any) -> Any:
+    """What the text of an argument stands for; the text itself if its type says so or it is none.
+
+    Templates that do not quote strings write ``True`` and ``None`` as Python does.
+    """
+    written: Any = schema.get("type", ()) if isinstance(schema, dict) else ()
+    types: set[str] = {written} if isinstance(written, str) else set(written)
+    if isinstance(schema, dict) and schema.get("nullable"):
+        types.add("null")
+    word = text.strip().lower() if isinstance(text, str) and len(text) < 32 else ""
+    if word in _WORDS and ("null" if _WORDS[word] is None else "boolean") in types:
+        return _WORDS[word]
+    if "string" in types or not isinstance(text, str):
+        return text
+    try:
+        return read_json(text)
+    except ValueError:
+        return text
+
+
+def environment_tools(environment: type | object) -> dict[str, Tool]:
+    """The public methods of an environment, as tools.
+
+    Every public method is one, inherited methods included, but for ``reset``, ``get_reward``,
+    ``close``, properties and class methods.
+
+    Args:
+        environment: a class, or an instance of one.
+
+    Returns:
+        Name to tool, in the order in which the class defines them.
+
+    Raises:
+        ValueError: a method lacks a docstring, a type hint or a description of an argument; the
+            message names the class, the method and what is missing.
+    """
+    cls = environment if isinstance(environment, type) else type(environment)
+    tools: dict[str, Tool] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        for name in vars(owner):
+            static = inspect.getattr_static(cls, name)
+            if name.startswith("_") or name in RESERVED:
+                continue
+            if isinstance(static, staticmethod):
+                tools[name] = function_tool(static.__func__, owner=cls.__name__)
+            elif isinstance(static, types.FunctionType):
+                bound = types.MethodType(static, object())
+                tools[name] = function_tool(bound, owner=cls.__name__)
+    return tools
+
+
+def function_tool(
+    function: Callable[..., Any], *, owner: str | None = None, name: str | None = None
+) -> Tool:
+    """A function as a tool.
+
+    Args:
+        function: with type hints and a Google docstring.
+        owner: its class, named in errors.
+        name: what the model calls it; the function's own name when not given.
+
+    Raises:
+        ValueError: a docstring, a type hint or the description of an argument is missing, an
+            argument can't be given by name, or the name is none that a model can call.
+        TypeError: it is not a function or a method.
+    """
+    if not inspect.isroutine(function):
+        raise TypeError(
+            f"A tool is a function or a method, got {type(function).__name__}: {function!r:.80}. "
+            "Define one with def, type hints and a docstring."
+        )
+    name = name or function.__name__
+    label = f"{owner}.{name}" if owner else name
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"The tool {label!r:.80} can't be called by that name: use 1 to 64 letters, digits, "
+            "'_', '-' and '.'."
+        )
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in _NOT_BY_NAME:
+            raise ValueError(
+                f"The tool {label} can't be offered to a model: its argument "
+                f"{_NOT_BY_NAME[parameter.kind]}{argument} is {parameter.kind.description}, but a "
+                "model gives each argument by its name. Write the arguments out."
+            )
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            f"The tool {label} can't be offered to a model: {error} A tool needs a docstring with "
+            "an `Args:` section that describes each argument, and a type hint for each. Prefix the "
+            "name with an underscore if it is not meant as a tool."
+        ) from error
+    schema["function"]["name"] = name
+    return schema_tool(schema)
+
+
+def offered_name(name: str) -> str:
+    """A name that models and templates can write, close to the one given.
+
+    Raises:
+        ValueError: nothing is left of it, or it is too long.
+    """
+    written = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    if not _NAME.fullmatch(written):
+        raise ValueError(f"A tool can't be named {name!r:.80}: use 1 to 64 characters.")
+    return written
+
+
+def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
+    """A tool from a schema in the format that chat templates show.
+
+    Args:
+        schema: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
+        is_strict: refuse arguments that the schema does not list, unless it allows them.
+
+    Raises:
+        jsonschema.SchemaError: the parameters are not a JSON schema.
+    """
+    function = schema["function"]
+    parameters = function["parameters"]
+    # An argument that the tool does not have is an error, not a Python exception inside it.
+    checked = _with_null(parameters)
+    if is_strict:
+        checked = {"additionalProperties": False, **checked}
+    Draft202012Validator.check_schema(checked)
+    # A registry of its own, so that a reference to somewhere else is never fetched.
+    validator = Draft202012Validator(checked, registry=Registry())
+    return Tool(function["name"], schema, validator, *_plain(checked))
+
+
+_SCALARS: Final = {"string": str, "integer": int, "number": float, "boolean": bool}
+_SAYS_NO_MORE: Final = frozenset({"type", "description", "title", "default"})
+
+
+def _plain(parameters: Mapping[str, Any]) -> tuple[dict[str, type], frozenset[str]]:
+    """What of a schema is no more than types of scalars, and which arguments it requires."""
+    simple = {"type", "properties", "required", "additionalProperties", "title", "description"}
+    if parameters.get("type") != "object" or not parameters.keys() <= simple:
+        # Something else may forbid what the types allow: an argument that no value has.
+        return {}, frozenset([""])
+    plain = {
+        name: _SCALARS[schema["type"]]
+        for name, schema in parameters.get("properties", {}).items()
+        if isinstance(schema, dict)
+        and schema.keys() <= _SAYS_NO_MORE
+        and isinstance(schema.get("type"), str)
+        and schema["type"] in _SCALARS
+    }
+    return plain, frozenset(parameters.get("required", ()))
+
+
+def _with_null(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters whose ``nullable`` ones, OpenAPI's word for it, accept null."""
+    properties = {
+        name: {"anyOf": [schema, {"type": "null"}]}
+        if isinstance(schema, dict) and schema.get("nullable")
+        else schema
+        for name, schema in parameters.get("properties", {}).items()
+    }
+    return {**parameters, "properties": properties} if properties else parameters

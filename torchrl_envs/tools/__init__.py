@@ -1,0 +1,1 @@
+"""Sources of tools: functions, environments, MCP servers, Python, a browser."""

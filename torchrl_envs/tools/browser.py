@@ -1,0 +1,207 @@
+"""Gives each rollout a browser.
+
+Shape legend: B rows.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torchrl_data.tool_calls.parse import ToolCall
+from torchrl_envs.browser.actions import BrowserActionError, PageActions, browser_schema
+from torchrl_envs.browser.allowed_hosts import AllowedHosts
+from torchrl_envs.browser.chromium import Chromium, check_chromium_sandbox, find_chromium
+from torchrl_envs.episode.tool_source import Job, ToolSource
+from torchrl_envs.tool_calls.schemas import Tool, schema_tool
+
+if TYPE_CHECKING:
+    from playwright.async_api import BrowserContext, Page
+
+_START_S: Final = 60.0
+_CLOSE_S: Final = 15.0
+_MAX_PAGES: Final = 8
+_MAX_RESULT_BYTES: Final = 16 * 1024
+_MIN_RESULT_BYTES: Final = 256
+
+
+class BrowserTransform(ToolSource):
+    """The tool ``browser``: open pages, click, type, read, scroll, in a headless Chromium.
+
+    All rows share one browser; each has a context of its own, with its own cookies and storage,
+    from its first call to the end of its episode. Calls of a row run in order, those of different
+    rows at once. A link that opens a new page makes it the one that is acted on.
+
+    The browser reaches the allowed hosts only, whatever a page does: all its traffic goes through a
+    proxy of this process, which connects to nobody else.
+
+    Args:
+        allowed_domains: hosts, see :class:`~torchrl_envs.browser.allowed_hosts.AllowedHosts`:
+            ``"example.com"`` with its subdomains, ``"127.0.0.1:8000"``, ``"*"`` for all that are
+            public.
+        headless: without a window.
+        timeout_s: deadline of one action, in seconds.
+        executable_path: the browser; the first that is installed by default. None is downloaded.
+        chromium_sandbox: whether Chromium isolates what renders pages. Root has to say ``False``,
+            and then trusts the pages not to break the browser.
+        screenshot_dir: where the action ``screenshot`` writes; there is none without it.
+        max_result_bytes: longer content of a page is cut, with a mark; bytes of UTF-8.
+        show_schemas: whether the chat template shows the tool to the model.
+
+    Raises:
+        ValueError: a domain is no host, no browser is installed, playwright is missing, or root
+            asks for Chromium's own sandbox.
+    """
+
+    def __init__(
+        self,
+        *,
+        allowed_domains: Sequence[str],
+        headless: bool = True,
+        timeout_s: float = 30.0,
+        executable_path: str | None = None,
+        chromium_sandbox: bool = True,
+        screenshot_dir: str | Path | None = None,
+        max_result_bytes: int = _MAX_RESULT_BYTES,
+        show_schemas: bool = True,
+    ) -> None:
+        super().__init__(
+            timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
+        )
+        if max_result_bytes < _MIN_RESULT_BYTES:
+            raise ValueError(
+                f"BrowserTransform: max_result_bytes must be at least {_MIN_RESULT_BYTES}, got "
+                f"{max_result_bytes!r}."
+            )
+        self.allowed = AllowedHosts(allowed_domains)
+        check_chromium_sandbox(chromium_sandbox)
+        self.screenshot_dir = None if screenshot_dir is None else Path(screenshot_dir)
+        self._settings: dict[str, Any] = {
+            "executable_path": find_chromium(executable_path),
+            "headless": headless,
+            "chromium_sandbox": chromium_sandbox,
+            "start_timeout_s": _START_S,
+        }
+        tool = schema_tool(browser_schema(screenshots=screenshot_dir is not None))
+        self._tools = {tool.name: tool}
+        self._num_screenshots = 0
+        self._browser: Chromium | None = None
+        self._contexts: dict[int, BrowserContext] = {}
+
+    # Tool ---------------------------------------------------------------------------------------
+
+    def tool_names(self) -> dict[str, str]:
+        """``browser``."""
+        return dict.fromkeys(self._tools, "BrowserTransform")
+
+    def tools_of(self, row: int) -> Mapping[str, Tool]:
+        """``browser``, for every row."""
+        del row
+        return self._tools
+
+    def bind(self, row: int, call: ToolCall) -> Job:
+        """A call of ``browser``."""
+
+        async def act() -> dict[str, Any] | str:
+            page = await self._page(row)
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    return await self._act(page, row, call.arguments)
+            except TimeoutError as error:
+                await self._drop(row)
+                raise BrowserActionError(
+                    f"the page did not answer within {self.timeout_s:g} s and was closed"
+                ) from error
+
+        job = self.job(call, _brief_errors(act), lane=row)
+        return job._replace(timeout_s=self.timeout_s + _START_S + _CLOSE_S)
+
+    async def _act(
+        self, page: "Page", row: int, arguments: Mapping[str, Any]
+    ) -> dict[str, Any] | str:
+        # What an action waits for ends before the action's own deadline, which closes the page.
+        actions = PageActions(
+            page,
+            self.allowed,
+            timeout_s=0.8 * self.timeout_s,
+            max_bytes=self.max_result_bytes,
+        )
+        if arguments["action"] != "screenshot":
+            return await actions.run(arguments)
+        assert self.screenshot_dir is not None
+        self.screenshot_dir.mkdir(parents=True, exist_ok=True)
+        self._num_screenshots += 1
+        return await actions.screenshot(
+            self.screenshot_dir / f"{self._num_screenshots:06d}-row{row}.png"
+        )
+
+    async def _page(self, row: int) -> "Page":
+        """The page that a row sees: the one that was opened last."""
+        if self._browser is None:
+            self._browser = Chromium(self.allowed, **self._settings)
+        context = self._contexts.get(row)
+        if context is None or not _is_alive(context):
+            context = self._contexts[row] = await self._browser.new_context()
+        pages = context.pages
+        for extra in pages[1 : len(pages) - _MAX_PAGES + 1]:
+            await extra.close()
+        return pages[-1] if pages else await context.new_page()
+
+    # Lifecycle ----------------------------------------------------------------------------------
+
+    async def _drop(self, row: int) -> None:
+        context = self._contexts.pop(row, None)
+        if context is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await context.close()
+        except Exception:
+            if _is_alive(context):  # else it went with its browser
+                raise
+
+    def release_episodes(self, rows: Sequence[int]) -> None:
+        """Close the contexts of some rows."""
+        held = [row for row in rows if row in self._contexts]
+        if held:
+
+            async def drop_all() -> None:
+                await asyncio.gather(*map(self._drop, held))
+
+            self._run(drop_all)
+
+    def close(self) -> None:
+        """End the browser."""
+        browser, self._browser = self._browser, None
+        self._contexts.clear()
+        if browser is not None:
+            self._run(browser.close)
+
+    def _run(self, call: Any) -> None:
+        """Run something of the browser's on its loop.
+
+        Raises:
+            RuntimeError: it failed, or took too long.
+        """
+        ((outcome,),) = self.calls.run([[call]], _START_S)
+        if outcome.error is not None:
+            raise RuntimeError("The browser could not be closed") from outcome.error
+
+
+def _is_alive(context: "BrowserContext") -> bool:
+    return context.browser is not None and context.browser.is_connected()
+
+
+def _brief_errors(act: Any) -> Any:
+    """Errors of playwright without its log of what it tried."""
+
+    async def act_briefly() -> dict[str, Any] | str:
+        try:
+            return await act()
+        except BrowserActionError:
+            raise
+        except Exception as error:
+            said = str(error).split("\nCall log:")[0].strip()
+            raise BrowserActionError(said or type(error).__name__) from error
+
+    return act_briefly

@@ -1,0 +1,263 @@
+"""An environment per rollout: its methods are tools, and it owns its state and its reward.
+
+Shape legend: B rows.
+"""
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDictBase
+
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.keys import PROMPT, QUERY, ROW, SEED
+from torchrl_data.layout.conversation_io import read_conversations
+from torchrl_data.tool_calls.parse import ToolCall
+from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.concurrency.cleanup import close_all
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries.observations import with_observation
+from torchrl_envs.entries.rewards import RewardSource, add_rewards
+from torchrl_envs.episode.tool_source import Job, ToolSource
+from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES
+from torchrl_envs.tool_calls.schemas import Tool, environment_tools
+from torchrl_envs.tool_calls.signatures import accepted_arguments
+
+from .instances import (
+    Beginning,
+    EnvironmentInstances,
+    Factory,
+    Started,
+)
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode.episode_env import EpisodeEnv
+
+
+class EnvironmentTools(ToolSource, RewardSource):
+    """Gives every rollout an environment of its own.
+
+    An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
+    (all of them if it takes ``**kwargs``), and ``seed``, the group's seed, if it names it; what it
+    returns, a string or a list of content parts, is added to the last user message (a string after
+    a blank line), or becomes a user message if there is none. Every other public method is a tool.
+    ``get_reward()`` is asked once, when the episode ends; it gets ``messages``, the whole
+    conversation, if it names it, and ``None`` from it means that it does not apply. ``close()`` is
+    always called. All may be ``async``.
+
+    The calls of one rollout run in the order in which the model wrote them, unless the environment
+    may be called while it is being called; those of different rollouts run at once. A call that
+    fails, is malformed or misses its deadline is answered with an error that the model can read;
+    the other rollouts are not disturbed. A row whose environment can't be made or reset in time
+    ends at its first step, truncated and unscorable, with the error in ``stop_reason``.
+
+    Args:
+        factory: a class or callable that makes an environment, or ``{name: factory}`` routed by a
+            column of the data.
+        route_column: the column that names the factory.
+        overlap_calls: whether the calls of one turn may run at once on one environment.
+        timeout_s: deadline of one call, in seconds; also of ``get_reward`` and ``close``.
+        start_timeout_s: deadline of making an environment, and of its ``reset``.
+        max_result_bytes: longer results are cut, with a mark.
+        show_schemas: whether the chat template shows the tools to the model.
+
+    Raises:
+        TypeError: a factory can't be called.
+        ValueError: a tool lacks a docstring or type hints, or there is no tool at all.
+    """
+
+    def __init__(
+        self,
+        factory: Factory | Mapping[str, Factory],
+        *,
+        route_column: str = "environment",
+        overlap_calls: bool = False,
+        timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
+        max_result_bytes: int = MAX_RESULT_BYTES,
+        show_schemas: bool = True,
+    ) -> None:
+        super().__init__(
+            timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
+        )
+        self.is_routed = isinstance(factory, Mapping)
+        self.factories: dict[str, Factory] = (
+            dict(factory) if isinstance(factory, Mapping) else {"": factory}
+        )
+        self.route_column = route_column
+        self.overlap_calls = overlap_calls
+        self.types = {name: _environment_type(f, timeout_s) for name, f in self.factories.items()}
+        if not self.is_routed:  # known by its class, also where a lambda or a partial makes it
+            name = self.types[""].__name__
+            self.factories, self.types = {name: self.factories[""]}, {name: self.types[""]}
+        self.tools: dict[str, dict[str, Tool]] = {
+            name: environment_tools(cls) for name, cls in self.types.items()
+        }
+        self._instances = EnvironmentInstances(
+            self.factories, self.types, start_timeout_s=start_timeout_s, timeout_s=timeout_s
+        )
+
+    # Composition --------------------------------------------------------------------------------
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Environments that own a reward."""
+        return [name for name, cls in self.types.items() if hasattr(cls, "get_reward")]
+
+    def check(self, env: "EpisodeEnv") -> None:
+        """Data and environments fit together, and somebody gives a reward.
+
+        Raises:
+            ValueError: the routing column or a column that ``reset`` requires is missing, a row
+                names an unknown environment, or there is no reward at all.
+        """
+        loaders = list(env.transforms_of(DataLoadingPrimer))
+        if loaders:
+            self._check_columns(loaders[0])
+        sources = [s for s in env.episode_transforms() if isinstance(s, RewardSource)]
+        if not any(source.reward_names for source in sources):
+            raise ValueError(
+                f"No reward: neither {', '.join(self.types)} has a get_reward() method, nor are "
+                "there reward functions. Define get_reward(self) -> float on the environment, or "
+                "append RewardFunctions([...])."
+            )
+
+    def _check_columns(self, loader: DataLoadingPrimer) -> None:
+        columns = set(loader.columns)
+        if self.is_routed:
+            if self.route_column not in columns:
+                raise ValueError(
+                    f"EnvironmentTools routes by the column {self.route_column!r}, which the data "
+                    f"lacks; its columns are {sorted(columns)}. Add it or name another one with "
+                    "route_column=."
+                )
+            loader.require("environment", self._route_error)
+        for name, cls in self.types.items():
+            missing = _required_parameters(cls) - columns - {"seed"}
+            if missing:
+                raise ValueError(
+                    f"{name}.reset needs the columns {sorted(missing)}, which the data lacks; its "
+                    f"columns are {sorted(columns)}. Add them, or give the parameters a default."
+                )
+
+    def _route_error(self, row: Mapping[str, Any]) -> str:
+        name = row.get(self.route_column)
+        known = sorted(self.factories)
+        return "" if name in known else f"it names the environment {name!r}; there are {known}"
+
+    # Lifecycle ----------------------------------------------------------------------------------
+
+    def instance(self, row: int) -> Any:
+        """The environment of a row that is running, or being scored."""
+        return self._instances[row][1] if row in self._instances else None
+
+    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Make and reset an environment per row; add what it says to the query.
+
+        A row whose environment fails gets ``stop_reason``, which ends it; no other row is touched.
+        """
+        columns = read_row_values(batch, ROW, {})
+        names = {row: self._route(columns[row]) for row in rows}
+        seeds = batch.get(SEED, None)
+        if seeds is not None:
+            columns = [
+                {"seed": s, **(c or {})} for c, s in zip(columns, seeds.tolist(), strict=True)
+            ]
+        known = [row for row in rows if names[row] in self.factories]
+        beginnings = {row: Beginning(names[row], columns[row]) for row in known}
+        started = self._instances.start(beginnings, self.calls)
+        queries = read_row_values(batch, QUERY, [])
+        failures: dict[int, tuple[str, BaseException]] = {}
+        for row in rows:
+            start = started.get(row) or Started(error=self._unknown(), failed_in="route")
+            try:
+                queries[row] = with_observation(queries[row], start.observation)
+            except TypeError as error:
+                start = Started(error=error, failed_in="reset")
+            if start.error is not None:
+                failures[row] = (f"{names[row]}: {start.failed_in}", start.error)
+        self.release_episodes(list(failures))
+        self.refuse_rows(batch, failures)
+        write_row_values(batch, QUERY, queries)
+
+    def _route(self, columns: dict[str, Any]) -> Any:
+        return columns.get(self.route_column) if self.is_routed else next(iter(self.factories))
+
+    def _unknown(self) -> ValueError:
+        return ValueError(f"there is no such environment; there are {sorted(self.factories)}")
+
+    def release_episodes(self, rows: Sequence[int]) -> None:
+        """Close the environments of some rows."""
+        self._instances.release(rows, lambda: self.calls)
+
+    # Tools --------------------------------------------------------------------------------------
+
+    def tool_names(self) -> dict[str, str]:
+        """Every tool of every environment."""
+        return {
+            tool: f"the environment {name}" for name, tools in self.tools.items() for tool in tools
+        }
+
+    def tools_of(self, row: int) -> Mapping[str, Tool]:
+        """The tools of the environment that a row has."""
+        return self.tools[self._instances[row][0]] if row in self._instances else {}
+
+    def bind(self, row: int, call: ToolCall) -> Job:
+        """A call of a method of the row's environment."""
+        method = getattr(self._instances[row][1], call.name)
+        lane = None if self.overlap_calls else row
+        return self.job(call, functools.partial(method, **call.arguments), lane=lane)
+
+    # Reward -------------------------------------------------------------------------------------
+
+    def finish_episodes(
+        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    ) -> None:
+        """Ask the environments for their rewards."""
+        del batch
+        prompt = read_conversations(next_batch, PROMPT, who=type(self).__name__)
+        for name in self.reward_names:
+            own = [row for row in rows if self._instances.get(row, ("",))[0] == name]
+            chains = []
+            for row in own:
+                get_reward = self._instances[row][1].get_reward
+                given = {"messages": prompt.messages(row)}
+                chains.append(
+                    [functools.partial(get_reward, **accepted_arguments(get_reward, given))]
+                )
+            outcomes = [chain[0] for chain in self.calls.run(chains, self.timeout_s)]
+            add_rewards(next_batch, name, own, outcomes, who=f"{name}.get_reward")
+
+
+def _environment_type(factory: Factory, timeout_s: float) -> type:
+    """The class that a factory makes; a callable that is not a class is called once to see."""
+    if isinstance(factory, type):
+        return factory
+    if not callable(factory):
+        raise TypeError(
+            "EnvironmentTools takes a class, a callable without arguments that makes an "
+            f"environment, or a dict of them by name; got {factory!r}."
+        )
+    probe = factory()
+    calls = ConcurrentCalls(timeout_s=timeout_s)
+    try:
+        close_all([probe], calls)
+    finally:
+        calls.close()
+    return type(probe)
+
+
+def _required_parameters(cls: type) -> set[str]:
+    reset = getattr(cls, "reset", None)
+    if reset is None:
+        raise ValueError(
+            f"The environment {cls.__name__} has no reset(self, **row) method; add one (it may "
+            "return None)."
+        )
+    parameters = list(inspect.signature(reset).parameters.values())[1:]
+    return {
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }

@@ -1,0 +1,189 @@
+"""Tools of MCP servers.
+
+Shape legend: B rows.
+"""
+
+import asyncio
+import functools
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from typing import Any, Literal
+
+from jsonschema import SchemaError
+from tensordict import TensorDictBase
+
+from torchrl_data.tool_calls.parse import ToolCall
+from torchrl_envs.concurrency.event_loop import LoopThread
+from torchrl_envs.episode.tool_source import Job, ToolSource
+from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES
+from torchrl_envs.tool_calls.schemas import Tool, offered_name, schema_tool
+
+from .mcp_connection import MCPConnection
+
+_GRACE_S = 60.0
+"""Most time that opening or closing all sessions may take past its own deadlines."""
+
+
+class MCPToolTransform(ToolSource):
+    """Offers the tools of MCP servers.
+
+    The servers are asked for their tools here, so that what is wrong shows before training. Calls
+    run at the same time, each with its deadline. A server that died is started again at the next
+    call, at most twice in a row; the call during which it died is answered with an error and is not
+    repeated. A tool that the server has changed since is answered with an error too.
+
+    Args:
+        servers: by name; each a dictionary ``{"command", "args", "env", "cwd"}`` (a process, over
+            stdio) or ``{"url", "headers"}`` (streamable HTTP), a URL, or an ``mcp`` server object
+            (in memory). A child process gets few environment variables beside ``env``.
+        session: ``"shared"``: one session per server for all rows. ``"row"``: one for each row,
+            from the beginning of its episode to its end, for servers that keep a state.
+        allow: the tools to offer, as the model calls them; all when not given.
+        prefix_names: call a tool ``server_tool``, for servers whose tools have the same names.
+        timeout_s: deadline of one call, in seconds, and of opening a session.
+        max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
+        show_schemas: whether the chat template shows the tools to the model.
+
+    Raises:
+        ValueError: there is no server, two tools have the same name, ``allow`` names a tool that
+            does not exist, or a tool has a name or a schema that can't be used.
+        MCPServerError: a server can't be reached or does not answer.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Any],
+        *,
+        session: Literal["shared", "row"] = "shared",
+        allow: Collection[str] | None = None,
+        prefix_names: bool = False,
+        timeout_s: float = 30.0,
+        max_result_bytes: int = MAX_RESULT_BYTES,
+        show_schemas: bool = True,
+    ) -> None:
+        super().__init__(
+            timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
+        )
+        if not servers or session not in ("shared", "row"):
+            raise ValueError(
+                "MCPToolTransform needs at least one server, and session='shared' or 'row'; got "
+                f"{list(servers)} and {session!r}."
+            )
+        self.session = session
+        self.tools: dict[str, Tool] = {}
+        self._homes: dict[str, tuple[str, str]] = {}
+        self._loop = LoopThread()
+        self._shared = {
+            name: MCPConnection(f"the MCP server {name!r}", server, timeout_s=timeout_s)
+            for name, server in servers.items()
+        }
+        self._rows: dict[int, dict[str, MCPConnection]] = {}
+        try:
+            for server, connection in self._shared.items():
+                for tool, schema in self._run(connection.tools()).items():
+                    self._offer(server, tool, schema, prefix_names)
+            self._keep_allowed(allow)
+            if session == "row":
+                self._run(_close_all(self._shared.values()))
+        except BaseException:
+            self.close()
+            raise
+
+    def _offer(self, server: str, tool: str, schema: dict[str, Any], prefix_names: bool) -> None:
+        name = offered_name(f"{server}_{tool}" if prefix_names else tool)
+        if name in self.tools:
+            raise ValueError(
+                f"Two tools are named {name!r}: of the MCP servers {self._homes[name][0]!r} and "
+                f"{server!r}. Give prefix_names=True, or leave one server out."
+            )
+        schema = {**schema, "function": {**schema["function"], "name": name}}
+        try:
+            self.tools[name] = schema_tool(schema, is_strict=False)
+        except SchemaError as error:
+            raise ValueError(
+                f"The tool {tool!r} of the MCP server {server!r} has an invalid schema: "
+                f"{error.message}"
+            ) from error
+        self._homes[name] = (server, tool)
+
+    def _keep_allowed(self, allow: Collection[str] | None) -> None:
+        if allow is None:
+            return
+        missing = sorted(set(allow) - self.tools.keys())
+        if missing:
+            raise ValueError(
+                f"MCPToolTransform: allow names {missing}, which no server offers; there are "
+                f"{sorted(self.tools)}."
+            )
+        self.tools = {name: tool for name, tool in self.tools.items() if name in set(allow)}
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.submit(coroutine).result(timeout=2 * self.timeout_s + _GRACE_S)
+
+    @property
+    def servers(self) -> dict[str, Any]:
+        """By name."""
+        return {name: connection.server for name, connection in self._shared.items()}
+
+    # Lifecycle ----------------------------------------------------------------------------------
+
+    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
+        """Open a session for each row, if each has its own; a row that gets none is refused."""
+        if self.session == "shared":
+            for connection in self._shared.values():
+                connection.recheck()
+            return
+        failures = self._run(self._begin(rows))
+        self.release_episodes(list(failures))
+        self.refuse_rows(batch, failures)
+
+    async def _begin(self, rows: Sequence[int]) -> dict[int, tuple[str, BaseException]]:
+        waiting: list[tuple[int, str, Any]] = []
+        for row in rows:
+            self._rows[row] = {name: c.another() for name, c in self._shared.items()}
+            for server, connection in self._rows[row].items():
+                waiting.append((row, server, connection.tools()))
+        results = await asyncio.gather(*(w[2] for w in waiting), return_exceptions=True)
+        return {
+            row: (f"MCP server {server}", result)
+            for (row, server, _), result in zip(waiting, results, strict=True)
+            if isinstance(result, BaseException)
+        }
+
+    def release_episodes(self, rows: Sequence[int]) -> None:
+        """Close the sessions that rows have of their own."""
+        held = [self._rows.pop(row) for row in rows if row in self._rows]
+        if held:
+            self._run(_close_all([c for connections in held for c in connections.values()]))
+
+    def close(self) -> None:
+        """Close all sessions and stop the servers' processes."""
+        self.release_episodes(list(self._rows))
+        if self._shared:
+            self._run(_close_all(self._shared.values()))
+        self._loop.close()
+
+    # Tools --------------------------------------------------------------------------------------
+
+    def tool_names(self) -> dict[str, str]:
+        """Every tool, and whose it is."""
+        return {name: f"the MCP server {self._homes[name][0]!r}" for name in self.tools}
+
+    def tools_of(self, row: int) -> Mapping[str, Tool]:
+        """All tools, for every row that has a session."""
+        return self.tools if self.session == "shared" or row in self._rows else {}
+
+    def bind(self, row: int, call: ToolCall) -> Job:
+        """A call of a server's tool."""
+        server, tool = self._homes[call.name]
+        connections = self._shared if self.session == "shared" else self._rows[row]
+        return self.job(
+            call, functools.partial(self._ask, connections[server], tool, call.arguments)
+        )
+
+    async def _ask(self, connection: MCPConnection, tool: str, arguments: dict[str, Any]) -> Any:
+        # The sessions have a loop of their own, which lives as long as they do.
+        return await asyncio.wrap_future(self._loop.submit(connection.call(tool, arguments)))
+
+
+async def _close_all(connections: Collection[MCPConnection]) -> None:
+    await asyncio.gather(*(connection.close() for connection in connections))

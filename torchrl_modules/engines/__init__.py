@@ -1,0 +1,1 @@
+"""What an engine is, the engine over a Transformers model, and watching engines."""

@@ -1,0 +1,150 @@
+"""Drawing tokens from a Transformers model, one step for the whole batch at a time.
+
+Beside what ``generate`` does, a prompt that many rows share is read once, rows that have ended cost
+nothing, and the log-probability of each sampled token is kept without keeping any logits.
+
+Shape legend: U different prompts, A rows that still run, T tokens so far, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from torchrl_data.ragged.packed import pad
+from torchrl_modules.sampling.logit_warping import logits_warpers
+from torchrl_modules.sampling.params import SamplingParameters
+
+from .protocol import Generation
+
+_COMPACT_BELOW = 0.75
+"""Rows that have ended are dropped from the batch once fewer than this fraction still run."""
+
+
+class DecodeLoop:
+    """One batch of prompts, read and continued until every row has ended.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompts: token ids of each row, none empty.
+        params: the distribution and the stop tokens.
+        budgets: most new tokens of each row.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        budgets: Sequence[int],
+    ) -> None:
+        self._model = model
+        self._greedy = params.temperature == 0
+        self._warpers = logits_warpers(params)
+        self._budgets = torch.tensor(budgets, device=model.device)
+        self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
+        shape = (len(prompts), max(budgets))
+        self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        # What is reported of each token: the log-prob, and what else was asked for.
+        names = ["log_probs"]
+        names += ["untempered_log_probs"] if params.untempered_log_probs else []
+        names += ["entropies"] if params.entropy else []
+        self._figures = {name: torch.zeros(shape, device=model.device) for name in names}
+        self._num_drawn = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
+        self._stopped = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+        # Row of each batch element; elements leave the batch when their rows have ended.
+        self._rows = torch.arange(len(prompts), device=model.device)
+        self._running = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
+        self._read_prompts(prompts)
+
+    def run(self) -> list[Generation]:
+        """Draw until every row has drawn a stop token or used up its budget."""
+        for step in range(int(self._budgets.max())):
+            tokens = self._draw(step)
+            is_stop = torch.isin(tokens, self._stops)
+            self._num_drawn[self._rows] += self._running
+            self._stopped[self._rows] |= is_stop & self._running
+            self._running &= ~is_stop & (step + 1 < self._budgets[self._rows])
+            num_running = int(self._running.sum())
+            if num_running == 0:
+                break
+            if num_running < _COMPACT_BELOW * len(self._rows):
+                tokens = self._drop_ended(tokens)
+            self._advance(tokens)
+        return self._generations()
+
+    def _generations(self) -> list[Generation]:
+        longest = int(self._num_drawn.max())
+        figures = {name: values[:, :longest].tolist() for name, values in self._figures.items()}
+        drawn = self._ids[:, :longest].tolist()
+        ends = zip(self._num_drawn.tolist(), self._stopped.tolist(), strict=True)
+        return [
+            Generation(
+                ids=ids[:n],
+                finish_reason="stop" if stopped else "length",
+                **{name: values[row][:n] for name, values in figures.items()},
+            )
+            for row, (ids, (n, stopped)) in enumerate(zip(drawn, ends, strict=True))
+        ]
+
+    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Run the model over each different prompt once, and give every row its cache."""
+        device = self._model.device
+        unique = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        index = torch.tensor([unique[tuple(prompt)] for prompt in prompts], device=device)
+        rows = [torch.tensor(prompt, device=device) for prompt in unique]
+        mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
+        self._cache = DynamicCache(config=self._model.config)
+        output = self._model(
+            input_ids=pad(rows, value=0, side="left"),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if len(unique) < len(prompts):
+            self._cache.batch_select_indices(index)
+        self._mask = mask[index]
+        self._lengths = self._mask.sum(1)
+        self._logits = output.logits[index, -1]
+
+    def _draw(self, step: int) -> Tensor:
+        """One token per batch element, int64 ``[A]``; keeps it and what is reported of it."""
+        logits = self._logits.float()
+        scores = logits
+        for warper in self._warpers:
+            scores = warper(None, scores)  # type: ignore[arg-type]
+        log_p = torch.log_softmax(scores, -1)
+        p = log_p.exp()
+        tokens = log_p.argmax(-1, True) if self._greedy else torch.multinomial(p, 1)
+        self._ids[self._rows, step] = tokens.squeeze(1)
+        self._figures["log_probs"][self._rows, step] = log_p.gather(1, tokens).squeeze(1)
+        if "untempered_log_probs" in self._figures:
+            own = log_p if not self._warpers else torch.log_softmax(logits, -1)
+            untempered = own.gather(1, tokens).squeeze(1)
+            self._figures["untempered_log_probs"][self._rows, step] = untempered
+        if "entropies" in self._figures:
+            self._figures["entropies"][self._rows, step] = torch.special.entr(p).sum(-1)
+        return tokens.squeeze(1)
+
+    def _drop_ended(self, tokens: Tensor) -> Tensor:
+        keep = self._running.nonzero().squeeze(1)
+        self._cache.batch_select_indices(keep)
+        self._rows, self._mask = self._rows[keep], self._mask[keep]
+        self._lengths, self._running = self._lengths[keep], self._running[keep]
+        return tokens[keep]
+
+    def _advance(self, tokens: Tensor) -> None:
+        """Run the model over the tokens just drawn."""
+        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        output = self._model(
+            input_ids=tokens[:, None],
+            attention_mask=self._mask,
+            position_ids=self._lengths[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._lengths = self._lengths + 1
+        self._logits = output.logits[:, -1]

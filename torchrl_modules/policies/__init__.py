@@ -1,0 +1,1 @@
+"""Policies: modules that write a turn into a batch, or score it."""

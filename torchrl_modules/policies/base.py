@@ -1,0 +1,284 @@
+"""What every policy does, whatever its engine: read prompts, generate, write the layout.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_data.conversation.conversations import Conversations, Message
+from torchrl_data.conversation.object_entries import write_row_values
+from torchrl_data.keys import (
+    ENTROPY,
+    FINISH_REASON,
+    FULL,
+    HISTORY,
+    MAX_NEW_TOKENS,
+    PROMPT,
+    UNTEMPERED_LOG_PROBS,
+)
+from torchrl_data.layout.conversation_io import active_rows
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_modules.engines.protocol import Engine, Generation
+from torchrl_modules.sampling.num_samples import repeat_rows
+from torchrl_modules.sampling.params import SamplingParameters, requested_sampling
+
+from .inputs import PolicyInput
+from .outputs import PolicyOutput
+
+
+class LLMWrapperBase(TensorDictModuleBase):
+    """A policy: reads ``prompt``, samples, and writes ``response``, ``full``, masks and log-probs.
+
+    Args:
+        engine: draws the tokens.
+        tokenizer: a fast tokenizer.
+        generate_kwargs: sampling parameters by name, see
+            :class:`~torchrl_modules.sampling.params.SamplingParameters`.
+        sampling: the same as an object; give one of the two.
+        chat_template: Jinja source with ``{% generation %}`` marks.
+        chat_template_name: name of a built-in template.
+        chat_template_kwargs: passed to the template.
+        input_mode: what prompts are: ``"history"`` (messages, to which the chat template is
+            applied), ``"text"`` or ``"tokens"`` (the whole prompt, taken as it is).
+        write_tokens: also write ``tokens``, ``log_probs`` and ``masks`` as ragged rows. A collector
+            switches it off, because it reads the same from the conversations once, at the end.
+        pad_output: write them padded: the prompt on the left, the response on the right; the masks
+            say what is real.
+        num_samples: responses per row. The result is a new batch ``[*B, n]``; its rows share the
+            work on their prompt. ``None`` draws one and adds no dimension.
+        untempered_log_probs: also write ``("untempered_log_probs", "response" / "full")``, the
+            log-probs under the model's own softmax.
+        entropy: also write ``("entropy", "response" / "full")``, the entropy in nats of the
+            distribution that each token was drawn from.
+
+    Raises:
+        ValueError: a sampling parameter is out of range, both forms are given, there is no such
+            input mode, the template is not generation-marked, ``num_samples`` is below 1, or
+            tokens are to be padded that are not written.
+        TypeError: a sampling parameter is not known, or the tokenizer has no fast backend.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        generate_kwargs: Mapping[str, Any] | None = None,
+        sampling: SamplingParameters | None = None,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        input_mode: str = HISTORY,
+        write_tokens: bool = True,
+        pad_output: bool = False,
+        num_samples: int | None = None,
+        untempered_log_probs: bool = False,
+        entropy: bool = False,
+    ) -> None:
+        super().__init__()
+        requested = requested_sampling(
+            self._get_name(),
+            generate_kwargs,
+            sampling,
+            untempered_log_probs=untempered_log_probs,
+            entropy=entropy,
+        )
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(
+                f"{type(self).__name__}: num_samples must be at least 1, got {num_samples}."
+            )
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.encoder = ConversationEncoder(
+            tokenizer,
+            chat_template=chat_template,
+            chat_template_name=chat_template_name,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        if requested.stop_token_ids is None:
+            requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
+        beyond = [i for i in requested.stop_token_ids or () if i >= self.vocab_size]
+        if beyond:
+            raise ValueError(
+                f"{self._get_name()}: stop_token_ids {beyond} are not in the vocabulary of "
+                f"{self.vocab_size} tokens, so no turn would end with them."
+            )
+        self.sampling = requested
+        self.num_samples = num_samples
+        self.reads = PolicyInput(
+            input_mode, self.encoder, vocab_size=self.vocab_size, who=self._get_name()
+        )
+        self.writes = PolicyOutput(
+            input_mode,
+            self.encoder,
+            write_tokens=write_tokens,
+            pad_output=pad_output,
+            who=self._get_name(),
+        )
+        self.in_keys: list[NestedKey] = [(input_mode, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that serve; the next tokens are stamped with it."""
+        return self.engine.version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it: the model's, where the engine knows it, or the tokenizer's.
+
+        A model's vocabulary is often padded beyond its tokenizer's, and such ids can be drawn.
+        """
+        known = getattr(self.engine, "vocab_size", None)
+        return len(self.tokenizer) if known is None else known
+
+    @property
+    def input_mode(self) -> str:
+        """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
+        return self.reads.mode
+
+    @property
+    def temperature(self) -> float:
+        """What the logits are divided by when a token is drawn; 0 for the most likely one."""
+        return self.sampling.temperature
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Sample one turn for every row.
+
+        Args:
+            tensordict: ``(input_mode, "prompt")``, of any batch shape, from an environment or
+                built by hand, and perhaps ``max_new_tokens``, int64, which bounds each row's turn
+                beside the sampling parameters. Rows that are done, that get no token, or where
+                ``_step``, bool, is False are left as they are.
+
+        Returns:
+            The same TensorDict with ``response``, ``full`` and ``finish_reason`` added; a new one
+            ``[*B, num_samples]`` with ``num_samples``.
+
+        Raises:
+            MissingEntryError: there is no prompt.
+        """
+        prompt = self.reads.prompts(tensordict)
+        if self.num_samples is not None:
+            prompt = self.encoder.encode_waiting(prompt)
+            tensordict, prompt = repeat_rows(tensordict, prompt, self.num_samples)
+        active = active_rows(tensordict)
+        budgets = tensordict.get(MAX_NEW_TOKENS, None)
+        if budgets is not None:
+            active = active & (budgets.view(-1) > 0)
+            budgets = budgets.view(-1).clamp(max=self.sampling.max_new_tokens).tolist()
+        if bool(active.all()):
+            prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets)
+        else:
+            prompt, full, reasons = self._respond_some(prompt, active, budgets)
+        self.writes.write(tensordict, prompt, full)
+        write_row_values(tensordict, FINISH_REASON, reasons)
+        return tensordict
+
+    def _respond_some(
+        self, prompt: Conversations, active: Tensor, budgets: Sequence[int] | None
+    ) -> tuple[Conversations, Conversations, list[str]]:
+        rows = active.nonzero().squeeze(-1).tolist()
+        new_prompt, new_full, new_reasons = self.respond(
+            prompt[rows], max_new_tokens=None if budgets is None else [budgets[i] for i in rows]
+        )
+        index = list(range(len(prompt)))
+        reasons = [""] * len(prompt)
+        for new, row in enumerate(rows):
+            index[row] = len(prompt) + new
+            reasons[row] = new_reasons[new]
+        return (
+            Conversations.cat([prompt, new_prompt])[index],
+            Conversations.cat([prompt, new_full])[index],
+            reasons,
+        )
+
+    def respond(
+        self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
+    ) -> tuple[Conversations, Conversations, list[str]]:
+        """Encode what waits in the conversations and sample a turn for each.
+
+        Args:
+            prompt: B conversations.
+            max_new_tokens: a budget per row that overrides the sampling parameters'. No turn is
+                longer than the engine's ``max_model_len`` leaves room for.
+
+        Returns:
+            The encoded prompts, the conversations with the policy's turn (a row that could not be
+            generated is left as it was), and why each turn ended.
+        """
+        if not len(prompt):
+            return prompt, prompt, []
+        prompt = self.encoder.encode_waiting(prompt)
+        version = self.policy_version
+        ids = [prompt.ids(i) for i in range(len(prompt))]
+        budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)
+        generations = self.engine.generate(
+            ids,
+            self.sampling,
+            max_new_tokens=[
+                self._bounded(budget, len(row)) for budget, row in zip(budgets, ids, strict=True)
+            ],
+        )
+        texts = self.encoder.decode_responses([g.ids for g in generations])
+        full = prompt.append_responses(
+            [_turn(g, text) for g, text in zip(generations, texts, strict=True)],
+            policy_version=[g.token_versions(version) for g in generations],
+            extra=self._figures(generations),
+        )
+        return prompt, full, [_reason(g) for g in generations]
+
+    def _bounded(self, budget: int, num_prompt_tokens: int) -> int:
+        limit = getattr(self.engine, "max_model_len", None)
+        room = budget if limit is None else limit - num_prompt_tokens
+        # Without any room the engine refuses the row, and says why.
+        return min(budget, room) if room > 0 else budget
+
+    def _figures(self, generations: Sequence[Generation]) -> dict[str, list[Sequence[float]]]:
+        figures: dict[str, list[Sequence[float]]] = {}
+        if self.sampling.untempered_log_probs:
+            same = self.sampling.is_own_softmax
+            figures[UNTEMPERED_LOG_PROBS] = [
+                g.log_probs if same else g.untempered_log_probs for g in generations
+            ]
+        if self.sampling.entropy:
+            figures[ENTROPY] = [g.entropies for g in generations]
+        return figures
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> int:
+        """Replace the engine's weights, all or none.
+
+        Args:
+            state_dict: parameter name to value.
+            version: what the new weights are called; one more than the present when not given.
+
+        Returns:
+            The policy version that the next tokens are stamped with.
+
+        Raises:
+            ValueError: the engine refuses the update; the old weights and version stay.
+        """
+        weights = {name: value.detach() for name, value in state_dict.items()}
+        self.engine.update_weights(weights, version=version)
+        return self.policy_version
+
+
+def _turn(generation: Generation, text: str) -> tuple[list[int], list[float], Message] | None:
+    if generation.finish_reason == "error":
+        return None
+    return generation.ids, generation.log_probs, {"role": "assistant", "content": text}
+
+
+def _reason(generation: Generation) -> str:
+    if generation.error is not None:
+        return f"error: {generation.error}"
+    return generation.finish_reason

@@ -1,0 +1,180 @@
+"""What a policy reads of a batch: prompts to go on from, full rows to score; in every input mode.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_data.conversation.conversations import Conversations, Source
+from torchrl_data.keys import (
+    ASSISTANT_MASK,
+    FULL,
+    HISTORY,
+    INPUT_MODES,
+    TOKENS,
+    TOKENS_FULL,
+    TOKENS_PROMPT,
+)
+from torchrl_data.layout.ingest import read_fulls, read_held, read_prompts
+from torchrl_data.layout.token_entries import TokenEntries, token_rows
+from torchrl_data.ragged.packed import pack, unpack
+from torchrl_data.templates.encoder import ConversationEncoder
+
+
+class PolicyInput:
+    """Reads batches of one input mode.
+
+    Args:
+        mode: ``"history"``, ``"text"`` or ``"tokens"``.
+        encoder: of the policy's tokenizer.
+        vocab_size: token ids that the model knows are below it.
+        who: the policy, named in errors.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+
+    def __init__(
+        self, mode: str, encoder: ConversationEncoder, *, vocab_size: int, who: str
+    ) -> None:
+        if mode not in INPUT_MODES:
+            raise ValueError(f"{who}: input_mode must be one of {INPUT_MODES}, got {mode!r}.")
+        self.mode = mode
+        self.encoder = encoder
+        self.vocab_size = vocab_size
+        self.who = who
+
+    def key(self, which: str) -> NestedKey:
+        """The entry of a part in this mode.
+
+        Args:
+            which: ``"prompt"``, ``"response"`` or ``"full"``.
+        """
+        return self.mode, which
+
+    def prompts(self, batch: TensorDictBase) -> Conversations:
+        """The conversations that the policy is to go on with.
+
+        Args:
+            batch: of B rows, from an environment or built by hand, see
+                :func:`torchrl_data.layout.ingest.read_prompts`.
+
+        Raises:
+            MissingEntryError: there is no prompt.
+        """
+        return read_prompts(batch, self.mode, encoder=self.encoder, who=self.who)
+
+    def rows_to_score(self, batch: TensorDictBase) -> "RowsToScore":
+        """Full rows and which of their tokens to score.
+
+        Those are the tokens of the assistant mask. Where there is none they are the response, or
+        what the assistant says in a history, or everything but the first token. A row with a token
+        outside the model's vocabulary is marked, see :attr:`RowsToScore.known`.
+
+        Args:
+            batch: of B rows with ``(mode, "full")``; ragged ``("tokens", "full")`` beside an
+                assistant mask is enough in every mode.
+
+        Raises:
+            MissingEntryError: there is nothing to score.
+            ValueError: a mask is not aligned with the tokens, or has the first of a row.
+        """
+        is_record = read_held(batch, TOKENS, FULL) is not None
+        if not is_record and token_rows(batch, TOKENS_FULL) is not None:
+            return self._checked(self._tokens_to_score(batch))
+        fulls = read_fulls(batch, self.mode, encoder=self.encoder, who=self.who)
+        if read_held(batch, self.mode, FULL) is not None:
+            masks = [fulls.assistant_mask(i) for i in range(len(fulls))]
+            return self._checked(RowsToScore(_all_ids(fulls), masks))
+        if self.mode == HISTORY:
+            chats = [fulls.messages(i) for i in range(len(fulls))]
+            encoded = self.encoder.encode_chats(chats)
+            masks = [torch.tensor(row.sources) == Source.MODEL for row in encoded]
+            return self._checked(RowsToScore([torch.tensor(e.ids) for e in encoded], masks))
+        ids = _all_ids(fulls)
+        starts = [fulls.position(i).response_start for i in range(len(fulls))]
+        return self._checked(RowsToScore(ids, _from(ids, starts)))
+
+    def _tokens_to_score(self, batch: TensorDictBase) -> "RowsToScore":
+        entries = TokenEntries(batch, FULL, who=self.who)
+        ids = [torch.tensor(row, dtype=torch.int64) for row in entries.ids()]
+        masks = entries.aligned(ASSISTANT_MASK)
+        if masks is None:
+            prompts = token_rows(batch, TOKENS_PROMPT)
+            starts = [0] * len(ids)
+            if prompts is not None and entries.keep is None:
+                starts = [len(row) for row in prompts]
+            masks = _from(ids, starts)
+        return RowsToScore(ids, [mask.bool() for mask in masks], entries.keep)
+
+    def _checked(self, rows: "RowsToScore") -> "RowsToScore":
+        for i, mask in enumerate(rows.masks):
+            if bool(mask[:1].any()):
+                raise ValueError(
+                    f"{self.who}: the mask of row {i} has its first token, which nothing predicts."
+                )
+        size = self.vocab_size
+        known = [bool(((row >= 0) & (row < size)).all()) for row in rows.ids]
+        return rows._replace(known=known)
+
+
+class RowsToScore(NamedTuple):
+    """Rows whose log-probs are asked for."""
+
+    ids: list[Tensor]
+    """B tensors, int64 ``[T]``, without padding."""
+    masks: list[Tensor]
+    """B tensors, bool ``[T]``: the tokens to score."""
+    keep: list[Tensor] | None = None
+    """Where the tokens are in a padded layout, bool; ``None`` if the rows were ragged."""
+    known: Sequence[bool] = ()
+    """Per row: all of its tokens are in the vocabulary. Of the others nothing can be scored."""
+
+    @property
+    def scored(self) -> list[Tensor]:
+        """B tensors, bool ``[T]``: the tokens that can be scored."""
+        return [
+            mask if known else torch.zeros_like(mask)
+            for mask, known in zip(self.masks, self.known, strict=True)
+        ]
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids ``[N]``, lengths of the rows that hold any, and what can be scored, bool ``[N]``."""
+        ids, lengths = pack(
+            [
+                row if known else torch.zeros_like(row)
+                for row, known in zip(self.ids, self.known, strict=True)
+            ]
+        )
+        return ids, lengths[lengths > 0], pack(self.scored)[0]
+
+    def spread(self, values: Tensor) -> list[Tensor]:
+        """Scores to the places of their tokens.
+
+        Args:
+            values: ``[K]``, of what can be scored.
+
+        Returns:
+            B tensors ``[T]``: 0 where nothing is asked for, NaN where it can't be scored.
+        """
+        mask, lengths = pack(self.scored)
+        flat = torch.zeros(len(mask), dtype=values.dtype, device=values.device)
+        rows = unpack(flat.masked_scatter(mask.to(flat.device), values), lengths)
+        return [
+            row if known else row.masked_fill(asked.to(row.device), torch.nan)
+            for row, asked, known in zip(rows, self.masks, self.known, strict=True)
+        ]
+
+
+def _all_ids(conversations: Conversations) -> list[Tensor]:
+    return [conversations.token_ids(i) for i in range(len(conversations))]
+
+
+def _from(ids: list[Tensor], starts: list[int]) -> list[Tensor]:
+    """Masks of what follows the prompts; the first token of a row is never in them."""
+    return [torch.arange(len(row)) >= max(start, 1) for row, start in zip(ids, starts, strict=True)]

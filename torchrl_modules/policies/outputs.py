@@ -1,0 +1,149 @@
+"""What a policy writes into a batch: prompt, response and full, tokens, masks and log-probs.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.keys import (
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    FULL,
+    HISTORY,
+    PROMPT,
+    RESPONSE,
+    TEXT,
+    TOKENS,
+    TOKENS_FULL,
+)
+from torchrl_data.layout.conversation_io import write_conversations
+from torchrl_data.layout.export import row_tensordicts
+from torchrl_data.layout.token_entries import token_rows
+from torchrl_data.ragged.padded import padded_rows
+from torchrl_data.templates.encoder import ConversationEncoder
+
+from .inputs import RowsToScore
+
+
+class PolicyOutput:
+    """Writes turns into batches of one input mode.
+
+    ``("history", "full")`` and ``("history", "response")`` are written in every mode.
+
+    Args:
+        mode: ``"history"``, ``"text"`` or ``"tokens"``.
+        encoder: of the policy's tokenizer.
+        write_tokens: also write ``tokens``, ``log_probs`` and ``masks`` as ragged rows.
+        pad_output: write them padded.
+        who: the policy, named in errors.
+
+    Raises:
+        ValueError: tokens are to be padded that are not written.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        encoder: ConversationEncoder,
+        *,
+        write_tokens: bool,
+        pad_output: bool,
+        who: str,
+    ) -> None:
+        if pad_output and not write_tokens:
+            raise ValueError(
+                f"{who}: pad_output pads what write_tokens writes; write_tokens is False."
+            )
+        self.mode = mode
+        self.encoder = encoder
+        self.write_tokens = write_tokens
+        self.pad_output = pad_output
+
+    def write(self, batch: TensorDictBase, prompt: Conversations, full: Conversations) -> None:
+        """Write a turn of each row.
+
+        Args:
+            batch: of B rows.
+            prompt: the conversations before the turn.
+            full: the same with the turn.
+        """
+        # Where the tokens are written as ragged rows, the record is in the history alone.
+        if self.mode == TEXT or (self.mode == TOKENS and not self.write_tokens):
+            self._write_part(batch, PROMPT, prompt, self.mode)
+            self._write_part(batch, RESPONSE, full, self.mode)
+            self._write_part(batch, FULL, full, self.mode)
+        else:
+            self._write_part(batch, PROMPT, prompt)
+        self._write_part(batch, RESPONSE, full)
+        self._write_part(batch, FULL, full)
+        if self.write_tokens:
+            set_groups(batch, self._token_rows(full).reshape(batch.batch_size))
+
+    def _token_rows(self, full: Conversations) -> TensorDictBase:
+        rows = row_tensordicts(full)
+        if not self.pad_output:
+            return lazy_stack(rows)
+        pad: Any = self.encoder.tokenizer.pad_token_id
+        return padded_rows(rows, pad_token_id=0 if pad is None else pad)
+
+    def _write_part(
+        self, batch: TensorDictBase, which: str, value: Conversations, mode: str = HISTORY
+    ) -> None:
+        write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
+
+
+def set_groups(batch: TensorDictBase, groups: TensorDictBase) -> None:
+    """Set groups of ragged rows; entries of other layouts give way to them.
+
+    Args:
+        batch: is written to.
+        groups: of the same batch size.
+    """
+    for name in list(groups.keys()):
+        held = batch.get(name, None)
+        if isinstance(held, LazyStackedTensorDict):
+            held.update(groups.get(name))
+        else:
+            batch.set(name, groups.get(name))
+
+
+def write_scores(
+    batch: TensorDictBase, rows: RowsToScore, values: Mapping[Any, Sequence[Tensor]]
+) -> None:
+    """Write what was scored, aligned with the full tokens; those too, if the batch lacks them.
+
+    Args:
+        batch: of B rows.
+        rows: what was scored.
+        values: by entry, B tensors ``[T]`` without padding.
+    """
+    if rows.keep is not None:
+        for key, given in values.items():
+            padded = [
+                row.new_zeros(len(keep)).masked_scatter(keep.to(row.device), row)
+                for row, keep in zip(given, rows.keep, strict=True)
+            ]
+            batch.set(key, torch.stack(padded).reshape(*batch.batch_size, -1))
+        return
+    columns: dict[Any, Sequence[Tensor]] = dict(values)
+    if token_rows(batch, TOKENS_FULL) is None:
+        columns[TOKENS_FULL] = rows.ids
+        columns[ASSISTANT_MASK] = rows.masks
+        columns[ATTENTION_MASK] = [torch.ones_like(mask) for mask in rows.masks]
+    groups = lazy_stack(
+        [_row(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    )
+    set_groups(batch, groups.reshape(batch.batch_size))
+
+
+def _row(entries: dict[Any, Tensor]) -> TensorDictBase:
+    row = TensorDict({}, batch_size=[])
+    for key, value in entries.items():
+        row.set(key, value)
+    return row

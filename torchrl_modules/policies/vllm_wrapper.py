@@ -1,0 +1,101 @@
+"""A policy over vLLM: the same layout as over Transformers."""
+
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from torchrl_modules.engines.protocol import Engine
+from torchrl_modules.sampling.params import requested_sampling
+from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
+from torchrl_modules.vllm.blocking_engine import BlockingVLLMEngine
+from torchrl_modules.vllm.client import VLLMServerEngine
+from torchrl_modules.vllm.engine import VLLMEngine
+from torchrl_modules.vllm.requests import check_reported
+
+from .base import LLMWrapperBase
+
+
+class vLLMWrapper(LLMWrapperBase):
+    """Samples with vLLM, wherever it runs: token ids in, token ids and log-probs out.
+
+    It draws tokens and nothing else: score with a
+    :class:`~torchrl_modules.TransformersWrapper`, which has gradients too.
+
+    Args:
+        model: a hub id or a local path: vLLM is built in this process. A URL
+            (``unix:///path/of/the/socket`` or ``http://host:port``): a server that
+            ``torchrl_modules.vllm.launch`` started on this machine. Or an engine that runs already:
+            a ``vllm.LLM`` of this process, a `VLLMEngine`, an `AsyncVLLMEngine`, or whatever else
+            has the methods of :class:`~torchrl_modules.engines.protocol.Engine`.
+        tokenizer: the model's tokenizer; loaded beside it when ``model`` is an id or a path.
+        engine_kwargs: settings of the engine that is built, see
+            :class:`~torchrl_modules.vllm.engine.VLLMEngine` and
+            :class:`~torchrl_modules.vllm.client.VLLMServerEngine`.
+        **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
+
+    Raises:
+        ConnectionError: nobody answers at the URL.
+        ImportError: vLLM is not installed.
+        TypeError: no tokenizer is given with an engine or a URL, or ``engine_kwargs`` is given
+            with an engine, which is built already; or ``model`` is none of the above.
+        ValueError: ``entropy`` is asked for, or ``untempered_log_probs`` of a distribution that is
+            tempered or truncated: vLLM gives neither.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        engine_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_reported(
+            requested_sampling(
+                "vLLMWrapper",
+                kwargs.get("generate_kwargs"),
+                kwargs.get("sampling"),
+                untempered_log_probs=kwargs.get("untempered_log_probs", False),
+                entropy=kwargs.get("entropy", False),
+            )
+        )
+        if not isinstance(model, str) and engine_kwargs is not None:
+            raise TypeError(
+                "vLLMWrapper: engine_kwargs are settings of an engine that is built here, but "
+                f"{type(model).__name__} is built already."
+            )
+        if tokenizer is None:
+            if not isinstance(model, str) or "://" in model:
+                raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        assert tokenizer is not None
+        super().__init__(as_engine(model, **(engine_kwargs or {})), tokenizer=tokenizer, **kwargs)
+
+
+def as_engine(model: Any, **settings: Any) -> Engine:
+    """The engine that a user means.
+
+    Args:
+        model: as for `vLLMWrapper`.
+        settings: of an engine that has to be built.
+
+    Raises:
+        TypeError: it is none that is known.
+    """
+    if isinstance(model, str):
+        return (
+            VLLMServerEngine(model, **settings) if "://" in model else VLLMEngine(model, **settings)
+        )
+    if isinstance(model, AsyncVLLMEngine):
+        return BlockingVLLMEngine(model)
+    if hasattr(model, "llm_engine"):
+        return VLLMEngine.from_llm(model)
+    missing = [
+        name for name in ("generate", "update_weights", "version") if not hasattr(model, name)
+    ]
+    if missing:
+        raise TypeError(
+            "vLLMWrapper takes a model id, a path, a URL or an engine, got "
+            f"{type(model).__name__}, which has no {missing[0]!r}."
+        )
+    return model

@@ -1,0 +1,1 @@
+"""Sampling: its parameters, several responses per prompt, and what warps the logits."""

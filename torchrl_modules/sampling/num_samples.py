@@ -1,0 +1,45 @@
+"""Several responses per prompt: the batch gets one dimension more.
+
+Shape legend: B rows, n samples of each.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+
+
+def repeat_rows(
+    batch: TensorDictBase, prompt: Conversations, num_samples: int
+) -> tuple[TensorDictBase, Conversations]:
+    """Repeat each row ``num_samples`` times, next to each other.
+
+    Args:
+        batch: ``[*B]``; not written to.
+        prompt: its conversations.
+        num_samples: n.
+
+    Returns:
+        The batch ``[*B, n]`` and its B x n conversations.
+    """
+    index = torch.arange(batch.numel()).repeat_interleave(num_samples)
+    values = {key: read_row_values(batch, key) for key in _row_value_keys(batch)}
+    size = (*batch.batch_size, num_samples)
+    repeated = batch.exclude(*values).reshape(-1)[index].reshape(size)
+    for key, column in values.items():
+        write_row_values(repeated, key, [column[i] for i in index.tolist()])
+    return repeated, prompt[index]
+
+
+def _row_value_keys(batch: TensorDictBase) -> Sequence[str]:
+    """Entries that hold a list of one Python value per row, which indexing does not see into."""
+    if isinstance(batch, LazyStackedTensorDict):
+        return []
+    return [
+        str(key)
+        for key, value in batch.items()
+        if type(value) is NonTensorData and isinstance(value.data, list)
+    ]

@@ -1,0 +1,1 @@
+"""Log-probs of given tokens, packed, with shared prompts computed once."""

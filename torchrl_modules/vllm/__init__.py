@@ -1,0 +1,1 @@
+"""Everything about vLLM: in process, asynchronous, as a server, and its weights."""

@@ -1,0 +1,93 @@
+"""Settings of vLLM that make it the engine of a policy: in this process, and as a server."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+FIXED: Final = {
+    # Log-probs of the distribution that was sampled from: temperature, top-k, ... applied.
+    "logprobs_mode": "processed_logprobs",
+    # Token ids only.
+    "skip_tokenizer_init": True,
+    # No sampling defaults and no stop tokens out of the model's directory.
+    "generation_config": "vllm",
+}
+"""What the contract of an engine fixes."""
+
+WORKER: Final = {
+    "worker_extension_cls": "torchrl_modules.vllm.worker.vLLMWorker",
+    "weight_transfer_config": {"backend": "c10d"},
+}
+"""So that new weights can be sent to the workers."""
+
+CPU_DEFAULTS: Final = {
+    # In float32 log-probs are those of the model that is trained.
+    "dtype": "float32",
+    # It would compile for minutes, and take nearly all memory for its cache.
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+"""On a CPU, where the user has not said otherwise."""
+
+
+def engine_settings(given: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
+    """Everything that an engine of this process is built with.
+
+    Args:
+        given: by the user, for ``vllm.LLM``.
+        is_cpu: vLLM runs on a CPU.
+        who: named in the error.
+
+    Raises:
+        TypeError: a setting is given that is fixed.
+    """
+    fixed = sorted(FIXED.keys() & given.keys())
+    if fixed:
+        raise TypeError(f"{who} sets {fixed} itself; leave them out.")
+    defaults = CPU_DEFAULTS if is_cpu else {}
+    return {"use_tqdm_on_load": False, **WORKER, **defaults, **given, **FIXED}
+
+
+def as_options(settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """Settings as options of ``vllm serve``; a flag has no value.
+
+    Args:
+        settings: by name.
+
+    Example:
+        >>> as_options({"enforce_eager": True, "max_model_len": 8, "config": {"a": 1}})
+        {'--enforce-eager': None, '--max-model-len': '8', '--config': '{"a": 1}'}
+    """
+    return {
+        f"--{name.replace('_', '-')}": None
+        if value is True
+        else json.dumps(value)
+        if isinstance(value, dict)
+        else str(value)
+        for name, value in settings.items()
+    }
+
+
+def check_built(llm: Any, *, who: str) -> None:
+    """Check that a ``vllm.LLM`` which somebody else built can be the engine of a policy.
+
+    Args:
+        llm: as it is.
+        who: named in the error.
+
+    Raises:
+        ValueError: it runs in a process of its own, where weights can't reach it and its death
+            would not be noticed; or its log-probs are not those of the sampled distribution.
+    """
+    if not hasattr(llm.llm_engine.engine_core, "engine_core"):
+        raise ValueError(
+            f"{who}: this LLM runs in a process of its own. Set "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, or run it as a server: "
+            "start_server(...)."
+        )
+    mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
+    if mode != FIXED["logprobs_mode"]:
+        raise ValueError(
+            f"{who}: this LLM reports {mode!r}, which are not the log-probs of the distribution "
+            f"sampled from. Build it with logprobs_mode={FIXED['logprobs_mode']!r}."
+        )

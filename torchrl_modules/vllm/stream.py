@@ -1,0 +1,136 @@
+"""One response while it is drawn: tokens as they come, and the version that drew each."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, Self
+
+from torchrl_modules.engines.protocol import Generation, VersionSpan
+
+
+class Delta(NamedTuple):
+    """New tokens of a response."""
+
+    ids: list[int]
+    """One or more sampled tokens."""
+    log_probs: list[float]
+    """One per token, in nats, of the distribution that it was drawn from."""
+    version: int
+    """Of the weights that drew them."""
+
+
+class VersionedGeneration(NamedTuple):
+    """A response, and the versions of the weights that drew it."""
+
+    generation: Generation
+    """The whole response; ``finish_reason`` may also be ``"abort"``, with the tokens so far."""
+    versions: list[VersionSpan]
+    """In order, without gaps, from 0 to the number of tokens."""
+
+
+class GenerationStream:
+    """A request to an `AsyncVLLMEngine`: iterate for the tokens, or await `result`.
+
+    As a context manager it aborts the request on leaving, unless it is finished. Made by
+    `AsyncVLLMEngine.submit`; for one consumer.
+
+    Args:
+        abort: aborts the request.
+        check: raises if the engine is dead or stuck; called after waiting ``stall_timeout_s``.
+        stall_timeout_s: how long to wait for a token before ``check``.
+    """
+
+    def __init__(
+        self,
+        abort: Callable[["GenerationStream"], None],
+        check: Callable[[], None],
+        stall_timeout_s: float,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.request_id: str | None = None
+        self._abort = abort
+        self._check = check
+        self._stall_timeout_s = stall_timeout_s
+        self._queue: asyncio.Queue[Delta | Generation | BaseException] = asyncio.Queue()
+        self._deltas: list[Delta] = []
+        self._end: Generation | BaseException | None = None
+
+    def deliver(self, item: "Delta | Generation | BaseException") -> None:
+        """Hand over new tokens or the end; called by the engine in the stream's event loop.
+
+        Args:
+            item: tokens; or why the response ended, without tokens; or what broke the engine.
+        """
+        self._queue.put_nowait(item)
+
+    def abort(self) -> None:
+        """Stop drawing. The result is then what there is, with ``finish_reason="abort"``."""
+        self._abort(self)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._end is None:
+            item = await self._next_item()
+            if isinstance(item, Delta):
+                self._deltas.append(item)
+                return item
+            self._end = item
+        if isinstance(self._end, BaseException):
+            raise self._end
+        raise StopAsyncIteration
+
+    async def _next_item(self) -> "Delta | Generation | BaseException":
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    return await self._queue.get()
+            except TimeoutError:
+                self._check()
+
+    async def result(self) -> VersionedGeneration:
+        """Wait for the end.
+
+        Returns:
+            The whole response, the tokens that were iterated over before included.
+
+        Raises:
+            EngineDied: the engine died, or makes no progress.
+        """
+        async for _ in self:
+            pass
+        assert isinstance(self._end, Generation)
+        ids = [token for delta in self._deltas for token in delta.ids]
+        log_probs = [value for delta in self._deltas for value in delta.log_probs]
+        generation = self._end._replace(ids=ids, log_probs=log_probs)
+        return VersionedGeneration(generation, version_spans(self._deltas))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._end is None:
+            self.abort()
+
+
+def version_spans(deltas: list[Delta]) -> list[VersionSpan]:
+    """Join neighbours of one version.
+
+    Args:
+        deltas: the parts of a response, in order.
+
+    Returns:
+        Spans over its tokens.
+
+    Example:
+        >>> version_spans([Delta([5, 6], [0.0, 0.0], 0), Delta([7], [0.0], 1)])
+        [VersionSpan(version=0, start=0, end=2), VersionSpan(version=1, start=2, end=3)]
+    """
+    spans: list[VersionSpan] = []
+    end = 0
+    for delta in deltas:
+        start, end = end, end + len(delta.ids)
+        if spans and spans[-1].version == delta.version:
+            start = spans.pop().start
+        spans.append(VersionSpan(delta.version, start, end))
+    return spans

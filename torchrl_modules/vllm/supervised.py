@@ -1,0 +1,230 @@
+"""An engine in another process that is replaced when it dies, and loses no request."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from torchrl_modules.engines.engine_state import Supervision
+from torchrl_modules.engines.protocol import EngineDied, Generation
+from torchrl_modules.sampling.params import SamplingParameters
+
+from .client import VLLMServerEngine
+
+
+class SupervisedEngine:
+    """An :class:`~torchrl_modules.engines.protocol.Engine` that outlives its processes.
+
+    When the engine is killed, or draws no token for ``stall_timeout_s``, it is ended and another
+    one is started; one that does not start counts as one that died. It serves once it has
+    acknowledged the weights that the last one had; what was in flight is drawn again, with the same
+    seeds. Rows that were finished stay.
+
+    Args:
+        start: gives a context manager that starts an engine, gives its URL, and ends it on leaving,
+            such as ``partial(start_server, "Qwen/Qwen3-0.6B")``.
+        max_restarts: how many engines in a row may die without finishing a row.
+        client_settings: of :class:`~torchrl_modules.vllm.client.VLLMServerEngine`, for instance
+            ``stall_timeout_s``.
+
+    Raises:
+        RuntimeError: the first engine can't be started.
+        ValueError: ``max_restarts`` is negative.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], AbstractContextManager[str]],
+        *,
+        max_restarts: int = 3,
+        **client_settings: Any,
+    ) -> None:
+        if max_restarts < 0:
+            raise ValueError(f"SupervisedEngine: max_restarts must be at least 0: {max_restarts}.")
+        self._start_process = start
+        self._max_restarts = max_restarts
+        self._client_settings = client_settings
+        self._lock = threading.RLock()
+        self._pushing = threading.Lock()
+        self._process = ExitStack()
+        self._engine: VLLMServerEngine
+        self.url = ""
+        """Of the present engine."""
+        self._weights: dict[str, Tensor] | None = None
+        self._failures = 0
+        self.num_restarts = 0
+        """Engines that were replaced."""
+        self.supervision = Supervision()
+        """What is known of the present engine."""
+        self._start()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve, or that the engine gets before it serves again."""
+        return self.supervision.wanted
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self._engine.max_model_len
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Draw one response per prompt, by as many engines as it takes.
+
+        Args:
+            prompts: as for `VLLMServerEngine.generate`.
+            params: as for `VLLMServerEngine.generate`.
+            max_new_tokens: as for `VLLMServerEngine.generate`.
+            seeds: one per prompt; drawn from torch's generator when not given.
+
+        Raises:
+            EngineDied: too many engines died in a row; ``results`` holds the rows that were
+                finished.
+            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
+        """
+        if seeds is None:
+            seeds = torch.randint(1 << 31, (len(prompts),)).tolist()
+        budgets = (
+            [params.max_new_tokens] * len(prompts) if max_new_tokens is None else max_new_tokens
+        )
+        results: list[Generation | None] = [None] * len(prompts)
+        while True:
+            rows = [row for row, result in enumerate(results) if result is None]
+            if not rows:
+                return [result for result in results if result is not None]
+            engine, incarnation = self._present()
+            try:
+                drawn = engine.generate(
+                    [prompts[row] for row in rows],
+                    params,
+                    max_new_tokens=[budgets[row] for row in rows],
+                    seeds=[seeds[row] for row in rows],
+                )
+            except EngineDied as error:
+                for row, result in zip(rows, error.results or [None] * len(rows), strict=True):
+                    results[row] = result
+                self._replace(incarnation, error, results)
+            except RuntimeError as error:
+                if not engine.mixed:
+                    raise
+                self._replace(incarnation, error, results)
+            else:
+                self._failures = 0
+                for row, result in zip(rows, drawn, strict=True):
+                    results[row] = result
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """Replace the weights, all or none; they are kept for engines to come.
+
+        Args:
+            state_dict: as for `VLLMEngine.update_weights`.
+            version: as for `VLLMEngine.update_weights`.
+
+        Raises:
+            EngineDied: too many engines died in a row.
+            RuntimeError: the engine failed in the middle of loading; it is replaced by one that
+                serves the old weights.
+            ValueError: they are refused; the old weights keep serving.
+        """
+        with self._pushing:
+            while not self._push(state_dict, version):
+                pass
+
+    def _push(self, state_dict: Mapping[str, Tensor], version: int | None) -> bool:
+        engine, incarnation = self._present()
+        try:
+            engine.update_weights(state_dict, version=version)
+        except EngineDied as error:
+            self._replace(incarnation, error, None)
+            return False
+        except RuntimeError as error:
+            if engine.mixed:
+                self._replace(incarnation, error, None)
+            raise
+        with self._lock:
+            self._weights = {name: v.detach().cpu().clone() for name, v in state_dict.items()}
+            self.supervision = self.supervision.acknowledged(incarnation, engine.version)
+            self._failures = 0
+        return True
+
+    def _present(self) -> tuple[VLLMServerEngine, int]:
+        with self._lock:
+            if not self.supervision.may_serve:
+                raise EngineDied(f"SupervisedEngine: its engine is {self.supervision.state.value}.")
+            return self._engine, self.supervision.incarnation
+
+    def _replace(
+        self, incarnation: int, error: Exception, results: "list[Generation | None] | None"
+    ) -> None:
+        with self._lock:
+            if incarnation != self.supervision.incarnation:
+                return  # Somebody else has seen it die, and it is replaced already.
+            if any(result is not None for result in getattr(error, "results", None) or ()):
+                self._failures = 0
+            while True:
+                self._end()
+                self._failures += 1
+                if self._failures > self._max_restarts:
+                    raise EngineDied(
+                        f"SupervisedEngine: {self._failures} engines in a row died without "
+                        f"finishing a row. The last one: {error}",
+                        results=results,
+                    ) from error
+                self.num_restarts += 1
+                try:
+                    self._start()
+                except Exception as next_error:  # Whatever keeps it from serving, it does not.
+                    error = next_error
+                else:
+                    return
+
+    def _start(self) -> None:
+        """Start an engine that has the weights, or leave none behind."""
+        with ExitStack() as stack:
+            url = stack.enter_context(self._start_process())
+            engine = VLLMServerEngine(url, **self._client_settings)
+            self.supervision = self.supervision.started()
+            known = self.supervision
+            try:
+                if self._weights is not None:
+                    engine.update_weights(self._weights, version=known.wanted)
+            except BaseException:
+                self.supervision = known.died(known.incarnation)
+                engine.close()
+                raise
+            self.supervision = known.acknowledged(known.incarnation, engine.version)
+            self.url, self._engine = url, engine
+            self._process = stack.pop_all()
+
+    def close(self) -> None:
+        """End the engine. May be called twice; nobody may be waiting."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        self.supervision = self.supervision.died(self.supervision.incarnation)
+        self._process.close()  # first, so that nobody waits for it any more
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
