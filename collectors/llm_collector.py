@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import (
     DONE,
     FULL,
@@ -316,9 +316,9 @@ def trajectory_rows(
     kept = (*_DENSE, *further)
     dense = {key: batch.get(key) for key in kept if batch.get(key, None) is not None}
     rewards = batch.get(REWARDS, None)
-    reasons = read_row_values(batch, STOP_REASON, "")
-    errors = read_row_values(batch, REWARD_ERRORS, "")
-    data = read_row_values(batch, ROW)
+    reasons = read_objects(batch, STOP_REASON, "")
+    errors = read_objects(batch, REWARD_ERRORS, "")
+    data = read_objects(batch, ROW)
     for out, row in zip(exported, rows, strict=True):
         write_conversations(out, FULL, conversations[row])
         for key, value in dense.items():

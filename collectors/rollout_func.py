@@ -20,7 +20,7 @@ from torchrl_data.conversation.conversations import (
     Source,
 )
 from torchrl_data.conversation.messages import Message
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
     DONE,
     PROMPT,
@@ -165,10 +165,10 @@ class RolloutFunctionCollector:
     def _roll_out(self) -> TensorDictBase:
         batch = TensorDict({}, batch_size=[self.num_rollouts])
         self.data.draw_rows(batch, range(self.num_rollouts))
-        reasons = read_row_values(batch, STOP_REASON)
+        reasons = read_objects(batch, STOP_REASON)
         rows = [row for row, reason in enumerate(reasons) if reason != NO_DATA]
         batch = batch[: len(rows)]  # finite data may end inside a batch
-        prompts = read_row_values(batch, QUERY)
+        prompts = read_objects(batch, QUERY)
         version = self.policy_version
         rollouts = check_rollouts(
             self.rollout_func(list(prompts), self),
@@ -197,7 +197,7 @@ class RolloutFunctionCollector:
             given = [Outcome(rollout.extra[self.reward_field]) for rollout in rollouts]
             add_rewards(batch, self.reward_field, rows, given, who=self.reward_field)
         if self.reward_functions is not None:
-            columns = read_row_values(batch, ROW)
+            columns = read_objects(batch, ROW)
             data = [{**columns[row], **rollouts[row].extra} for row in rows]
             self.reward_functions.score(
                 batch, conversations, rows, data, [None] * len(rows), self._calls
@@ -343,4 +343,4 @@ def _write_ends(batch: TensorDictBase, rollouts: Sequence[RolloutRow]) -> None:
     batch.set(TERMINATED, ~truncated)
     batch.set(DONE, torch.ones_like(truncated))
     reasons = [ROLLOUT_TRUNCATED if rollout.truncated else ANSWERED for rollout in rollouts]
-    write_row_values(batch, STOP_REASON, reasons)
+    write_objects(batch, STOP_REASON, reasons)

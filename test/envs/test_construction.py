@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_envs import (
     ChatEnv,
@@ -44,7 +44,7 @@ def compose(*transforms, batch_size=4):
 def draws(loader, batch_size=4, resets=1):
     env = compose(loader, RewardFunctions([score]), batch_size=batch_size)
     batches = [env.reset() for _ in range(resets)]
-    numbers = [[row["number"] for row in read_row_values(batch, "row")] for batch in batches]
+    numbers = [[row["number"] for row in read_objects(batch, "row")] for batch in batches]
     return (
         [number for batch in numbers for number in batch],
         torch.cat([batch["group_id"] for batch in batches]).tolist(),

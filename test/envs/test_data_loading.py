@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
@@ -57,7 +57,7 @@ def draws(loader, count):
     result = []
     for _ in range(count):
         batch = env.reset()
-        row = read_row_values(batch, "row")[0]
+        row = read_objects(batch, "row")[0]
         result.append((row["number"], batch["group_id"][0].item(), batch["seed"][0].item()))
     return result
 
@@ -191,12 +191,12 @@ def test_running_rows_outlive_the_end_of_the_data(scripted):
     batch = env.reset()
     batch["_reset"] = torch.tensor([[False], [True]])
     batch = env.reset(batch)
-    assert read_row_values(batch, "stop_reason") == ["", "no_data"]
+    assert read_objects(batch, "stop_reason") == ["", "no_data"]
     assert batch["group_id"].tolist() == [0, -1]
     after = env.step(scripted(["done"])(batch))["next"]
-    assert read_row_values(after, "stop_reason") == ["answered", "no_data"]
+    assert read_objects(after, "stop_reason") == ["answered", "no_data"]
     assert after["scorable"].view(-1).tolist() == [True, False]
-    assert read_row_values(after, "reward_errors") == ["", ""]
+    assert read_objects(after, "reward_errors") == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_D07_long_prompts_are_skipped_and_counted(chatml_tokenizer):
         numbers = []
         try:
             while True:
-                numbers.append(read_row_values(env.reset(), "row")[0]["number"])
+                numbers.append(read_objects(env.reset(), "row")[0]["number"])
         except DataExhaustedError:
             assert numbers == kept
         assert loader.ledger["skipped_too_long"] == 4 - len(kept)
@@ -449,4 +449,4 @@ def test_dataset_chat_env(on_disk, scripted, collate_fn):
 def test_dataset_chat_env_from_a_dataloader():
     loader = torch.utils.data.DataLoader(ROWS, batch_size=3)
     env = DatasetChatEnv.from_dataloader(loader, batch_size=(4,), repeats=2)
-    assert [row["number"] for row in read_row_values(env.reset(), "row")] == [0, 0, 1, 1]
+    assert [row["number"] for row in read_objects(env.reset(), "row")] == [0, 0, 1, 1]

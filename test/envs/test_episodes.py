@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
@@ -391,7 +391,7 @@ def test_why_an_episode_ends_and_its_flags(recorder, scripted, call_text, play, 
     policy = scripted({"<0>": ["done"], "<1>": [call] * 9, "<2>": [call, cut], "<3>": [call, "x"]})
     env = make_env(make_rows(4), EnvironmentTools(recorder), StepCounter(max_steps=3))
     ends = play(env, policy)
-    reasons = [read_row_values(end, "stop_reason")[i] for i, end in enumerate(ends)]
+    reasons = [read_objects(end, "stop_reason")[i] for i, end in enumerate(ends)]
     assert reasons == ["answered", "max_steps", "response_length", "answered"]
     assert [bool(end["truncated"][i]) for i, end in enumerate(ends)] == [False, True, True, False]
     assert [bool(end["terminated"][i]) for i, end in enumerate(ends)] == [True, False, False, True]
@@ -441,11 +441,11 @@ def test_a_row_that_can_not_be_generated_ends_alone(recorder, scripted, call_tex
     batch = env.step(policy(env.reset()))["next"]
     assert batch["done"].view(-1).tolist() == [True, False]
     assert batch["truncated"].view(-1).tolist() == [True, False]
-    assert read_row_values(batch, "stop_reason")[0] == "error: too long"
+    assert read_objects(batch, "stop_reason")[0] == "error: too long"
     first, second = by_number(recorder)
     assert first.events == ["reset", "close"], "what it did says nothing of the policy"
     assert not batch["scorable"][0]
-    assert read_row_values(batch, "reward_errors")[0] == "error: too long"
+    assert read_objects(batch, "reward_errors")[0] == "error: too long"
     assert second.events == ["reset", "echo x"]
     env.close()
 

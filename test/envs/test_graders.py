@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
 from torchrl_envs.graders.answers import (
     exact_match,
@@ -61,7 +61,7 @@ def test_a_hanging_answer_costs_its_rollout_only_and_its_process(scripted, play)
     end = play(env, scripted(script))[0]
     assert end["scorable"].view(-1).tolist() == [True, False, False, True]
     assert end["reward"].view(-1).tolist() == [2.0, 0.25, 0.0, 2.0]
-    errors = read_row_values(end, "reward_errors")
+    errors = read_objects(end, "reward_errors")
     assert "MathVerifyReward raised" in errors[1]
     assert "was not graded within 2 s" in errors[1]
     assert "can't read the right answer ''" in errors[2]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_envs import LLMHashingEnv
 
@@ -23,7 +23,7 @@ def test_a_hash_names_a_sequence(chatml_tokenizer):
         assert first == third
         assert first != second
     assert batch["observation"].tolist() == [[5, 6, 7, 8], [5, 6, 8, 7], [5, 6, 7, 8]]
-    assert read_row_values(batch, "text")[1] == chatml_tokenizer.decode([5, 6, 8, 7])
+    assert read_objects(batch, "text")[1] == chatml_tokenizer.decode([5, 6, 8, 7])
 
 
 def test_what_is_missing_is_named():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectors import LLMCollector
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, IFEvalEnv, IFEvalScoreData, IfEvalScorer
 from torchrl_envs.graders.instructions import (
     INSTRUCTIONS,
@@ -336,7 +336,7 @@ def test_a_row_that_lacks_an_argument_marks_itself(scripted):
     end = env.step(scripted(REPLIES)(env.reset()))["next"]
     env.close()
     assert end["scorable"].view(-1).tolist() == [True, False, True]
-    errors = read_row_values(end, "reward_errors")
+    errors = read_objects(end, "reward_errors")
     assert r"number_words needs ['relation']" in errors[1]
 
 

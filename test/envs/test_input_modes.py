@@ -7,7 +7,7 @@ from torchrl.envs.transforms import Compose
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_data import ChatHistory, History, MissingEntryError, Tokens
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import INPUT_MODES
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
@@ -41,7 +41,7 @@ def number_of_messages(completions):
 
 def queries(shape, values):
     batch = TensorDict({}, batch_size=shape)
-    write_row_values(batch, "query", values)
+    write_objects(batch, "query", values)
     return batch
 
 
@@ -238,7 +238,7 @@ def test_rows_that_are_not_reset_stay_as_they_were(mode, shape, make_env, make_p
     batch = env.step(make_policy(mode)(env.reset(queries(shape, list("abcd")))))["next"]
     before = read_conversations(batch, "prompt", who="test")
     mask = torch.tensor([True, False, False, True]).view(*shape, 1)
-    write_row_values(batch, "query", ["new", None, None, "newer"])
+    write_objects(batch, "query", ["new", None, None, "newer"])
     batch.set("_reset", mask)
     batch["done"] = batch["terminated"] = mask
     after = read_conversations(env.reset(batch), "prompt", who="test")
@@ -279,7 +279,7 @@ def test_tools_rewards_data_and_limits_work_in_every_mode_and_shape(
         for i in [i for i in range(size) if done[i] and i not in ends]:
             messages = [m["role"] for m in prompt.messages(i)[2:]]
             reward = batch["reward"].view(-1)[i].item()
-            ends[i] = (messages, reward, read_row_values(batch, "stop_reason")[i])
+            ends[i] = (messages, reward, read_objects(batch, "stop_reason")[i])
     env.close()
     a, t = "assistant", "tool"
     expected = [
@@ -339,6 +339,6 @@ def test_torchrls_own_rollout_resets_each_row_when_it_is_done(mode, make_env, ma
     env.close()
     # Nobody answers, so each episode is one turn: rows 0-2, 3-5, and 0-2 of the next epoch.
     assert batch["next", "done"].all()
-    rows = [read_row_values(batch[:, step], "row") for step in range(3)]
+    rows = [read_objects(batch[:, step], "row") for step in range(3)]
     assert [[row["number"] for row in step] for step in rows] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
     assert batch["next", "reward"].view(3, 3).tolist() == [[1.0] * 3] * 3

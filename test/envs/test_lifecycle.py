@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -226,7 +226,7 @@ def test_a_partial_reset_that_fails_leaves_the_running_rows(recorder, scripted, 
     arena.fault = "reset raises"
     batch["_reset"] = torch.tensor([[False], [True]])
     batch = env.reset(batch)
-    reasons = read_row_values(batch, "stop_reason")
+    reasons = read_objects(batch, "stop_reason")
     assert reasons == ["", "environment_error: Arena: reset: OSError: no disk"]
     after = env.step(policy(batch))["next"]
     assert after["done"].view(-1).tolist() == [False, True]

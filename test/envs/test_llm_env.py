@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import LLMEnv
 from torchrl_modules import TransformersWrapper
@@ -67,7 +67,7 @@ def test_data_and_ids_are_prompts(chatml_tokenizer):
     batch["text_response"] = [" 4", " 5" + END]
     batch = env.step(batch)["next"]
     assert batch["done"].all()
-    assert read_row_values(batch, "stop_reason") == ["answered"] * 2
+    assert read_objects(batch, "stop_reason") == ["answered"] * 2
     assert chatml_tokenizer.decode(batch["tokens"].prompt[1]) == "hello 5" + END
 
     bare = LLMEnv(tokenizer=chatml_tokenizer, batch_size=1, from_text=False)
@@ -78,6 +78,6 @@ def test_data_and_ids_are_prompts(chatml_tokenizer):
 def test_messages_are_refused(chatml_tokenizer):
     env = LLMEnv(tokenizer=chatml_tokenizer, batch_size=1)
     batch = TensorDict({}, batch_size=[1])
-    write_row_values(batch, "query", [[{"role": "user", "content": "hi"}]])
+    write_objects(batch, "query", [[{"role": "user", "content": "hi"}]])
     with pytest.raises(TypeError, match="Messages need roles: use ChatEnv"):
         env.reset(batch)

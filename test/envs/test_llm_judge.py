@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_envs import (
     ChatCompletions,
     ChatEnv,
@@ -115,7 +115,7 @@ def test_failures_are_no_zeros_and_cost_no_other_row(server, scripted, play):
     rewards = end["rewards", "LLMJudge"].view(-1)
     assert rewards[[0, 1, 7]].tolist() == [0.75, 1.0, 0.0]
     assert rewards[2:7].isnan().all()
-    errors = read_row_values(end, "reward_errors")
+    errors = read_objects(end, "reward_errors")
     wanted = ["gave no <score>", "score 7 is not between 0 and 1", "was cut", "400", "within 2 s"]
     for error, part in zip(errors[2:7], wanted, strict=True):
         assert part in error
@@ -137,7 +137,7 @@ def test_a_server_that_is_not_there_makes_rows_unscorable(scripted, play):
     judge = ChatCompletions("judge", base_url="http://127.0.0.1:9/v1", max_retries=0)
     end = judged(scripted, play, judge, ["good", "good"])
     assert not end["scorable"].any()
-    assert "Connection error" in read_row_values(end, "reward_errors")[0]
+    assert "Connection error" in read_objects(end, "reward_errors")[0]
 
 
 def test_a_policy_judges(scripted, play, make_tiny_model, chatml_tokenizer):

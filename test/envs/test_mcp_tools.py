@@ -14,7 +14,7 @@ import pytest
 from mcp.server import MCPServer
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
@@ -141,7 +141,7 @@ def test_a_row_whose_server_can_not_be_started_ends_alone(make_env, scripted, ca
     env = make_env({"test": {**STDIO, "args": [str(script)]}}, session="row", timeout_s=20)
     script.unlink()
     batch = env.step(scripted(["x"])(env.reset()))["next"]
-    (reason,) = read_row_values(batch, "stop_reason")
+    (reason,) = read_objects(batch, "stop_reason")
     assert reason.startswith("environment_error: MCP server test: MCPServerError: the MCP server")
 
 

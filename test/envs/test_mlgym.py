@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_envs import make_mlgym
 from torchrl_envs.tasks.mlgym.env import NO_ACTION
 from torchrl_envs.tasks.mlgym.session import command_file, score_gain
@@ -26,7 +26,7 @@ def open_environments(monkeypatch):
 
 
 def say(env, batch, turns):
-    write_row_values(batch, "text_response", [f"Thinking.\n```\n{turn}\n```" for turn in turns])
+    write_objects(batch, "text_response", [f"Thinking.\n```\n{turn}\n```" for turn in turns])
     return env.step(batch)["next"]
 
 
@@ -53,13 +53,13 @@ def test_each_row_has_a_shell_of_its_own_and_the_last_score_counts(open_environm
     assert last(batch)[0]["content"] == ("Evaluation Score: {'Score': 3.0}\n(step 2, in workspace)")
     assert batch["done"].view(-1).tolist() == [False, True, True]
     assert len(open_environments) == 1
-    write_row_values(batch, "text_response", ["no block"] * 3)
+    write_objects(batch, "text_response", ["no block"] * 3)
     batch = env.step(batch)["next"]
     assert last(batch)[0]["content"] == NO_ACTION
     batch = say(env, batch, ["echo 5 > number\nsubmit"] * 3)
     # 5 less the baseline's 1, and 0.5 less for the turn without a command.
     assert batch["reward"][0].item() == pytest.approx(3.5)
-    assert read_row_values(batch, "stop_reason")[0] == "environment_done"
+    assert read_objects(batch, "stop_reason")[0] == "environment_done"
     assert batch["terminated"].all()
     assert not open_environments
 
@@ -80,7 +80,7 @@ def test_a_shell_that_is_gone_and_a_task_that_is_not_there_cost_their_row(open_e
     batch = env.reset()
     assert len(open_environments) == 1
     batch = say(env, batch, ["kill -9 $$", "ls"])
-    reasons = read_row_values(batch, "stop_reason")
+    reasons = read_objects(batch, "stop_reason")
     assert reasons[0].startswith("environment_error: MLGym: RuntimeError: Failed to communicate")
     assert reasons[1].startswith("environment_error: MLGym nobody: constructor: FileNotFound")
     assert batch["truncated"].all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
@@ -140,7 +140,7 @@ def test_D02_a_bad_value_makes_its_row_alone_unscorable(scripted, play, kind, va
     end = play(env, policy)[0]
     env.close()
     assert end["scorable"].view(-1).tolist() == [True, False, True]
-    errors = read_row_values(end, "reward_errors")
+    errors = read_objects(end, "reward_errors")
     assert [bool(error) for error in errors] == [False, True, False]
     assert words in errors[1]
     assert name in errors[1]
@@ -152,7 +152,7 @@ def test_D02_a_bad_value_makes_its_row_alone_unscorable(scripted, play, kind, va
 def test_nan_can_be_taken_for_none(score):
     end = score([lambda **_: [math.nan, None, 1.0]], tools=None, nan_applies=False)
     assert end["scorable"].view(-1).tolist() == [False, False, True]
-    assert read_row_values(end, "reward_errors") == [""] * 3
+    assert read_objects(end, "reward_errors") == [""] * 3
 
 
 def test_an_environment_that_raises_spoils_its_row_alone(score):
@@ -164,7 +164,7 @@ def test_an_environment_that_raises_spoils_its_row_alone(score):
 
     end = score([lambda number: [1.0] * len(number)], tools=Fails)
     assert end["scorable"].view(-1).tolist() == [True, False, True]
-    error = read_row_values(end, "reward_errors")[1]
+    error = read_objects(end, "reward_errors")[1]
     assert error.startswith("Fails.get_reward raised")
     assert "ZeroDivisionError: nothing to divide by" in error
     assert "test_rewards.py" in error, "the traceback"
@@ -176,7 +176,7 @@ def test_D01_a_function_that_raises_makes_its_rows_unscorable_and_is_named(score
 
     end = score([fails])
     assert not end["scorable"].any()
-    assert all("fails raised" in error for error in read_row_values(end, "reward_errors"))
+    assert all("fails raised" in error for error in read_objects(end, "reward_errors"))
     assert rewards(end, "Valued") == [0, 1, 2], "the others are recorded"
 
 
@@ -215,7 +215,7 @@ def test_a_wrong_shape_later_costs_its_rows_only(scripted, play):
     end = play(env, policy)[0]
     env.close()
     assert not end["scorable"].any()
-    assert "expected a list of 3" in read_row_values(end, "reward_errors")[0]
+    assert "expected a list of 3" in read_objects(end, "reward_errors")[0]
 
 
 def test_none_does_not_apply_and_is_no_error(score):
@@ -228,7 +228,7 @@ def test_none_does_not_apply_and_is_no_error(score):
 
     end = score([never], tools=Sometimes)
     assert end["scorable"].view(-1).tolist() == [False, True, True]
-    assert read_row_values(end, "reward_errors") == [""] * 3
+    assert read_objects(end, "reward_errors") == [""] * 3
     assert rewards(end) == [0.0, 1.0, 1.0]
     assert all(math.isnan(value) for value in rewards(end, "never"))
 
@@ -294,7 +294,7 @@ def test_a_function_of_one_rollout_fails_and_hangs_for_its_own_rollout(score):
     end = score([one, awaits], timeout_s=0.3)
     gate.set()
     assert end["scorable"].view(-1).tolist() == [False, False, True]
-    errors = read_row_values(end, "reward_errors")
+    errors = read_objects(end, "reward_errors")
     assert "no answer within 0.3 s" in errors[0]
     assert "ValueError: no such answer" in errors[1]
     assert rewards(end, "awaits") == [0.0, 1.0, 2.0]
@@ -307,7 +307,7 @@ def test_an_exception_in_the_list_spoils_its_rollout_alone(score):
     end = score([lambda **_: [1.0, TimeoutError("too slow"), 3.0]], tools=None)
     assert rewards(end) == [1.0, 0.0, 3.0]
     assert end["scorable"].view(-1).tolist() == [True, False, True]
-    assert "TimeoutError: too slow" in read_row_values(end, "reward_errors")[1]
+    assert "TimeoutError: too slow" in read_objects(end, "reward_errors")[1]
 
 
 def test_an_example_in_the_prompt_is_no_completion(scripted, play):
@@ -385,7 +385,7 @@ def test_D04_a_reward_past_its_deadline_is_unscorable(score):
     end = score([hangs], timeout_s=0.2)
     gate.set()
     assert not end["scorable"].any()
-    assert "no answer within 0.2 s" in read_row_values(end, "reward_errors")[0]
+    assert "no answer within 0.2 s" in read_objects(end, "reward_errors")[0]
 
 
 def test_the_reward_sees_the_whole_conversation_once(scripted, call_text, play):

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_envs import (
     AddThinkingPrompt,
     ChatEnv,
@@ -82,7 +82,7 @@ def test_tokens_of_text_and_back(chatml_tokenizer):
     )  # fmt: skip
     batch = TensorDict({"text": TensorDict({}, batch_size=[2])}, batch_size=[2])
     texts = ["hello", "say <|im_end|> again, please"]
-    write_row_values(batch, ("text", "full"), texts)
+    write_objects(batch, ("text", "full"), texts)
     out = transform(batch)
     mask = out["tokens", "attention_mask"]
     assert mask.sum(-1).tolist() == [
@@ -91,7 +91,7 @@ def test_tokens_of_text_and_back(chatml_tokenizer):
     ]
     end = chatml_tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end not in out["tokens", "full"][mask].tolist(), "spelled in content: text, no token"
-    assert read_row_values(transform.inv(out), "said") == texts
+    assert read_objects(transform.inv(out), "said") == texts
     transform.control_tokens = True
     assert end in transform.encode(texts)[1]
     with pytest.raises(ValueError, match="one to one"):
@@ -102,12 +102,12 @@ def test_a_template_renders_and_parses(chatml_tokenizer):
     transform = TemplateTransform(chatml_tokenizer, chat_template_name="chatml_format")
     batch = TensorDict(batch_size=[2])
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    write_row_values(batch, "message", ["hi", chat])
-    shown = read_row_values(transform(batch), "message")
+    write_objects(batch, "message", ["hi", chat])
+    shown = read_objects(transform(batch), "message")
     assert shown[0] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert shown[1].startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n")
-    write_row_values(batch, "action", [text + "well<|im_end|>" for text in shown])
-    assert read_row_values(transform.inv(batch), "action") == ["well", "well"]
+    write_objects(batch, "action", [text + "well<|im_end|>" for text in shown])
+    assert read_objects(transform.inv(batch), "action") == ["well", "well"]
 
 
 def test_rows_are_stacked_nested_or_padded_on_the_left():

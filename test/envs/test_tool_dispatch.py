@@ -9,7 +9,7 @@ import threading
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     Answer,
@@ -166,7 +166,7 @@ def test_an_answer_can_end_the_episode(scripted, call_text, play):
     env = make_env(Requests(), Tools(echo), size=2)
     call = call_text("echo", text="a")
     ends = play(env, scripted({"<0>": [call + "<submit>"], "<1>": [call, "done"]}))
-    assert [read_row_values(end, "stop_reason")[i] for i, end in enumerate(ends)] == [
+    assert [read_objects(end, "stop_reason")[i] for i, end in enumerate(ends)] == [
         "submitted",
         "answered",
     ]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.layout.containers import Tokens
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_data.layout.export import row_tensordicts
@@ -43,13 +43,13 @@ def test_samples_add_a_dimension_and_keep_what_belongs_to_a_row(
     torch.manual_seed(0)
     batch = make_batch(batch_size=batch_size)
     batch.set("group_id", torch.arange(3).view(batch_size))
-    write_row_values(batch, "query", ["a", "b", "c"])
+    write_objects(batch, "query", ["a", "b", "c"])
     given_keys = set(batch.keys())
     out = make_policy(num_samples=4, pad_output=pad_output)(batch)
     assert out.batch_size == torch.Size([*batch_size, 4])
     assert set(batch.keys()) == given_keys, "the input is left as it was"
     assert out.get("group_id").flatten().tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert read_row_values(out, "query") == ["a"] * 4 + ["b"] * 4 + ["c"] * 4
+    assert read_objects(out, "query") == ["a"] * 4 + ["b"] * 4 + ["c"] * 4
     full = read_conversations(out, "full", who="test")
     rows = [full.messages(i) for i in range(12)]
     assert [row[0] for row in rows] == [chat[0] for chat in CHATS for _ in range(4)]

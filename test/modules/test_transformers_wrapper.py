@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_modules import SamplingParameters, TransformersWrapper
@@ -74,7 +74,7 @@ def test_rows_that_do_not_take_part_stay_as_they_were(make_policy):
     assert full[1] == before[1]
     assert full.messages(0)[0] == CHATS[0][0]
     assert full.messages(2)[0] == CHATS[2][0]
-    assert [bool(reason) for reason in read_row_values(batch, "finish_reason")] == [
+    assert [bool(reason) for reason in read_objects(batch, "finish_reason")] == [
         True,
         False,
         True,
@@ -86,7 +86,7 @@ def test_a_row_that_is_too_long_is_left_and_the_others_speak(make_policy):
     batch = make_policy(max_model_len=60, write_tokens=False)(make_batch(chats))
     full = read_conversations(batch, "full", who="test")
     assert [len(full.messages(i)) for i in range(3)] == [2, 1, 2]
-    reason = read_row_values(batch, "finish_reason")[1]
+    reason = read_objects(batch, "finish_reason")[1]
     assert reason.startswith("error: the prompt has")
     assert "takes 60" in reason
 

@@ -14,7 +14,7 @@ from collectors import LLMCollector
 from collectors.weight_update import vLLMUpdater
 from objectives import GRPOLoss
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper, vLLMWrapper
@@ -89,7 +89,7 @@ def test_a_row_that_cannot_be_served_is_marked_alone(make_policy):
     policy = make_policy(generate_kwargs={"max_new_tokens": 4})
     long = [{"role": "user", "content": "word " * 200}]
     batch = policy(make_batch([CHATS[0], long]))
-    good, bad = read_row_values(batch, "finish_reason")
+    good, bad = read_objects(batch, "finish_reason")
     assert good in ("stop", "length")
     assert bad.startswith("error: The prompt has")
     assert len(batch[0]["tokens", "response"]) >= 1

@@ -15,7 +15,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, IfEvalScorer, check_env
 
 KEYS = ("reward_answer", "reward_think", "reward_right", "reward_contained", "reward", "success")
@@ -66,7 +66,7 @@ class RewardParser(Transform):
         return TensorDict({**values, "success": torch.tensor(right == 1)}, batch_size=[])
 
     def _step(self, tensordict, next_tensordict):
-        answers = [row["answer"] for row in read_row_values(tensordict, "row")]
+        answers = [row["answer"] for row in read_objects(tensordict, "row")]
         completions = self.completions(tensordict)
         tds = torch.stack(
             [self.scores(text, answer) for text, answer in zip(completions, answers, strict=True)]

@@ -15,21 +15,21 @@ from torch import Tensor
 from .tensorclass_utils import attribute_reader, documented
 
 
-class RowValues(list[Any]):
+class RowObjects(list[Any]):
     """One Python value per row."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, Tensor):
-            return RowValues(map(super().__getitem__, index.reshape(-1).tolist()))
+            return RowObjects(map(super().__getitem__, index.reshape(-1).tolist()))
         return super().__getitem__(index)
 
     @staticmethod
-    def cat(parts: "Sequence[RowValues]") -> "RowValues":
+    def cat(parts: "Sequence[RowObjects]") -> "RowObjects":
         """The values of several, one after the other."""
-        return RowValues(value for part in parts for value in part)
+        return RowObjects(value for part in parts for value in part)
 
 
-class Face(Protocol):
+class ObjectView(Protocol):
     """How a snapshot is shown to whoever reads the leaf."""
 
     def rows(self, snapshot: Any, /) -> list[Any]:
@@ -43,13 +43,13 @@ def _read(leaf: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
 
 @documented
 @attribute_reader(_read)
-class BatchLeaf(NonTensorData):
+class BatchedObject(NonTensorData):
     """A snapshot of a batch as a leaf of a TensorDict, one row per batch element.
 
-    The snapshot is one Python object: :class:`RowValues`, or anything else that has a length, is
+    The snapshot is one Python object: :class:`RowObjects`, or anything else that has a length, is
     indexed by a tensor of rows, and has a static method ``cat``. ``data`` is always that of the
-    leaf's own rows: ``td[2:4]["history", "prompt"]`` has two conversations. With a face it is what
-    the face shows: ``td["text", "prompt"]`` is a list of strings, ``td["tokens", "prompt"]`` a list
+    leaf's own rows: ``td[2:4]["history", "prompt"]`` has two conversations. With a view it is what
+    the view shows: ``td["text", "prompt"]`` is a list of strings, ``td["tokens", "prompt"]`` a list
     of int64 ``[T]``. Row values are shown as lists of the batch's shape.
     """
 
@@ -60,8 +60,8 @@ class BatchLeaf(NonTensorData):
     """Which row of the snapshot each batch element is; int64, shaped like the batch."""
     whole: Tensor | None = None
     """The ``rows`` of a leaf that was never indexed: the same tensor, so the check is ``is``."""
-    face: Any = None
-    """A :class:`Face`, or ``None`` to show the snapshot itself."""
+    view: Any = None
+    """A :class:`ObjectView`, or ``None`` to show the snapshot itself."""
     _metadata: dict | None = None
     _is_non_tensor: bool = True
 
@@ -72,14 +72,14 @@ class BatchLeaf(NonTensorData):
         batch_size: torch.Size,
         rows: Tensor | None = None,
         whole: Tensor | None = None,
-        face: Face | None = None,
-    ) -> "BatchLeaf":
+        view: ObjectView | None = None,
+    ) -> "BatchedObject":
         """A leaf of a batch size; without ``rows``, one that stands for all of them in order."""
         if rows is None:
             rows = whole = torch.arange(len(snapshot)).view(batch_size)
         # As an entry of the inner TensorDict, the rows follow every operation on the batch.
         entries = TensorDict._new_unsafe({"rows": rows}, batch_size=batch_size)
-        rest = {"data": snapshot, "whole": whole, "face": face, "_is_non_tensor": True}
+        rest = {"data": snapshot, "whole": whole, "view": view, "_is_non_tensor": True}
         return cls._from_tensordict(entries, rest, safe=False)
 
     @property
@@ -97,14 +97,14 @@ class BatchLeaf(NonTensorData):
         return everything[rows]
 
     def shown(self) -> Any:
-        """What the face shows of this leaf's rows, or the snapshot if there is none."""
-        face = self.__dict__["_non_tensordict"].get("face")
+        """What the view shows of this leaf's rows, or the snapshot if there is none."""
+        view = self.__dict__["_non_tensordict"].get("view")
         snapshot = self.snapshot()
-        if face is not None:
-            return in_shape(face.rows(snapshot), self.batch_size)
-        return in_shape(snapshot, self.batch_size) if type(snapshot) is RowValues else snapshot
+        if view is not None:
+            return in_shape(view.rows(snapshot), self.batch_size)
+        return in_shape(snapshot, self.batch_size) if type(snapshot) is RowObjects else snapshot
 
-    def clone(self, recurse: bool = True, **kwargs: Any) -> "BatchLeaf":  # noqa: ARG002
+    def clone(self, recurse: bool = True, **kwargs: Any) -> "BatchedObject":  # noqa: ARG002
         """The same leaf: nothing changes a snapshot."""
         return self.empty()
 
@@ -117,7 +117,7 @@ class BatchLeaf(NonTensorData):
         device: Any = None,  # noqa: ARG002
         batch_size: torch.Size | None = None,
         names: Any = None,  # noqa: ARG002
-    ) -> "BatchLeaf":
+    ) -> "BatchedObject":
         """The same leaf, perhaps of another shape."""
         state = self.__dict__
         size = self.batch_size if batch_size is None else torch.Size(batch_size)
@@ -125,7 +125,7 @@ class BatchLeaf(NonTensorData):
         whole = state["_non_tensordict"].get("whole")
         if rows is not None and rows.shape != size:
             rows = rows.view(size)
-        return type(self).of(state["_non_tensordict"]["data"], size, rows, whole, face_of(self))
+        return type(self).of(state["_non_tensordict"]["data"], size, rows, whole, view_of(self))
 
     def where(  # type: ignore[override]
         self,
@@ -134,26 +134,26 @@ class BatchLeaf(NonTensorData):
         *,
         out: Any = None,  # noqa: ARG002
         pad: Any = None,  # noqa: ARG002
-    ) -> "BatchLeaf":
+    ) -> "BatchedObject":
         """This leaf's rows where a condition holds, another leaf's elsewhere."""
-        if not isinstance(other, BatchLeaf):
-            raise TypeError(f"BatchLeaf.where takes another one, got {type(other).__name__}.")
+        if not isinstance(other, BatchedObject):
+            raise TypeError(f"BatchedObject.where takes another one, got {type(other).__name__}.")
         snapshot = self.snapshot()
         both = snapshot.cat([snapshot, other.snapshot()])
         own = torch.arange(self.numel())
         rows = torch.where(condition.reshape(-1), own, own + self.numel())
-        return type(self).of(both[rows], self.batch_size, face=face_of(self))
+        return type(self).of(both[rows], self.batch_size, view=view_of(self))
 
 
-def face_of(leaf: Any) -> Any:
-    """The face of a leaf, of the first one in a stack of leaves.
+def view_of(leaf: Any) -> Any:
+    """The view of a leaf, of the first one in a stack of leaves.
 
     Args:
         leaf: of a batch, or of several batches that were stacked.
     """
     while isinstance(leaf, NonTensorStack):
         leaf = leaf.unbind(0)[0]
-    return leaf.__dict__["_non_tensordict"].get("face")
+    return leaf.__dict__["_non_tensordict"].get("view")
 
 
 def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:

@@ -12,10 +12,10 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from torchrl_data.keys import QUERY
 
-from .batched_object import BatchLeaf, RowValues, face_of
+from .batched_object import BatchedObject, RowObjects, view_of
 
 
-def write_row_values(batch: TensorDictBase, key: str, values: Sequence[Any]) -> None:
+def write_objects(batch: TensorDictBase, key: str, values: Sequence[Any]) -> None:
     """Set one Python value per row.
 
     Args:
@@ -28,10 +28,10 @@ def write_row_values(batch: TensorDictBase, key: str, values: Sequence[Any]) -> 
     """
     if len(values) != batch.numel():
         raise ValueError(f"{key!r}: {len(values)} values for {batch.numel()} rows.")
-    batch.set(key, BatchLeaf.of(RowValues(values), batch.batch_size))
+    batch.set(key, BatchedObject.of(RowObjects(values), batch.batch_size))
 
 
-def read_row_values(batch: TensorDictBase, key: str, default: Any = None) -> list[Any]:
+def read_objects(batch: TensorDictBase, key: str, default: Any = None) -> list[Any]:
     """One Python value per row.
 
     Args:
@@ -46,10 +46,10 @@ def read_row_values(batch: TensorDictBase, key: str, default: Any = None) -> lis
     entry = batch.get(key, None)
     if entry is None:
         return [default] * batch.numel()
-    return leaf_values(entry, batch.batch_size, one_chat=key == QUERY)
+    return objects_of_leaf(entry, batch.batch_size, one_chat=key == QUERY)
 
 
-def leaf_values(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> list[Any]:
+def objects_of_leaf(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> list[Any]:
     """One Python value per row of a leaf.
 
     Args:
@@ -60,9 +60,9 @@ def leaf_values(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> lis
     Returns:
         A new list of B values; a single value is repeated.
     """
-    if isinstance(entry, BatchLeaf):
-        face = face_of(entry)
-        return list(entry.snapshot() if face is None else face.rows(entry.snapshot()))
+    if isinstance(entry, BatchedObject):
+        view = view_of(entry)
+        return list(entry.snapshot() if view is None else view.rows(entry.snapshot()))
     if isinstance(entry, NonTensorStack):
         return _flat(entry.tolist(), len(shape))
     value = entry.data if isinstance(entry, NonTensorData) else entry

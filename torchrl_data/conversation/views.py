@@ -1,6 +1,6 @@
 """What conversations look like to whoever reads them as text or as tokens.
 
-The record of tokens stays the truth; a face is worked out when somebody looks.
+The record of tokens stays the truth; a view is worked out when somebody looks.
 
 Shape legend: B rows, T tokens of a row (ragged).
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ConversationFace:
+class ConversationView:
     """A part of conversations as text or as token ids.
 
     Args:

@@ -1,6 +1,6 @@
 """Where the loop keeps its conversations in a TensorDict: one opaque object for the whole batch.
 
-A `BatchLeaf` carries the :class:`Conversations`. The group that
+A `BatchedObject` carries the :class:`Conversations`. The group that
 holds the leaves is a :class:`ChatHistory`, which builds a ``History`` when somebody asks for one.
 """
 
@@ -10,9 +10,9 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from torchrl_data.conversation.batched_object import BatchLeaf, face_of
+from torchrl_data.conversation.batched_object import BatchedObject, view_of
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.views import ConversationFace
+from torchrl_data.conversation.views import ConversationView
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import DONE, HISTORY, INPUT_MODES, STEP_MASK, TEXT
 from torchrl_data.ragged.ragged import entries_of
@@ -69,14 +69,14 @@ def write_conversations(
         raise ValueError(
             f"A batch of {batch.numel()} rows can't hold {len(conversations)} conversations."
         )
-    face: ConversationFace | None = None
+    view: ConversationView | None = None
     if mode is None:
         held = _held_leaf(batch, which)
-        face = None if held is None else face_of(held)
-        mode = HISTORY if face is None else face.mode
+        view = None if held is None else view_of(held)
+        mode = HISTORY if view is None else view.mode
     elif mode != HISTORY and encoder is not None:
-        face = ConversationFace(mode, which, encoder)
-    leaf = BatchLeaf.of(conversations, batch.batch_size, face=face)
+        view = ConversationView(mode, which, encoder)
+    leaf = BatchedObject.of(conversations, batch.batch_size, view=view)
     group = _group(batch, mode)
     if group is None:
         batch.set(mode, _new_group(mode, {which: leaf}, batch.batch_size))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
-from torchrl_data.conversation.batched_object import BatchLeaf
+from torchrl_data.conversation.batched_object import BatchedObject
 from torchrl_data.conversation.conversations import Conversations, Source
 from torchrl_data.conversation.messages import PLACEHOLDER_ROLE, Message
 from torchrl_data.history.history import History
@@ -28,7 +28,7 @@ def conversations_of(leaf: Any) -> Conversations | None:
         parts = [conversations_of(part) for part in leaf.unbind(0)]
         found = [part for part in parts if part is not None]
         return Conversations.cat(found) if len(found) == len(parts) else None
-    data = leaf.snapshot() if isinstance(leaf, BatchLeaf) else getattr(leaf, "data", None)
+    data = leaf.snapshot() if isinstance(leaf, BatchedObject) else getattr(leaf, "data", None)
     return data if isinstance(data, Conversations) else None
 
 

@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_
 
 from torchrl_data.conversation.conversations import Conversations, Message
 from torchrl_data.conversation.messages import check_messages
-from torchrl_data.conversation.object_entries import leaf_values
+from torchrl_data.conversation.object_entries import objects_of_leaf
 from torchrl_data.errors import missing_part
 from torchrl_data.history.history import History
 from torchrl_data.keys import ASSISTANT_MASK, FULL, HISTORY, LOG_PROBS_FULL, PROMPT, TEXT
@@ -230,7 +230,7 @@ class _Turn(NamedTuple):
 
 
 def _texts(batch: TensorDictBase, which: str, who: str) -> list[str]:
-    texts = leaf_values(_part(batch, TEXT, which, who), batch.batch_size)
+    texts = objects_of_leaf(_part(batch, TEXT, which, who), batch.batch_size)
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(

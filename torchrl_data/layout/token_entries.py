@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
-from torchrl_data.conversation.object_entries import leaf_values
+from torchrl_data.conversation.object_entries import objects_of_leaf
 from torchrl_data.errors import missing_part
 from torchrl_data.keys import ATTENTION_MASK, TOKENS
 from torchrl_data.ragged.ragged import entries_of
@@ -43,7 +43,7 @@ def rows_in(group: Any, name: str) -> list[Tensor] | None:
     if value is None:
         return None
     if is_non_tensor(value):
-        given = leaf_values(value, entries.batch_size)
+        given = objects_of_leaf(value, entries.batch_size)
         return (
             None
             if any(row is None for row in given)

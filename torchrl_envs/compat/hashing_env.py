@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, NonTensor, SipHash, Unbounded
 from torchrl.envs import EnvBase
 
-from torchrl_data.conversation.object_entries import write_row_values
+from torchrl_data.conversation.object_entries import write_objects
 from torchrl_data.errors import MissingEntryError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class LLMHashingEnv(EnvBase):
         out.set(self.observation_key, tokens)
         out.set("hashing", hashing.view(*self.batch_size, 1))
         if self.text_key is not None and self._tokenizer is not None:
-            write_row_values(out, self.text_key, self._tokenizer.batch_decode(tokens))
+            write_objects(out, self.text_key, self._tokenizer.batch_decode(tokens))
         return out
 
     def _set_seed(self, seed: int | None) -> None:

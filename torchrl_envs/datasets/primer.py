@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import GROUP_ID, QUERY, ROW, SEED, STOP_REASON
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.episode.episode_transform import EpisodeTransform
@@ -297,9 +297,9 @@ class DataLoadingPrimer(EpisodeTransform):
         for row in rows:
             if row in self._running:
                 self._frontier.close(self._running.pop(row), "abandoned")
-        queries = read_row_values(batch, QUERY, "")
-        held = read_row_values(batch, ROW, {})
-        reasons = read_row_values(batch, STOP_REASON, "")
+        queries = read_objects(batch, QUERY, "")
+        held = read_objects(batch, ROW, {})
+        reasons = read_objects(batch, STOP_REASON, "")
         group_id = _held(batch, GROUP_ID, size)
         seed = _held(batch, SEED, size)
         for i in rows:
@@ -315,9 +315,9 @@ class DataLoadingPrimer(EpisodeTransform):
             raise DataExhaustedError(
                 f"DataLoadingPrimer: all rows of the data were drawn {self.num_epochs} times."
             )
-        write_row_values(batch, QUERY, queries)
-        write_row_values(batch, ROW, held)
-        write_row_values(batch, STOP_REASON, reasons)
+        write_objects(batch, QUERY, queries)
+        write_objects(batch, ROW, held)
+        write_objects(batch, STOP_REASON, reasons)
         batch.set(GROUP_ID, group_id)
         batch.set(SEED, seed)
 

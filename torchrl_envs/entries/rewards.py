@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_envs.concurrency.calls import Outcome
 
@@ -100,8 +100,8 @@ def record_rewards(
     reward = _entry(batch, REWARD, torch.zeros(size, 1, 1))
     scorable = _entry(batch, SCORABLE, torch.zeros(size, 1, dtype=torch.bool))
     own = _entry(batch, (REWARDS, name), torch.full((size, 1, 1), math.nan))
-    errors = read_row_values(batch, REWARD_ERRORS, "")
-    by_token = read_row_values(batch, TOKEN_REWARDS)
+    errors = read_objects(batch, REWARD_ERRORS, "")
+    by_token = read_objects(batch, TOKEN_REWARDS)
     for row, (value, error) in zip(rows, given, strict=True):
         if error:
             errors[row] = f"{errors[row]}\n{error}".strip()
@@ -119,9 +119,9 @@ def record_rewards(
     batch.set(REWARD, reward)
     batch.set(SCORABLE, scorable)
     batch.set((REWARDS, name), own)
-    write_row_values(batch, REWARD_ERRORS, errors)
+    write_objects(batch, REWARD_ERRORS, errors)
     if any(value is not None for value in by_token):
-        write_row_values(batch, TOKEN_REWARDS, by_token)
+        write_objects(batch, TOKEN_REWARDS, by_token)
 
 
 def close_rewards(batch: TensorDictBase, rows: Sequence[int], conversations: Conversations) -> None:
@@ -138,7 +138,7 @@ def close_rewards(batch: TensorDictBase, rows: Sequence[int], conversations: Con
     """
     if batch.get(TOKEN_REWARDS, None) is None:
         return
-    by_token = read_row_values(batch, TOKEN_REWARDS)
+    by_token = read_objects(batch, TOKEN_REWARDS)
     total = batch.get(REWARD)
     dense = [
         dense_reward(total[row], by_token[row], conversations.assistant_mask(row)) for row in rows

@@ -13,7 +13,7 @@ from torchrl.envs import EnvBase, Transform
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import (
     DONE,
@@ -208,7 +208,7 @@ class ChatEnv(EnvBase):
                 f"ChatEnv.step reads {(self.input_mode, FULL)}, which a policy writes, or "
                 f"{TEXT_RESPONSE!r}, a string per row. The batch holds {found}."
             )
-        return self._with_text(batch, read_row_values(batch, TEXT_RESPONSE))
+        return self._with_text(batch, read_objects(batch, TEXT_RESPONSE))
 
     def _with_text(self, batch: TensorDictBase, texts: Sequence[str]) -> Conversations:
         """The prompts with what somebody said as the assistant."""

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
     DONE,
     FINISH_REASON,
@@ -152,20 +152,20 @@ class EpisodeEnv(TransformedEnv):
         )
         mask = batch.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().squeeze(-1).tolist()
-        reasons = read_row_values(batch, STOP_REASON, "")
+        reasons = read_objects(batch, STOP_REASON, "")
         for row in rows:
             reasons[row] = ""
-        write_row_values(batch, STOP_REASON, reasons)
+        write_objects(batch, STOP_REASON, reasons)
         self.release_episodes(rows)
         try:
             reset = one_dimension(self._begin(batch, rows, **kwargs))
-            reasons = read_row_values(batch, STOP_REASON)
-            write_row_values(reset, STOP_REASON, reasons)
+            reasons = read_objects(batch, STOP_REASON)
+            write_objects(reset, STOP_REASON, reasons)
             self._limit_turns(batch, reset, [row for row in rows if not reasons[row]])
         except BaseException:
             self.release_episodes(rows)
             raise
-        reasons = read_row_values(reset, STOP_REASON)
+        reasons = read_objects(reset, STOP_REASON)
         _no_turn(reset, [row for row in rows if reasons[row]])
         return _in_shape(reset, self.batch_size)
 
@@ -173,7 +173,7 @@ class EpisodeEnv(TransformedEnv):
         for transform in self.episode_transforms():
             transform.draw_rows(batch, rows)
         for transform in self.episode_transforms():
-            reasons = read_row_values(batch, STOP_REASON)
+            reasons = read_objects(batch, STOP_REASON)
             transform.begin_episodes(batch, [row for row in rows if not reasons[row]])
         self._dispatcher.show_tools(batch, rows)
         batch = _in_shape(batch, self.batch_size)
@@ -191,18 +191,18 @@ class EpisodeEnv(TransformedEnv):
         active = active_rows(tensordict)
         if not bool(active.all()):
             _keep_flags(tensordict, next_batch, ~active)
-        began = [not reason for reason in read_row_values(tensordict, STOP_REASON, "")]
+        began = [not reason for reason in read_objects(tensordict, STOP_REASON, "")]
         self._end_unanswered(next_batch, active)
         part = active & torch.tensor(began)
         self._limit_turns(tensordict, next_batch, part.nonzero().squeeze(-1).tolist())
-        over = [bool(reason) for reason in read_row_values(next_batch, STOP_REASON, "")]
+        over = [bool(reason) for reason in read_objects(next_batch, STOP_REASON, "")]
         over = torch.tensor(over) & ~next_batch.get(DONE).view(-1)
         _truncate(next_batch, active & (over | ~torch.tensor(began)))
         finished = next_batch.get(DONE).view(-1) & active
         rows = finished.nonzero().squeeze(-1).tolist()
         self._write_stop_reasons(tensordict, next_batch, rows)
         if rows:
-            reasons = read_row_values(next_batch, STOP_REASON)
+            reasons = read_objects(next_batch, STOP_REASON)
             scored = [r for r in rows if began[r] and kind_of(reasons[r]) not in UNSCORABLE_REASONS]
             self._score(tensordict, next_batch, scored)
             self._mark_unscorable(next_batch, [row for row in rows if row not in scored])
@@ -235,11 +235,11 @@ class EpisodeEnv(TransformedEnv):
         for source in self.episode_transforms():
             for name in source.reward_names if isinstance(source, RewardSource) else ():
                 record_rewards(next_batch, name, rows, [RowReward()] * len(rows))
-        reasons = read_row_values(next_batch, STOP_REASON)
-        errors = read_row_values(next_batch, REWARD_ERRORS, "")
+        reasons = read_objects(next_batch, STOP_REASON)
+        errors = read_objects(next_batch, REWARD_ERRORS, "")
         for row in rows:
             errors[row] = reasons[row] if kind_of(reasons[row]) in UNSCORABLE_REASONS else ""
-        write_row_values(next_batch, REWARD_ERRORS, errors)
+        write_objects(next_batch, REWARD_ERRORS, errors)
 
     def release_episodes(self, rows: Sequence[int] | None = None) -> None:
         """Give back what some rows hold, or all; their episodes are over, finished or not."""
@@ -263,15 +263,15 @@ class EpisodeEnv(TransformedEnv):
     def _write_stop_reasons(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
     ) -> None:
-        reasons = read_row_values(batch, STOP_REASON, "")
-        held = read_row_values(next_batch, STOP_REASON, "")
-        finish = read_row_values(batch, FINISH_REASON, "")
+        reasons = read_objects(batch, STOP_REASON, "")
+        held = read_objects(next_batch, STOP_REASON, "")
+        finish = read_objects(batch, FINISH_REASON, "")
         truncated = next_batch.get(TRUNCATED).view(-1).tolist()
         for row in rows:
             reasons[row] = reasons[row] or held[row] or _stop_reason(finish[row], truncated[row])
         # A turn cut at its budget did not end by itself.
         _truncate(next_batch, torch.tensor([reason in CUT_REASONS for reason in reasons]))
-        write_row_values(next_batch, STOP_REASON, reasons)
+        write_objects(next_batch, STOP_REASON, reasons)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Give back what all rows hold, and close; an error on the way stops none of it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import STOP_REASON
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
 from torchrl_envs.concurrency.calls import ConcurrentCalls
@@ -106,11 +106,11 @@ class EpisodeTransform(Transform):
         """
         if not failures:
             return
-        reasons = read_row_values(batch, STOP_REASON, "")
+        reasons = read_objects(batch, STOP_REASON, "")
         for row, (where, error) in failures.items():
             _log.warning("Row %d does not begin: %s failed", row, where, exc_info=error)
             reasons[row] = f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}"
-        write_row_values(batch, STOP_REASON, reasons)
+        write_objects(batch, STOP_REASON, reasons)
 
     def limit_turns(
         self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]

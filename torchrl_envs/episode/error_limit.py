@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_envs.entries.rewards import REWARD_ERRORS
 
 
@@ -50,7 +50,7 @@ class RewardErrorLimit(Transform):
         Raises:
             TooManyRewardErrors: the limit is exceeded; the message counts the kinds of errors.
         """
-        errors = read_row_values(batch, REWARD_ERRORS, "")
+        errors = read_objects(batch, REWARD_ERRORS, "")
         self._recent.extend(errors[row] for row in rows)
         failed = [error for error in self._recent if error]
         window = self._recent.maxlen or 1

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, NonTensorData, TensorDictBase
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 
-from torchrl_data.conversation.object_entries import write_row_values
+from torchrl_data.conversation.object_entries import write_objects
 from torchrl_data.keys import (
     GROUP_ID,
     MAX_NEW_TOKENS,
@@ -91,7 +91,7 @@ class EpisodeEntries(EpisodeTransform):
             if next_tensordict.get(key, None) is None:
                 next_tensordict.set(key, value)
         if next_tensordict.get(REWARD_ERRORS, None) is None:
-            write_row_values(next_tensordict, REWARD_ERRORS, [""] * next_tensordict.numel())
+            write_objects(next_tensordict, REWARD_ERRORS, [""] * next_tensordict.numel())
         if self.dense:
             next_tensordict.set(TOKEN_ENTRIES, NonTensorData({}, batch_size=size))
         return next_tensordict

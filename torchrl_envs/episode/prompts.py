@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.history.history import History
 from torchrl_data.keys import QUERY, TEXT, TOKENS, TOOLS
@@ -65,7 +65,7 @@ class QueryReader:
                 "ChatEnv.reset reads 'query', which the input lacks. Append a DataLoadingPrimer, "
                 'or call env.reset(TensorDict({"query": ["..."]}, batch_size=env.batch_size)).'
             )
-        tools = read_row_values(batch, TOOLS)
+        tools = read_objects(batch, TOOLS)
         return Conversations.cat([self._open(queries[row], tools[row]) for row in rows])
 
     def _open(self, query: Any, tools: Any) -> Conversations:
@@ -111,7 +111,7 @@ def _values(batch: TensorDictBase) -> list[Any] | None:
         return rows_in(batch, key)
     if isinstance(value, History):
         return chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
-    return read_row_values(batch, key)
+    return read_objects(batch, key)
 
 
 def _is_chat(query: Any) -> bool:

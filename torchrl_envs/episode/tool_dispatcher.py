@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
     DONE,
     NUM_TOOL_CALLS,
@@ -63,10 +63,10 @@ class ToolDispatcher(EpisodeTransform):
         sources = [source for source in self.sources if source.show_schemas]
         if not any(source.tools_of(row) for source in sources for row in rows):
             return
-        schemas = read_row_values(batch, TOOLS)
+        schemas = read_objects(batch, TOOLS)
         for row in rows:
             schemas[row] = [t.schema for source in sources for t in source.tools_of(row).values()]
-        write_row_values(batch, TOOLS, schemas)
+        write_objects(batch, TOOLS, schemas)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -201,10 +201,10 @@ def _end(batch: TensorDictBase, answers: Mapping[int, Sequence[Answer]]) -> None
                 ends.setdefault(row, answer)
     if not ends:
         return
-    reasons = read_row_values(batch, STOP_REASON, "")
+    reasons = read_objects(batch, STOP_REASON, "")
     for row, answer in ends.items():
         reasons[row] = answer.stop_reason
-    write_row_values(batch, STOP_REASON, reasons)
+    write_objects(batch, STOP_REASON, reasons)
     for key, is_truncation in ((TERMINATED, False), (TRUNCATED, True)):
         over = torch.zeros(batch.numel(), dtype=torch.bool)
         for row, answer in ends.items():

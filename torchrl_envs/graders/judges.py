@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 
@@ -138,7 +138,7 @@ class PolicyAnswers:
         with self._lock:
             batch = self.policy(batch)
         full = read_conversations(batch, FULL, who=type(self).__name__)
-        reasons = read_row_values(batch, FINISH_REASON, "")
+        reasons = read_objects(batch, FINISH_REASON, "")
         return [
             str(full.last_message(row)["content"])
             if reason in ("", "stop")

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import QUERY, ROW, SEED
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE
 from torchrl_data.tool_calls.parse import ToolCall
@@ -112,7 +112,7 @@ class OpenEnvTools(ToolSource, RewardSource):
 
     def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         """Open and reset a session per row; add what the server says to the query."""
-        columns = read_row_values(batch, ROW, {})
+        columns = read_objects(batch, ROW, {})
         seeds = batch.get(SEED, None)
         own = [row for row in rows if self._is_own(columns[row] or {})]
         chains: list[list[Call]] = []
@@ -122,7 +122,7 @@ class OpenEnvTools(ToolSource, RewardSource):
                 arguments.setdefault("seed", int(seeds.view(-1)[row]))
             self._episodes[row] = _Episode(self._session(), self.text_of)
             chains.append([functools.partial(self._episodes[row].reset, arguments)])
-        queries = read_row_values(batch, QUERY, [])
+        queries = read_objects(batch, QUERY, [])
         failures: dict[int, tuple[str, BaseException]] = {}
         for row, (outcome,) in zip(own, self.calls.run(chains, self._reset_timeout_s), strict=True):
             if outcome.error is not None:
@@ -131,7 +131,7 @@ class OpenEnvTools(ToolSource, RewardSource):
                 queries[row] = with_observation(queries[row], outcome.value)
         self.release_episodes(list(failures))
         self.refuse_rows(batch, failures)
-        write_row_values(batch, QUERY, queries)
+        write_objects(batch, QUERY, queries)
 
     def _is_own(self, row: Mapping[str, Any]) -> bool:
         missing = [name for name in (*self.where, *self.reset_columns) if name not in row]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import DONE, FULL, PROMPT, REWARD, ROW, TERMINATED
 from torchrl_data.layout.conversation_io import active_rows, read_conversations
@@ -107,7 +107,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
     ) -> None:
         """Score the rows."""
         final = read_conversations(next_batch, PROMPT, who=self._get_name())
-        data = read_row_values(batch, ROW)
+        data = read_objects(batch, ROW)
         found = [
             self.score_messages(final.messages(i), final.first_response(i), data[i]) for i in rows
         ]
@@ -184,7 +184,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
         if all(out[0].get(key, None) is not None for key in self.part_keys):
             return tensordict
         for i, row in enumerate(out):
-            data = read_row_values(row, ROW)[0]
+            data = read_objects(row, ROW)[0]
             if data is None:
                 raise MissingEntryError(
                     f"{who} reads {ROW!r}, the row of the data, which is absent."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from tensordict import TensorDictBase
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import PROMPT, ROW
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs.concurrency.calls import ConcurrentCalls
@@ -126,7 +126,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
         tools = self.env_transforms(EnvironmentTools)
         environments = [_environment(tools, row) for row in rows]
-        data = read_row_values(batch, ROW)
+        data = read_objects(batch, ROW)
         self.score(next_batch, final, rows, data, environments, self.calls)
 
     def score(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import GROUP_ID, REWARD, REWARDS, SCORABLE
 from torchrl_envs.entries.rewards import REWARD_ERRORS
 
@@ -32,7 +32,7 @@ def reward_metrics(trajectories: TensorDictBase) -> dict[str, float]:
     rows = list(trajectories.reshape(-1).unbind(0))
     scored = [row for row in rows if bool(row.get(SCORABLE, _TRUE).all())]
     totals = [float(row.get(REWARD).sum()) for row in scored]
-    failed = [bool(read_row_values(row, REWARD_ERRORS, "")[0]) for row in rows]
+    failed = [bool(read_objects(row, REWARD_ERRORS, "")[0]) for row in rows]
     metrics = {
         "reward/mean": _mean(totals),
         "reward/std": _std(totals),

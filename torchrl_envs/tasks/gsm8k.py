@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import QUERY, REWARD
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.graders.answers import hash_answer, normalize_number, read_tags
@@ -99,7 +99,7 @@ class GSM8KPrepareQuestion(EpisodeTransform):
         Raises:
             TypeError: a query is no string.
         """
-        queries = read_row_values(batch, QUERY)
+        queries = read_objects(batch, QUERY)
         for row in rows:
             if not isinstance(queries[row], str):
                 raise TypeError(
@@ -107,7 +107,7 @@ class GSM8KPrepareQuestion(EpisodeTransform):
                     f"{type(queries[row]).__name__}."
                 )
             queries[row] = self.template.replace("{question}", queries[row])
-        write_row_values(batch, QUERY, queries)
+        write_objects(batch, QUERY, queries)
 
 
 class GSM8KEnv(QuestionEnv):

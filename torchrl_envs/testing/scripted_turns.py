@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDictBase
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import write_row_values
+from torchrl_data.conversation.object_entries import write_objects
 from torchrl_data.keys import FINISH_REASON, FULL, INPUT_MODES, PROMPT
 from torchrl_data.layout.conversation_io import (
     active_rows,
@@ -54,5 +54,5 @@ class ScriptedTurns:
         full = prompt.append_responses([turn if is_active else None for is_active in active])
         for which, value in ((PROMPT, prompt), (FULL, full)):
             write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
-        write_row_values(batch, FINISH_REASON, ["stop"] * size)
+        write_objects(batch, FINISH_REASON, ["stop"] * size)
         return batch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import PROMPT, QUERY, ROW, SEED
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_data.tool_calls.parse import ToolCall
@@ -157,7 +157,7 @@ class EnvironmentTools(ToolSource, RewardSource):
 
         A row whose environment fails gets ``stop_reason``, which ends it; no other row is touched.
         """
-        columns = read_row_values(batch, ROW, {})
+        columns = read_objects(batch, ROW, {})
         names = {row: self._route(columns[row]) for row in rows}
         seeds = batch.get(SEED, None)
         if seeds is not None:
@@ -167,7 +167,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         known = [row for row in rows if names[row] in self.factories]
         beginnings = {row: Beginning(names[row], columns[row]) for row in known}
         started = self._instances.start(beginnings, self.calls)
-        queries = read_row_values(batch, QUERY, [])
+        queries = read_objects(batch, QUERY, [])
         failures: dict[int, tuple[str, BaseException]] = {}
         for row in rows:
             start = started.get(row) or Started(error=self._unknown(), failed_in="route")
@@ -179,7 +179,7 @@ class EnvironmentTools(ToolSource, RewardSource):
                 failures[row] = (f"{names[row]}: {start.failed_in}", start.error)
         self.release_episodes(list(failures))
         self.refuse_rows(batch, failures)
-        write_row_values(batch, QUERY, queries)
+        write_objects(batch, QUERY, queries)
 
     def _route(self, columns: dict[str, Any]) -> Any:
         return columns.get(self.route_column) if self.is_routed else next(iter(self.factories))

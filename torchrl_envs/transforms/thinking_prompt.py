@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_row_values
+from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import DONE, PROMPT, REWARD, ROW, TERMINATED, TRUNCATED
 from torchrl_data.layout.conversation_io import active_rows, read_conversations, write_conversations
 from torchrl_envs.episode.episode_transform import EpisodeTransform
@@ -100,7 +100,7 @@ class AddThinkingPrompt(EpisodeTransform):
         done = next_tensordict.get(DONE).view(-1)
         stays = next_tensordict.get(TRUNCATED).view(-1) | (done & (not self.undo_done))
         open_rows = active_rows(tensordict) & ~stays
-        data = read_row_values(tensordict, ROW)
+        data = read_objects(tensordict, ROW)
         messages: list[list[dict[str, str]]] = [[] for _ in range(len(prompt))]
         for row in open_rows.nonzero().view(-1).tolist():
             ends = bool(done[row]) or prompt.last_message(row)["role"] == "assistant"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from tensordict import TensorDictBase
 
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
     DONE,
     FINISH_REASON,
@@ -108,10 +108,10 @@ class TokenBudget(EpisodeTransform):
         ends |= self._cut_turns(batch, prompt, [row for row in rows if done[row]])
         write_conversations(next_batch, PROMPT, Conversations.cat([prompt, fitting])[order])
         next_batch.set(MAX_NEW_TOKENS, budgets)
-        reasons = read_row_values(next_batch, STOP_REASON, "")
+        reasons = read_objects(next_batch, STOP_REASON, "")
         for row, reason in ends.items():
             reasons[row] = reasons[row] or reason
-        write_row_values(next_batch, STOP_REASON, reasons)
+        write_objects(next_batch, STOP_REASON, reasons)
 
     def _left(self, conversations: Conversations, row: int) -> tuple[int, str]:
         """Tokens that are left, and the reason to stop when there are none."""
@@ -128,7 +128,7 @@ class TokenBudget(EpisodeTransform):
         self, batch: TensorDictBase, final: Conversations, rows: Sequence[int]
     ) -> dict[int, str]:
         """Rows that are done because their turn was cut at the budget."""
-        finish = read_row_values(batch, FINISH_REASON, "")
+        finish = read_objects(batch, FINISH_REASON, "")
         left = {row: self._left(final, row) for row in rows if finish[row] == "length"}
         return {row: reason for row, (tokens, reason) in left.items() if tokens <= 0}
 

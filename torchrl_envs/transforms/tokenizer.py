@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.history.history import History
 from torchrl_data.ragged.packed import pad
@@ -83,7 +83,7 @@ class Tokenizer(Transform):
         for in_key, out_key in self._encoded:
             if not self._holds(next_tensordict, in_key):
                 continue
-            texts: Any = read_row_values(next_tensordict, in_key)  # type: ignore[arg-type]
+            texts: Any = read_objects(next_tensordict, in_key)  # type: ignore[arg-type]
             rows = [torch.tensor(ids, dtype=torch.int64) for ids in self.encode(texts)]
             mask = pad([torch.ones(len(row), dtype=torch.bool) for row in rows], value=False)
             fill: Any = self.tokenizer.pad_token_id or 0
@@ -120,7 +120,7 @@ class Tokenizer(Transform):
                 )
                 for row, kept in zip(rows, keep, strict=True)
             ]
-            write_row_values(tensordict, in_key, texts)  # type: ignore[arg-type]
+            write_objects(tensordict, in_key, texts)  # type: ignore[arg-type]
         return tensordict
 
     def _holds(self, batch: TensorDictBase, key: NestedKey) -> bool:
@@ -180,9 +180,9 @@ class TemplateTransform(Transform):
         for in_key, out_key in self._rendered:
             if next_tensordict.get(in_key, None) is None:
                 continue
-            values: Any = read_row_values(next_tensordict, in_key)  # type: ignore[arg-type]
+            values: Any = read_objects(next_tensordict, in_key)  # type: ignore[arg-type]
             texts = [self._render(value) for value in values]
-            write_row_values(next_tensordict, out_key, texts)  # type: ignore[arg-type]
+            write_objects(next_tensordict, out_key, texts)  # type: ignore[arg-type]
         return next_tensordict
 
     def _render(self, value: Any) -> str:
@@ -207,8 +207,8 @@ class TemplateTransform(Transform):
         for in_key, out_key in self._parsed:
             if tensordict.get(out_key, None) is None:
                 continue
-            texts: Any = read_row_values(tensordict, out_key)  # type: ignore[arg-type]
+            texts: Any = read_objects(tensordict, out_key)  # type: ignore[arg-type]
             parsed: list[Any] = [History.from_text(text, **self._template) for text in texts]
             said = [history[-1].content for history in parsed]
-            write_row_values(tensordict, in_key, said)  # type: ignore[arg-type]
+            write_objects(tensordict, in_key, said)  # type: ignore[arg-type]
         return tensordict

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.object_entries import write_row_values
+from torchrl_data.conversation.object_entries import write_objects
 from torchrl_data.keys import (
     ENTROPY,
     FINISH_REASON,
@@ -179,7 +179,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         else:
             prompt, full, reasons = self._respond_some(prompt, active, budgets)
         self.writes.write(tensordict, prompt, full)
-        write_row_values(tensordict, FINISH_REASON, reasons)
+        write_objects(tensordict, FINISH_REASON, reasons)
         return tensordict
 
     def _respond_some(

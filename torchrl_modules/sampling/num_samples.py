@@ -9,7 +9,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 
 
 def repeat_rows(
@@ -26,11 +26,11 @@ def repeat_rows(
         The batch ``[*B, n]`` and its B x n conversations.
     """
     index = torch.arange(batch.numel()).repeat_interleave(num_samples)
-    values = {key: read_row_values(batch, key) for key in _row_value_keys(batch)}
+    values = {key: read_objects(batch, key) for key in _row_value_keys(batch)}
     size = (*batch.batch_size, num_samples)
     repeated = batch.exclude(*values).reshape(-1)[index].reshape(size)
     for key, column in values.items():
-        write_row_values(repeated, key, [column[i] for i in index.tolist()])
+        write_objects(repeated, key, [column[i] for i in index.tolist()])
     return repeated, prompt[index]
 
 

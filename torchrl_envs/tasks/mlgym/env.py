@@ -13,7 +13,7 @@ from typing import Any, Final
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_row_values, write_row_values
+from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import QUERY, ROW
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_envs.concurrency.calls import Outcome
@@ -79,13 +79,13 @@ class MLGymActions(ToolSource, RewardSource):
 
     def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
         """Start an environment per row; what it says is the query."""
-        tasks = [str((row or {}).get("task")) for row in read_row_values(batch, ROW)]
+        tasks = [str((row or {}).get("task")) for row in read_objects(batch, ROW)]
         started = self._instances.start({r: Beginning(tasks[r], {}) for r in rows}, self.calls)
-        queries = read_row_values(batch, QUERY)
+        queries = read_objects(batch, QUERY)
         for row, start in started.items():
             queries[row] = queries[row] if start.error is not None else start.observation
             self._num_wrong[row] = 0
-        write_row_values(batch, QUERY, queries)
+        write_objects(batch, QUERY, queries)
         self.refuse_rows(
             batch,
             {
