@@ -26,7 +26,8 @@ from transformers import (
 )
 
 from torchrl_data.ragged.packed import pack
-from torchrl_modules import chunked_head, chunked_log_prob
+from torchrl_modules import chunked_log_prob
+from torchrl_modules.scoring import chunked_head
 from torchrl_modules.scoring.token_scoring import PackedScorer
 from torchrl_modules.weights.state import check_state_dict
 
