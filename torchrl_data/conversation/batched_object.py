@@ -48,8 +48,8 @@ class BatchedObject(NonTensorData):
 
     The snapshot is one Python object: :class:`RowObjects`, or anything else that has a length, is
     indexed by a tensor of rows, and has a static method ``cat``. ``data`` is always that of the
-    leaf's own rows: ``td[2:4]["history", "prompt"]`` has two conversations. With a view it is what
-    the view shows: ``td["text", "prompt"]`` is a list of strings, ``td["tokens", "prompt"]`` a list
+    leaf's own rows: ``td[2:4]["history", "prompt"]`` has two conversations. With ``shown_as`` it is what
+    that view shows: ``td["text", "prompt"]`` is a list of strings, ``td["tokens", "prompt"]`` a list
     of int64 ``[T]``. Row values are shown as lists of the batch's shape.
     """
 
@@ -60,7 +60,7 @@ class BatchedObject(NonTensorData):
     """Which row of the snapshot each batch element is; int64, shaped like the batch."""
     whole: Tensor | None = None
     """The ``rows`` of a leaf that was never indexed: the same tensor, so the check is ``is``."""
-    view: Any = None
+    shown_as: Any = None
     """A :class:`ObjectView`, or ``None`` to show the snapshot itself."""
     _metadata: dict | None = None
     _is_non_tensor: bool = True
@@ -79,7 +79,7 @@ class BatchedObject(NonTensorData):
             rows = whole = torch.arange(len(snapshot)).view(batch_size)
         # As an entry of the inner TensorDict, the rows follow every operation on the batch.
         entries = TensorDict._new_unsafe({"rows": rows}, batch_size=batch_size)
-        rest = {"data": snapshot, "whole": whole, "view": view, "_is_non_tensor": True}
+        rest = {"data": snapshot, "whole": whole, "shown_as": view, "_is_non_tensor": True}
         return cls._from_tensordict(entries, rest, safe=False)
 
     @property
@@ -98,7 +98,7 @@ class BatchedObject(NonTensorData):
 
     def shown(self) -> Any:
         """What the view shows of this leaf's rows, or the snapshot if there is none."""
-        view = self.__dict__["_non_tensordict"].get("view")
+        view = self.__dict__["_non_tensordict"].get("shown_as")
         snapshot = self.snapshot()
         if view is not None:
             return in_shape(view.rows(snapshot), self.batch_size)
@@ -153,7 +153,7 @@ def view_of(leaf: Any) -> Any:
     """
     while isinstance(leaf, NonTensorStack):
         leaf = leaf.unbind(0)[0]
-    return leaf.__dict__["_non_tensordict"].get("view")
+    return leaf.__dict__["_non_tensordict"].get("shown_as")
 
 
 def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
