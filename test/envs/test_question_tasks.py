@@ -274,7 +274,7 @@ def test_countdown_is_scored_by_value_and_numbers(scripted):
 
 
 def test_the_reasoning_gym_has_a_countdown_task_too():
-    task = make_task("countdown", num_rows=40, num_held_out=5, num_demonstrations=3)
+    task = make_task("reasoning_gym/countdown", num_rows=40, num_held_out=5, num_demonstrations=3)
     assert all("target" in row["entry"]["metadata"] for row in itertools.islice(task.train_rows, 3))
 
 

@@ -1,16 +1,16 @@
 """The bundled tasks: they can be solved, cannot be cheated, and hold their test rows out."""
 
 import re
+from dataclasses import replace
 
 import pytest
-from torchrl.envs.transforms import Compose
 
 from torchrl_data.tool_calls.parse import parse_tool_calls
-from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_envs.tasks.calculator import TOOLS, calculator_task
 from torchrl_envs.tasks.number_guessing import NumberGuessing, number_guessing_task
 from torchrl_envs.tasks.reasoning_gym_questions import question_task
 from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.task import TaskEnv
 
 SMALL = {"num_rows": 120, "num_held_out": 20, "num_demonstrations": 60}
 
@@ -21,14 +21,9 @@ def calculator():
 
 
 def run_task(task, rows, policy, play):
-    parts = [
-        DataLoadingPrimer(rows),
-        EnvironmentTools(task.environment, show_schemas=False),
-        StepCounter(max_steps=task.max_turns),
-    ]
-    if task.metrics:
-        parts.append(RewardFunctions(task.metrics, weights=[0.0] * len(task.metrics)))
-    env = ChatEnv(batch_size=len(rows)).append_transform(Compose(*parts))
+    env = TaskEnv(
+        replace(task, train_rows=rows), num_envs=len(rows), shuffle=False, show_schemas=False
+    )
     ends = play(env, policy)
     env.close()
     return ends

@@ -12,7 +12,7 @@ from torchrl_data.keys import REWARD
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.answer import AnswerReward
 
-from .question_env import QuestionEnv
+from .task import Task, TaskEnv, demonstrate, load_task_rows
 
 SYSTEM_PROMPT: Final = (
     "You are given numbers and a target. First reason inside <think> and </think>, then give an "
@@ -153,7 +153,57 @@ class CountdownRewardParser(AnswerReward):
         }
 
 
-class CountdownEnv(QuestionEnv):
+def countdown_task(
+    *,
+    num_rows: int = 4096,
+    num_count: int = 4,
+    max_number: int = 100,
+    max_target: int = 1000,
+    format_reward: float = 0.1,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    num_held_out: int = 256,
+    num_demonstrations: int = 1024,
+    seed: int = 0,
+) -> Task:
+    """Countdown problems, made here.
+
+    Args:
+        num_rows: problems, before repeated ones are dropped.
+        num_count: numbers in each.
+        max_number: the largest of them.
+        max_target: the largest target.
+        format_reward: for an answer that is wrong.
+        system_prompt: says which format the answer has.
+        num_held_out: problems held out.
+        num_demonstrations: conversations for a warm start, with the problems' solutions.
+        seed: of the problems.
+
+    Raises:
+        ValueError: a setting is out of range, or there are too few different problems.
+    """
+    sizes = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
+    train, held_out = load_task_rows(
+        countdown_rows(num_rows, **sizes, seed=seed), num_held_out=num_held_out
+    )
+    return Task(
+        name="countdown",
+        train_rows=train,
+        held_out_rows=held_out,
+        rewards=lambda: [CountdownRewardParser(format_reward=format_reward)],
+        columns=("prompt", "numbers", "target"),
+        system_prompt=system_prompt,
+        demonstrations=demonstrate(
+            train,
+            num_demonstrations,
+            prompt_column="prompt",
+            system_prompt=system_prompt,
+            answer=lambda row: f"<think></think><answer>{row['solution']}</answer>",
+        ),
+        max_new_tokens=64,
+    )
+
+
+class CountdownEnv(TaskEnv):
     """Countdown problems, made here.
 
     Args:
@@ -164,7 +214,7 @@ class CountdownEnv(QuestionEnv):
         compute_reward: whether to score with :class:`CountdownRewardParser`.
         seed: of the problems, their order and the groups' seeds.
         system_prompt: says which format the answer has.
-        **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
+        **kwargs: see :class:`~torchrl_envs.tasks.task.TaskEnv`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -182,7 +232,14 @@ class CountdownEnv(QuestionEnv):
         system_prompt: str | None = SYSTEM_PROMPT,
         **kwargs: Any,
     ) -> None:
-        sizes = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
-        rows = countdown_rows(num_rows, **sizes, seed=seed)
-        rewards = [CountdownRewardParser()] if compute_reward else []
-        super().__init__(rows, rewards, seed=seed, system_prompt=system_prompt, **kwargs)
+        task = countdown_task(
+            num_rows=num_rows,
+            num_count=num_count,
+            max_number=max_number,
+            max_target=max_target,
+            system_prompt=system_prompt,
+            num_held_out=0,
+            num_demonstrations=0,
+            seed=seed,
+        )
+        super().__init__(task, compute_reward=compute_reward, seed=seed, **kwargs)

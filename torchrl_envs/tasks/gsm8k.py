@@ -15,7 +15,7 @@ from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.graders.answers import hash_answer, normalize_number, read_tags
 from torchrl_envs.rewards.answer import AnswerReward
 
-from .question_env import QuestionEnv
+from .task import Task, TaskEnv, demonstrate, load_task_rows
 
 HUB_ID: Final = "openai/gsm8k"
 SYSTEM_PROMPT: Final = (
@@ -110,7 +110,69 @@ class GSM8KPrepareQuestion(EpisodeTransform):
         write_objects(batch, QUERY, queries)
 
 
-class GSM8KEnv(QuestionEnv):
+def gsm8k_task(
+    *,
+    dataset: Any = HUB_ID,
+    name: str | None = None,
+    split: str | None = None,
+    held_out_split: str | None = None,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    format_reward: float = 0.1,
+    num_held_out: int = 256,
+    num_demonstrations: int = 1024,
+) -> Task:
+    """Questions of GSM8K, or of data like it.
+
+    Args:
+        dataset: a hub id, a local path, or the rows themselves.
+        name: of the configuration, for a hub id.
+        split: which to train on; the only one, or ``"train"``, when not given.
+        held_out_split: which to test on; when not given, ``"test"`` of the hub's GSM8K, and rows
+            of ``split`` of other data.
+        system_prompt: says which format the answer has.
+        format_reward: for an answer that is wrong.
+        num_held_out: rows held out.
+        num_demonstrations: conversations for a warm start, with the data's own solutions.
+
+    Raises:
+        ValueError: there are too few rows, or no such split.
+    """
+    is_hub = isinstance(dataset, str) and dataset == HUB_ID
+    train, held_out = load_task_rows(
+        dataset,
+        name="main" if name is None and is_hub else name,
+        split=split,
+        held_out_split="test" if held_out_split is None and is_hub else held_out_split,
+        num_held_out=num_held_out,
+        prompt_column="question",
+    )
+    return Task(
+        name="gsm8k",
+        train_rows=train,
+        held_out_rows=held_out,
+        rewards=lambda: [GSM8KRewardParser(format_reward=format_reward)],
+        columns=("question", "answer"),
+        prompt_column="question",
+        system_prompt=system_prompt,
+        demonstrations=demonstrate(
+            train,
+            num_demonstrations,
+            prompt_column="question",
+            system_prompt=system_prompt,
+            answer=_solution,
+        ),
+    )
+
+
+def _solution(row: Mapping[str, Any]) -> str | None:
+    """A row's own solution, in the format that is asked for."""
+    reasoning, mark, answer = str(row.get("answer")).rpartition("####")
+    if not mark:
+        return None
+    return f"<think>{reasoning.strip()}</think><answer>{answer.strip()}</answer>"
+
+
+class GSM8KEnv(TaskEnv):
     """Questions of GSM8K.
 
     Args:
@@ -118,7 +180,8 @@ class GSM8KEnv(QuestionEnv):
         compute_reward: whether to score with :class:`GSM8KRewardParser`.
         system_prompt: says which format the answer has.
         name: of the configuration, for a hub id.
-        **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
+        split: which; the only one, or ``"train"``, when not given.
+        **kwargs: see :class:`~torchrl_envs.tasks.task.TaskEnv`.
 
     Raises:
         ValueError: the data lack ``question`` or ``answer``, or a setting is out of range.
@@ -131,17 +194,18 @@ class GSM8KEnv(QuestionEnv):
         compute_reward: bool = True,
         system_prompt: str | None = SYSTEM_PROMPT,
         name: str | None = None,
+        split: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            dataset,
-            [GSM8KRewardParser()] if compute_reward else [],
-            columns=["question", "answer"],
-            prompt_column="question",
+        task = gsm8k_task(
+            dataset=dataset,
+            name=name,
+            split=split,
             system_prompt=system_prompt,
-            name="main" if name is None and dataset == HUB_ID else name,
-            **kwargs,
+            num_held_out=0,
+            num_demonstrations=0,
         )
+        super().__init__(task, compute_reward=compute_reward, **kwargs)
 
 
 def make_gsm8k_env(

@@ -20,8 +20,9 @@ from torchrl_envs.graders.instructions import INSTRUCTIONS, follows, loose_varia
 from torchrl_envs.rewards.answer import AnswerReward
 from torchrl_envs.tool_calls.signatures import accepted_arguments
 
-from .question_env import QuestionEnv
+from .task import Task, TaskEnv, load_task_rows
 
+HUB_ID: Final = "google/IFEval"
 SYSTEM_PROMPT: Final = (
     "You follow instructions exactly. First reason inside <think> and </think>, then give your "
     "answer inside <answer> and </answer>. The instructions are about what is inside <answer>."
@@ -186,14 +187,58 @@ def _mean(results: Sequence[bool]) -> float:
     return sum(results) / len(results) if results else 0.0
 
 
-class IFEvalEnv(QuestionEnv):
+def ifeval_task(
+    *,
+    dataset: Any = HUB_ID,
+    name: str | None = None,
+    split: str | None = None,
+    held_out_split: str | None = None,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    num_held_out: int = 128,
+) -> Task:
+    """Prompts of IFEval, or of data like it; there are no demonstrations.
+
+    Args:
+        dataset: a hub id, a local path, or the rows themselves.
+        name: of the configuration, for a hub id.
+        split: which to train on; the only one, or ``"train"``, when not given.
+        held_out_split: which to test on; when not given, rows of ``split`` are held out.
+        system_prompt: says which format the answer has.
+        num_held_out: rows held out.
+
+    Raises:
+        ValueError: there are too few rows, or no such split.
+    """
+    train, held_out = load_task_rows(
+        dataset,
+        name=name,
+        split=split,
+        held_out_split=held_out_split,
+        num_held_out=num_held_out,
+    )
+    return Task(
+        name="ifeval",
+        train_rows=train,
+        held_out_rows=held_out,
+        rewards=lambda: [IfEvalScorer()],
+        columns=("prompt", "instruction_id_list", "kwargs"),
+        prompt_column="prompt",
+        map_row=_checked,
+        system_prompt=system_prompt,
+        max_new_tokens=512,
+    )
+
+
+class IFEvalEnv(TaskEnv):
     """Prompts of IFEval.
 
     Args:
         dataset: a hub id, a local path, or the rows themselves.
         compute_reward: whether to score with :class:`IfEvalScorer`.
         system_prompt: says which format the answer has.
-        **kwargs: see :class:`~torchrl_envs.tasks.question_env.QuestionEnv`.
+        name: of the configuration, for a hub id.
+        split: which; the only one, or ``"train"``, when not given.
+        **kwargs: see :class:`~torchrl_envs.tasks.task.TaskEnv`.
 
     Raises:
         ValueError: the data lack a column, or a row names an instruction that is unknown.
@@ -202,20 +247,17 @@ class IFEvalEnv(QuestionEnv):
     def __init__(
         self,
         *,
-        dataset: Any = "google/IFEval",
+        dataset: Any = HUB_ID,
         compute_reward: bool = True,
         system_prompt: str | None = SYSTEM_PROMPT,
+        name: str | None = None,
+        split: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            dataset,
-            [IfEvalScorer()] if compute_reward else [],
-            columns=["prompt", "instruction_id_list", "kwargs"],
-            prompt_column="prompt",
-            map_row=_checked,
-            system_prompt=system_prompt,
-            **kwargs,
+        task = ifeval_task(
+            dataset=dataset, name=name, split=split, system_prompt=system_prompt, num_held_out=0
         )
+        super().__init__(task, compute_reward=compute_reward, **kwargs)
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def combine_tasks(name: str, tasks: Sequence[Task]) -> Task:
     for task in tasks:
         if not callable(task.environment):
             raise ValueError(
-                f"combine_tasks: {task.name} has several environments already; give its parts."
+                f"combine_tasks takes tasks of one environment each; {task.name} has "
+                f"{'none' if task.environment is None else 'several environments already'}."
             )
         environments[task.name] = task.environment
     columns = dict.fromkeys(column for task in tasks for column in task.train_rows[0])

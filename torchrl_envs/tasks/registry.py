@@ -1,46 +1,87 @@
 """Tasks by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import partial
+from inspect import signature
 from typing import Any, Final
 
 from .calculator import calculator_task
 from .catch import catch_task
+from .countdown import countdown_task
 from .echo import echo_task
+from .gsm8k import gsm8k_task
+from .ifeval import ifeval_task
+from .math_problems import math_task
 from .multi_env import multi_env_task
 from .number_guessing import number_guessing_task
+from .openenv import openenv_task
 from .reasoning_gym_questions import generator_names, question_task
 from .task import Task
-from .textarena_games import PREFIX, textarena_task
+from .textarena_games import PREFIX, textarena_games, textarena_task
 from .wordle import wordle_task
 
-_OWN: Final[dict[str, Callable[..., Task]]] = {
+TASKS: Final[dict[str, Callable[..., Task]]] = {
     "calculator": calculator_task,
     "catch": catch_task,
+    "countdown": countdown_task,
     "echo": echo_task,
+    "gsm8k": gsm8k_task,
+    "ifeval": ifeval_task,
+    "math": math_task,
     "multi_env": multi_env_task,
     "number_guessing": number_guessing_task,
+    "openenv": openenv_task,
     "wordle": wordle_task,
 }
+"""What makes a task, by its name; its keyword arguments are the task's settings."""
+GENERATOR_PREFIX: Final = "reasoning_gym/"
+"""Names a generator of reasoning-gym even where a task has the same name (``countdown``)."""
+
+
+def task_factory(name: str) -> Callable[..., Task]:
+    """What makes a task; its keyword arguments are the task's settings.
+
+    Args:
+        name: one of :data:`TASKS`; ``"textarena/"`` and a game of TextArena for one player; or a
+            generator of reasoning-gym, with ``"reasoning_gym/"`` before it or without.
+
+    Raises:
+        ValueError: there is no such task; the message names those that are like it.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    if name.startswith(PREFIX):
+        return partial(textarena_task, name.removeprefix(PREFIX))
+    generator = name.removeprefix(GENERATOR_PREFIX)
+    if generator in generator_names():
+        return partial(question_task, generator)
+    raise ValueError(unknown_task(name, [*TASKS, *generator_names()]))
+
+
+def unknown_task(name: str, known: Sequence[str]) -> str:
+    """What to say of a name that no task has."""
+    games = textarena_games() if name.startswith(PREFIX) else []
+    tail = name.rpartition("/")[2]
+    close = get_close_matches(tail, [*known, *games], n=3, cutoff=0.6)
+    guess = f" Did you mean {' or '.join(close)}?" if close else ""
+    return (
+        f"There is no task {name!r}.{guess} There are {', '.join(TASKS)}; {PREFIX}<game>; and any "
+        "generator of reasoning-gym (gcd, spell_backward, ...)."
+    )
 
 
 def make_task(name: str, *, seed: int = 0, **settings: Any) -> Task:
     """A task by its name.
 
     Args:
-        name: one of this package (``"calculator"``, ``"catch"``, ``"echo"``, ``"multi_env"``,
-            ``"number_guessing"``, ``"wordle"``), ``"textarena/"`` and a game of TextArena for one
-            player, or any generator of reasoning-gym.
-        seed: of its data.
+        name: see :func:`task_factory`.
+        seed: of its data, where the task makes them.
         **settings: of the task's own function.
 
     Raises:
-        ValueError: there is no such task; the message lists those that there are.
+        ValueError: there is no such task, or a setting is out of range.
     """
-    if name in _OWN:
-        return _OWN[name](seed=seed, **settings)
-    if name.startswith(PREFIX):
-        return textarena_task(name.removeprefix(PREFIX), seed=seed, **settings)
-    if name in generator_names():
-        return question_task(name, seed=seed, **settings)
-    known = ", ".join([*_OWN, f"{PREFIX}<game>", *generator_names()])
-    raise ValueError(f"There is no task {name!r}. There are: {known}.")
+    factory = task_factory(name)
+    seeds = {"seed": seed} if "seed" in signature(factory).parameters else {}
+    return factory(**seeds, **settings)
