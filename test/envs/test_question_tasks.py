@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import datasets
@@ -25,6 +26,7 @@ from torchrl_envs.tasks.gsm8k import (
 )
 from torchrl_envs.tasks.math_problems import MATHEnv, last_boxed
 from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.task import TaskEnv
 
 GSM8K = [
     {"question": "<0> two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
@@ -282,3 +284,72 @@ def test_torch_is_not_changed_by_a_seed():
     state = torch.get_rng_state()
     countdown_rows(5)
     assert torch.equal(state, torch.get_rng_state())
+
+
+# As tasks of a script ----------------------------------------------------------------------------
+
+DATA = {
+    "gsm8k": [
+        {"question": f"<{i}> {i} + 1?", "answer": f"{i} + 1\n#### {i + 1}"} for i in range(8)
+    ],
+    "math": [{"problem": f"<{i}> ?", "solution": rf"so \boxed{{{i + 1}}}"} for i in range(8)],
+    "ifeval": [
+        {
+            "prompt": f"<{i}> say cat",
+            "instruction_id_list": ["keywords:existence"],
+            "kwargs": [{"keywords": ["cat"]}],
+        }
+        for i in range(8)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", [*DATA, "countdown"])
+def test_data_from_a_file_become_a_task(tmp_path, name, scripted):
+    """Held-out rows are not trained on; what a demonstration says is right."""
+    settings = {"num_rows": 8, "max_number": 9} if name == "countdown" else {}
+    if name in DATA:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, DATA[name])))
+        settings = {"dataset": str(path)}
+    if name == "math":
+        settings |= {"num_workers": 1, "timeout_s": 20}
+    task = make_task(name, num_held_out=3, **settings)
+    prompts = [row[task.prompt_column or "prompt"] for row in task.train_rows]
+    held_out = [row[task.prompt_column or "prompt"] for row in task.held_out_rows]
+    assert (len(prompts), len(held_out)) == (5, 3)
+    assert not set(prompts) & set(held_out)
+    if name == "ifeval":
+        assert not task.demonstrations
+        return
+    says = {chat[-2]["content"]: [chat[-1]["content"]] for chat in task.demonstrations}
+    assert list(says) == prompts
+    assert all(chat[0]["role"] == "system" for chat in task.demonstrations)
+    env = TaskEnv(task, num_envs=5, shuffle=False)
+    end = env.step(scripted(says)(env.reset()))["next"]
+    env.close()
+    best = 1.1 if name == "math" else 1.0
+    assert end["reward"].view(-1).tolist() == pytest.approx([best] * 5)
+
+
+def test_a_split_can_be_held_out(tmp_path):
+    parts = {"train": DATA["gsm8k"][:6], "test": DATA["gsm8k"][6:]}
+    splits = {name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "data")
+    load = {"dataset": str(tmp_path / "data"), "held_out_split": "test"}
+    task = make_task("gsm8k", num_held_out=2, **load)
+    assert list(task.train_rows) == parts["train"]
+    assert list(task.held_out_rows) == parts["test"]
+    with pytest.raises(ValueError, match="'test' has only 2 rows, too few to hold 3 out"):
+        make_task("gsm8k", num_held_out=3, **load)
+
+
+def test_held_out_groups_have_seeds_of_their_own():
+    task = make_task("gsm8k", dataset=DATA["gsm8k"], num_held_out=4)
+    task = replace(task, held_out_rows=task.train_rows)
+    seeds = []
+    for held_out in (False, True):
+        env = TaskEnv(task, num_envs=4, shuffle=False, held_out=held_out)
+        seeds.append(set(env.reset()["seed"].tolist()))
+        env.close()
+    assert not seeds[0] & seeds[1]
