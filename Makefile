@@ -51,19 +51,9 @@ lint: .venv/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-# Two processes: an engine inside a process changes its globals. What talks to real servers, browsers
-# and engines has deadlines, so on a busy machine the tests that failed get a second try in a new
-# process; what failed first stays in the output.
-PYTEST := $(BIN)/python -m pytest
-AGAIN := --last-failed --last-failed-no-failures none
-NO_VLLM := -m "not vllm"
-VLLM := -m vllm -o cache_dir=.pytest_cache/vllm test/docs test/modules test/sota
-
-# Threads of torch that wait must not burn the cores that tools, servers and engines need.
-tests: export OMP_WAIT_POLICY ?= passive
+# A flaky test fails here too, unless test/house/known_flaky.txt names it with a reason.
 tests: .venv/.installed-test
-	export OMP_NUM_THREADS=2; $(PYTEST) $(NO_VLLM) || $(PYTEST) $(NO_VLLM) $(AGAIN)
-	export OMP_NUM_THREADS=1; $(PYTEST) $(VLLM) || $(PYTEST) $(VLLM) $(AGAIN)
+	$(BIN)/python test/run_tests.py $(ARGS)
 
 mutants: .venv/.installed-test
 	$(BIN)/python test/objectives/mutate.py

@@ -1,0 +1,114 @@
+"""A second try hides nothing: what passes then alone fails the run, but for a list with reasons."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import run_tests
+
+FAILS_ONCE = """
+from pathlib import Path
+import pytest
+
+def first_time(name):
+    mark = Path(__file__).with_name(name)
+    first = not mark.exists()
+    mark.touch()
+    return first
+
+def test_steady(): pass
+def test_unsteady(): assert not first_time("unsteady")
+@pytest.mark.parametrize("case", ["one", "two"])
+def test_excused(case): assert not first_time("excused" + case)
+"""
+BROKEN = "def test_broken(): assert False"
+DIES = "import os\ndef test_dies(): os._exit(7)"
+IN_TEARDOWN = """
+import pytest
+@pytest.fixture
+def leaky():
+    yield
+    raise OSError("left behind")
+def test_leaks(leaky): pass
+"""
+KNOWN = {"test_it.py::test_excused": "a server of theirs", "test_it.py::test_broken": "none"}
+
+
+@pytest.fixture
+def outcome_of(tmp_path, monkeypatch):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+    def run(source):
+        (tmp_path / "test_it.py").write_text(source)
+        return run_tests.run_half(
+            run_tests.Half("it", ("test_it.py",), ".cache", 1), KNOWN, tmp_path
+        )
+
+    return run
+
+
+def test_flaky_fails_unless_known_and_broken_fails_though_known(outcome_of):
+    outcome = outcome_of(FAILS_ONCE + BROKEN)
+    assert outcome.failed == ["test_it.py::test_broken"]
+    assert outcome.flaky == ["test_it.py::test_unsteady"]
+    assert outcome.known == ["test_it.py::test_excused[one]", "test_it.py::test_excused[two]"]
+    assert not outcome.passed
+    told = run_tests.summary([outcome], KNOWN).splitlines()
+    assert told[1] == "tests it: FAILED"
+    assert [line.split()[0] for line in told[2:]] == ["failed", "FLAKY,", "known", "known"]
+    assert "a server of theirs" in told[-1]
+
+
+def test_what_failed_in_an_earlier_run_is_not_held_against_this_one(outcome_of):
+    assert not outcome_of(BROKEN).passed
+    assert outcome_of("def test_fine(): pass").passed
+
+
+def test_known_flaky_alone_passes(outcome_of):
+    outcome = outcome_of(FAILS_ONCE.replace('assert not first_time("unsteady")', "pass"))
+    assert outcome.passed
+    assert len(outcome.known) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "failed", "broken"),
+    [
+        pytest.param(DIES, [], "pytest ended with status 7", id="the process dies"),
+        pytest.param("import nothing_of_this", ["test_it.py"], "status 2", id="can't be collected"),
+        pytest.param(IN_TEARDOWN, ["test_it.py::test_leaks"], "", id="fails in its teardown"),
+    ],
+)
+def test_no_failure_is_lost(source, failed, broken, outcome_of):
+    outcome = outcome_of(source)
+    assert outcome.failed == failed
+    assert broken in outcome.broken
+    assert bool(broken) == bool(outcome.broken)
+    assert not outcome.passed
+
+
+def test_both_halves_run_when_the_first_fails(monkeypatch, capsys):
+    ran = []
+
+    def run_half(half, known, more):
+        ran.append((half.name, more))
+        return run_tests.Outcome(half.name, failed=["x"] if len(ran) == 1 else [])
+
+    monkeypatch.setattr(run_tests, "run_half", run_half)
+    assert run_tests.main(["-x"]) == 1
+    assert ran == [("without vLLM", ["-x"]), ("with vLLM", ["-x"])]
+    assert "tests with vLLM: passed" in capsys.readouterr().out
+
+
+def test_list_of_known_flaky_tests_names_real_ones_with_reasons(tmp_path):
+    for name in run_tests.known_flaky():
+        file, _, function = name.partition("::")
+        source = (run_tests.ROOT / file).read_text(encoding="utf-8")
+        assert f"def {function.partition('[')[0]}(" in source
+    bare = tmp_path / "known.txt"
+    bare.write_text("# fine\n\ntest_it.py::test_a\n")
+    with pytest.raises(ValueError, match=r"file::test: reason.*test_it\.py::test_a"):
+        run_tests.known_flaky(bare)
