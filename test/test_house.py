@@ -1,0 +1,232 @@
+"""The house stays in order: budgets of size, one door for a heavy dependency, no circles.
+
+What is over a budget today stands in ``test/house/exceptions.toml``, which may only shrink. Layers
+are contracts of import-linter in ``pyproject.toml``.
+"""
+
+import ast
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXCEPTIONS = tomllib.loads((ROOT / "test/house/exceptions.toml").read_text(encoding="utf-8"))
+LIBRARY = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")
+SCRIPTS = ("sota-implementations", "benchmarks")
+
+LIBRARY_LINES = 33_000
+FILE_LINES = 400
+TEST_FILE_LINES = 500
+CLASS_LINES = 330
+FUNCTION_LINES = 75
+CONSTRUCTOR_PARAMETERS = 12
+FOLDER_FILES = 16
+FUNCTION_IMPORT_PERCENT = 2.0
+DOORS = {
+    "vllm": {"torchrl_modules.vllm.runtime", "torchrl_modules.vllm.transfer"},
+    "ray": {"objectives.advantages.ray_mc_advantage"},
+    "mcp": {"torchrl_envs.tools.mcp_connection"},
+    "websockets": {"torchrl_envs.openenv.session"},
+    "pebble": {"torchrl_envs.processes.killable_pool"},
+    "math_verify": {"torchrl_envs.graders.math_verify_reward"},
+    "openai": {"torchrl_envs.graders.judges"},
+    "datasets": {"torchrl_envs.datasets.loading"},
+    "textarena": {"torchrl_envs.tasks.textarena_games"},
+    "reasoning_gym": {"torchrl_envs.tasks.reasoning_gym_questions"},
+    "mlgym": {"torchrl_envs.tasks.mlgym.env"},
+}
+"""Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def sources(*folders: str) -> dict[str, tuple[str, ast.Module]]:
+    """Text and syntax tree of each Python file, by its path."""
+    if len(folders) != 1:
+        return {name: source for folder in folders for name, source in sources(folder).items()}
+    found = {}
+    for path in sorted(ROOT.joinpath(*folders).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        found[path.relative_to(ROOT).as_posix()] = (text, ast.parse(text))
+    return found
+
+
+def num_lines(node: ast.ClassDef | Function) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def file_lines() -> Iterator[tuple[str, int]]:
+    for name, (text, _) in sources(*LIBRARY, *SCRIPTS).items():
+        yield name, text.count("\n")
+
+
+def lines_of_tests() -> Iterator[tuple[str, int]]:
+    for name, (text, _) in sources("test").items():
+        yield name, text.count("\n")
+
+
+def class_lines() -> Iterator[tuple[str, int]]:
+    for name, (_, tree) in sources(*LIBRARY, *SCRIPTS).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield f"{name}::{node.name}", num_lines(node)
+
+
+def function_lines() -> Iterator[tuple[str, int]]:
+    """The library's: a script's loop stands in one place, from top to bottom."""
+    for name, (_, tree) in sources(*LIBRARY).items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield f"{name}::{node.name}", num_lines(node)
+
+
+def constructor_parameters() -> Iterator[tuple[str, int]]:
+    for name, (_, tree) in sources(*LIBRARY).items():
+        for owner in ast.walk(tree):
+            for node in owner.body if isinstance(owner, ast.ClassDef) else ():
+                if isinstance(node, Function) and node.name == "__init__":
+                    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                    yield f"{name}::{owner.name}", len(given) - 1  # without self
+
+
+def folder_files() -> Iterator[tuple[str, int]]:
+    every = sources(*LIBRARY, *SCRIPTS, "test")
+    yield from Counter(Path(name).parent.as_posix() for name in every).items()
+
+
+def library_lines() -> Iterator[tuple[str, int]]:
+    yield "all", sum(text.count("\n") for text, _ in sources(*LIBRARY).values())
+
+
+def function_imports() -> Iterator[tuple[str, float]]:
+    total = hidden = 0
+    for _, tree in sources(*LIBRARY).values():
+        total += len(imports_in(tree))
+        functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
+        hidden += len({id(node) for function in functions for node in imports_in(function)})
+    yield "all", round(100 * hidden / total, 2)
+
+
+def imports_in(tree: ast.AST) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+BUDGETS: dict[str, tuple[Callable[[], Iterable[tuple[str, float]]], float]] = {
+    "library_lines": (library_lines, LIBRARY_LINES),
+    "file_lines": (file_lines, FILE_LINES),
+    "test_file_lines": (lines_of_tests, TEST_FILE_LINES),
+    "class_lines": (class_lines, CLASS_LINES),
+    "function_lines": (function_lines, FUNCTION_LINES),
+    "constructor_parameters": (constructor_parameters, CONSTRUCTOR_PARAMETERS),
+    "folder_files": (folder_files, FOLDER_FILES),
+    "function_import_percent": (function_imports, FUNCTION_IMPORT_PERCENT),
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_budget(budget):
+    measure, limit = BUDGETS[budget]
+    excused = EXCEPTIONS.get(budget, {})
+    found = dict(measure())
+    over = {n: v for n, v in found.items() if v > excused.get(n, limit)}
+    assert not over, f"more than {limit} {budget}, or than exceptions.toml allows: {over}"
+    unneeded = {name for name in excused if found.get(name, 0) <= limit}
+    assert not unneeded, f"take these out of [{budget}] in test/house/exceptions.toml: {unneeded}"
+
+
+def test_heavy_dependencies_are_imported_behind_one_door():
+    """By statement or by name, imports for types alone left out."""
+    importers = defaultdict(set)
+    for name, (_, tree) in sources(*LIBRARY).items():
+        for module in imported_when_run(tree):
+            importers[module.partition(".")[0]].add(name.removesuffix(".py").replace("/", "."))
+    assert {name: importers[name] for name in DOORS} == DOORS
+
+
+def imported_when_run(tree: ast.AST) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                for other in node.orelse:
+                    yield from imported_when_run(other)
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom(level=0, module=str(module)):
+                yield module
+            case ast.Call(func=function, args=[ast.Constant(value=str(module)), *_]) if ast.unparse(
+                function
+            ).endswith("import_module"):
+                yield module
+                yield from imported_when_run(node)
+            case _:
+                yield from imported_when_run(node)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """Who imports whom, imports for types included."""
+    return grimp.build_graph(*LIBRARY, cache_dir=None)
+
+
+def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of nodes that all reach each other (Tarjan), of two nodes and more."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for other in sorted(arrows.get(node, ())):
+            if other not in order:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], order[other])
+        if low[node] == order[node]:
+            circle = set(stack[stack.index(node) :])
+            del stack[stack.index(node) :]
+            found.extend([circle] if len(circle) > 1 else [])
+
+    for node in sorted(arrows):
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_circles_of_a_graph_by_hand():
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": {"f"}, "f": {"d", "g"}}
+    assert circles(arrows) == [{"d", "e", "f"}, {"b", "c"}]
+    assert circles({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+@pytest.mark.parametrize("level", ["modules", "rooms"])
+def test_nothing_imports_in_circles(level, graph):
+    """Neither modules nor rooms, the folders right below a package."""
+    arrows = defaultdict(set)
+    for module in graph.modules:
+        for other in graph.find_modules_directly_imported_by(module):
+            ends = (module, other) if level == "modules" else (room(module), room(other))
+            if ends[0] != ends[1] and not LIBRARY_SET & set(ends):
+                arrows[ends[0]].add(ends[1])
+    found = circles(arrows)
+    excused = [set(circle) for circle in EXCEPTIONS["circles"][level]]
+    new = [sorted(circle) for circle in found if not any(circle <= known for known in excused)]
+    assert not new, f"these import each other in a circle: {new}"
+    mended = [sorted(known) for known in excused if not any(circle & known for circle in found)]
+    assert not mended, f"take these circles out of test/house/exceptions.toml: {mended}"
+
+
+LIBRARY_SET = set(LIBRARY)
+
+
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
