@@ -3,8 +3,13 @@
 import functools
 import json
 import operator
+import os
 import re
+import signal
+import sys
+import threading
 
+import cloudpickle
 import datasets
 import pytest
 import torch
@@ -159,6 +164,46 @@ def test_the_order_is_the_same_for_any_number_of_workers(source, num_workers):
     assert draws(loader, 40) == expected
     assert torch.equal(torch.get_rng_state(), state)
     loader.close()
+
+
+class Deadly:
+    """Rows, of which one kills the process that reads it, and one its first reader only."""
+
+    def __init__(self, mark, parent):
+        self.mark = mark
+        self.parent = parent
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, number):
+        if os.getpid() != self.parent:
+            if number == 5 or (number == 12 and not self.mark.exists()):
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 17:
+                threading.Event().wait()
+        return {"prompt": "x", "number": number}
+
+
+def test_E05_a_worker_that_is_killed_costs_the_row_that_kills_it_and_no_other(tmp_path, request):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as it does with a program's own
+    request.addfinalizer(lambda: cloudpickle.unregister_pickle_by_value(sys.modules[__name__]))
+    rows = Deadly(tmp_path / "killed", os.getpid())
+    loader = DataLoadingPrimer(rows, num_epochs=1, num_workers=1, worker_timeout_s=5.0)
+    found = draws(loader, 18)
+    assert [number for number, _, _ in found] == [n for n in range(20) if n not in (5, 17)]
+    reasons = {row.row_id: row.reason for row in loader.skipped.rows}
+    assert reasons.keys() == {5, 17}
+    assert reasons[5].endswith("its process was ended by a signal: Killed")
+    assert reasons[17].endswith("no answer within 5 s")
+    loader.close()
+
+
+def test_what_can_not_be_sent_to_a_worker_is_refused_before_anything_runs():
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="sent to worker processes, and these can't be: TypeError"):
+        DataLoadingPrimer(ROWS, map_row=lambda row: {**row, "lock": lock}, num_workers=1)
 
 
 # The end ------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 
 import psutil
 import pytest
@@ -23,7 +22,6 @@ from torchrl_envs.graders.answers import (
     think_answer_format,
 )
 from torchrl_envs.graders.math_verify_reward import MathVerifyReward, grade_math
-from torchrl_envs.processes.killable_pool import KillablePool
 
 HANGS = r"\boxed{9^{9^{9^9}}}"
 
@@ -85,58 +83,44 @@ def test_a_column_that_the_data_lacks_is_named_before_the_first_rollout():
     env.close()
 
 
-def test_memory_is_bounded():
-    pool = KillablePool(num_workers=1, max_memory_mb=64)
-    future = pool.submit(bytearray, 2**30)
-    with pytest.raises(MemoryError):
-        future.result(timeout=60)
-    pool.close()
-
-
-def test_no_process_outlives_a_killed_program(tmp_path):
-    script = tmp_path / "hangs.py"
+def test_a_program_without_a_main_guard_runs_once_and_its_workers_end_with_it(tmp_path):
+    script = tmp_path / "trains.py"
     script.write_text(
         textwrap.dedent(
-            """
-            import time
-            from torchrl_envs.processes.killable_pool import KillablePool
+            r"""
+            import sys, threading
+            from torchrl_envs import DataLoadingPrimer, MathVerifyReward
 
-            if __name__ == "__main__":
-                pool = KillablePool(num_workers=2, timeout_s=600)
-                for _ in range(2):
-                    pool.submit(time.sleep, 500)
-                pool.submit(time.sleep, 0)
-                time.sleep(500)
+            def more(row):
+                return {**row, "more": row["number"] + offset}
+
+            offset = 10
+            sys.stdout.write("started\n")
+            rows = [{"prompt": "<0>", "number": i} for i in range(4)]
+            data = DataLoadingPrimer(rows, map_row=more, num_workers=1)
+            reward = MathVerifyReward(num_workers=1, timeout_s=60)
+            assert [data._next().row["more"] for _ in range(4)] == [10, 11, 12, 13]
+            assert reward([{"role": "assistant", "content": "0.5"}], answer="1/2") == 1.0
+            hanging = [{"role": "assistant", "content": "\\boxed{9^{9^{9^9}}}"}]
+            call = threading.Thread(target=reward, args=(hanging,), kwargs={"answer": "2"})
+            call.start()
+            sys.stdout.write("graded\n")
+            sys.stdout.flush()
+            call.join()
             """
         )
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    program = subprocess.Popen([sys.executable, str(script)], env=environment)
-    running = wait_for(lambda: _workers(program.pid), "the pool did not start")
+    program = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout.readline() == "started\n"
+    assert program.stdout.readline() == "graded\n", "no worker ran the program again"
+    running = psutil.Process(program.pid).children(recursive=True)
+    assert len(running) == 4, "two workers, and their keepers"
     program.kill()
-    program.wait(timeout=10)
-    wait_for(lambda: not any(_alive(p) for p in running), "processes were left")
-
-
-def _workers(pid):
-    """The two workers, once each has the thread that watches its parent."""
-    found = psutil.Process(pid).children(recursive=True)
-    workers = [p for p in found if p.num_threads() > 1]
-    return workers if len(workers) == 2 else []
-
-
-def _alive(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-def wait_for(condition, words, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(words)
+    assert program.communicate()[0] == ""
+    assert psutil.wait_procs(running, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize(

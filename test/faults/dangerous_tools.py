@@ -40,6 +40,24 @@ def hold_with_child() -> str:
     return hold() + str(child)
 
 
+def hide_child() -> int:
+    """Have a child in a session of its own, whose parent is gone."""
+    read, write = os.pipe()
+    if (starter := os.fork()) == 0:
+        os.setsid()
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        os.write(write, str(child.pid).encode())
+        os._exit(0)
+    os.waitpid(starter, 0)
+    return int(os.read(read, 32))
+
+
+def hide_child_and_hang() -> str:
+    """Both."""
+    hide_child()
+    return hang()
+
+
 def leave_with_child() -> str:
     """End the process, but for a child that has its socket."""
     if os.fork() == 0:
@@ -110,7 +128,7 @@ if __name__ == "__main__":
 
     from torchrl_envs.processes import ToolProcesses
 
-    functions = {"a": dangerous_tools.hang, "b": dangerous_tools.hold_with_child}
+    functions = {"a": dangerous_tools.hide_child_and_hang, "b": dangerous_tools.hold_with_child}
     tools = ToolProcesses(functions, num_processes=2, timeout_s=600, max_result_bytes=100)
     calls = [threading.Thread(target=tools.call, args=(name, {}), daemon=True) for name in "ab"]
     for call in calls:

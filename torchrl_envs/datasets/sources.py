@@ -24,7 +24,7 @@ class SequenceSource:
         self._seed = seed
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Row ids in the order of an epoch, each with what :meth:`fetch` needs.
+        """Row ids in the order of an epoch, each with its index in ``rows``.
 
         Args:
             number: of the epoch.
@@ -35,10 +35,6 @@ class SequenceSource:
             permutation = np.random.default_rng([self._seed, number]).permutation(self.num_rows)
             order = permutation.tolist()
         return ((index, index) for index in order[start:])  # type: ignore[index]
-
-    def fetch(self, key: int) -> Any:
-        """The row of a number."""
-        return self.rows[key]
 
 
 class StreamSource:
@@ -54,6 +50,8 @@ class StreamSource:
     """
 
     num_rows = None
+    rows = None
+    """A row can't be read by its number: it is handed on itself."""
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class StreamSource:
         self._seed = seed
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """See :meth:`SequenceSource.epoch`; what is left out is read all the same."""
+        """Row ids and rows, see :meth:`SequenceSource.epoch`; all are read, those left out too."""
         rows = enumerate(self._walk(number))
         order = self._from_buffer(rows, number) if self._shuffle else rows
         for place, item in enumerate(order):
@@ -90,11 +88,6 @@ class StreamSource:
             buffer[place] = row
         random.shuffle(buffer)  # type: ignore[arg-type]
         yield from buffer
-
-    @staticmethod
-    def fetch(key: Any) -> Any:
-        """The row itself."""
-        return key
 
 
 def open_source(

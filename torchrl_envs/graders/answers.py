@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from torchrl_data.conversation.conversations import Message
+from torchrl_data.conversation.messages import Message
 
 _THINK: Final = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -3,17 +3,20 @@
 Needs ``pip install torchrl-agents[graders]``.
 """
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
-from torchrl_data.conversation.conversations import Message
-from torchrl_envs.processes.killable_pool import KillablePool
+from torchrl_data.conversation.messages import Message
+from torchrl_envs.concurrency.calls import CallTimeoutError
+from torchrl_envs.processes import ToolProcesses
 
 from .answers import final_text, read_tags
+
+_MAX_MEMORY_MB: Final = 2048
+_MAX_RESULT_BYTES: Final = 64
 
 
 class MathVerifyReward:
@@ -35,7 +38,7 @@ class MathVerifyReward:
 
     Raises:
         ValueError: a setting is not positive.
-        ImportError: math-verify or pebble is not installed.
+        ImportError: math-verify is not installed.
     """
 
     scores_one_rollout = True
@@ -53,15 +56,23 @@ class MathVerifyReward:
                 "MathVerifyReward needs the package math-verify, which is not installed: pip "
                 "install torchrl-agents[graders]."
             )
+        if not timeout_s > 0:
+            raise ValueError(f"MathVerifyReward: timeout_s must be positive, got {timeout_s!r}.")
         self.answer_column = answer_column
         self.timeout_reward = timeout_reward
         self.required_columns = (answer_column,)
         self.num_timeouts = 0
-        self._pool = KillablePool(
-            num_workers=num_workers, timeout_s=timeout_s, preload=["math_verify", __name__]
+        self._processes = ToolProcesses(
+            {"grade": grade_math},
+            num_processes=num_workers,
+            timeout_s=timeout_s,
+            max_result_bytes=_MAX_RESULT_BYTES,
+            max_memory_mb=_MAX_MEMORY_MB,
+            preload=["math_verify"],
+            start=False,
         )
 
-    async def __call__(self, completion: Sequence[Message], **columns: Any) -> float:
+    def __call__(self, completion: Sequence[Message], **columns: Any) -> float:
         """Score one rollout.
 
         Args:
@@ -70,23 +81,22 @@ class MathVerifyReward:
 
         Raises:
             TimeoutError: time was up, and ``timeout_reward`` is ``None``.
-            ValueError: the right answer can't be read.
+            RuntimeError: the right answer can't be read, or the process died.
         """
-        right = str(columns[self.answer_column])
-        future = self._pool.submit(grade_math, final_text(completion), right)
+        arguments = {"said": final_text(completion), "right": str(columns[self.answer_column])}
         try:
-            return await asyncio.wrap_future(future)
-        except TimeoutError:
+            return float(self._processes.call("grade", arguments))
+        except CallTimeoutError:
             self.num_timeouts += 1
             if self.timeout_reward is not None:
                 return self.timeout_reward
             raise TimeoutError(
-                f"the answer was not graded within {self._pool.timeout_s:g} s"
+                f"the answer was not graded within {self._processes.timeout_s:g} s"
             ) from None
 
     def close(self) -> None:
         """Kill the processes."""
-        self._pool.close()
+        self._processes.close()
 
 
 def grade_math(said: str, right: str) -> float:

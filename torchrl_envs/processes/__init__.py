@@ -1,6 +1,13 @@
-"""Tools in processes of their own, which may die and can be killed."""
+"""Functions in processes of their own, which may die and can be killed."""
 
-from .pool import ToolProcesses
-from .process import ToolProcessError
+from .pool import WorkerPool, WorkerStartError
+from .process import ToolProcessError, kept_command
+from .tools import ToolProcesses
 
-__all__ = ["ToolProcessError", "ToolProcesses"]
+__all__ = [
+    "ToolProcessError",
+    "ToolProcesses",
+    "WorkerPool",
+    "WorkerStartError",
+    "kept_command",
+]

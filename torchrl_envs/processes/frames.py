@@ -1,22 +1,16 @@
-"""Messages over a socket between two processes: a length, and JSON or bytes."""
+"""Messages over a socket between two processes: a length, and bytes."""
 
-import json
 import socket
 import struct
 import time
-from typing import Any, Final
+from typing import Final
 
 _LENGTH: Final = struct.Struct("!Q")
 _READ_BYTES: Final = 1 << 16
 
 
-def pack(message: Any) -> bytes:
-    """A message as it is sent.
-
-    Raises:
-        TypeError: it is not JSON.
-    """
-    data = json.dumps(message).encode()
+def pack(data: bytes) -> bytes:
+    """A message as it is sent."""
     return _LENGTH.pack(len(data)) + data
 
 
@@ -27,7 +21,7 @@ class Frames:
         self._link = link
         self._buffer = bytearray()
 
-    def receive(self, timeout_s: float | None = None) -> Any:
+    def receive(self, timeout_s: float | None = None) -> bytes:
         """The next message.
 
         Args:
@@ -41,7 +35,7 @@ class Frames:
         (size,) = _LENGTH.unpack(head)
         data = self._read(_LENGTH.size + size, timeout_s)[_LENGTH.size :]
         self._buffer.clear()
-        return json.loads(data)
+        return data
 
     def _read(self, size: int, timeout_s: float | None) -> bytes:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

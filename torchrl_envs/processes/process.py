@@ -1,13 +1,15 @@
-"""One worker process, as its parent sees it, and the guardian of all."""
+"""One worker process, as its parent sees it."""
 
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,87 +18,72 @@ from torchrl_envs.concurrency.calls import CallTimeoutError
 from .frames import Frames, pack
 
 _LOOK_S: Final = 0.25
-"""How often one looks whether a worker is alive whose socket a child of its own keeps open."""
+"""How often one looks whether a worker is alive whose socket somebody keeps open."""
 _END_S: Final = 5.0
-_GUARDIAN: Final = Path(__file__).with_name("guardian.py")
+_KEEPER: Final = Path(__file__).with_name("keeper.py")
 _PROGRAM: Final = (
     "import json, sys; descriptor, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
-    "from .worker import serve; serve(int(descriptor))"
+    f"from {__package__}.worker import serve; serve(int(descriptor))"
 )
+
+
+def kept_command(command: Sequence[str]) -> list[str]:
+    """A command that ends with this process, and kills what it has started when it ends.
+
+    Args:
+        command: a program, to be started by this process itself, and its arguments.
+    """
+    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), *command]
 
 
 class ToolProcessError(RuntimeError):
     """The process of a call ended before it answered."""
 
 
-class Guardian:
-    """A process that kills the workers if this one ends without doing so."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARDIAN)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-        )
-
-    def tell(self, sign: str, pid: int) -> None:
-        """Say that a worker is there (``+``), or is about to be no more (``-``)."""
-        if self._process.stdin is None or self._process.stdin.closed:
-            return
-        with contextlib.suppress(BrokenPipeError):  # somebody killed it, which ends its service
-            self._process.stdin.write(f"{sign}{pid}\n".encode())
-
-    def close(self) -> None:
-        """End the guardian, and the workers that it still knows."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 class WorkerProcess:
     """A process and the only socket to it; used by one thread at a time, but for :meth:`kill`.
 
     Args:
-        setup: what the worker needs to begin.
-        guardian: is told of it.
+        setup: ``max_memory_mb`` and ``preload``.
+        handler: a pickled function from bytes to bytes.
     """
 
-    def __init__(self, setup: dict[str, Any], guardian: Guardian) -> None:
-        self._guardian = guardian
+    def __init__(self, setup: dict[str, Any], handler: bytes) -> None:
         self._link, theirs = socket.socketpair()
         self._frames = Frames(self._link)
         try:
             path = json.dumps([str(entry) or os.getcwd() for entry in sys.path])
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), path],
+                kept_command([sys.executable, "-c", _PROGRAM, str(theirs.fileno()), path]),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Ctrl-C is the program's; and what a tool starts is killed with the worker.
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is the program's
             )
         except BaseException:
             self._link.close()
             raise
         finally:
             theirs.close()
-        guardian.tell("+", self._process.pid)
-        self._request = pack(setup)
+        self._setup = pack(pickle.dumps(setup)) + pack(handler)
 
     def start(self, timeout_s: float) -> str:
-        """Wait until it has begun; what keeps it from running the functions, or nothing."""
-        return self._ask(self._request, timeout_s)
+        """Wait until it has begun; what keeps it from running the handler, or nothing."""
+        return self._send(self._setup, timeout_s).decode()
 
-    def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, str]:
-        """Call a function; its answer is ``"value"``, ``"error"`` or ``"lost"``, and text."""
-        kind, text = self._ask(pack((name, arguments)), timeout_s)
-        return kind, text
+    def ask(self, request: bytes, timeout_s: float) -> bytes:
+        """What the handler answers.
 
-    def _ask(self, request: bytes, timeout_s: float) -> Any:
+        Raises:
+            CallTimeoutError: nothing, within its deadline.
+            ToolProcessError: the process died.
+        """
+        return self._send(pack(request), timeout_s)
+
+    def _send(self, message: bytes, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         try:
             self._link.settimeout(timeout_s)
-            self._link.sendall(request)
+            self._link.sendall(message)
             while (remaining := deadline - time.monotonic()) > 0:
                 is_dead = self.ending() is not None  # asked first: it may have answered before
                 with contextlib.suppress(TimeoutError):
@@ -130,11 +117,14 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process and what it started; from any thread, before :meth:`end`."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.kill(self._process.pid, signal.SIGTERM)  # the keeper kills the others first
 
     def end(self) -> None:
         """Kill it, and give back what this process holds of it."""
         self.kill()
-        self._guardian.tell("-", self._process.pid)
-        self._process.wait()
+        try:
+            self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:  # somebody stopped the keeper
+            self._process.kill()
+            self._process.wait()
         self._link.close()

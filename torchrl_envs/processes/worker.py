@@ -1,15 +1,11 @@
-"""Inside a worker: finds the functions, then answers calls until the socket closes."""
+"""Inside a worker: finds the handler, then answers requests until the socket closes."""
 
-import functools
 import pickle
+import resource
 import socket
-from base64 import b64decode
-from collections.abc import Callable, Mapping
-from typing import Any
+from importlib import import_module
 
-from torchrl_envs.concurrency.calls import run_call
-from torchrl_envs.errors import EpisodeLostError
-from torchrl_envs.tool_calls.results import error_line, value_text
+from torchrl_envs.tool_calls.results import error_line
 
 from .frames import Frames, pack
 
@@ -23,40 +19,27 @@ def serve(descriptor: int) -> None:
     link = socket.socket(fileno=descriptor)
     link.settimeout(None)
     frames = Frames(link)
-    setup = frames.receive()
+    setup = pickle.loads(frames.receive())
     try:
-        functions = {n: pickle.loads(b64decode(data)) for n, data in setup["functions"].items()}
+        handler = pickle.loads(frames.receive())
+        for module in setup["preload"]:
+            import_module(module)
         _limit_memory(setup["max_memory_mb"])
     except BaseException as error:
-        link.sendall(pack(error_line(error)))
+        link.sendall(pack(error_line(error).encode()))
         return
-    link.sendall(pack(""))
+    link.sendall(pack(b""))
     while True:
         try:
-            name, arguments = frames.receive()
+            request = frames.receive()
         except EOFError:
             return
-        link.sendall(pack(_answer(functions[name], arguments, setup["max_bytes"])))
-
-
-def _answer(
-    function: Callable[..., Any], arguments: Mapping[str, Any], max_bytes: int
-) -> tuple[str, str]:
-    """Text alone goes back: objects of this side may not exist on the other."""
-    outcome = run_call(functools.partial(function, **arguments))
-    if outcome.error is None:
-        outcome = run_call(functools.partial(value_text, outcome.value, max_bytes=max_bytes))
-    if outcome.error is None:
-        return "value", outcome.value
-    kind = "lost" if isinstance(outcome.error, EpisodeLostError) else "error"
-    return kind, error_line(outcome.error)
+        link.sendall(pack(handler(request)))
 
 
 def _limit_memory(max_memory_mb: int | None) -> None:
     if max_memory_mb is None:
         return
-    import resource
-
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[5]) * resource.getpagesize()
     limit = held + max_memory_mb * 2**20

@@ -128,7 +128,7 @@ class MATHEnv(TaskEnv):
 
     Raises:
         ValueError: the data lack ``problem`` or ``solution``, or a solution has no result.
-        ImportError: math-verify or pebble is not installed.
+        ImportError: math-verify is not installed.
     """
 
     def __init__(

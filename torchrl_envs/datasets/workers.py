@@ -1,0 +1,104 @@
+"""Rows that worker processes prepare, some chunks ahead, in order."""
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import cloudpickle
+
+from torchrl_envs.concurrency.calls import CallTimeoutError
+from torchrl_envs.concurrency.threads import DaemonThreads
+from torchrl_envs.processes import ToolProcessError, WorkerPool, WorkerStartError
+
+from .prepare import BadRow, PrepareRow, PrepareRows
+
+T = TypeVar("T")
+Place = TypeVar("Place")
+_CHUNK: Final = 8
+"""Rows that a worker prepares at a time."""
+_CHUNKS_AHEAD: Final = 2
+"""For each worker."""
+
+
+def prepared(
+    order: Iterator[tuple[Place, Any]], prepare: PrepareRow, *, num_workers: int, timeout_s: float
+) -> Generator[tuple[Place, dict[str, Any] | BadRow], None, None]:
+    """Rows in their order; the workers end with the iterator.
+
+    A row of which a worker dies, or which takes too long, is a bad row, and no other is.
+
+    Args:
+        order: places, and the keys of what is there.
+        prepare: makes a row of a key.
+        num_workers: processes.
+        timeout_s: deadline of a few rows, in seconds.
+
+    Raises:
+        WorkerStartError: no worker can be started.
+    """
+    pool = WorkerPool(sendable(prepare), num_processes=num_workers, timeout_s=timeout_s)
+    threads = DaemonThreads(num_workers)
+    closed = threading.Event()
+    waiting: deque[tuple[tuple[Place, ...], Future[Any]]] = deque()
+    chunks = _chunks(order)
+    try:
+        while True:
+            for chunk in islice(chunks, _CHUNKS_AHEAD * num_workers - len(waiting)):
+                places, keys = zip(*chunk, strict=True)
+                waiting.append((places, threads.submit(partial(_ask, pool, keys, closed))))
+            if not waiting:
+                return
+            places, rows = waiting.popleft()
+            yield from zip(places, rows.result(), strict=True)
+    finally:
+        closed.set()
+        pool.close()
+        threads.close()
+
+
+def _chunks(order: Iterator[T]) -> Iterator[list[T]]:
+    while chunk := list(islice(order, _CHUNK)):
+        yield chunk
+
+
+def sendable(prepare: PrepareRow) -> bytes:
+    """What a worker gets; functions of the program itself are sent whole, others by their name.
+
+    Raises:
+        ValueError: it can't be sent to another process.
+    """
+    try:
+        return cloudpickle.dumps(PrepareRows(prepare))
+    except Exception as error:  # the code of the user's objects
+        raise ValueError(
+            "DataLoadingPrimer: with num_workers, the data and map_row are sent to worker "
+            f"processes, and these can't be: {type(error).__name__}: {error}. Use num_workers=0, "
+            "or open what they hold inside map_row."
+        ) from error
+
+
+def _ask(pool: WorkerPool, keys: Sequence[Any], closed: threading.Event) -> list[Any]:
+    """The rows of some keys; where that fails, each is tried alone, and may fail alone."""
+    try:
+        return [pickle.loads(row) for row in pickle.loads(pool.ask(pickle.dumps(keys)))]
+    except WorkerStartError:
+        raise
+    except (ToolProcessError, CallTimeoutError):
+        return [_ask_alone(pool, key, closed) for key in keys]
+
+
+def _ask_alone(pool: WorkerPool, key: Any, closed: threading.Event) -> Any:
+    if closed.is_set():
+        return BadRow("the workers were closed")
+    try:
+        (row,) = pickle.loads(pool.ask(pickle.dumps([key])))
+        return pickle.loads(row)
+    except WorkerStartError:
+        raise
+    except (ToolProcessError, CallTimeoutError) as error:
+        return BadRow(f"a worker process could not prepare it: {error}")

@@ -1,0 +1,145 @@
+"""Functions that are called in worker processes and answer with text."""
+
+import functools
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchrl_envs.concurrency.calls import run_call
+from torchrl_envs.errors import EpisodeLostError
+from torchrl_envs.tool_calls.results import error_line, value_text
+
+from .pool import WorkerPool, WorkerStartError
+from .process import ToolProcessError
+
+
+class ToolProcesses:
+    """Calls functions in worker processes, each call with a deadline; see :class:`WorkerPool`.
+
+    The first worker starts with the object, to show that it finds the functions.
+
+    Args:
+        functions: by name, sync or ``async`` (each call has an event loop of its own); found by
+            their names in modules that can be imported.
+        num_processes: calls that run at once.
+        timeout_s: deadline of one call, in seconds from when a worker takes it up.
+        max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
+        max_memory_mb: what a worker may allocate beside what it starts with, in MiB; beyond it a
+            call fails with ``MemoryError``. No limit when not given.
+        preload: modules that a worker imports when it starts, before any deadline runs.
+        start: start the first worker now, rather than with the first call.
+
+    Raises:
+        ValueError: a setting is not positive, or no other process can find a function.
+        ToolProcessError: a worker can't be started, or does not find the functions.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        *,
+        num_processes: int,
+        timeout_s: float,
+        max_result_bytes: int,
+        max_memory_mb: int | None = None,
+        preload: Sequence[str] = (),
+        start: bool = True,
+    ) -> None:
+        if num_processes < 1 or (max_memory_mb is not None and max_memory_mb < 1):
+            raise ValueError(
+                "num_processes and max_memory_mb must be at least 1, got "
+                f"{num_processes} and {max_memory_mb}."
+            )
+        self.functions = dict(functions)
+        self.timeout_s = timeout_s
+        self._settings = {
+            "num_processes": num_processes,
+            "timeout_s": timeout_s,
+            "max_memory_mb": max_memory_mb,
+            "preload": preload,
+        }
+        self._max_result_bytes = max_result_bytes
+        for name, function in functions.items():
+            _check_can_be_found(name, function)
+        handler = pickle.dumps(_Handler(self.functions, max_result_bytes))
+        self._pool = WorkerPool(handler, **self._settings)
+        if start:
+            self._ask(self._pool.start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has workers of its own."""
+        settings = {**self._settings, "max_result_bytes": self._max_result_bytes}
+        return functools.partial(type(self), **settings), (self.functions,)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a function as soon as a worker is free; from any thread.
+
+        Args:
+            name: of the function.
+            arguments: JSON, as a model's are.
+
+        Returns:
+            What it returned, as text.
+
+        Raises:
+            TypeError: the arguments are not JSON.
+            CallTimeoutError: it missed its deadline, and its worker was killed.
+            ToolProcessError: its worker died, or :meth:`close` was called.
+            RuntimeError: it raised; the error's type has the name of the one that was raised, and
+                is an ``EpisodeLostError`` if that was one.
+        """
+        request = json.dumps((name, dict(arguments))).encode()
+        kind, text = json.loads(self._ask(functools.partial(self._pool.ask, request)))
+        if kind == "value":
+            return text
+        name, _, message = text.partition(": ")
+        error: Any = type(name, (EpisodeLostError if kind == "lost" else RuntimeError,), {})
+        raise error(message)
+
+    @staticmethod
+    def _ask(ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except WorkerStartError as error:
+            if error.__cause__ is not None:
+                raise
+            raise ToolProcessError(
+                f"the functions can't run in another process: {error}. Define them at the top of a "
+                "module that can be imported, or leave num_processes out."
+            ) from error
+
+    def close(self) -> None:
+        """Kill the workers, and with them the calls that run; a later call starts new ones."""
+        self._pool.close()
+
+
+class _Handler:
+    """In a worker: text alone goes back, as objects of this side may not exist on the other."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], max_bytes: int) -> None:
+        self._functions = functions
+        self._max_bytes = max_bytes
+
+    def __call__(self, request: bytes) -> bytes:
+        name, arguments = json.loads(request)
+        outcome = run_call(functools.partial(self._functions[name], **arguments))
+        if outcome.error is None:
+            shown = functools.partial(value_text, outcome.value, max_bytes=self._max_bytes)
+            outcome = run_call(shown)
+        if outcome.error is None:
+            return json.dumps(("value", outcome.value)).encode()
+        kind = "lost" if isinstance(outcome.error, EpisodeLostError) else "error"
+        return json.dumps((kind, error_line(outcome.error))).encode()
+
+
+def _check_can_be_found(name: str, function: Callable[..., Any]) -> None:
+    try:
+        if getattr(function, "__module__", None) == "__main__":
+            raise ValueError("it is defined in the program itself")
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The function {name} can't run in another process: {error}. Define it at the top of a "
+            "module that can be imported, or leave num_processes out."
+        ) from error
