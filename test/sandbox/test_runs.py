@@ -4,7 +4,7 @@ import os
 import stat
 import subprocess
 import sys
-import sysconfig
+import tempfile
 import textwrap
 import threading
 from pathlib import Path
@@ -151,11 +151,14 @@ def test_runs_share_nothing_and_leave_nothing(sandbox):
 
 @pytest.mark.parametrize("isolation", ["bubblewrap", "landlock"])
 def test_packages_can_be_offered(isolation):
-    code = "import packaging; print(packaging.__name__)"
+    code = "import offered; print(offered.__name__)"
     assert "ModuleNotFoundError" in Sandbox(isolation=isolation).run(code).stderr
-    site_packages = sysconfig.get_path("purelib")
-    result = Sandbox(packages=[site_packages], isolation=isolation).run(code)
-    assert result.stdout == "packaging\n"
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as packages:  # /tmp is private inside
+        Path(packages).chmod(0o755)
+        Path(packages, "offered").mkdir()
+        Path(packages, "offered", "__init__.py").touch()
+        result = Sandbox(packages=[packages], isolation=isolation).run(code)
+    assert result.stdout == "offered\n"
 
 
 def test_a_session_keeps_its_variables(session):
