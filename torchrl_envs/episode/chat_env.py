@@ -79,8 +79,8 @@ class ChatEnv(EnvBase):
     Examples:
         >>> env = ChatEnv(batch_size=(2,), system_prompt="Be brief.")
         >>> batch = env.reset(TensorDict({"query": ["Hello", "Bye"]}, batch_size=[2]))
-        >>> batch["history"].prompt.content
-        LinkedList([['Be brief.', 'Hello'], ['Be brief.', 'Bye']])
+        >>> [list(contents) for contents in batch["history"].prompt.content]
+        [['Be brief.', 'Hello'], ['Be brief.', 'Bye']]
     """
 
     def __init__(
