@@ -142,6 +142,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return import_module("torchrl_data").__version__
     if name not in _HOME:
         raise AttributeError(f"module 'objectives' has no attribute {name!r}; it has {__all__}.")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -32,7 +32,6 @@ DOORS = {
     "ray": {"objectives.advantages.ray_mc_advantage"},
     "mcp": {"torchrl_envs.tools.mcp_connection"},
     "websockets": {"torchrl_envs.openenv.session"},
-    "pebble": {"torchrl_envs.processes.killable_pool"},
     "math_verify": {"torchrl_envs.graders.math_verify_reward"},
     "openai": {"torchrl_envs.graders.judges"},
     "datasets": {"torchrl_envs.datasets.loading"},

@@ -6,6 +6,8 @@ Every public name is imported when it is first used, so that importing this pack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from . import keys
     from .conversation.content import ContentBase

@@ -79,6 +79,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("torchrl_data").__version__
     if name in _LAYOUT:
         return getattr(import_module("torchrl_data"), name)
     if name not in _HOMES:
