@@ -216,8 +216,13 @@ class History(TensorClass["nocast"]):
         Raises:
             ValueError: options contradict each other, or the template is unknown or unmarked.
         """
-        from .rendering import RenderingOptions, render_history
+        from .rendering import RenderingOptions, render_chats
 
+        if not self.batch_dims:
+            raise ValueError(
+                "A chat template renders conversations, this History is a single message. Call "
+                "unsqueeze(0) first."
+            )
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         options = RenderingOptions(
@@ -232,7 +237,9 @@ class History(TensorClass["nocast"]):
             return_dict=return_dict,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
         )
-        return render_history(self, tokenizer, options, kwargs)
+        return render_chats(
+            self._rows(), tokenizer, options, kwargs, single=self.batch_dims == 1
+        )
 
     # Growing ------------------------------------------------------------------------------------
 

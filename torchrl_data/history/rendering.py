@@ -1,10 +1,10 @@
-"""A ``History`` as text or tokens, with a chat template.
+"""Chats as text or tokens, with a chat template.
 
 Shape legend: B rows, M messages of a row, T tokens of a row.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,8 +22,6 @@ from torchrl_data.templates.rendering import render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from .history import History
 
 
 @dataclass(frozen=True)
@@ -67,34 +65,18 @@ class RenderingOptions:
         return self.return_assistant_tokens_mask
 
 
-def render_history(
-    history: "History",
+def render_chats(
+    rows: Sequence[Sequence[Message]],
     tokenizer: "PreTrainedTokenizerBase | None",
     options: RenderingOptions,
     variables: Mapping[str, Any],
+    *,
+    single: bool,
 ) -> Any:
-    """See ``History.apply_chat_template``.
-
-    Args:
-        history: ``[M]`` or ``[B, M]``.
-        tokenizer: or ``None`` for UTF-8 bytes.
-        options: what is asked for.
-        variables: ``tools``, ``max_length``, and what the template reads.
-
-    Raises:
-        ValueError: the history is a single message, or the template can't render it.
-    """
-    if not history.batch_dims:
-        raise ValueError(
-            "A chat template renders conversations, this History is a single message. Call "
-            "unsqueeze(0) first."
-        )
+    """See ``History.apply_chat_template``; ``single`` gives one result instead of a batch of one."""
     values = dict(variables)
     tools = values.pop("tools", None)
     max_length = values.pop("max_length", None)
-    chats: Any = history.to_chats()
-    single = history.batch_dims == 1
-    rows: list[list[Message]] = [chats] if single else chats
     for row, messages in enumerate(rows):
         check_messages(messages, row=None if single else row)
     template = resolve_template(
@@ -118,7 +100,7 @@ def render_history(
 
 
 def _text(
-    messages: list[Message],
+    messages: Sequence[Message],
     tokenizer: "PreTrainedTokenizerBase | None",
     template: str,
     options: RenderingOptions,

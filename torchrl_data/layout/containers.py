@@ -1,7 +1,7 @@
 """The layout of a batch: ``prompt``, ``response`` and ``full`` of whatever a batch holds.
 
 ``full = prompt + response``, always, to the token. Rows are ragged; padded, nested and packed are
-views (see ``ragged``). Conversions are in ``layout_conversion``.
+views (see ``ragged``). The arithmetic of the conversions is in ``columns``.
 
 Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
 """
@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from tensordict import NonTensorData, TensorClass, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
 from torch import Tensor
 
 from torchrl_data.conversation.tensorclass_utils import attribute_reader, documented
 from torchrl_data.history.history import History
+from torchrl_data.history.rendering import encoder_for
 from torchrl_data.keys import FULL, PROMPT, RESPONSE
 from torchrl_data.ragged.ragged import (
     entries_of,
@@ -23,16 +24,22 @@ from torchrl_data.ragged.ragged import (
     padded_view,
     ragged_entries,
     rows_of,
+    value_stack,
 )
 
+from .columns import (
+    PARTS,
+    chat_columns,
+    conversation_columns,
+    decode_columns,
+    encode_columns,
+    pad_columns,
+    unpad_columns,
+)
 from .export import conversations_of, history_view
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PARTS: Final = (PROMPT, RESPONSE, FULL)
-"""Names of the three parts."""
-
 
 _RAGGED: Final = NonTensorData(False)
 
@@ -100,9 +107,13 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
         Raises:
             ValueError: the rows are padded (a pad id may be a real token too).
         """
-        from .conversion import tokens_to_text
-
-        return tokens_to_text(self, tokenizer, skip_special_tokens)
+        if _is_padded(self):
+            raise ValueError(
+                "Padded tokens can't be decoded, as a pad id may be a real token too. Call "
+                "to_ragged(masks) first."
+            )
+        columns = {name: rows_of(self, name) for name in _parts_of(self)}
+        return Text.from_rows(**decode_columns(columns, tokenizer, skip_special_tokens))
 
     def to_history(
         self,
@@ -124,9 +135,17 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
             The tokens ``[B, T]`` and their attention mask, without which padding can't be told
             from tokens.
         """
-        from .conversion import pad_tokens
-
-        return pad_tokens(self, pad_token_id)
+        dense = pad_columns(rows_of(self, PROMPT), rows_of(self, RESPONSE), pad_token_id)
+        size = torch.Size([len(dense.prompt)])
+        tokens = Tokens(
+            prompt=dense.prompt,
+            response=dense.response,
+            full=torch.cat([dense.prompt, dense.response], -1),
+            padded=True,
+            batch_size=size,
+        )
+        masks = Masks(all_attention_mask=dense.attention_mask, padded=True, batch_size=size)
+        return tokens, masks
 
     def to_ragged(self, masks: "Masks") -> "Tokens":
         """Undo :meth:`to_padded`.
@@ -134,9 +153,10 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
         Args:
             masks: what :meth:`to_padded` gave beside the tokens.
         """
-        from .conversion import unpad_tokens
-
-        return unpad_tokens(self, masks)
+        entries = entries_of(self)
+        mask = entries_of(masks).get("all_attention_mask")
+        width = entries.get(PROMPT).shape[-1]
+        return Tokens.from_rows(**unpad_columns(entries.get(FULL), mask, width))
 
     @classmethod
     def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
@@ -194,15 +214,31 @@ class Text(TensorClass["nocast"]):
     response: str | list[str] | None = None
     full: str | list[str] | None = None
 
+    @classmethod
+    def from_rows(cls, **columns: Sequence[str]) -> Self:
+        """A group of strings.
+
+        Args:
+            **columns: for each entry, one string a row; at least one entry.
+        """
+        size = torch.Size([len(next(iter(columns.values())))])
+        leaves = {name: value_stack(values) for name, values in columns.items()}
+        return cls._from_tensordict(TensorDict(leaves, batch_size=size), {})
+
+    def _columns(self) -> dict[str, list[str]]:
+        columns = {}
+        for name in _parts_of(self):
+            value = getattr(self, name)
+            columns[name] = [value] if isinstance(value, str) else list(value)
+        return columns
+
     def to_tokens(self, tokenizer: "PreTrainedTokenizerBase") -> Tokens:
         """Tokenise: prompt and response each by itself, full is their concatenation.
 
         Args:
             tokenizer: encodes, without adding special tokens.
         """
-        from .conversion import text_to_tokens
-
-        return text_to_tokens(self, tokenizer)
+        return Tokens.from_rows(**encode_columns(self._columns(), tokenizer))
 
     def to_history(
         self, tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None = None
@@ -216,9 +252,17 @@ class Text(TensorClass["nocast"]):
         Raises:
             ValueError: a text can't be parsed.
         """
-        from .conversion import text_to_history
-
-        return text_to_history(self, tokenizer, chat_template_name)
+        columns = self._columns()
+        parsed: dict[str, list[Any]] = {
+            name: [History.from_text(row, chat_template_name, tokenizer=tokenizer) for row in rows]
+            for name, rows in columns.items()
+            if name != RESPONSE or len(columns) == 1
+        }
+        if PROMPT in parsed and FULL in parsed:
+            pairs = zip(parsed[PROMPT], parsed[FULL], strict=True)
+            parsed[RESPONSE] = [full[len(prompt) :] for prompt, full in pairs]
+        size = [len(next(iter(parsed.values())))]
+        return ChatHistory.of({name: lazy_stack(rows) for name, rows in parsed.items()}, size)
 
     @classmethod
     def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
@@ -303,9 +347,16 @@ class ChatHistory(TensorClass["nocast"]):
         Raises:
             ValueError: the full conversation does not start with the prompt.
         """
-        from .conversion import history_to_tokens
-
-        return history_to_tokens(self, tokenizer, chat_template_name, chat_template)
+        for name in (FULL, PROMPT):
+            conversations = conversations_of(entries_of(self).get(name, None))
+            if conversations is not None and any(p.num_tokens for p in conversations.positions):
+                return Tokens.from_rows(**conversation_columns(conversations))
+        if self.prompt is None and self.full is None:
+            raise ValueError("This ChatHistory has neither a prompt nor a full conversation.")
+        encoder = encoder_for(tokenizer, chat_template_name, chat_template)
+        prompt: Any = None if self.prompt is None else self.prompt.to_chats()
+        full: Any = None if self.full is None else self.full.to_chats()
+        return Tokens.from_rows(**chat_columns(prompt, full, encoder))
 
     def to_text(
         self,
@@ -324,6 +375,19 @@ class ChatHistory(TensorClass["nocast"]):
         size = torch.Size(shape)
         leaves = {key: History.default_spec((*size, -1)) for key in keys or PARTS}
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def _is_padded(group: Any) -> bool:
+    leaf = entries_of(group).get("padded", None)
+    if leaf is None:
+        return False
+    data = leaf.tolist() if isinstance(leaf, NonTensorStack) else leaf.data
+    return any(data) if isinstance(data, list) else bool(data)
+
+
+def _parts_of(group: Any) -> list[str]:
+    names = set(entries_of(group).keys())
+    return [name for name in PARTS if name in names]
 
 
 def _token_spec(cls: type, shape: Sequence[int], keys: Sequence[str]) -> Any:
