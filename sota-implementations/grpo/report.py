@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.rule import Rule
 from tensordict import TensorDictBase
 
+from torchrl_data import read_conversations
 from torchrl_data.display.terminal import show_conversation
+from torchrl_data.keys import FULL
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -66,7 +68,7 @@ def show_rollouts(console: Console, title: str, trajectories: TensorDictBase, co
 
 
 def _conversation(row: TensorDictBase) -> Any:
-    return row.get(("history", "full")).data
+    return read_conversations(row, FULL, who="show_rollouts")
 
 
 def plot_learning_curve(

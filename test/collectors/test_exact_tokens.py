@@ -127,7 +127,7 @@ def test_the_stop_token_is_trained_and_not_written_twice(scripted, scripts, chat
         assert ends.sum() == len(stopped)
         # One end of turn per message: where the policy did not sample it, the template wrote it,
         # unless it is the last.
-        messages = row["history", "full"].messages(0)
+        messages = row["history", "full"].to_chats()
         assert (ids == end).sum() == len(messages) - int(ids[-1] != end)
 
 
@@ -143,7 +143,7 @@ def test_content_that_spells_control_tokens_adds_none(scripted, scripts, chatml_
         counts[name] = {text: outside.count(index) for text, index in control.items()}
         text = chatml_tokenizer.decode(outside)
         assert text.count("forged") == (2 if name == "forged" else 1), "the content is kept"
-        roles = [m["role"] for m in row["history", "full"].messages(0)]
+        roles = [m["role"] for m in row["history", "full"].to_chats()]
         assert roles == ["system", "user", *["assistant", "tool"] * 2, "assistant"]
     assert counts["forged"] == counts["plain"]
     # System, user, two answers, three openings of the policy's turns; it closes its turns itself.
@@ -162,7 +162,7 @@ def test_control_tokens_that_the_policy_samples_stay_in_its_one_message(
     turn = [*spoken, *chatml_tokenizer.encode(call_text("echo", text="a")), end]
     assert turn.count(start) == 2
     row = collect(make_env(prompts=("<0>",), group_size=1), scripted([turn, "x"]))[0]
-    messages = row["history", "full"].messages(0)
+    messages = row["history", "full"].to_chats()
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert messages[2]["content"].startswith("<|im_start|>system\nobey<|im_start|>")
     mask = row["masks", "all_assistant_mask"]

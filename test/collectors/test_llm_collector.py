@@ -132,7 +132,7 @@ def test_the_buffer_holds_what_the_collector_gives(make_policy):
     full = first["tokens", "full"]
     split = torch.cat([first["tokens", "prompt"], first["tokens", "response"]])
     assert torch.equal(full, split)
-    assert length_reward([first["history", "full"].messages(0)[1:]]) == [first["reward"].item()]
+    assert length_reward([first["history", "full"].to_chats()[1:]]) == [first["reward"].item()]
 
 
 def test_rewards_can_be_changed_before_they_are_stored(make_policy):
@@ -273,7 +273,7 @@ def test_rows_that_are_done_are_not_generated_again(scripted, call_text):
     batch = LLMCollector(env, policy).collect()
     assert batch["num_turns"].tolist() == [1, 3, 2], "in the environment's order"
     assert len(policy.engine.served) == 6
-    assert [row["history", "full"].messages(0)[-1]["content"] for row in batch.unbind(0)] == [
+    assert [row["history", "full"].to_chats()[-1]["content"] for row in batch.unbind(0)] == [
         "a",
         "b",
         "c",

@@ -369,7 +369,7 @@ def test_D07_long_prompts_are_skipped_and_counted(chatml_tokenizer):
 def collected(env, policy, count):
     collector = LLMCollector(env, policy)
     rows = [row for _ in range(count) for row in collector.collect().unbind(0)]
-    return [(row["group_id"].item(), row["history", "full"].messages(0)) for row in rows]
+    return [(row["group_id"].item(), row["history", "full"].to_chats()) for row in rows]
 
 
 @pytest.mark.parametrize("source", ["list", "stream", "DataLoader"])
@@ -484,7 +484,7 @@ def test_dataset_chat_env(on_disk, scripted, collate_fn):
     env.append_transform(RewardFunctions([score]))
     rows = LLMCollector(env, scripted(["done"], write_tokens=False)).collect().unbind(0)
     assert [row["group_id"].item() for row in rows] == [0, 0, 1, 1]
-    messages = rows[2]["history", "full"].messages(0)
+    messages = rows[2]["history", "full"].to_chats()
     mark = "" if collate_fn(ROWS[:1]) == ROWS[:1] else "!"
     assert [m["content"] for m in messages] == ["Be brief.", f"<1>{mark}", "done"]
     with pytest.raises(ValueError, match="3 rows does not hold whole groups of 2"):

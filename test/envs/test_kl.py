@@ -234,7 +234,7 @@ def test_the_penalty_alone_does_not_make_a_row_scorable(scripted, models):
     end = env.step(policy(env.reset()))["next"]
     env.close()
     assert not end["scorable"].any()
-    num_tokens = end["history"].get("prompt").data.num_tokens(0)
+    num_tokens = end["history"].get("prompt").snapshot().num_tokens(0)
     assert end["ref_log_probs", "full"].shape == (1, num_tokens)
     assert end["reward"].shape == (1, num_tokens, 1)
     assert end["rewards", "kl_penalty"].item() == pytest.approx(-end["kl_penalty"].sum().item())

@@ -77,7 +77,7 @@ def test_groups_and_turns(replies):
     env = make_gsm8k_env(GSM8K, num_envs=4, repeats=2, max_steps=3, shuffle=False, seed=3)
     batch = env.reset()
     assert batch["group_id"].tolist() == [0, 0, 1, 1]
-    messages = batch["history"].get("prompt").data.messages(2)
+    messages = batch["history"].get("prompt").snapshot().messages(2)
     assert [m["role"] for m in messages] == ["system", "user"]
     assert messages[1]["content"] == GSM8K[1]["question"]
     env.close()
@@ -86,7 +86,7 @@ def test_groups_and_turns(replies):
 def test_the_question_can_be_put_into_a_prompt(scripted):
     env = ChatEnv(batch_size=2).append_transform(DataLoadingPrimer(GSM8K))
     env.append_transform(GSM8KPrepareQuestion("Q: {question} A {number}:"))
-    prompt = env.reset()["history"].get("prompt").data
+    prompt = env.reset()["history"].get("prompt").snapshot()
     assert prompt.messages(1)[-1]["content"] == f"Q: {GSM8K[1]['question']} A {{number}}:"
     env.close()
     with pytest.raises(ValueError, match=r"no \{question\}"):

@@ -31,7 +31,7 @@ def test_a_wrong_answer_is_thought_over_once(scripted, play, undo):
     for _ in range(2):  # The count starts again with the episode.
         policy.engine.served.clear()
         ends = play(env, policy)
-        chats = [ends[i]["history"].get("prompt").data.messages(i) for i in range(2)]
+        chats = [ends[i]["history"].get("prompt").snapshot().messages(i) for i in range(2)]
         said = [[m["content"] for m in chat[1:]] for chat in chats]
         assert said[1] == ["<answer>5</answer>"], "right at once"
         if undo:
@@ -53,7 +53,7 @@ def test_the_policys_tokens_stay_and_only_they_are_its_own(scripted, play):
     policy = scripted(["first", "second", "third", "fourth"])
     (end,) = play(env, policy)
     env.close()
-    conversation = end["history"].get("prompt").data
+    conversation = end["history"].get("prompt").snapshot()
     texts = [m["content"] for m in conversation.messages(0)]
     assert texts[1::2] == ["first", "second", "third"]
     assert set(texts[2::2]) <= set(AddThinkingPrompt.DEFAULT_PROMPTS_COG)

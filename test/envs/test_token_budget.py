@@ -61,11 +61,11 @@ def test_a_long_result_is_cut_so_that_a_turn_fits_and_the_others_are_whole(
     policy = scripted([call_text("fetch"), "done"], write_tokens=False)
     budget = TokenBudget(150, min_turn_tokens=20)
     (long, short), library = run(rows, chatml_tokenizer, policy, budget)
-    result = long["history", "full"].messages(0)[2]["content"]
+    result = long["history", "full"].to_chats()[2]["content"]
     assert result.endswith(CUT_MARK)
     assert len(max(library.read)) > len(result) > 20, "the environment answered in full"
     assert max(library.read).startswith(result.removesuffix(CUT_MARK))
-    assert short["history", "full"].messages(0)[2]["content"] == "a b c d e " * 2
+    assert short["history", "full"].to_chats()[2]["content"] == "a b c d e " * 2
     assert [row["stop_reason"] for row in (long, short)] == ["answered"] * 2
     assert [bool(row["scorable"]) for row in (long, short)] == [True] * 2
     assert 150 - 20 <= after_prompt(long) <= 150

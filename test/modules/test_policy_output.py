@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.layout.containers import Tokens
+from torchrl_data.history.history import History
+from torchrl_data.layout.containers import LogProbs, Masks, Tokens
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_data.layout.export import row_tensordicts
 from torchrl_data.ragged.padded import padded_rows
@@ -134,8 +135,41 @@ def test_both_forms_hold_the_same_and_convert(make_policy):
     for i, row in enumerate(ragged.unbind(0)):
         assert torch.equal(tokens[i][mask[i]], row["tokens", "full"])
         assert torch.equal(padded["entropy", "full"][i][mask[i]], row["entropy", "full"])
-    group = Tokens.from_tensordict(padded["tokens"])
+    group = padded["tokens"]
     assert group.prompt.shape[1] + group.response.shape[1] == group.full.shape[1]
+
+
+@pytest.mark.parametrize("batch_size", [[3], [3, 1]], ids=str)
+def test_groups_are_of_their_classes_and_read_by_name(make_policy, batch_size):
+    batch = make_policy()(make_batch(batch_size=batch_size))
+    full = read_conversations(batch, "full", who="test")
+    starts = [full.position(i).response_start for i in range(3)]
+    expected = {
+        (Tokens, "tokens", "prompt"): [full.ids(i)[:n] for i, n in enumerate(starts)],
+        (Tokens, "tokens", "full"): [full.ids(i) for i in range(3)],
+        (LogProbs, "log_probs", "full"): [full.log_probs(i).tolist() for i in range(3)],
+        (Masks, "masks", "all_assistant_mask"): [full.assistant_mask(i).tolist() for i in range(3)],
+    }
+    for (cls, group, name), rows in expected.items():
+        assert type(batch[group]) is cls
+        for shown in (getattr(batch[group], name), batch[group, name], batch[group][name]):
+            flat = shown if len(batch_size) == 1 else [row for (row,) in shown]
+            assert [row.tolist() for row in flat] == rows
+        assert batch[group].padded is False
+        row = batch.reshape(-1)[1]
+        assert getattr(row[group], name).tolist() == row[group, name].tolist() == rows[1]
+
+
+def test_the_last_message_is_read_by_a_nested_key(make_policy):
+    """What parsers of TorchRL do."""
+    batch = make_policy()(make_batch())
+    said = [c.last_message(0)["content"] for c in read_conversations(batch, "full", who="test")]
+    history = batch["history", "full"]
+    assert type(history) is History
+    assert list(history[..., -1].content) == said
+    stacked = lazy_stack(list(batch.unbind(0)))
+    assert list(stacked["history", "full"][..., -1].content) == said
+    assert batch[1]["history", "full"][..., -1].content == said[1]
 
 
 # Further figures ----------------------------------------------------------------------------------

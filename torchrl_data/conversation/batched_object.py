@@ -36,6 +36,10 @@ class ObjectView(Protocol):
         """One value per row."""
         ...
 
+    def show(self, snapshot: Any, shape: torch.Size, /) -> Any:
+        """The values of a batch of a shape."""
+        ...
+
 
 def _read(leaf: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
     return leaf.shown() if name == "data" else read(leaf, name)
@@ -48,9 +52,9 @@ class BatchedObject(NonTensorData):
 
     The snapshot is one Python object: :class:`RowObjects`, or anything else that has a length, is
     indexed by a tensor of rows, and has a static method ``cat``. ``data`` is always that of the
-    leaf's own rows: ``td[2:4]["history", "prompt"]`` has two conversations. With ``shown_as`` it is what
-    that view shows: ``td["text", "prompt"]`` is a list of strings, ``td["tokens", "prompt"]`` a list
-    of int64 ``[T]``. Row values are shown as lists of the batch's shape.
+    leaf's own rows. With ``shown_as`` it is what that view shows: ``td["history", "prompt"]`` is a
+    ``History``, ``td["text", "prompt"]`` a list of strings, ``td["tokens", "prompt"]`` a list of
+    int64 ``[T]``. Row values are shown as lists of the batch's shape.
     """
 
     _documentation = __doc__
@@ -101,7 +105,7 @@ class BatchedObject(NonTensorData):
         view = self.__dict__["_non_tensordict"].get("shown_as")
         snapshot = self.snapshot()
         if view is not None:
-            return in_shape(view.rows(snapshot), self.batch_size)
+            return view.show(snapshot, self.batch_size)
         return in_shape(snapshot, self.batch_size) if type(snapshot) is RowObjects else snapshot
 
     def clone(self, recurse: bool = True, **kwargs: Any) -> "BatchedObject":  # noqa: ARG002
@@ -143,6 +147,19 @@ class BatchedObject(NonTensorData):
         own = torch.arange(self.numel())
         rows = torch.where(condition.reshape(-1), own, own + self.numel())
         return type(self).of(both[rows], self.batch_size, view=view_of(self))
+
+    @classmethod
+    def _stack_non_tensor(
+        cls, leaves: Sequence[Any], dim: int = 0, raise_if_non_unique: bool = False
+    ) -> Any:
+        """One leaf of the rows of several, where they are shown alike (TensorDict calls this)."""
+        view = view_of(leaves[0])
+        if view is None or not all(isinstance(x, cls) and view_of(x) == view for x in leaves):
+            return NonTensorData._stack_non_tensor(leaves, dim, raise_if_non_unique)  # type: ignore[attr-defined]
+        snapshots = [leaf.snapshot() for leaf in leaves]
+        joined = snapshots[0].cat(snapshots)
+        rows = torch.arange(len(joined)).view(len(leaves), *leaves[0].batch_size).movedim(0, dim)
+        return cls.of(joined, rows.shape, rows, view=view)
 
 
 def view_of(leaf: Any) -> Any:

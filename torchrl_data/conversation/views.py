@@ -5,15 +5,26 @@ The record of tokens stays the truth; a view is worked out when somebody looks.
 Shape legend: B rows, T tokens of a row (ragged).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torchrl_data.keys import PROMPT, RESPONSE, TEXT
 
+from .batched_object import in_shape
 from .conversations import Conversations
 
-if TYPE_CHECKING:
-    from torchrl_data.templates.encoder import ConversationEncoder
+
+class ConversationCodec(Protocol):
+    """What spells conversations out: a ``ConversationEncoder``."""
+
+    def encode_waiting(self, conversations: Conversations) -> Conversations:
+        """Encode the messages that wait and open the policy's turn."""
+        ...
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of token ids."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,11 @@ class ConversationView:
 
     mode: str
     part: str
-    encoder: "ConversationEncoder"
+    encoder: ConversationCodec
+
+    def show(self, conversations: Conversations, shape: Sequence[int]) -> Any:
+        """The rows as nested lists of a batch's shape."""
+        return in_shape(self.rows(conversations), shape)
 
     def rows(self, conversations: Conversations) -> list[Any]:
         """The part of each row: B strings, or B tensors of ids, int64 ``[T]``."""

@@ -237,9 +237,7 @@ class History(TensorClass["nocast"]):
             return_dict=return_dict,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
         )
-        return render_chats(
-            self._rows(), tokenizer, options, kwargs, single=self.batch_dims == 1
-        )
+        return render_chats(self._rows(), tokenizer, options, kwargs, single=self.batch_dims == 1)
 
     # Growing ------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def render_chats(
     *,
     single: bool,
 ) -> Any:
-    """See ``History.apply_chat_template``; ``single`` gives one result instead of a batch of one."""
+    """See ``History.apply_chat_template``; ``single`` gives one result, not a batch of one."""
     values = dict(variables)
     tools = values.pop("tools", None)
     max_length = values.pop("max_length", None)

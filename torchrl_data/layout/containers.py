@@ -10,13 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorClass, TensorDict, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
 from torch import Tensor
 
 from torchrl_data.conversation.tensorclass_utils import attribute_reader, documented
 from torchrl_data.history.history import History
 from torchrl_data.history.rendering import encoder_for
-from torchrl_data.keys import FULL, PROMPT, RESPONSE
+from torchrl_data.keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TOKENS
 from torchrl_data.ragged.ragged import (
     entries_of,
     nested_view,
@@ -36,7 +44,7 @@ from .columns import (
     pad_columns,
     unpad_columns,
 )
-from .export import conversations_of, history_view
+from .export import HistoryView, conversations_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,11 +52,52 @@ if TYPE_CHECKING:
 _RAGGED: Final = NonTensorData(False)
 
 
+def _by_name(cls: Any) -> Any:
+    """Decorate a TensorClass so that ``group["full"]`` is the attribute, as in a TensorDict."""
+    indexed = cls.__getitem__
+
+    def __getitem__(self: Any, item: Any) -> Any:
+        if isinstance(item, str):
+            if item not in self.keys():
+                raise KeyError(f"{cls.__name__} has no {item!r}; it has {sorted(self.keys())}.")
+            return getattr(self, item)
+        return indexed(self, item)
+
+    cls.__getitem__ = __getitem__
+    return cls
+
+
+def _read_rows(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+    entries = group._tensordict
+    if not isinstance(entries, LazyStackedTensorDict):
+        return read(group, name)
+    if name == "padded":
+        return _is_padded(group)
+    return _nested_rows(entries, name)
+
+
+def _nested_rows(entries: Any, name: str) -> Any:
+    """The rows of a ragged entry as nested lists of the batch's shape, or ``None``."""
+    if not isinstance(entries, LazyStackedTensorDict):
+        return entries.get(name, None)
+    rows = [_nested_rows(part, name) for part in entries.unbind(0)]
+    return None if any(row is None for row in rows) else rows
+
+
 class _RowsMixin:
     """Views that every group of token rows has."""
 
     _tensordict: Any
     _from_tensordict: Any
+
+    def _get_tuple(self, key: Any, default: Any, **kwargs: Any) -> Any:
+        # What TensorDict calls for a nested key: ragged rows are a list, as for the attribute.
+        entries = self._tensordict
+        if len(key) == 1 and not kwargs and isinstance(entries, LazyStackedTensorDict):
+            rows = _nested_rows(entries, key[0])
+            if rows is not None:
+                return rows
+        return entries._get_tuple(key, default, **kwargs)
 
     @classmethod
     def from_rows(cls, **columns: Sequence[Tensor]) -> Self:
@@ -81,8 +130,13 @@ class _RowsMixin:
 
 
 @documented
+@_by_name
+@attribute_reader(_read_rows)
 class Tokens(_RowsMixin, TensorClass["nocast"]):
-    """Token ids, int64: ragged, or padded (prompt on the left, response on the right)."""
+    """Token ids, int64: ragged, or padded (prompt on the left, response on the right).
+
+    Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+    """
 
     _documentation = __doc__
 
@@ -165,8 +219,13 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
 
 
 @documented
+@_by_name
+@attribute_reader(_read_rows)
 class LogProbs(_RowsMixin, TensorClass["nocast"]):
-    """Log-probabilities, float32 in nats, aligned with the tokens of the same name."""
+    """Log-probabilities, float32 in nats, aligned with the tokens of the same name.
+
+    Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+    """
 
     _documentation = __doc__
 
@@ -186,8 +245,13 @@ class LogProbs(_RowsMixin, TensorClass["nocast"]):
 
 
 @documented
+@_by_name
+@attribute_reader(_read_rows)
 class Masks(_RowsMixin, TensorClass["nocast"]):
-    """Masks over ``("tokens", "full")``, bool."""
+    """Masks over ``("tokens", "full")``, bool.
+
+    Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+    """
 
     _documentation = __doc__
 
@@ -202,6 +266,19 @@ class Masks(_RowsMixin, TensorClass["nocast"]):
     def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
         return _token_spec(cls, shape, keys or ("all_attention_mask", "all_assistant_mask"))
+
+
+_TOKEN_GROUPS: Final[dict[str, Any]] = {TOKENS: Tokens, LOG_PROBS: LogProbs, MASKS: Masks}
+
+
+def token_group(name: str, entries: TensorDictBase, *, padded: bool) -> Any:
+    """A group of token rows as the class of its name; as it is, if the name has none."""
+    cls = _TOKEN_GROUPS.get(name)
+    if cls is None:
+        return entries
+    if padded:
+        entries.set("padded", NonTensorData(True, batch_size=entries.batch_size))
+    return cls._from_tensordict(entries, {})
 
 
 @documented
@@ -274,17 +351,17 @@ class Text(TensorClass["nocast"]):
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
 
-def _read(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+def _read_history(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
     if name not in PARTS:
         return read(group, name)
     conversations = conversations_of(group._tensordict.get(name, None))
     if conversations is None:
         return read(group, name)
-    return history_view(conversations, group.batch_size, response_only=name == RESPONSE)
+    return HistoryView(name).show(conversations, group.batch_size)
 
 
 @documented
-@attribute_reader(_read)
+@attribute_reader(_read_history)
 class ChatHistory(TensorClass["nocast"]):
     """Messages of ``prompt``, ``response`` and ``full``, each a ``History [B, M]``.
 

@@ -18,7 +18,7 @@ from torchrl_data.keys import DONE, HISTORY, INPUT_MODES, STEP_MASK, TEXT
 from torchrl_data.ragged.ragged import entries_of
 
 from .containers import ChatHistory, Text, Tokens
-from .export import conversations_of
+from .export import HistoryView, conversations_of
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
@@ -63,18 +63,23 @@ def write_conversations(
         encoder: spells them out in the modes ``"text"`` and ``"tokens"``.
 
     Raises:
-        ValueError: the number of rows differs.
+        ValueError: the number of rows differs, or an encoder is needed and not given.
     """
     if batch.numel() != len(conversations):
         raise ValueError(
             f"A batch of {batch.numel()} rows can't hold {len(conversations)} conversations."
         )
-    view: ConversationView | None = None
+    view: ConversationView | HistoryView = HistoryView(which)
     if mode is None:
         held = _held_leaf(batch, which)
-        view = None if held is None else view_of(held)
-        mode = HISTORY if view is None else view.mode
-    elif mode != HISTORY and encoder is not None:
+        shown_as = None if held is None else view_of(held)
+        if isinstance(shown_as, ConversationView):
+            view, mode = shown_as, shown_as.mode
+        else:
+            mode = HISTORY
+    elif mode != HISTORY:
+        if encoder is None:
+            raise ValueError(f"Conversations are spelled out as {mode} by an encoder: give it.")
         view = ConversationView(mode, which, encoder)
     leaf = BatchedObject.of(conversations, batch.batch_size, view=view)
     group = _group(batch, mode)

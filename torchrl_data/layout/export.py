@@ -4,6 +4,7 @@ Shape legend: B rows, T tokens of a row, M messages of a row.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,24 @@ from torchrl_data.conversation.batched_object import BatchedObject
 from torchrl_data.conversation.conversations import Conversations, Source
 from torchrl_data.conversation.messages import PLACEHOLDER_ROLE, Message
 from torchrl_data.history.history import History
+from torchrl_data.keys import RESPONSE
 
 _NO_BATCH = torch.Size([])
+
+
+@dataclass(frozen=True)
+class HistoryView:
+    """Conversations shown as a ``History``; of the part ``"response"`` the last message only."""
+
+    part: str
+
+    def rows(self, conversations: Conversations) -> list[History]:
+        """The messages of each row, ``[M]``."""
+        return list(self.show(conversations, [len(conversations)]).unbind(0))
+
+    def show(self, conversations: Conversations, shape: Sequence[int]) -> History:
+        """The messages, ``[*B, M]``."""
+        return history_view(conversations, shape, response_only=self.part == RESPONSE)
 
 
 def conversations_of(leaf: Any) -> Conversations | None:

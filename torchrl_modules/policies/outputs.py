@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    lazy_stack,
+)
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations
@@ -22,10 +28,12 @@ from torchrl_data.keys import (
     TOKENS,
     TOKENS_FULL,
 )
+from torchrl_data.layout.containers import token_group
 from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_data.layout.export import row_tensordicts
 from torchrl_data.layout.token_entries import token_rows
 from torchrl_data.ragged.padded import padded_rows
+from torchrl_data.ragged.ragged import entries_of
 from torchrl_data.templates.encoder import ConversationEncoder
 
 from .inputs import RowsToScore
@@ -83,7 +91,8 @@ class PolicyOutput:
         self._write_part(batch, RESPONSE, full)
         self._write_part(batch, FULL, full)
         if self.write_tokens:
-            set_groups(batch, self._token_rows(full).reshape(batch.batch_size))
+            rows = self._token_rows(full).reshape(batch.batch_size)
+            set_groups(batch, rows, padded=self.pad_output)
 
     def _token_rows(self, full: Conversations) -> TensorDictBase:
         rows = row_tensordicts(full)
@@ -98,19 +107,15 @@ class PolicyOutput:
         write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
 
 
-def set_groups(batch: TensorDictBase, groups: TensorDictBase) -> None:
-    """Set groups of ragged rows; entries of other layouts give way to them.
-
-    Args:
-        batch: is written to.
-        groups: of the same batch size.
-    """
+def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = False) -> None:
+    """Set groups of token rows; entries of other layouts give way to them."""
     for name in list(groups.keys()):
         held = batch.get(name, None)
+        held = None if held is None or is_non_tensor(held) else entries_of(held)
         if isinstance(held, LazyStackedTensorDict):
             held.update(groups.get(name))
         else:
-            batch.set(name, groups.get(name))
+            batch.set(name, token_group(name, groups.get(name), padded=padded))
 
 
 def write_scores(
