@@ -129,6 +129,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "keys":
         return import_module(".keys", __name__)
+    if name == "TopKRewardSelector":  # where TorchRL has it
+        raise AttributeError(
+            f"module {__name__!r} has no {name}: it is made of advantages, so it is in "
+            "'objectives' (from objectives import TopKRewardSelector)."
+        )
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)

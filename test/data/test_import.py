@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import torchrl_data
 
 
@@ -14,6 +16,27 @@ def test_every_public_name_is_there():
         assert name in torchrl_data.__all__
     for name in ("LogProbs", "Masks", "Conversations", "ConversationEncoder", "keys", "pack"):
         assert name in torchrl_data.__all__
+
+
+def test_names_are_where_torchrls_documents_have_them():
+    code = (
+        "import sys; import torchrl_modules.policies, torchrl_envs.transforms; "
+        "heavy = set(sys.modules) & {'torch', 'transformers', 'vllm', 'tensordict'}; "
+        "assert not heavy, heavy; "
+        "from torchrl_data.chat import ContentBase, History, add_chat_template; "
+        "from torchrl_modules.policies import ChatHistory, LogProbs, Masks, Text, Tokens; "
+        "assert 'transformers' not in sys.modules; "
+        "from torchrl_envs.transforms import *; "
+        "from torchrl_modules.policies import *; "
+        "assert 'vllm' not in sys.modules; "
+        "import torchrl_data, torchrl_envs, torchrl_modules; "
+        "assert History is torchrl_data.History; assert Tokens is torchrl_data.Tokens; "
+        "assert PythonInterpreter is torchrl_envs.PythonInterpreter; "
+        "assert vLLMWrapper is torchrl_modules.vLLMWrapper"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with pytest.raises(AttributeError, match="from objectives import TopKRewardSelector"):
+        _ = torchrl_data.TopKRewardSelector
 
 
 def test_importing_loads_nothing_heavy():

@@ -18,8 +18,11 @@ ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 PUBLIC = (
     "torchrl_data",
+    "torchrl_data.chat",
     "torchrl_modules",
+    "torchrl_modules.policies",
     "torchrl_envs",
+    "torchrl_envs.transforms",
     "torchrl_envs.openenv",
     "torchrl_envs.sandbox",
     "objectives",

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from tensordict import (
-    LazyStackedTensorDict,
     NonTensorData,
-    NonTensorStack,
     TensorClass,
     TensorDict,
     TensorDictBase,
@@ -27,10 +25,6 @@ from torchrl_data.history.rendering import encoder_for
 from torchrl_data.keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TOKENS
 from torchrl_data.ragged.ragged import (
     entries_of,
-    nested_view,
-    packed_view,
-    padded_view,
-    ragged_entries,
     rows_of,
     value_stack,
 )
@@ -45,94 +39,16 @@ from .columns import (
     unpad_columns,
 )
 from .export import HistoryView, conversations_of
+from .token_rows import TokenRows, indexed_by_name, is_padded, read_token_rows, token_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RAGGED: Final = NonTensorData(False)
-
-
-def _by_name(cls: Any) -> Any:
-    """Decorate a TensorClass so that ``group["full"]`` is the attribute, as in a TensorDict."""
-    indexed = cls.__getitem__
-
-    def __getitem__(self: Any, item: Any) -> Any:
-        if isinstance(item, str):
-            if item not in self.keys():
-                raise KeyError(f"{cls.__name__} has no {item!r}; it has {sorted(self.keys())}.")
-            return getattr(self, item)
-        return indexed(self, item)
-
-    cls.__getitem__ = __getitem__
-    return cls
-
-
-def _read_rows(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
-    entries = group._tensordict
-    if not isinstance(entries, LazyStackedTensorDict):
-        return read(group, name)
-    if name == "padded":
-        return _is_padded(group)
-    return _nested_rows(entries, name)
-
-
-def _nested_rows(entries: Any, name: str) -> Any:
-    """The rows of a ragged entry as nested lists of the batch's shape, or ``None``."""
-    if not isinstance(entries, LazyStackedTensorDict):
-        return entries.get(name, None)
-    rows = [_nested_rows(part, name) for part in entries.unbind(0)]
-    return None if any(row is None for row in rows) else rows
-
-
-class _RowsMixin:
-    """Views that every group of token rows has."""
-
-    _tensordict: Any
-    _from_tensordict: Any
-
-    def _get_tuple(self, key: Any, default: Any, **kwargs: Any) -> Any:
-        # What TensorDict calls for a nested key: ragged rows are a list, as for the attribute.
-        entries = self._tensordict
-        if len(key) == 1 and not kwargs and isinstance(entries, LazyStackedTensorDict):
-            rows = _nested_rows(entries, key[0])
-            if rows is not None:
-                return rows
-        return entries._get_tuple(key, default, **kwargs)
-
-    @classmethod
-    def from_rows(cls, **columns: Sequence[Tensor]) -> Self:
-        """A ragged group.
-
-        Args:
-            **columns: for each entry, one tensor ``[T_i]`` a row.
-
-        Raises:
-            ValueError: there are no rows, or the entries differ in their number.
-        """
-        count = len(next(iter(columns.values()), ()))
-        return cls._from_tensordict(ragged_entries({**columns, "padded": [_RAGGED] * count}), {})
-
-    def rows(self, name: str) -> list[Tensor]:
-        """The rows of an entry, B tensors ``[T_i]``."""
-        return rows_of(self, name)
-
-    def packed(self, name: str) -> tuple[Tensor, Tensor]:
-        """The rows one after the other ``[N]`` and their lengths, int64 ``[B]``."""
-        return packed_view(self, name)
-
-    def nested(self, name: str) -> Tensor:
-        """The rows as a jagged nested tensor ``[B, T_i]``."""
-        return nested_view(self, name)
-
-    def dense(self, name: str, *, value: float = 0, side: str = "right") -> Tensor:
-        """The rows padded with ``value`` on a side, ``[B, T]``."""
-        return padded_view(self, name, value=value, side=side)
-
 
 @documented
-@_by_name
-@attribute_reader(_read_rows)
-class Tokens(_RowsMixin, TensorClass["nocast"]):
+@indexed_by_name
+@attribute_reader(read_token_rows)
+class Tokens(TokenRows, TensorClass["nocast"]):
     """Token ids, int64: ragged, or padded (prompt on the left, response on the right).
 
     Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
@@ -161,7 +77,7 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
         Raises:
             ValueError: the rows are padded (a pad id may be a real token too).
         """
-        if _is_padded(self):
+        if is_padded(self):
             raise ValueError(
                 "Padded tokens can't be decoded, as a pad id may be a real token too. Call "
                 "to_ragged(masks) first."
@@ -215,13 +131,13 @@ class Tokens(_RowsMixin, TensorClass["nocast"]):
     @classmethod
     def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
-        return _token_spec(cls, shape, keys or PARTS)
+        return token_spec(cls, shape, keys or PARTS)
 
 
 @documented
-@_by_name
-@attribute_reader(_read_rows)
-class LogProbs(_RowsMixin, TensorClass["nocast"]):
+@indexed_by_name
+@attribute_reader(read_token_rows)
+class LogProbs(TokenRows, TensorClass["nocast"]):
     """Log-probabilities, float32 in nats, aligned with the tokens of the same name.
 
     Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
@@ -241,13 +157,13 @@ class LogProbs(_RowsMixin, TensorClass["nocast"]):
     @classmethod
     def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
-        return _token_spec(cls, shape, keys or PARTS)
+        return token_spec(cls, shape, keys or PARTS)
 
 
 @documented
-@_by_name
-@attribute_reader(_read_rows)
-class Masks(_RowsMixin, TensorClass["nocast"]):
+@indexed_by_name
+@attribute_reader(read_token_rows)
+class Masks(TokenRows, TensorClass["nocast"]):
     """Masks over ``("tokens", "full")``, bool.
 
     Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
@@ -265,7 +181,7 @@ class Masks(_RowsMixin, TensorClass["nocast"]):
     @classmethod
     def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
         """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
-        return _token_spec(cls, shape, keys or ("all_attention_mask", "all_assistant_mask"))
+        return token_spec(cls, shape, keys or ("all_attention_mask", "all_assistant_mask"))
 
 
 _TOKEN_GROUPS: Final[dict[str, Any]] = {TOKENS: Tokens, LOG_PROBS: LogProbs, MASKS: Masks}
@@ -454,23 +370,6 @@ class ChatHistory(TensorClass["nocast"]):
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
 
-def _is_padded(group: Any) -> bool:
-    leaf = entries_of(group).get("padded", None)
-    if leaf is None:
-        return False
-    data = leaf.tolist() if isinstance(leaf, NonTensorStack) else leaf.data
-    return any(data) if isinstance(data, list) else bool(data)
-
-
 def _parts_of(group: Any) -> list[str]:
     names = set(entries_of(group).keys())
     return [name for name in PARTS if name in names]
-
-
-def _token_spec(cls: type, shape: Sequence[int], keys: Sequence[str]) -> Any:
-    from torchrl.data import Composite, NonTensor, Unbounded
-
-    size = torch.Size(shape)
-    leaves: dict[str, Any] = {key: Unbounded(shape=torch.Size((*size, -1))) for key in keys}
-    leaves["padded"] = NonTensor(shape=size, example_data=False)
-    return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
