@@ -25,3 +25,21 @@ def test_the_names_are_there_and_listed(package):
     for name in NAMES[package].split():
         assert getattr(module, name).__name__ == name
         assert name in module.__all__
+
+
+@pytest.mark.parametrize(
+    ("path", "package", "names"),
+    [
+        ("torchrl_data.chat", "torchrl_data", "ContentBase History add_chat_template"),
+        ("torchrl_modules.policies", "torchrl_modules", "TransformersWrapper vLLMWrapper"),
+        ("torchrl_envs.transforms", "torchrl_envs", "PolicyVersion PythonInterpreter Tokenizer"),
+        ("collectors.weight_update", "collectors", "vLLMUpdater"),
+    ],
+)
+def test_the_paths_of_torchrls_documents_lead_to_the_same_names(path, package, names):
+    module = import_module(path)
+    for name in names.split():
+        assert name in module.__all__
+        assert getattr(module, name) is getattr(import_module(package), name)
+    with pytest.raises(AttributeError, match="has no attribute 'Missing'"):
+        module.Missing  # noqa: B018
