@@ -5,15 +5,23 @@ environment, in a file, in a unix socket and in a process outside.
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 
+import psutil
 import pytest
 
-from torchrl_envs.sandbox import Sandbox, SandboxLimits, UnsandboxedCodeWarning
+from torchrl_envs.sandbox import (
+    Sandbox,
+    SandboxLimits,
+    SandboxSession,
+    UnsandboxedCodeWarning,
+)
 
 CANARY = "canary-6f1b2c"
 MIB = 1024 * 1024
@@ -115,7 +123,26 @@ BLOCKED = {
     "A09 memory outside of processes": """
         expect_blocked(lambda: os.memfd_create("x"))
         expect_blocked(lambda: libc_call("shmget", 0, 1 << 20, 0o1600))
-        expect_blocked(lambda: libc_call("msgget", 0, 0o1600))""",
+        expect_blocked(lambda: libc_call("msgget", 0, 0o1600))
+        expect_blocked(lambda: libc_call("memfd_secret", 0), OSError, AttributeError)""",
+    "A09 memory that pipes and sockets hold": """
+        import socket
+        read, write = os.pipe()
+        other_read, other_write = os.pipe()
+        page = ctypes.create_string_buffer(4096)
+        vector = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
+        os.write(write, b"x")
+        expect_blocked(lambda: libc_call("vmsplice", write, vector, 1, 0))
+        expect_blocked(lambda: libc_call("tee", read, other_write, 1, 0))
+        expect_blocked(lambda: libc_call("splice", read, None, other_write, None, 1, 0))
+        for end in socket.socketpair():
+            for option in (socket.SO_SNDBUF, 32):
+                expect_blocked(lambda: end.setsockopt(socket.SOL_SOCKET, option, 1 << 22))
+        value = ctypes.byref(ctypes.c_int(1 << 22))
+        level, option = ctypes.c_uint64(1 | 1 << 32), ctypes.c_uint64(7 | 1 << 32)
+        expect_blocked(
+            lambda: libc_call("syscall", 54, end.fileno(), level, option, value, ctypes.c_uint64(4))
+        )""",
     "A11 symbolic and hard links": """
         os.symlink("{secret}", "/tmp/link")
         expect_blocked(lambda: open("/tmp/link").read())
@@ -191,6 +218,31 @@ BOUNDED = {
         time.sleep(30)""",
         lambda result: result.out_of_memory and 80 < result.stdout.count("x") * 8 <= 400,
     ),
+    "A09 memory in the buffers of sockets": (
+        """
+        import socket
+        held = []
+        for n in range(16):
+            if n == 15 or os.fork() == 0:
+                break
+        while True:
+            try:
+                held += socket.socketpair()
+            except OSError:
+                time.sleep(30)
+            for end in held[-2:]:
+                end.setblocking(False)
+                try:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+                except OSError:
+                    pass
+                try:
+                    while True:
+                        os.write(1, b"x" * (end.send(bytes(1 << 16)) >> 10))
+                except BlockingIOError:
+                    pass""",
+        lambda result: result.out_of_memory and 1024 < _num_marks(result) < 160 * 1024,
+    ),
     "A10 fill the disk": (
         """
         def fill():
@@ -237,6 +289,12 @@ BOUNDED = {
 }
 
 
+def _num_marks(result):
+    """How many were printed, those that were cut too."""
+    cut = re.search(r"\[\.\.\. (\d+) bytes were cut", result.stdout)
+    return result.stdout.count("x") + (int(cut[1]) if cut else 0)
+
+
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory):
     """What an attack could reach outside."""
@@ -275,10 +333,10 @@ def _program(attack, victim):
     return PRELUDE + attack
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
-def sandbox(request):
+@pytest.fixture(scope="module")
+def sandbox():
     os.environ["SECRET"] = CANARY
-    yield Sandbox(limits=LIMITS, isolation=request.param)
+    yield Sandbox(limits=LIMITS, isolation="bubblewrap")
     del os.environ["SECRET"]
 
 
@@ -316,6 +374,93 @@ print("started")
     assert result.stdout == "started\n"
     assert result.wall_s < 5  # the daemon holds the output pipes open
     assert not _running(mark)
+
+
+def _children():
+    return set(psutil.Process().children(recursive=True))
+
+
+# Fills what it reads its requests from, says itself that it is done, and goes on.
+TAKES_OVER = """
+import fcntl, os, time
+mark, floods = {mark!r}, {floods!r}
+held = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+modes = {{}}
+for fd in held:
+    try:
+        modes[fd] = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError:
+        continue
+for fd in [fd for fd in modes if modes[fd] == os.O_RDONLY]:
+    end = os.open("/proc/self/fd/%d" % fd, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(end, bytes(4096))
+    except BlockingIOError:
+        continue
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    os.execv("/bin/sh", [mark, "-c", "while :; do :; done"])
+os.close(write)
+os.read(read, 1)  # until the child runs another program
+print("taken over", flush=True)
+while True:
+    for fd in [fd for fd in modes if modes[fd] != os.O_RDONLY]:
+        os.write(fd, b"0\\n")
+    time.sleep(0 if floods else 600)
+"""
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
+@pytest.mark.parametrize("floods", [False, True], ids=["one answer", "many answers"])
+def test_a_session_that_is_taken_over_ends_with_everything_in_it(isolation, floods, sandbox):
+    mark = f"takes-over-{isolation}-{os.getpid()}"
+    held = _unsandboxed() if isolation == "none" else sandbox
+    session = SandboxSession(held)
+    before = _children()
+    first = session.run(TAKES_OVER.format(mark=mark, floods=floods), timeout_s=3.0)
+    assert first.stdout == "taken over\n", first
+    assert _running(mark)
+    started = time.monotonic()
+    second = session.run("print(6 * 7)", timeout_s=2.0)
+    assert time.monotonic() - started < 10
+    assert second.state_lost or floods, "it did not run"
+    inside = _children() - before
+    session.close()
+    assert psutil.wait_procs(inside, timeout=10)[1] == []
+    assert not _running(mark)
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
+def test_nothing_of_a_session_runs_between_its_runs(isolation, sandbox):
+    session = SandboxSession(_unsandboxed() if isolation == "none" else sandbox)
+    before = _children()
+    session.run("""
+import os, sys, threading, time
+count = [0]
+def counts():
+    while True:
+        count[0] += 1
+        time.sleep(0.001)
+threading.Thread(target=counts, daemon=True).start()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True:
+            pass
+    os._exit(0)
+os.wait()
+""")
+    inside = _children() - before
+    assert len(inside) == (4 if isolation == "none" else 5), "keeper, (bubblewrap,) supervisor"
+    deadline = time.monotonic() + 10
+    while sum(p.status() == psutil.STATUS_STOPPED for p in inside) < 2:
+        assert time.monotonic() < deadline, "the interpreter, and what it started, are stopped"
+    assert session.run("before = count[0]; time.sleep(0.3); print(count[0] > before)").stdout == (
+        "True\n"
+    ), "in a run everything goes on"
+    session.close()
 
 
 def _running(mark):

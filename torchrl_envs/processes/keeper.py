@@ -1,10 +1,11 @@
 """A program that runs a command, and leaves nothing of it behind.
 
-``python -I -S keeper.py PARENT COMMAND...`` ends when the command ends, with its status; when the
-process PARENT, which started it, is gone, however that ended; and when it is told to by a signal.
+``python -I -S keeper.py PARENT USER COMMAND...`` ends when the command ends, with its status; when
+the process PARENT, which started it, is gone, however that ended; and when a signal tells it to.
 Whatever the command started is killed first, in sessions of its own too: orphans come to this
 process. Nothing inside the command can be relied on for that: a tool may hold the interpreter's
-lock for ever. Run by its path, without the rest of the package.
+lock for ever. USER runs the command; where that is empty, whoever runs this. Run by its path,
+without the rest of the package.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ _libc = ctypes.CDLL(None)
 
 def main() -> None:
     """Run the command that the command line names."""
-    parent, command = int(sys.argv[1]), sys.argv[2:]
+    parent, user, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         gone = os.pidfd_open(parent)
@@ -34,7 +35,7 @@ def main() -> None:
     signal.set_wakeup_fd(wake)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    child = _start(command)
+    child = _start(command, user)
     _close_all_but({2, gone, woken, wake})
     status = None
     while status is None:
@@ -46,13 +47,17 @@ def main() -> None:
     _end_like(status)
 
 
-def _start(command: list[str]) -> int:
+def _start(command: list[str], user: str) -> int:
     keeper = os.getpid()
     child = os.fork()
     if child:
         return child
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
+        if user:
+            os.setgroups([])
+            os.setresgid(int(user), int(user), int(user))
+            os.setresuid(int(user), int(user), int(user))
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == keeper:
             os.execvp(command[0], command)
     except OSError as error:

@@ -27,13 +27,15 @@ _PROGRAM: Final = (
 )
 
 
-def kept_command(command: Sequence[str]) -> list[str]:
+def kept_command(command: Sequence[str], *, user: int | None = None) -> list[str]:
     """A command that ends with this process, and kills what it has started when it ends.
 
     Args:
         command: a program, to be started by this process itself, and its arguments.
+        user: who runs it, if that is somebody else.
     """
-    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), *command]
+    who = "" if user is None else str(user)
+    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), who, *command]
 
 
 class ToolProcessError(RuntimeError):

@@ -7,7 +7,6 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from .inside.landlock import landlock_version
 from .limits import SandboxLimits
 from .sandbox import Sandbox
 from .self_check import CHECKS
@@ -23,7 +22,7 @@ def main() -> int:
     console = Console()
     reasons = Sandbox.reasons_against()
     chosen = next((name for name, reason in reasons.items() if reason is None), None)
-    console.print(f"Linux {platform.release()}, {_user()}, Landlock {landlock_version() or 'none'}")
+    console.print(f"Linux {platform.release()}, {_user()}")
     for name, reason in reasons.items():
         console.print(f"  {name}: {reason or 'works'}", highlight=False)
     if chosen is None:
@@ -57,7 +56,7 @@ def _limit_rows(limits: SandboxLimits) -> list[tuple[str, str, str]]:
         (
             "memory of all processes",
             f"{limits.memory_bytes // mib} MiB",
-            "the supervisor inside, 100 times a second",
+            "the supervisor inside, 100 times a second, sockets included",
         ),
         ("disk, in memory", f"{limits.disk_bytes // mib} MiB", "size of the private /tmp"),
         ("files", str(limits.num_files), "inodes of the private /tmp"),

@@ -21,18 +21,15 @@ def bubblewrap_missing() -> str | None:
     )
 
 
-def bubblewrap_command(interpreter: Interpreter, *, dies_with_parent: bool) -> list[str]:
-    """Everything before the interpreter's own command line.
+def bubblewrap_command(interpreter: Interpreter) -> list[str]:
+    """Everything before the interpreter's own command line; it dies with the thread that starts it.
 
     Args:
         interpreter: decides what is readable.
-        dies_with_parent: killed when the thread that starts it ends.
     """
     command = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc"]
     command += ["--unshare-uts", "--hostname", "sandbox", "--unshare-cgroup-try", "--new-session"]
-    command.append("--as-pid-1")
-    if dies_with_parent:
-        command.append("--die-with-parent")
+    command += ["--as-pid-1", "--die-with-parent"]
     if not changes_user():
         user = str(UNPRIVILEGED_USER)
         command += ["--unshare-user", "--uid", user, "--gid", user]

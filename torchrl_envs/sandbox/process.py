@@ -1,11 +1,14 @@
 """One running sandbox, as its parent sees it: requests go in, capped output comes out."""
 
+import contextlib
 import os
 import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+from torchrl_envs.processes import kept_command
 
 from .capped_output import CappedOutput
 from .inside.frames import pack
@@ -33,10 +36,16 @@ class SandboxProcess:
         command: the whole command line, which ends with that of the interpreter.
         config: the supervisor's settings; the descriptor of its reports is added.
         max_output_bytes: cap of each output stream.
+        needs_keeper: whether the command does not end by itself with the thread that starts it.
     """
 
     def __init__(
-        self, command: Sequence[str], config: dict[str, Any], *, max_output_bytes: int
+        self,
+        command: Sequence[str],
+        config: dict[str, Any],
+        *,
+        max_output_bytes: int,
+        needs_keeper: bool,
     ) -> None:
         self._max_output_bytes = max_output_bytes
         self._selector = selectors.DefaultSelector()
@@ -45,6 +54,9 @@ class SandboxProcess:
         self._reports: list[str] = []
         self._status, inside = os.pipe()
         try:
+            user = starts_as()
+            if needs_keeper:
+                command, user = kept_command(command, user=user), None
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -54,7 +66,7 @@ class SandboxProcess:
                 env=_ENVIRONMENT,
                 pass_fds=(inside,),
                 start_new_session=True,
-                **_as_user(starts_as()),
+                **_as_user(user),
                 cwd="/",
             )
         except BaseException:
@@ -115,13 +127,14 @@ class SandboxProcess:
         if self._process.poll() is None and not self._outgoing:
             # The supervisor goes when its input ends, and the rest with it.
             self._close_stdin()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        elif self._process.poll() is None:
+        self._process.terminate()  # where it still runs
+        try:
+            self._process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.wait()
+            self._process.wait()
         self._selector.close()
         self._close_stdin()
         for stream in (self._process.stdout, self._process.stderr):

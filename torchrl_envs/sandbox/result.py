@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Isolation = Literal["bubblewrap", "landlock", "none"]
+Isolation = Literal["bubblewrap", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)

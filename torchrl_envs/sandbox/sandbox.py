@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from .bubblewrap import bubblewrap_command, bubblewrap_missing
 from .errors import SandboxStartError, SandboxUnavailableError, UnsandboxedCodeWarning
-from .inside.landlock import MINIMUM_VERSION, landlock_version
 from .interpreter import Interpreter
 from .limits import SandboxLimits
 from .process import SandboxProcess
@@ -19,7 +18,7 @@ from .self_check import TRIAL_LIMITS, failing_checks
 from .syscall_filter import syscall_filter
 from .users import UNPRIVILEGED_USER, changes_user, user_name
 
-_CHOICES: Final[tuple[Isolation, ...]] = ("bubblewrap", "landlock")
+_CHOICES: Final[tuple[Isolation, ...]] = ("bubblewrap",)
 _START_S: Final = 20.0
 _verified: dict[tuple[Isolation, Interpreter], str | None] = {}
 _verifying = threading.Lock()
@@ -29,10 +28,9 @@ class Sandbox:
     r"""Python code with no network, no files but its own, and bounded means.
 
     The code sees an interpreter with the standard library and a private ``/tmp``; nothing of this
-    process's environment, files, network or other processes. Isolation is bubblewrap or, where that
-    is not installed, Landlock with namespaces; in both a system call filter, resource limits and a
-    supervisor that bounds memory in sum. Which one works is tried at construction, once per
-    process.
+    process's environment, files, network or other processes. Isolation is bubblewrap with a system
+    call filter, resource limits and a supervisor that bounds memory in sum. Whether it works is
+    tried at construction, once per process.
 
     A sandbox holds nothing between runs, may be used by many threads at once, and needs no
     ``close``.
@@ -41,8 +39,8 @@ class Sandbox:
         limits: what a run may use.
         packages: directories that programs may import from, ``site-packages`` for example; all in
             them is readable inside.
-        isolation: ``"bubblewrap"`` or ``"landlock"``; the first that works by default. ``"none"``
-            runs code with the rights of this process, and needs ``allow_unsandboxed``.
+        isolation: ``"bubblewrap"``, which is the default. ``"none"`` runs code with the rights of
+            this process, and needs ``allow_unsandboxed``.
         allow_unsandboxed: run code with the rights of this process where nothing isolates it. There
             is a warning, and each result says ``isolation="none"``.
 
@@ -127,11 +125,17 @@ class Sandbox:
         """
         command = self.interpreter.command()
         if self.isolation == "bubblewrap":
-            wrap = bubblewrap_command(self.interpreter, dies_with_parent=not persistent)
-            command = [*wrap, *command]
+            command = [*bubblewrap_command(self.interpreter), *command]
+        # A session outlives the thread that starts it.
+        needs_keeper = persistent or self.isolation == "none"
         config = self._config(persistent, timeout_s)
         try:
-            return SandboxProcess(command, config, max_output_bytes=self.limits.max_output_bytes)
+            return SandboxProcess(
+                command,
+                config,
+                max_output_bytes=self.limits.max_output_bytes,
+                needs_keeper=needs_keeper,
+            )
         except OSError as error:
             raise SandboxStartError(f"it can't be started as {user_name()}: {error}") from error
 
@@ -214,8 +218,8 @@ class Sandbox:
             "resource_limits": list(resources.items()),
             "syscall_filter": b"" if self.isolation == "none" else syscall_filter(),
             "packages": list(self.interpreter.packages),
-            "readable": [*self.interpreter.readable, "/proc", "/dev/zero", "/dev/urandom"],
-            "writable": ["/tmp", "/dev/shm", "/dev/null"],
+            "readable": list(self.interpreter.readable),
+            "socket_bytes": _socket_bytes(),
         }
 
 
@@ -243,7 +247,7 @@ def _reason_against(choice: Isolation, interpreter: Interpreter) -> str | None:
 def _try(choice: Isolation, interpreter: Interpreter) -> str | None:
     if sys.platform != "linux":
         return f"works on Linux only, this is {sys.platform}"
-    missing = bubblewrap_missing() if choice == "bubblewrap" else _landlock_missing()
+    missing = bubblewrap_missing()
     if missing is not None:
         return missing
     trial = Sandbox.__new__(Sandbox)
@@ -255,9 +259,7 @@ def _try(choice: Isolation, interpreter: Interpreter) -> str | None:
     return f"these do not hold here: {', '.join(failed)}" if failed else None
 
 
-def _landlock_missing() -> str | None:
-    version = landlock_version()
-    if version >= MINIMUM_VERSION:
-        return None
-    found = f"this one has version {version}" if version else "this one has none, or forbids it"
-    return f"needs a kernel with Landlock version {MINIMUM_VERSION} (Linux 6.2); {found}"
+def _socket_bytes() -> int:
+    """What a socket's full buffer takes of the kernel's memory, measured at most."""
+    with open("/proc/sys/net/core/wmem_default") as file:
+        return 2 * int(file.read())

@@ -12,6 +12,8 @@ from .errors import SandboxUnavailableError
 _ALLOW: Final = 0x7FFF0000
 _ERRNO: Final = 0x00050000
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_INT: Final = 0xFFFFFFFF
+"""What the kernel reads of an argument that is an int."""
 _UNKNOWN_CALL: Final = -1
 _AF_UNIX: Final = 1
 
@@ -28,6 +30,7 @@ _DENIED: Final = (
     "io_uring_register",
     "add_key", "keyctl", "request_key",
     "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open",
+    "vmsplice", "splice", "tee",
     "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot",
     "swapon", "swapoff", "syslog", "acct", "quotactl", "open_by_handle_at", "name_to_handle_at",
     "fanotify_init", "lookup_dcookie", "vhangup", "personality",
@@ -41,6 +44,8 @@ _DENIED: Final = (
 _NUMBERS: Final = {"process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447}
 _NEW_NAMESPACE_FLAGS: Final = (1 << 17, *(1 << bit for bit in range(25, 31)))
 _TERMINAL_REQUESTS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+_SOL_SOCKET: Final = 1
+_BUFFER_SIZES: Final = (7, 32)  # SO_SNDBUF, SO_SNDBUFFORCE
 
 
 class _Comparison(ctypes.Structure):
@@ -104,7 +109,14 @@ def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p) -> None:
     # Its flags are in memory, where a filter can't look; the C library then uses clone.
     deny("clone3", error=errno.ENOSYS)
     for request in _TERMINAL_REQUESTS:
-        deny("ioctl", (1, _MASKED_EQUAL, 0xFFFFFFFF, request))
+        deny("ioctl", (1, _MASKED_EQUAL, _INT, request))
+    # The supervisor counts sockets, each with a buffer of the usual size.
+    for option in _BUFFER_SIZES:
+        deny(
+            "setsockopt",
+            (1, _MASKED_EQUAL, _INT, _SOL_SOCKET),
+            (2, _MASKED_EQUAL, _INT, option),
+        )
 
 
 def _export(library: ctypes.CDLL, context: ctypes.c_void_p) -> bytes:

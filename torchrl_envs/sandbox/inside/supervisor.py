@@ -1,9 +1,11 @@
 """The first process of a sandbox: starts the worker, watches it, reports how it ended.
 
 Whatever happens to the supervisor ends the sandbox: when the first process of a process namespace
-goes, the kernel kills the others. The program can't signal, trace or read it.
+goes, the kernel kills the others. The program can't signal, trace or read it, holds none of its
+descriptors, and can't make it wait: it writes to nothing that is full.
 """
 
+import _socket
 import os
 import select
 import signal
@@ -24,7 +26,10 @@ def main():
         os._exit(0)  # the parent is gone already
     status = config["status_fd"]
     try:
-        _enter(config)
+        if config["isolation"] != "none":
+            enter.make_private_disk(config)
+            enter.give_up_rights(config)
+            kernel.die_with_parent()  # forgotten when the user changed
         once = None if config["persistent"] else read_message(0)
         supervisor = _Supervisor(config, once)
         is_worker = not supervisor.start_worker()
@@ -40,21 +45,7 @@ def main():
     except BrokenPipeError:
         pass  # the parent is gone, so nobody is told
     finally:
-        supervisor.kill_all()
         os._exit(0)
-
-
-def _enter(config):
-    isolation = config["isolation"]
-    if isolation == "landlock":
-        enter.become_first_process(config)
-    if isolation == "none":
-        kernel.adopt_orphans()
-        return
-    enter.make_private_disk(config)
-    enter.give_up_rights(config)
-    if isolation == "bubblewrap" and not config["persistent"]:
-        kernel.die_with_parent()  # forgotten when the user changed
 
 
 class _Supervisor:
@@ -63,13 +54,17 @@ class _Supervisor:
         self.once = once
         self.worker = 0
         self.deadline = time.monotonic() + once["timeout_s"] if once else _FOREVER
-        self.requests = self.answers = (-1, -1)
+        # A session's worker gets requests and answers over a socket: unlike a pipe it can't be
+        # opened a second time, from the other side, through /proc.
+        self.link = self.workers_link = -1
+        self.outgoing = b""
         self.wake = (-1, -1)
         self.starting = -1
 
     def start_worker(self):
         if not self.once:
-            self.requests, self.answers = os.pipe(), os.pipe()
+            self.link, self.workers_link = (s.detach() for s in _socket.socketpair())
+            os.set_blocking(self.link, False)
         self.wake = os.pipe()
         for fd in self.wake:
             os.set_blocking(fd, False)
@@ -79,7 +74,7 @@ class _Supervisor:
         self.worker = os.fork()
         if not self.worker:
             return 0
-        for fd in (self.requests[0], self.answers[1], self.starting):
+        for fd in (self.workers_link, self.starting):
             if fd != -1:
                 os.close(fd)
         failure = os.read(started, 4096)
@@ -90,7 +85,7 @@ class _Supervisor:
 
     def be_worker(self):
         """Continue as the worker; returns when its program has ended."""
-        keep = (self.starting,) if self.once else (self.requests[0], self.answers[1], self.starting)
+        keep = (self.starting,) if self.once else (self.workers_link, self.starting)
         try:
             worker.take_streams(keep)
             namespace = worker.prepare_interpreter(self.config)
@@ -103,14 +98,16 @@ class _Supervisor:
         if self.once is not None:
             worker.run_once(self.once["code"], namespace)
         else:
-            worker.serve(self.requests[0], self.answers[1], namespace)
+            worker.serve(self.workers_link, namespace)
 
     def watch(self):
         """Wait until the worker ends or has to; say which."""
-        listening = [0, self.wake[0]] + ([self.answers[0]] if not self.once else [])
+        listening = [0, self.wake[0]] + ([] if self.once else [self.link])
         while True:
             busy = self.deadline < _FOREVER
-            readable = select.select(listening, [], [], _BUSY_POLL_S if busy else _IDLE_POLL_S)[0]
+            writing = [self.link] if self.outgoing else []
+            wait_s = _BUSY_POLL_S if busy else _IDLE_POLL_S
+            readable, writable, _ = select.select(listening, writing, [], wait_s)
             if self.wake[0] in readable:
                 _drain(self.wake[0])
             ended = self._reap()
@@ -120,28 +117,57 @@ class _Supervisor:
                 return "timeout"
             if self._memory_bytes() > self.config["memory_bytes"]:
                 return "memory"
-            if 0 in readable and not self._pass_on():
+            if 0 in readable and not self._take_request():
                 return "closed"
-            if self.answers[0] in readable:
-                self._report(listening)
+            if writable:
+                self._write()
+            if self.link in readable:
+                self._take_answer(listening)
 
-    def _pass_on(self):
+    def _take_request(self):
         request = read_message(0)
         if request is None or self.once:
             return False
+        _drain(self.link)  # what the last program said after its end
         self.deadline = time.monotonic() + request["timeout_s"]
-        write_all(self.requests[1], pack(request))
+        self.outgoing = pack(request)
+        self._signal_all(signal.SIGCONT)
         return True
 
-    def _report(self, listening):
-        line = os.read(self.answers[0], 64)
-        if not line:
-            listening.remove(self.answers[0])  # the worker closed it, and is about to end
+    def _write(self):
+        try:
+            self.outgoing = self.outgoing[os.write(self.link, self.outgoing) :]
+        except BlockingIOError:
             return
-        self.deadline = _FOREVER
-        text = line.decode("ascii", "replace").strip()
-        number = int(text) if text.isdigit() and len(text) < 4 else 1
-        write_all(self.config["status_fd"], b"done %d\n" % number)
+        except OSError:
+            self.outgoing = b""  # the worker closed its end, and is about to end
+
+    def _take_answer(self, listening):
+        try:
+            line = os.read(self.link, 64)
+        except OSError:
+            line = b""
+        if not line:
+            listening.remove(self.link)  # the worker closed it, and is about to end
+        elif self.deadline < _FOREVER:
+            self.deadline = _FOREVER
+            self.outgoing = b""
+            self._signal_all(signal.SIGSTOP)  # nothing runs on until the next request
+            text = line.decode("ascii", "replace").strip()
+            number = int(text) if text.isdigit() and len(text) < 4 else 1
+            write_all(self.config["status_fd"], b"done %d\n" % number)
+
+    def _signal_all(self, number):
+        """Signal every process but this one; the kernel lets none fork itself away from that."""
+        if self.config["isolation"] != "none":
+            others = [-1]
+        else:
+            others = [pid for pid in _descendants(os.getppid()) if pid != os.getpid()]
+        for pid in others:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
 
     def _reap(self):
         """The worker's exit status once it has one; orphans are buried."""
@@ -158,56 +184,44 @@ class _Supervisor:
 
     def _memory_bytes(self):
         if self.config["isolation"] == "none":
-            processes = _descendants(os.getpid())
+            processes, sockets = _descendants(os.getppid()), 0
         else:
             processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        resident = sum(_resident_bytes(pid) for pid in processes)
-        if resident <= self.config["memory_bytes"]:
-            return resident
+            sockets = _num_sockets() * self.config["socket_bytes"]
+        used = sockets + sum(_bytes_of(pid, "status", _OWN) for pid in processes)
+        if used <= self.config["memory_bytes"]:
+            return used
         # Pages that processes share were counted for each of them.
-        return sum(_proportional_bytes(pid) for pid in processes)
+        return sockets + sum(_bytes_of(pid, "smaps_rollup", _SHARE) for pid in processes)
 
-    def kill_all(self):
-        """Kill what is left, where no process namespace does it."""
-        if self.config["isolation"] != "none":
-            return
-        while descendants := _descendants(os.getpid()):
-            for pid in descendants:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self._reap()
+
+_OWN = (b"VmRSS:", b"VmSwap:")
+_SHARE = (b"Pss:", b"SwapPss:")
+
+
+def _bytes_of(pid, name, fields):
+    """Memory of a process, in RAM and swapped out."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(fields))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except PermissionError:
+        return _bytes_of(pid, "status", _OWN)
+
+
+def _num_sockets():
+    """Sockets of this network namespace, those too that no process holds just now."""
+    with open("/proc/net/sockstat", "rb") as file:
+        return int(file.readline().split()[2])
 
 
 def _drain(fd):
     try:
         while os.read(fd, 4096):
             pass
-    except BlockingIOError:
+    except OSError:
         return
-
-
-def _resident_bytes(pid):
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            fields = file.read().split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(fields[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def _proportional_bytes(pid):
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    except PermissionError:
-        return _resident_bytes(pid)
-    return 0
 
 
 def _descendants(pid):

@@ -9,7 +9,6 @@ import types
 
 from . import kernel
 from .frames import read_message, write_all
-from .landlock import restrict_paths
 
 _FILE_NAME = "<python>"
 _EXIT_STATUS_OF_ERROR = 1
@@ -23,8 +22,6 @@ def restrict(config):
         _, hard = resource.getrlimit(number)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
-    if config["isolation"] == "landlock":
-        restrict_paths(config["readable"], config["writable"])
     if config["syscall_filter"]:
         kernel.load_syscall_filter(config["syscall_filter"])
 
@@ -70,15 +67,15 @@ def run_once(code, namespace):
         sys.exit(status)
 
 
-def serve(requests, answers, namespace):
+def serve(link, namespace):
     """Run what is asked, one after the other, in one namespace."""
     own = os.getpid()
-    while (request := read_message(requests)) is not None:
+    while (request := read_message(link)) is not None:
         status = _run(request["code"], namespace, keep_exit=False)
         _flush()
         if os.getpid() != own:  # a process that the program forked, and that came back here
             os._exit(status)
-        write_all(answers, b"%d\n" % status)
+        write_all(link, b"%d\n" % status)
 
 
 def _run(code, namespace, keep_exit):
