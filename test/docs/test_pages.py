@@ -314,3 +314,14 @@ def test_every_linked_file_and_heading_is_there(page):
 def _anchors(path):
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_glossary_says_each_word_once_and_knows_the_words_it_uses():
+    rows = re.findall(
+        r"^\| ([^|]+) \| (.+) \|$", PAGES["glossary"].read_text("utf-8"), re.MULTILINE
+    )
+    words = [word for word, _ in rows[1:]]
+    assert words == sorted(set(words))
+    used = {found for _, text in rows for found in re.findall(r"\*([^*]+)\*", text)}
+    plural = {word + "s" for word in words} | {"micro-batches", "engine's"}
+    assert used - set(words) - plural == set()
