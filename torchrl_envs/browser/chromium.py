@@ -4,10 +4,14 @@ import asyncio
 import importlib.util
 import os
 import shutil
+import tempfile
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from .allowed_hosts import AllowedHosts
 from .filtering_proxy import FilteringProxy
+from .own_network import SharedNetworkWarning, reason_against, write_launcher
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Playwright
@@ -28,6 +32,7 @@ _FLAGS: Final = (
     "--disable-sync",
     "--dns-prefetch-disable",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--no-first-run",
     "--no-pings",
 )
@@ -47,6 +52,7 @@ def find_chromium(executable_path: str | None = None) -> str:
             "The browser is driven by playwright, which is not installed: `pip install playwright` "
             "(`playwright install` is not needed)."
         )
+    warn_of_shared_network()
     if executable_path is not None:
         if not os.path.isfile(executable_path) or not os.access(executable_path, os.X_OK):
             raise ValueError(f"executable_path={executable_path!r} is no program that can be run.")
@@ -74,10 +80,24 @@ def check_chromium_sandbox(chromium_sandbox: bool) -> None:
         )
 
 
+def warn_of_shared_network() -> None:
+    """Say so if a browser can't have a network of its own here."""
+    reason = reason_against()
+    if reason is not None:
+        warnings.warn(
+            f"The browser shares this machine's network ({reason}): that it reaches the allowed "
+            "hosts only depends on Chromium's own settings. Install bubblewrap, and allow "
+            "namespaces where this runs in a container.",
+            SharedNetworkWarning,
+            stacklevel=3,
+        )
+
+
 class Chromium:
     """A browser and its proxy; starts when it is first needed, again after a crash.
 
-    All methods run on one event loop.
+    It has a network of its own, where there is nothing but the proxy, if that works here. All
+    methods run on one event loop.
 
     Args:
         allowed: hosts that pages may reach.
@@ -108,6 +128,7 @@ class Chromium:
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._proxy: FilteringProxy | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def new_context(self) -> "BrowserContext":
         """A fresh profile: no cookies, no cache, no downloads, no service workers."""
@@ -124,12 +145,21 @@ class Chromium:
         from playwright.async_api import async_playwright
 
         self._proxy = FilteringProxy(self._allowed)
-        await self._proxy.start()
+        options = dict(self._options)
+        if reason_against() is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="browser-")
+            options["executable_path"], socket, url = write_launcher(
+                Path(self._folder.name), options["executable_path"]
+            )
+            await self._proxy.start(socket)
+        else:
+            await self._proxy.start()
+            url = self._proxy.url
         self._playwright = await async_playwright().start()
         self._browser = await self._playwright.chromium.launch(
-            **self._options,
+            **options,
             proxy={
-                "server": self._proxy.url,
+                "server": url,
                 "username": self._proxy.username,
                 "password": self._proxy.password,
                 "bypass": "<-loopback>",
@@ -145,6 +175,7 @@ class Chromium:
         browser, self._browser = self._browser, None
         playwright, self._playwright = self._playwright, None
         proxy, self._proxy = self._proxy, None
+        folder, self._folder = self._folder, None
         try:
             if browser is not None:
                 await browser.close()
@@ -153,3 +184,5 @@ class Chromium:
                 await playwright.stop()
             if proxy is not None:
                 await proxy.close()
+            if folder is not None:
+                folder.cleanup()

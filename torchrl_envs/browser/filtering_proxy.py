@@ -9,6 +9,7 @@ import base64
 import contextlib
 import ipaddress
 import secrets
+from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -58,15 +59,18 @@ class FilteringProxy:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
-        """Listen on a free port of the loopback interface."""
+    async def start(self, path: Path | None = None) -> None:
+        """Listen at a Unix socket, or else on a free port of the loopback interface."""
+        if path is not None:
+            self._server = await asyncio.start_unix_server(self._serve, path, limit=_MAX_HEAD_BYTES)
+            return
         self._server = await asyncio.start_server(
             self._serve, "127.0.0.1", 0, limit=_MAX_HEAD_BYTES
         )
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Where it listens, if that is a port."""
         assert self._server is not None
         port = self._server.sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}"

@@ -1,0 +1,54 @@
+"""A network of its own for the browser, where the proxy is all there is; by bubblewrap."""
+
+import functools
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+_PORT: Final = 3128
+"""Of the loopback of that network, where nobody else listens."""
+_RELAY: Final = Path(__file__).with_name("relay.py")
+_PROBE_S: Final = 20.0
+
+
+class SharedNetworkWarning(UserWarning):
+    """A browser shares this machine's network, though all its traffic should go by the proxy."""
+
+
+@functools.cache
+def reason_against() -> str | None:
+    """Why a program can't have a network of its own here, or ``None``; tried once per process."""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap (the command `bwrap`) is not installed"
+    try:
+        tried = subprocess.run(
+            [*_bubblewrap(), "true"], capture_output=True, text=True, timeout=_PROBE_S
+        )
+    except subprocess.TimeoutExpired:
+        return "bubblewrap does not start a program"
+    return None if tried.returncode == 0 else tried.stderr.strip()[:200]
+
+
+def write_launcher(folder: Path, executable: str) -> tuple[str, Path, str]:
+    """A program that starts a browser in a network of its own.
+
+    Args:
+        folder: private to this program; what is written there is needed as long as the browser.
+        executable: the browser.
+
+    Returns:
+        The program, the Unix socket at which the proxy has to listen, and the proxy's URL inside.
+    """
+    socket, launcher = folder / "proxy", folder / "browser"
+    command = [*_bubblewrap(), sys.executable, "-I", "-S", _RELAY, socket, _PORT, executable]
+    launcher.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, command))} "$@"\n')
+    launcher.chmod(0o700)
+    return str(launcher), socket, f"http://127.0.0.1:{_PORT}"
+
+
+def _bubblewrap() -> list[str]:
+    command = shutil.which("bwrap") or "bwrap"
+    return [command, "--dev-bind", "/", "/", "--unshare-net", "--die-with-parent", "--"]
