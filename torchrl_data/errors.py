@@ -42,13 +42,7 @@ def require_entries(batch: TensorDictBase, keys: Iterable[NestedKey], who: str) 
 
 
 def missing_part(batch: TensorDictBase, key: tuple[str, str], who: str) -> MissingEntryError:
-    """The error for a part of a mode that a batch lacks.
-
-    Args:
-        batch: what was read.
-        key: mode and part.
-        who: the component that reads.
-    """
+    """The error for a part of a mode that a batch lacks."""
     found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
     return MissingEntryError(
         f"{who} reads {key}, which the batch lacks. The batch holds {found}. Reset the environment "

@@ -163,23 +163,14 @@ class BatchedObject(NonTensorData):
 
 
 def view_of(leaf: Any) -> Any:
-    """The view of a leaf, of the first one in a stack of leaves.
-
-    Args:
-        leaf: of a batch, or of several batches that were stacked.
-    """
+    """The view of a leaf, of the first one in a stack of leaves."""
     while isinstance(leaf, NonTensorStack):
         leaf = leaf.unbind(0)[0]
     return leaf.__dict__["_non_tensordict"].get("shown_as")
 
 
 def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
-    """Rows as nested lists of a batch's shape; the row itself for a batch without dimensions.
-
-    Args:
-        rows: as many as the shape has elements.
-        shape: of the batch.
-    """
+    """Rows as nested lists of a batch's shape; the row itself for a batch without dimensions."""
     if not len(shape):
         return rows[0]
     nested = list(rows)

@@ -11,11 +11,7 @@ _END_MARK: Final = f"\ua789{secrets.token_hex(8)}|"
 
 
 def split_reasoning(message: Message) -> Message:
-    """Move a ``<think>`` block that begins an assistant's content to ``reasoning_content``.
-
-    Args:
-        message: in the chat format; it is not changed.
-    """
+    """Move a ``<think>`` block that begins an assistant's content to ``reasoning_content``."""
     content = message.get("content")
     if (
         message["role"] != "assistant"
@@ -31,14 +27,7 @@ def split_reasoning(message: Message) -> Message:
 
 
 def with_end_mark(message: Message) -> Message:
-    """Mark the end of a message's content, for :func:`cut_at_end_mark`.
-
-    Args:
-        message: in the chat format; it is not changed.
-
-    Raises:
-        ValueError: it has no text that could be continued.
-    """
+    """Mark the end of a message's content, for :func:`cut_at_end_mark`."""
     content: Any = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + _END_MARK}
@@ -49,14 +38,7 @@ def with_end_mark(message: Message) -> Message:
 
 
 def cut_at_end_mark(rendered: str) -> str:
-    """The rendered text up to the mark.
-
-    Args:
-        rendered: what a template gave.
-
-    Raises:
-        ValueError: the template does not show the last message.
-    """
+    """The rendered text up to the mark."""
     at = rendered.rfind(_END_MARK)
     if at < 0:
         raise ValueError("The chat template does not show the last message, so it can't end there.")

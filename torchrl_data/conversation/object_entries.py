@@ -16,33 +16,14 @@ from .batched_object import BatchedObject, RowObjects, view_of
 
 
 def write_objects(batch: TensorDictBase, key: str, values: Sequence[Any]) -> None:
-    """Set one Python value per row.
-
-    Args:
-        batch: of B rows.
-        key: the entry.
-        values: B values.
-
-    Raises:
-        ValueError: there are not as many values as rows.
-    """
+    """Set one Python value per row."""
     if len(values) != batch.numel():
         raise ValueError(f"{key!r}: {len(values)} values for {batch.numel()} rows.")
     batch.set(key, BatchedObject.of(RowObjects(values), batch.batch_size))
 
 
 def read_objects(batch: TensorDictBase, key: str, default: Any = None) -> list[Any]:
-    """One Python value per row.
-
-    Args:
-        batch: of B rows.
-        key: the entry.
-        default: what each row gets when the entry is absent.
-
-    Returns:
-        A new list of B values. A single value (a string, or the messages of one chat) that was set
-        for the whole batch is repeated.
-    """
+    """One Python value per row, in a new list; one that was set for the whole batch is repeated."""
     entry = batch.get(key, None)
     if entry is None:
         return [default] * batch.numel()
@@ -50,16 +31,7 @@ def read_objects(batch: TensorDictBase, key: str, default: Any = None) -> list[A
 
 
 def objects_of_leaf(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> list[Any]:
-    """One Python value per row of a leaf.
-
-    Args:
-        entry: of a TensorDict of any shape, or a bare value.
-        shape: of the TensorDict; B is the number of its elements.
-        one_chat: a list of dictionaries is one value (the messages of a chat).
-
-    Returns:
-        A new list of B values; a single value is repeated.
-    """
+    """One Python value per row of a leaf, in a new list; a single value is repeated."""
     if isinstance(entry, BatchedObject):
         view = view_of(entry)
         return list(entry.snapshot() if view is None else view.rows(entry.snapshot()))

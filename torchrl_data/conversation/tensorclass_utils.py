@@ -19,9 +19,6 @@ def attribute_reader(read: Callable[[Any, str, Callable[[Any, str], Any]], Any])
     """Decorate a TensorClass so that its fields are read through a function.
 
     TensorClass writes its own ``__getattr__`` over that of the class body, so this is done after.
-
-    Args:
-        read: gets the instance, the name of the attribute and TensorClass's own reader.
     """
 
     def decorate(cls: _C) -> _C:

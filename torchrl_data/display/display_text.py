@@ -20,9 +20,6 @@ def visible(text: str) -> str:
     """Text whose control, direction and format characters are spelled out.
 
     Nobody can hide a terminal's escape sequence or turn the direction of a line with the result.
-
-    Args:
-        text: anything.
     """
     return _SUSPECT.sub(lambda match: _visible(match.group()), text)
 
@@ -37,21 +34,13 @@ def _visible(character: str) -> str:
 
 
 def message_title(message: Message) -> str:
-    """Role, and name if there is one.
-
-    Args:
-        message: in the chat format.
-    """
+    """Role, and name if there is one."""
     title = visible(str(message["role"]))
     return f"{title} ({visible(str(message['name']))})" if message.get("name") else title
 
 
 def message_text(message: Message) -> str:
-    """What a message says, with its reasoning and its tool calls.
-
-    Args:
-        message: in the chat format; its content may be a list of parts.
-    """
+    """What a message says, with its reasoning and its tool calls."""
     parts: list[str] = []
     if message.get("reasoning_content"):
         parts.append(f"(reasoning) {message['reasoning_content']}")
@@ -73,15 +62,7 @@ def _part_text(part: Any) -> str:
 
 
 def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The text of each token; tokens that only together make a character share it.
-
-    Args:
-        ids: token ids.
-        tokenizer: decodes.
-
-    Returns:
-        A text per token: a character made of several is given to the first, nothing to the rest.
-    """
+    """The text of each token; tokens that only together make a character share it."""
     single = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
     texts: list[str] = []
     while len(texts) < len(ids):

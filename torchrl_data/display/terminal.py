@@ -33,11 +33,7 @@ _LEGEND_ROLES: Final = ("system", "user", "tool", "assistant")
 
 
 def colour_legend(names: Iterable[tuple[str, str]]) -> RichText:
-    """A line of names in their colours.
-
-    Args:
-        names: names and styles.
-    """
+    """A line of names in their colours."""
     legend = RichText()
     for name, style in names:
         legend.append(f" {name} ", style=f"{style} reverse").append(" ")
@@ -88,12 +84,7 @@ def show_conversation(
 
 
 def coloured_tokens(texts: Sequence[str], sources: Sequence[Source]) -> RichText:
-    """Tokens in the colours of those who wrote them; every other one is underlined.
-
-    Args:
-        texts: of the tokens.
-        sources: of the tokens.
-    """
+    """Tokens in the colours of those who wrote them; every other one is underlined."""
     coloured = RichText()
     for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
         style = SOURCE_STYLES[source]

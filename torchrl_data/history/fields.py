@@ -20,11 +20,7 @@ FIELDS: Final = ("role", "content", "is_complete", *OPTIONAL)
 
 
 def plain(value: Any) -> Any:
-    """Plain lists instead of the lists that write through to a TensorDict.
-
-    Args:
-        value: a value read from a TensorClass.
-    """
+    """Plain lists instead of the lists that write through to a TensorDict."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -33,11 +29,7 @@ def plain(value: Any) -> Any:
 
 
 def message_fields(message: Message) -> dict[str, Any]:
-    """Values of all fields for a message; entries that are no field go to ``metadata``.
-
-    Args:
-        message: in the chat format.
-    """
+    """Values of all fields for a message; entries that are no field go to ``metadata``."""
     fields: dict[str, Any] = dict.fromkeys(FIELDS)
     fields["is_complete"] = True
     other = {}
@@ -51,11 +43,7 @@ def message_fields(message: Message) -> dict[str, Any]:
 
 
 def to_message(fields: Mapping[str, Any]) -> Message:
-    """The message in the chat format, without the fields that say nothing.
-
-    Args:
-        fields: values of all fields.
-    """
+    """The message in the chat format, without the fields that say nothing."""
     content = fields["content"]
     if isinstance(content, ContentBase):
         content = content.to_parts() if content.batch_dims else [content.to_part()]

@@ -184,13 +184,7 @@ def _encoder(
 def encoder_for(
     tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None, chat_template: str | None
 ) -> ConversationEncoder:
-    """The encoder of a tokenizer and a template; it is kept for the next call.
-
-    Args:
-        tokenizer: decides the template unless one is given.
-        chat_template_name: of a built-in or added template.
-        chat_template: Jinja source.
-    """
+    """The encoder of a tokenizer and a template; it is kept for the next call."""
     template = resolve_template(
         tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
     )
@@ -204,14 +198,7 @@ _byte_tokenizers: dict[str, Any] = {}
 
 
 def byte_tokenizer(template: str) -> "PreTrainedTokenizerBase":
-    """A tokenizer of UTF-8 bytes, and of the control tokens that a template spells.
-
-    Args:
-        template: Jinja source.
-
-    Returns:
-        A tokenizer whose ids below 256 are bytes.
-    """
+    """A tokenizer of UTF-8 bytes, and of the control tokens that a template spells."""
     if template not in _byte_tokenizers:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast

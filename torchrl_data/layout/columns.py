@@ -120,11 +120,7 @@ def chat_columns(
     full: Sequence[Sequence[Message]] | None,
     encoder: "ConversationEncoder",
 ) -> Columns:
-    """Token ids of chats; the response is what the full one has beyond the prompt.
-
-    Raises:
-        ValueError: a full conversation does not start with the tokens of its prompt.
-    """
+    """Token ids of chats; the response is what the full one has beyond the prompt."""
     columns: dict[str, Any] = {}
     if prompt is not None:
         encoded = encoder.encode_chats(prompt, add_generation_prompt=True)

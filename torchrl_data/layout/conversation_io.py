@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def one_dimension(batch: TensorDictBase) -> TensorDictBase:
-    """The batch itself if it is ``[B]``, and otherwise its rows in one dimension.
-
-    Args:
-        batch: of any shape.
-    """
+    """The batch itself if it is ``[B]``, and otherwise its rows in one dimension."""
     return batch if batch.ndim == 1 else batch.reshape(batch.numel())
 
 
@@ -130,13 +126,7 @@ def _held_leaf(batch: TensorDictBase, which: str) -> Any:
 
 
 def conversation_leaf(batch: TensorDictBase, mode: str, which: str) -> Any:
-    """The leaf at ``(mode, which)`` if it holds conversations, and otherwise ``None``.
-
-    Args:
-        batch: of any shape and layout.
-        mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        which: ``"prompt"``, ``"response"`` or ``"full"``.
-    """
+    """The leaf at ``(mode, which)`` if it holds conversations, and otherwise ``None``."""
     group = _group(batch, mode)
     if group is None:
         return None

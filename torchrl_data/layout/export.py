@@ -36,11 +36,7 @@ class HistoryView:
 
 
 def conversations_of(leaf: Any) -> Conversations | None:
-    """The conversations that a leaf of a TensorDict stands for, or ``None`` if it holds others.
-
-    Args:
-        leaf: of a batch, or of several batches that were stacked or concatenated.
-    """
+    """The conversations that a leaf of a TensorDict stands for, or ``None`` if it holds others."""
     if isinstance(leaf, NonTensorStack):
         parts = [conversations_of(part) for part in leaf.unbind(0)]
         found = [part for part in parts if part is not None]

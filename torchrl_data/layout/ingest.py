@@ -64,12 +64,7 @@ def read_prompts(
 
 
 def prompt_of_tokens(ids: Sequence[Sequence[int]], encoder: "ConversationEncoder") -> Conversations:
-    """Conversations whose prompts are exactly these tokens; the policy is to speak.
-
-    Args:
-        ids: per row.
-        encoder: spells them out as a message of the user.
-    """
+    """Conversations whose prompts are exactly these tokens; the policy is to speak."""
     messages = [[{"role": "user", "content": text}] for text in encoder.decode(ids)]
     return Conversations.from_tokens(ids, messages, awaits_response=True)
 
@@ -83,16 +78,6 @@ def read_fulls(
     ``full`` goes on from the prompt of the batch, only what is new is taken over, as a turn of the
     assistant; ``("masks", "all_assistant_mask")`` and ``("log_probs", "full")`` beside it say
     that the policy sampled it.
-
-    Args:
-        batch: of B rows.
-        mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        encoder: of the tokenizer; needed for text and tokens.
-        who: the component that reads, named in errors.
-
-    Raises:
-        MissingEntryError: there is no such entry.
-        ValueError: it does not fit the batch, or padding can't be told from tokens.
     """
     held = read_held(batch, mode, FULL)
     if held is not None:
@@ -110,12 +95,7 @@ def read_fulls(
 
 
 def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
-    """Whether a group of the batch holds a part.
-
-    Args:
-        batch: of any layout.
-        key: group and part.
-    """
+    """Whether a group of the batch holds a part."""
     group = batch.get(key[0], None)
     if group is None or is_non_tensor(group):
         return False
@@ -134,13 +114,7 @@ def _is_unset(entries: TensorDictBase, name: str) -> bool:
 
 
 def read_held(batch: TensorDictBase, mode: str, which: str) -> Conversations | None:
-    """The conversations that a mode holds as such, or ``None`` if they were handed in otherwise.
-
-    Args:
-        batch: of B rows.
-        mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        which: ``"prompt"`` or ``"full"``.
-    """
+    """The conversations that a mode holds as such, or ``None`` if they were handed in otherwise."""
     leaf = conversation_leaf(batch, mode, which)
     return None if leaf is None else conversations_of(leaf)
 

@@ -17,23 +17,13 @@ from torchrl_data.ragged.ragged import entries_of
 
 
 def token_rows(batch: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None:
-    """The rows of a per-token entry, B tensors ``[T]`` with their padding, or ``None``.
-
-    Args:
-        batch: of any shape and layout.
-        key: group and name.
-    """
+    """The rows of a per-token entry, B tensors ``[T]`` with their padding, or ``None``."""
     group = batch.get(key[0], None)
     return None if group is None or is_non_tensor(group) else rows_in(group, key[1])
 
 
 def rows_in(group: Any, name: str) -> list[Tensor] | None:
-    """The rows of an entry of a group, see :func:`token_rows`.
-
-    Args:
-        group: a TensorDict or TensorClass of any shape and layout.
-        name: the entry.
-    """
+    """The rows of an entry of a group, see :func:`token_rows`."""
     entries = entries_of(group)
     if isinstance(entries, LazyStackedTensorDict):
         parts = [rows_in(part, name) for part in entries.unbind(0)]
@@ -55,17 +45,7 @@ def rows_in(group: Any, name: str) -> list[Tensor] | None:
 
 
 class TokenEntries:
-    """One part of the tokens of a batch, and what is aligned with it, without padding.
-
-    Args:
-        batch: of B rows.
-        which: ``"prompt"`` or ``"full"``.
-        who: the component that reads, named in errors.
-
-    Raises:
-        MissingEntryError: there are no tokens.
-        ValueError: they are padded and no attention mask says where, or the number of rows differs.
-    """
+    """One part of the tokens of a batch, and what is aligned with it, without padding."""
 
     def __init__(self, batch: TensorDictBase, which: str, *, who: str) -> None:
         self._batch, self._which, self._who = batch, which, who
@@ -102,14 +82,7 @@ class TokenEntries:
         return [row.tolist() for row in self._kept(self._rows)]
 
     def aligned(self, key: tuple[str, str]) -> list[Tensor] | None:
-        """Rows of an entry that is aligned with the tokens, or ``None`` if there is none.
-
-        Args:
-            key: group and name.
-
-        Raises:
-            ValueError: it is not aligned.
-        """
+        """Rows of an entry that is aligned with the tokens, or ``None`` if there is none."""
         rows = token_rows(self._batch, key)
         if rows is None:
             return None

@@ -29,11 +29,7 @@ def entries_of(group: Any) -> TensorDictBase:
 
 
 def value_stack(values: Sequence[Any]) -> Any:
-    """One leaf of a TensorDict that holds a Python value per element.
-
-    Args:
-        values: at least one.
-    """
+    """One leaf of a TensorDict that holds a Python value per element."""
     stack: Any = NonTensorStack
     return stack(*[NonTensorData(value) for value in values])
 

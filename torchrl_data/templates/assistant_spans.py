@@ -41,16 +41,7 @@ class TurnShape(NamedTuple):
 def turn_shape(
     source: str, render: Render, first_control: Callable[[str], str | None]
 ) -> TurnShape:
-    """Find how a template opens and closes an assistant's turn.
-
-    Args:
-        source: of the template.
-        render: renders messages.
-        first_control: the first control token in a text, if any.
-
-    Raises:
-        ValueError: the template does not show what the assistant says.
-    """
+    """Find how a template opens and closes an assistant's turn."""
     asked = render([QUESTION], False)
     opened = render([QUESTION], True)
     answered = render([QUESTION, ANSWER], False)
@@ -92,20 +83,7 @@ def _common(left: str, right: str) -> int:
 def find_spans(
     rendered: str, messages: Sequence[Message], render: Render, shape: TurnShape
 ) -> list[tuple[int, int]]:
-    """Where each assistant's message is, end-of-turn token included.
-
-    Args:
-        rendered: the rendered messages.
-        messages: the messages, escaped.
-        render: renders some of them.
-        shape: of the template.
-
-    Returns:
-        Start and end of each, in characters.
-
-    Raises:
-        ValueError: a turn can't be found.
-    """
+    """Start and end, in characters, of each assistant's message, end-of-turn token included."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if shape.header_is_control and shape.end_of_turn:
         spans = _scan(rendered, len(turns), shape)

@@ -25,10 +25,6 @@ class PlainTokenizer:
 
     The control tokens are renamed to something that nobody can guess, both where they are added
     and where the model's own vocabulary holds them, so that their ids never come out of text.
-
-    Args:
-        backend: the tokenizer; it is not changed.
-        control_ids: ids that text must not produce. The id for unknown text stays possible.
     """
 
     def __init__(self, backend: Tokenizer, control_ids: Collection[int]) -> None:
@@ -53,15 +49,7 @@ class PlainTokenizer:
     def encode(
         self, texts: Sequence[str], starts: Sequence[RunStart] | None = None
     ) -> list[list[int]]:
-        """Encode runs of text in one batch.
-
-        Args:
-            texts: the runs.
-            starts: what is before each; a control token when not given.
-
-        Returns:
-            Token ids per run.
-        """
+        """Encode runs of text in one batch."""
         if not texts:
             return []
         if not self.depends_on_start or starts is None:

@@ -115,12 +115,7 @@ def own_template(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
 def family_of(
     tokenizer: "PreTrainedTokenizerBase | None", *, added_only: bool = False
 ) -> str | None:
-    """The template that the name of a tokenizer stands for, or ``None``.
-
-    Args:
-        tokenizer: its ``name_or_path`` is looked at.
-        added_only: look at templates that were registered, not at built-in ones.
-    """
+    """The template that the name of a tokenizer stands for, or ``None``."""
     name = str(getattr(tokenizer, "name_or_path", "") or "").lower()
     for template, added in reversed(_added.items()):
         if any(keyword in name for keyword in added.keywords):

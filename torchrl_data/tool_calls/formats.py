@@ -27,15 +27,7 @@ class Format(NamedTuple):
 
 
 def call_of(value: Any, *, argument_keys: tuple[str, ...] = ("arguments",)) -> ToolCall:
-    """A call from the JSON object that stands for it.
-
-    Args:
-        value: any JSON value.
-        argument_keys: where the arguments may be.
-
-    Raises:
-        ValueError: it is not a call; the message says why.
-    """
+    """A call from the JSON object that stands for it."""
     first = argument_keys[0]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f'a call is {{"name": <tool>, "{first}": {{...}}}}')

@@ -76,16 +76,7 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
 def tool_call_parser(
     format: str | TurnParser | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> TurnParser:
-    """The parser of a format.
-
-    Args:
-        format: one of :data:`FORMATS`, or a function of your own from the text of a turn to a
-            :class:`ParsedTurn`, which must be total; the tokenizer's format when not given.
-        tokenizer: see :func:`detect_tool_call_format`.
-
-    Raises:
-        ValueError: there is no such format.
-    """
+    """The parser of a format, of the tokenizer's if none is given; one of your own must be total."""
     if callable(format):
         return format
     name = format or detect_tool_call_format(tokenizer)
@@ -110,14 +101,7 @@ _FAMILIES: Final = {
 
 
 def detect_tool_call_format(tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """The format that a model's chat template teaches.
-
-    Args:
-        tokenizer: its chat template is looked at, then its name.
-
-    Returns:
-        The name of a format; ``"hermes"`` where nothing says another one.
-    """
+    """The format that a model's chat template teaches."""
     template = own_template(tokenizer) or ""
     for sign, name in _SIGNS:
         if sign in template:

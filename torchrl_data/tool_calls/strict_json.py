@@ -19,15 +19,7 @@ _BRACKET: Final = re.compile(
 
 
 def value_end(text: str, start: int) -> int:
-    """Where an object or array ends.
-
-    Args:
-        text: any text.
-        start: where it opens, with ``{`` or ``[``.
-
-    Returns:
-        The position after its last bracket; -1 if it does not end within :data:`MAX_CHARS`.
-    """
+    """The position after the last bracket of what opens at ``start``; -1 beyond MAX_CHARS."""
     depth = 0
     last = start + MAX_CHARS
     while bracket := _BRACKET.match(text, start, last):
@@ -39,15 +31,7 @@ def value_end(text: str, start: int) -> int:
 
 
 def read_json(body: str) -> Any:
-    """Read a value.
-
-    Args:
-        body: text that should be JSON and nothing else.
-
-    Raises:
-        ValueError: it is not, or it is too long, nested too deep, or holds a key twice, NaN, an
-            infinity or a huge integer; the message says which.
-    """
+    """Read JSON that holds no key twice, no NaN, no huge integer, and is not too long or deep."""
     if len(body) > MAX_CHARS:
         raise ValueError(f"the call has {len(body)} characters; at most {MAX_CHARS}")
     # Counting is cheap, and the brackets of most calls are few.

@@ -34,19 +34,7 @@ _TOOL_RESPONSE = re.compile(r"\n?<tool_response>\n(.*?)\n</tool_response>", re.D
 def inverse_parser(
     name: str | None, template: str | None, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> Parser:
-    """The parser of a template.
-
-    Args:
-        name: of the template; otherwise it is found from the next two.
-        template: Jinja source.
-        tokenizer: its name and its own template are looked at.
-
-    Returns:
-        A function from text to a list of messages (or to a ``History``, if it was registered).
-
-    Raises:
-        ValueError: the template has no inverse parser.
-    """
+    """The parser of a template, by its name, its source, or the tokenizer's name and template."""
     if name is None:
         name = _name_of(template, tokenizer)
     added = added_inverse_parser(name)

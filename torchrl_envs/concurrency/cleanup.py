@@ -36,11 +36,7 @@ def log_close_error(closed: Any, outcome: Outcome) -> None:
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Run every step in order, whatever those before it raise.
-
-    Raises:
-        BaseException: the error of the step that failed; of several, a group of their errors.
-    """
+    """Run every step in order, whatever those before it raise; then raise that, or all of it."""
     errors: list[BaseException] = []
     for step in steps:
         try:

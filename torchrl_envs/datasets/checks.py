@@ -66,11 +66,7 @@ def sample_rows(
 def columns_of(
     source: SequenceSource | StreamSource, prepare: PrepareRow, count: int
 ) -> tuple[str, ...]:
-    """The columns of the first row that can be read.
-
-    Raises:
-        ValueError: none of ``count`` rows can be.
-    """
+    """The columns of the first row that can be read."""
     reason = ""
     for row_id, row in sample_rows(source, prepare, max(1, count)):
         if not isinstance(row, BadRow):
@@ -80,11 +76,7 @@ def columns_of(
 
 
 def refuse_bad_rows(rows: Iterable[tuple[int, dict[str, Any] | BadRow]], check: RowCheck) -> None:
-    """Rows that are bad are an error before anything runs.
-
-    Raises:
-        ValueError: there are some; the message counts them and names the first.
-    """
+    """Rows that are bad are an error before anything runs."""
     errors = ((row_id, row_error(row, [check])) for row_id, row in rows)
     bad = [f"row {row_id}: {error}" for row_id, error in errors if error]
     if bad:
@@ -96,15 +88,7 @@ def refuse_bad_rows(rows: Iterable[tuple[int, dict[str, Any] | BadRow]], check: 
 
 
 def find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
-    """The column that holds the prompt.
-
-    Args:
-        columns: of the data.
-        asked: the one that the user named.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The column that holds the prompt."""
     candidates = PROMPT_COLUMNS if asked is None else (asked,)
     for column in candidates:
         if column in columns:
@@ -156,13 +140,7 @@ def row_error(row: dict[str, Any] | BadRow, checks: Sequence[RowCheck]) -> str:
 
 
 class PromptLimit:
-    """Most tokens that a prompt may have, as the conversation that it opens.
-
-    Args:
-        max_tokens: with the system prompt and the next turn's header.
-        tokenizer: counts them.
-        chat_template_name: with which built-in template; the tokenizer's own when not given.
-    """
+    """Most tokens that a prompt may have, as the conversation that it opens."""
 
     def __init__(
         self, max_tokens: int, tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None

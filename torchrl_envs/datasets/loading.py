@@ -57,15 +57,7 @@ def load_rows(
 
 
 def pick_split(loaded: Any, split: str | None) -> Any:
-    """One split of what may hold several.
-
-    Args:
-        loaded: a data set, or a dictionary of several by split.
-        split: which one; the only one, or ``"train"``, when not given.
-
-    Raises:
-        ValueError: it is not there, or not clear.
-    """
+    """One split of what may hold several: the one named, the only one, or ``"train"``."""
     if not isinstance(loaded, Mapping):
         return loaded
     if split is None:
@@ -87,18 +79,7 @@ def resolve_rows(
     streaming: bool,
     load_options: Mapping[str, Any] | None,
 ) -> Any:
-    """What holds the rows: loaded if it is a name, and one split of several.
-
-    Args:
-        rows: a hub id, a path, or data.
-        name: of the configuration.
-        split: which.
-        streaming: read while iterating.
-        load_options: passed to ``datasets.load_dataset``.
-
-    Raises:
-        ValueError: an option does not apply to data that are loaded already.
-    """
+    """What holds the rows: loaded if it is a name, and one split of several."""
     if isinstance(rows, str | Path):
         return load_rows(
             rows, name=name, split=split, streaming=streaming, load_options=load_options
@@ -115,15 +96,7 @@ def resolve_rows(
 
 
 def one_of(*, default: Any = None, **given: Any) -> Any:
-    """The value of the one of several names that was used.
-
-    Args:
-        default: when none was used.
-        **given: the values by name; ``None`` is not used.
-
-    Raises:
-        ValueError: several were used, or none and there is no default.
-    """
+    """The value of the one of several names that was used; not more than one may be."""
     used = {name: value for name, value in given.items() if value is not None}
     if len(used) > 1 or (not used and default is None):
         raise ValueError(f"DataLoadingPrimer: give one of {', '.join(given)}, got {len(used)}.")

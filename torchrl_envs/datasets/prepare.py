@@ -15,12 +15,7 @@ class BadRow(NamedTuple):
 
 
 class PrepareRow:
-    """Fetches a row and applies the user's function; can be sent to a worker process.
-
-    Args:
-        source: in whose rows a key is looked up; the key of a stream is the row.
-        function: from row to row.
-    """
+    """Fetches a row and applies the user's function; can be sent to a worker process."""
 
     def __init__(
         self,

@@ -48,11 +48,7 @@ class Frontier:
         return place in self._ended_after
 
     def state(self, next_place: Place) -> dict[str, Any]:
-        """What a resumed run needs: it draws again what was under way, and nothing that ended.
-
-        Args:
-            next_place: of the first group that was not drawn yet.
-        """
+        """What a resumed run needs: it draws again what was under way, and nothing that ended."""
         counts = {**self.counts, "drawn": self.counts["drawn"] - self.num_in_flight}
         return {
             "next": list(min(self._open, default=next_place)),
@@ -61,11 +57,7 @@ class Frontier:
         }
 
     def load(self, state: dict[str, Any]) -> Place:
-        """Take a state over.
-
-        Returns:
-            Where to go on.
-        """
+        """Take a state over; gives the place to go on from."""
         self._open = {}
         self._last = (-1, -1)
         self._ended_after = {(int(epoch), int(place)) for epoch, place in state["ended_after"]}

@@ -9,13 +9,7 @@ import torch
 
 
 class SequenceSource:
-    """Rows that can be read by their number.
-
-    Args:
-        rows: has a length and is indexed.
-        shuffle: another random order each epoch.
-        seed: of the order.
-    """
+    """Rows that can be read by their number."""
 
     def __init__(self, rows: Sequence[Any], *, shuffle: bool, seed: int) -> None:
         self.rows = rows
@@ -24,12 +18,7 @@ class SequenceSource:
         self._seed = seed
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Row ids in the order of an epoch, each with its index in ``rows``.
-
-        Args:
-            number: of the epoch.
-            start: how many to leave out.
-        """
+        """Row ids in the order of an epoch, each with its index in ``rows``."""
         order: Iterable[int] = range(self.num_rows)
         if self._shuffle:
             permutation = np.random.default_rng([self._seed, number]).permutation(self.num_rows)
@@ -41,12 +30,6 @@ class StreamSource:
     """Rows that can only be walked through, from the beginning, as often as needed.
 
     The row id is the place in the stream. Shuffling holds ``buffer_size`` rows and draws from them.
-
-    Args:
-        walk: starts from the beginning, in an epoch that it is told.
-        shuffle: whether to draw from a buffer.
-        buffer_size: rows in the buffer.
-        seed: of the order.
     """
 
     num_rows = None
@@ -93,20 +76,7 @@ class StreamSource:
 def open_source(
     rows: Any, *, shuffle: bool, buffer_size: int, seed: int
 ) -> SequenceSource | StreamSource:
-    """The source of whatever holds rows.
-
-    Args:
-        rows: a ``datasets.Dataset`` or any sequence; a ``datasets.IterableDataset``, a torch
-            ``DataLoader`` (its batches are taken apart) or anything else that can be iterated again
-            and again; or a function without arguments that gives such an iterable.
-        shuffle: whether the order is random.
-        buffer_size: of a stream that is shuffled.
-        seed: of the order.
-
-    Raises:
-        ValueError: there are no rows, or they can be walked through only once.
-        TypeError: it holds no rows.
-    """
+    """The source of a sequence, of what can be iterated again and again, or of a function."""
     if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, Mapping):
         if len(rows) == 0:
             raise ValueError("DataLoadingPrimer: the data set has no rows.")

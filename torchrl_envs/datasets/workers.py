@@ -67,11 +67,7 @@ def _chunks(order: Iterator[T]) -> Iterator[list[T]]:
 
 
 def sendable(prepare: PrepareRow) -> bytes:
-    """What a worker gets; functions of the program itself are sent whole, others by their name.
-
-    Raises:
-        ValueError: it can't be sent to another process.
-    """
+    """What a worker gets; functions of the program itself are sent whole, others by their name."""
     try:
         return cloudpickle.dumps(PrepareRows(prepare))
     except Exception as error:  # the code of the user's objects

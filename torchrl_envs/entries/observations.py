@@ -5,19 +5,7 @@ from typing import Any
 
 
 def with_observation(query: Any, observation: Any) -> Any:
-    """The query with what the environment said on reset.
-
-    Args:
-        query: a string or a list of messages; not written to.
-        observation: a string, a list of content parts (``{"type": ...}``), or ``None``.
-
-    Returns:
-        The query with the observation at the end of its last message, if that is the user's, or
-        in a user message of its own.
-
-    Raises:
-        TypeError: the observation is something else.
-    """
+    """The query with an observation, in its last message if that is the user's, or in one more."""
     if observation is None or observation in ("", []):
         return query
     if not isinstance(observation, str) and not _are_parts(observation):

@@ -72,13 +72,7 @@ def read_token_entry(
 def token_entries_of_row(
     batch: TensorDictBase, row: int, num_tokens: int
 ) -> dict[NestedKey, Tensor]:
-    """All per-token entries of a row, by their names in a row, each ``[T_i, ...]``.
-
-    Args:
-        batch: B environment rows.
-        row: which row.
-        num_tokens: T_i.
-    """
+    """All per-token entries of a row, by their names in a row, each ``[T_i, ...]``."""
     held = batch.get(TOKEN_ENTRIES, None)
     found: dict[NestedKey, Tensor] = {}
     for key, row_key in ({} if held is None else held.data).items():

@@ -7,11 +7,7 @@ from tensordict import TensorDictBase, lazy_stack
 
 
 def copied_rows(batch: TensorDictBase) -> list[TensorDictBase]:
-    """The rows of a batch; setting an entry of one does not change the batch.
-
-    Args:
-        batch: of any shape; a single row too.
-    """
+    """The rows of a batch; setting an entry of one does not change the batch."""
     if batch.ndim == 0:
         return [batch.copy()]
     flat = batch if batch.ndim == 1 else batch.reshape(-1)
@@ -19,12 +15,7 @@ def copied_rows(batch: TensorDictBase) -> list[TensorDictBase]:
 
 
 def joined_rows(rows: Sequence[TensorDictBase], batch_size: torch.Size) -> TensorDictBase:
-    """The inverse of :func:`copied_rows`: a lazy stack of a shape.
-
-    Args:
-        rows: as many as the shape has elements.
-        batch_size: of the batch.
-    """
+    """The inverse of :func:`copied_rows`: a lazy stack of a shape."""
     if not batch_size:
         return rows[0]
     stacked = lazy_stack(list(rows))

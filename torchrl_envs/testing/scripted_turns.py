@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class ScriptedTurns:
-    """Says the turns of a script, the same in every row, each token with log-prob -1.
-
-    Args:
-        tokenizer: encodes the turns.
-        turns: texts; the last one is repeated.
-    """
+    """Says the turns of a script, the same in every row, each token with log-prob -1."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[str]) -> None:
         self.encoder = ConversationEncoder(tokenizer)

@@ -26,9 +26,6 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
 
     A block opens with a line of three or more backticks, and a language; it closes with a line of
     at least as many backticks and nothing else. A fence inside a block is its content.
-
-    Args:
-        text: any text.
     """
     opening: re.Match[str] | None = None
     start, lines = 0, []

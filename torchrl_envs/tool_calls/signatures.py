@@ -8,16 +8,7 @@ from typing import Any
 def accepted_arguments(
     function: Callable[..., Any], given: Mapping[str, Any], *, drop: str = ""
 ) -> dict[str, Any]:
-    """What to call a function with.
-
-    Args:
-        function: a user's function.
-        given: everything that it may get.
-        drop: left out unless the function names it.
-
-    Returns:
-        The arguments that the function names, or all but ``drop`` if it takes ``**kwargs``.
-    """
+    """The arguments that a function names, or all but ``drop`` if it takes ``**kwargs``."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {
