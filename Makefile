@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 install: .venv/.installed-train
 
 $(BIN)/python:
-	$(PYTHON) -m venv .venv
+	"$(PYTHON)" -m venv .venv
 
 # The library and its script: no engine but Transformers.
 .venv/.installed-train: pyproject.toml requirements/train.txt | $(BIN)/python
@@ -30,7 +30,7 @@ $(BIN)/python:
 	touch $@ .venv/.installed-train
 
 .venv-openenv/.installed: requirements/openenv.txt
-	$(PYTHON) -m venv .venv-openenv
+	"$(PYTHON)" -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--no-deps --requirement requirements/openenv.txt
 	touch $@

@@ -76,7 +76,7 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
 def tool_call_parser(
     format: str | TurnParser | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> TurnParser:
-    """The parser of a format, of the tokenizer's if none is given; one of your own must be total."""
+    """The parser of a format, of the tokenizer's if none is given; your own has to be total."""
     if callable(format):
         return format
     name = format or detect_tool_call_format(tokenizer)
