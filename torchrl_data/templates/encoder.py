@@ -5,9 +5,10 @@ Shape legend: B rows, T tokens of a row.
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from torchrl_data.conversation.conversations import Conversations, EncodedMessages, Source
+from torchrl_data.conversation.conversations import Conversations, EncodedMessages
 from torchrl_data.conversation.message_edits import cut_at_end_mark, split_reasoning, with_end_mark
 from torchrl_data.conversation.messages import Message, check_messages
 
@@ -15,7 +16,10 @@ from .assistant_spans import ANSWER, QUESTION, TurnShape, find_spans, turn_shape
 from .control_tokens import ControlTokenGuard, TextPiece
 from .registry import is_generation_marked, resolve_template
 from .rendering import Rendered, render_template
-from .template_cache import CompiledShapes, Run
+from .rendering_identity import RenderingIdentity, rendering_identity
+from .runs import ROW_ERRORS, Run, encode_runs, encoded_or_raise, label_pieces, not_sampled
+from .template_cache import CompiledShapes
+from .tools_shown import ToolsNotShownError, check_tools_are_named, shows_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +27,14 @@ if TYPE_CHECKING:
 Tools = Sequence[dict[str, Any]]
 MAX_OPENINGS: Final = 64
 """Sets of tools for which openings are compiled; further ones are rendered."""
+
+
+class EncodedRows(NamedTuple):
+    """What became of the rows of a batch."""
+
+    conversations: Conversations
+    errors: dict[int, Exception]
+    """By row, for those that were refused."""
 
 
 class ConversationEncoder:
@@ -80,6 +92,14 @@ class ConversationEncoder:
         self._check_mask()
         self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
         self._openings: dict[str, CompiledShapes] = {}
+
+    @cached_property
+    def rendering(self) -> RenderingIdentity:
+        """What decides how messages become tokens; equal for encoders that give the same."""
+        backend = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        return rendering_identity(
+            self.template, self._variables, self._reasoning_in_content, backend
+        )
 
     # What ends a turn ---------------------------------------------------------------------------
 
@@ -163,6 +183,7 @@ class ConversationEncoder:
         continue_final_message: bool = False,
     ) -> list[Run]:
         """Runs of a whole conversation; what the assistant wrote is the model's."""
+        self.check_tools(tools, messages)
         if self._reasoning_in_content:
             messages = [split_reasoning(message) for message in messages]
         escaped = self.guard.escape(messages)
@@ -173,7 +194,7 @@ class ConversationEncoder:
         spans = self._spans(rendered, escaped, shown)
         text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
         edges = [edge for span in spans for edge in span]
-        return _label(self.guard.split(text, edges), spans)
+        return label_pieces(self.guard.split(text, edges), spans)
 
     def _after_answer(self, escaped: Sequence[Message]) -> str:
         """What a template writes after an assistant's content: its closing, messages, a header."""
@@ -186,7 +207,7 @@ class ConversationEncoder:
     def _delta_runs(self, messages: Sequence[Message], closed: bool) -> list[Run]:
         runs = self._deltas.runs(messages)
         if runs is None:
-            runs = _label(self._pieces_after_answer(self.guard.escape(messages)), [])
+            runs = label_pieces(self._pieces_after_answer(self.guard.escape(messages)), [])
         if not closed:
             return runs
         end = self.end_of_turn_id
@@ -198,7 +219,25 @@ class ConversationEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_openings": {}}  # compiled anew where they are needed
 
+    def check_tools(self, tools: Tools | None, messages: Sequence[Message] = ()) -> None:
+        """Check that a prompt would tell the policy of tools.
+
+        Args:
+            tools: JSON schemas, or none.
+            messages: of the prompt; what they say of the tools themselves is enough.
+
+        Raises:
+            ToolsNotShownError: the template leaves tools out, and no message names them.
+        """
+        if tools and not self._shows_tools:
+            check_tools_are_named(tools, messages, self.template)
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        return shows_tools(lambda tools: self._render_text([QUESTION], tools, True).text)
+
     def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
+        self.check_tools(tools, messages)
         key = json.dumps(tools, sort_keys=True, default=str) if tools else ""
         shapes = self._openings.get(key)
         if shapes is None and len(self._openings) < MAX_OPENINGS:
@@ -212,27 +251,6 @@ class ConversationEncoder:
         return self._chat_runs(messages, tools, True) if runs is None else runs
 
     # Encoding -----------------------------------------------------------------------------------
-
-    def _encode_runs(self, rows: Sequence[Sequence[Run]]) -> list[EncodedMessages]:
-        """Encode the text of all rows in one call of the tokenizer."""
-        texts = [run for row in rows for run in row if run.text is not None]
-        encoded = iter(
-            self.guard.encode_texts([run.text or "" for run in texts], [r.start for r in texts])
-        )
-        results = []
-        for row in rows:
-            ids: list[int] = []
-            sources: list[Source] = []
-            for run in row:
-                if run.text is None:
-                    ids += run.ids
-                    sources += [run.source] * len(run.ids)
-                else:
-                    new = next(encoded)
-                    ids += new
-                    sources += _text_sources(new, run)
-            results.append(EncodedMessages(ids, sources))
-        return results
 
     def encode_chats(
         self,
@@ -256,12 +274,14 @@ class ConversationEncoder:
         """
         for row, chat in enumerate(chats):
             check_messages(chat, row=row)
-        return self._encode_runs(
+        rows = encode_runs(
             [
                 self._chat_runs(chat, tools, add_generation_prompt, continue_final_message)
                 for chat in chats
-            ]
+            ],
+            self.guard,
         )
+        return [encoded_or_raise(row) for row in rows]
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:
         """Encode the messages that wait and open the policy's turn, in one batch.
@@ -277,23 +297,55 @@ class ConversationEncoder:
             ValueError: a message has an unknown role, or the template can't render the messages.
             TypeError: a content has the wrong type.
         """
-        end = self.end_of_turn_id
+        encoded = self.encode_rows(conversations)
+        for row, error in encoded.errors.items():
+            error.add_note(f"This is row {row} of {len(conversations)}.")
+            raise error
+        return encoded.conversations
+
+    def encode_rows(self, conversations: Conversations) -> EncodedRows:
+        """Like :meth:`encode_waiting`, but a row that can't be encoded is marked, and no other.
+
+        Args:
+            conversations: rows that already await a response are left as they are.
+
+        Returns:
+            The conversations, and the error of each row that was refused: a role that the
+            template does not take, a part that it can't show, text that is no Unicode. Such a
+            row is left as it was: its messages wait, and no response is awaited.
+
+        Raises:
+            ToolsNotShownError: the template leaves out the tools of a row.
+        """
+        _ = self.end_of_turn_id  # without one no row can be opened
         rows: list[list[Run] | None] = []
+        errors: dict[int, Exception] = {}
         for i in range(len(conversations)):
-            position = conversations.position(i)
-            if position.awaits_response:
-                rows.append(None)
-                continue
-            waiting = conversations.waiting_messages(i)
-            check_messages(waiting, first=position.num_encoded, row=i)
-            if position.num_encoded == 0:
-                rows.append(self._opening_runs(waiting, conversations.tools(i)))
-            else:
-                rows.append(self._delta_runs(waiting, conversations.last_id(i) == end))
-        encoded = iter(self._encode_runs([row for row in rows if row is not None]))
-        return conversations.append_encoded(
-            [None if row is None else _not_sampled(next(encoded)) for row in rows]
-        )
+            runs = None
+            if not conversations.position(i).awaits_response:
+                try:
+                    runs = self._waiting_runs(conversations, i)
+                except ToolsNotShownError:
+                    raise
+                except ROW_ERRORS as error:
+                    errors[i] = error
+            rows.append(runs)
+        encoded = iter(encode_runs([row for row in rows if row is not None], self.guard))
+        new: list[EncodedMessages | None] = []
+        for i, row in enumerate(rows):
+            result = None if row is None else next(encoded)
+            if isinstance(result, Exception):
+                errors[i] = result
+            new.append(not_sampled(result) if isinstance(result, EncodedMessages) else None)
+        return EncodedRows(conversations.append_encoded(new), errors)
+
+    def _waiting_runs(self, conversations: Conversations, row: int) -> list[Run]:
+        position = conversations.position(row)
+        waiting = conversations.waiting_messages(row)
+        check_messages(waiting, first=position.num_encoded, row=row)
+        if position.num_encoded == 0:
+            return self._opening_runs(waiting, conversations.tools(row))
+        return self._delta_runs(waiting, conversations.last_id(row) == self.end_of_turn_id)
 
     def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Text of sampled turns, without the stop token.
@@ -343,35 +395,3 @@ class ConversationEncoder:
         end = self._shape.end_of_turn
         said = text.rstrip()
         return said.removesuffix(end).rstrip() if end and said.endswith(end) else text
-
-
-def _label(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) -> list[Run]:
-    """Say who wrote each piece: the model inside the spans."""
-    runs = []
-    for piece in pieces:
-        ids = () if piece.control_id is None else (piece.control_id,)
-        text = piece.text if piece.control_id is None else None
-        if any(start <= piece.start < end for start, end in spans):
-            source = Source.MODEL
-        else:
-            source = Source.TEMPLATE if text is None else Source.CONTENT
-        runs.append(Run(ids, source, text, piece.before))
-    return runs
-
-
-def _text_sources(ids: list[int], run: Run) -> list[Source]:
-    """Sources of a text's tokens: the scaffold at its ends is the template's."""
-    sources = [run.source] * len(ids)
-    head, tail = len(run.ids), len(run.tail)
-    if head and tuple(ids[:head]) == run.ids:
-        sources[:head] = [Source.TEMPLATE] * head
-    if tail and tail <= len(ids) - head and tuple(ids[-tail:]) == run.tail:
-        sources[-tail:] = [Source.TEMPLATE] * tail
-    return sources
-
-
-def _not_sampled(encoded: EncodedMessages) -> EncodedMessages:
-    if Source.MODEL not in encoded.sources:
-        return encoded
-    sources = [Source.CONTENT if s == Source.MODEL else s for s in encoded.sources]
-    return EncodedMessages(encoded.ids, sources)

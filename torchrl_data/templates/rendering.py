@@ -105,28 +105,58 @@ def render_template(
         ValueError: the template refuses the messages, or is no valid Jinja.
     """
     shown = [_joined(message) for message in messages if message["role"] != PLACEHOLDER_ROLE]
+    values = {
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **(variables or {}),
+    }
+    rendered = _render(source, shown, values)
+    for i, message in enumerate(shown):
+        content = message.get("content")
+        if isinstance(content, _Parts):
+            texts = {**message, "content": content.without_media()}
+            if _render(source, [*shown[:i], texts, *shown[i + 1 :]], values) == rendered:
+                raise ValueError(
+                    f"The chat template leaves out what is no text in message {i} "
+                    f"({message['role']}), which has parts of the types {content.types}. Take "
+                    "them out, or use a template that shows them (chat_template_name)."
+                )
+    return _read_marks(rendered)
+
+
+def _render(source: str, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
     try:
-        marked = _compile(source).render(
-            messages=shown,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
-        )
-    except (jinja2.TemplateError, TypeError) as error:
-        roles = [message["role"] for message in shown]
+        return _compile(source).render(messages=messages, **values)
+    except (jinja2.TemplateError, TypeError, AttributeError, RecursionError) as error:
+        roles = [message["role"] for message in messages]
         raise ValueError(
             f"The chat template can't render messages of roles {roles}: {error}. Change the "
             "messages, or use another template (chat_template_name)."
         ) from error
-    return _read_marks(marked)
+
+
+class _Parts(list[Any]):
+    """Parts of a content; a template that would print them as Python does can't render them."""
+
+    @property
+    def types(self) -> list[Any]:
+        return [part.get("type") for part in self]
+
+    def without_media(self) -> "_Parts":
+        return _Parts(part for part in self if part.get("type") == "text")
+
+    def __str__(self) -> str:
+        raise TypeError(f"it shows content as text, which has parts of the types {self.types}")
 
 
 def _joined(message: Message) -> Message:
     """A message whose parts are all text, with a string as content."""
     parts = message.get("content")
-    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
+    if not isinstance(parts, list):
         return message
+    if any(part.get("type") != "text" for part in parts):
+        return {**message, "content": _Parts(parts)}
     return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
 
 

@@ -17,6 +17,7 @@ from torchrl_data.conversation.messages import Message
 
 from .content_tokenizer import RunStart
 from .control_tokens import ControlTokenGuard, TextPiece
+from .runs import Run
 
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 """Role and entries of each message."""
@@ -24,7 +25,6 @@ MAX_SHAPES: Final = 512
 """Shapes that are kept; further ones are rendered."""
 MAX_MESSAGES: Final = 24
 """Messages of a shape that is worth compiling."""
-_SLOT = re.compile(r"Slot([0-9a-f]{16})n([0-9]+)x")
 _LITERAL = re.compile(r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"")
 _FORMS = ("{}", "{}x", "x{}", "x{}x")
 # Whatever a template does to every content (escape it as JSON, cut it, change its case) shows here.
@@ -38,18 +38,6 @@ _GENERAL = (
     "0",
 )
 _FIELDS = ("content", "name", "tool_call_id")
-
-
-class Run(NamedTuple):
-    """Tokens that are known, or a text to be encoded."""
-
-    ids: tuple[int, ...]
-    """The tokens; for a text, those of the scaffold that it begins with."""
-    source: Source
-    text: str | None = None
-    start: RunStart = RunStart.CONTROL
-    tail: tuple[int, ...] = ()
-    """Tokens of the scaffold that a text ends with."""
 
 
 class _Compiled(NamedTuple):
@@ -82,7 +70,9 @@ class CompiledShapes:
         self._guard = guard
         self._literals = _literals(source)
         self._cache: dict[Shape, _Compiled | None] = {}
+        # Nobody can guess it, so no content can spell a slot.
         self._secret = secrets.token_hex(8)
+        self._slot = re.compile(f"Slot{self._secret}n([0-9]+)x")
 
     def runs(self, messages: Sequence[Message]) -> list[Run] | None:
         """The runs of messages, or ``None`` if they are to be rendered.
@@ -169,12 +159,21 @@ class CompiledShapes:
     def _run_of(self, piece: TextPiece) -> Any:
         if piece.control_id is not None:
             return Run((piece.control_id,), Source.TEMPLATE)
-        parts = _split_slots(piece.text)
+        parts = self._split_slots(piece.text)
         if len(parts) == 1:
             return Run(self._encode(piece.text, piece.before), Source.TEMPLATE)
         head = self._encode(parts[0], piece.before) if parts[0] else ()
         tail = self._encode(parts[-1], RunStart.RUN) if parts[-1] else ()
         return [parts, piece.before, head, tail]
+
+    def _split_slots(self, text: str) -> list[Any]:
+        """Strings at even places, numbers of slots at odd ones."""
+        parts: list[Any] = []
+        position = 0
+        for match in self._slot.finditer(text):
+            parts += [text[position : match.start()], int(match.group(1))]
+            position = match.end()
+        return [*parts, text[position:]]
 
     def _encode(self, text: str, start: RunStart) -> tuple[int, ...]:
         return tuple(self._guard.encode_texts([text], [start])[0])
@@ -217,16 +216,6 @@ def _filled(
     for (i, key), value in zip(fields, values, strict=True):
         filled[i][key] = value
     return filled
-
-
-def _split_slots(text: str) -> list[Any]:
-    """Strings at even places, numbers of slots at odd ones."""
-    parts: list[Any] = []
-    position = 0
-    for match in _SLOT.finditer(text):
-        parts += [text[position : match.start()], int(match.group(2))]
-        position = match.end()
-    return [*parts, text[position:]]
 
 
 def _literals(source: str) -> list[str]:
