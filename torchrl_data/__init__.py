@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         resolve_template,
         template_names,
     )
+    from .templates.rendering_identity import check_same_rendering
+    from .templates.tools_shown import ToolsNotShownError
     from .tool_calls.parse import parse_tool_calls
 
 _HOME = {
@@ -59,9 +61,11 @@ _HOME = {
     "TokenScorer": "protocols",
     "TokenScores": "protocols",
     "Tokens": "layout.containers",
+    "ToolsNotShownError": "templates.tools_shown",
     "add_chat_template": "templates.registry",
     "builtin_template": "templates.registry",
     "check_messages": "conversation.messages",
+    "check_same_rendering": "templates.rendering_identity",
     "conversation_html": "display.html_page",
     "conversation_tokens": "layout.conversion",
     "cumulative_lengths": "ragged.packed",
@@ -101,9 +105,11 @@ __all__ = [
     "TokenScorer",
     "TokenScores",
     "Tokens",
+    "ToolsNotShownError",
     "add_chat_template",
     "builtin_template",
     "check_messages",
+    "check_same_rendering",
     "conversation_html",
     "conversation_tokens",
     "cumulative_lengths",

@@ -109,13 +109,19 @@ def test_calls_results_and_reasoning(template):
     assert parts == WITH_TOOLS[template]
 
 
-@pytest.mark.parametrize("template", ["chatml", "qwen", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("template", ["chatml", "deepseek3", "qwen", "qwen3", "llama", "mistral"])
 def test_tools_are_shown(template):
     schema = {"type": "function", "function": {"name": "add_up", "parameters": {"type": "object"}}}
     chat = [{"role": "system", "content": "Be brief."}, *TALK]
     text = marked(template, chat, tools=[schema])
     assert '"name": "add_up"' in text
     assert text.count("Be brief.") == 1
+
+
+@pytest.mark.parametrize("template", ["deepseek", "dialogpt", "falcon"])
+def test_calls_that_a_template_has_no_form_for_are_refused(template):
+    with pytest.raises(ValueError, match="no form for tool calls"):
+        render_template(builtin_template(template), TOOL_TALK, variables=SPECIAL)
 
 
 def unmark(template):

@@ -1,10 +1,13 @@
 """Prompts of all modes, from an environment or built by hand, and what the policy makes of them."""
 
+import copy
+
 import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data import ChatHistory, History, Masks, Text, Tokens
+from torchrl_data import ChatHistory, History, Masks, Text, Tokens, builtin_template
+from torchrl_envs import ChatEnv
 from torchrl_modules import TransformersWrapper
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
@@ -107,3 +110,21 @@ def test_an_empty_row_of_tokens_is_marked_alone(make_policy, chatml_tokenizer):
             make_policy("tokens", generate=False)(alone)[row]["log_probs", "full"]
         )
     assert make_policy("tokens", generate=False)(batch[1:2])[0]["log_probs", "full"].shape == (0,)
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_a_prompt_that_is_shown_otherwise_than_it_is_sampled_from_is_refused(
+    mode, make_policy, chatml_tokenizer
+):
+    dated = "{% if date is defined %}{{ date }}{% endif %}" + builtin_template("chatml")
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.chat_template = dated
+    env = ChatEnv(
+        batch_size=(1,), input_mode=mode, tokenizer=tokenizer, template_kwargs={"date": "today"}
+    )
+    batch = env.reset(TensorDict({"query": ["hi"]}, batch_size=[1]))
+    with pytest.raises(ValueError, match=r"other text than the policy samples from.*chat template"):
+        make_policy(mode)(batch)
+    with pytest.raises(ValueError, match=r"date \('today' / 'not given'\)"):
+        make_policy(mode, chat_template=dated)(batch)
+    make_policy(mode, chat_template=dated, chat_template_kwargs={"date": "today"})(batch)

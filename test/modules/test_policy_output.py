@@ -249,3 +249,25 @@ def test_without_a_request_there_are_none(make_policy, make_tiny_model):
 def test_wrong_options_are_named(make_policy, kwargs, words):
     with pytest.raises(ValueError, match=words):
         make_policy(**kwargs)
+
+
+# Rows that can't be encoded -----------------------------------------------------------------------
+
+
+def test_a_row_that_the_template_refuses_is_marked_and_no_other(make_policy):
+    image = [{"type": "text", "text": "x"}, {"type": "image", "url": "u"}]
+    chats = [CHATS[0], [{"role": "user", "content": image}], CHATS[2]]
+    torch.manual_seed(0)
+    alone = make_policy()(make_batch([CHATS[0], CHATS[2]]))
+    torch.manual_seed(0)
+    batch = make_policy()(make_batch(chats))
+    reasons = read_objects(batch, "finish_reason")
+    assert reasons[1].startswith("error: The chat template can't render messages")
+    assert [reasons[0], reasons[2]] == read_objects(alone, "finish_reason")
+    full = read_conversations(batch, "full", who="test")
+    assert full[[0, 2]] == read_conversations(alone, "full", who="test")
+    assert full.num_tokens(1) == 0
+    assert full.messages(1) == chats[1]
+    assert len(batch["tokens"].full[1]) == 0
+    refused = make_policy()(make_batch([chats[1]]))
+    assert read_objects(refused, "finish_reason") == [reasons[1]]

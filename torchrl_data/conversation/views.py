@@ -18,8 +18,8 @@ from .conversations import Conversations
 class ConversationCodec(Protocol):
     """What spells conversations out: a ``ConversationEncoder``."""
 
-    def encode_waiting(self, conversations: Conversations) -> Conversations:
-        """Encode the messages that wait and open the policy's turn."""
+    def encode_rows(self, conversations: Conversations) -> Any:
+        """Encode what waits and open the policy's turn; ``.conversations`` is the result."""
         ...
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -49,7 +49,8 @@ class ConversationView:
     def rows(self, conversations: Conversations) -> list[Any]:
         """The part of each row: B strings, or B tensors of ids, int64 ``[T]``."""
         if self.part == PROMPT:
-            conversations = self.encoder.encode_waiting(conversations)
+            # A row that can't be encoded shows what it has; whoever runs it says what is wrong.
+            conversations = self.encoder.encode_rows(conversations).conversations
         if self.mode == TEXT:
             return self._texts(conversations)
         ids = [conversations.token_ids(i) for i in range(len(conversations))]

@@ -146,6 +146,9 @@ class _Parts(list[Any]):
     def without_media(self) -> "_Parts":
         return _Parts(part for part in self if part.get("type") == "text")
 
+    def __radd__(self, text: Any) -> Any:
+        return text + str(self)
+
     def __str__(self) -> str:
         raise TypeError(f"it shows content as text, which has parts of the types {self.types}")
 

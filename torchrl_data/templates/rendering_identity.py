@@ -19,7 +19,7 @@ class RenderingIdentity(NamedTuple):
     template: str
     """Jinja source."""
     variables: str
-    """What the template reads beside the messages, as JSON: special tokens and template kwargs."""
+    """Special tokens and template kwargs that the template names, as JSON."""
     reasoning_in_content: bool
     """A ``<think>`` block that begins an assistant's content is its reasoning."""
     vocabulary: str
@@ -38,12 +38,13 @@ def rendering_identity(
     backend: Any,
 ) -> RenderingIdentity:
     """The identity of what an encoder is made of; ``backend`` is a fast tokenizer's."""
+    read = {name: value for name, value in variables.items() if name in template}
     tokenizer = json.loads(backend.to_str())
     for stage in ("truncation", "padding", "post_processor"):  # encoders use none of them
         tokenizer.pop(stage, None)
     return RenderingIdentity(
         template,
-        json.dumps(variables, sort_keys=True, default=repr),
+        json.dumps(read, sort_keys=True, default=repr),
         reasoning_in_content,
         _digest(json.dumps(tokenizer, sort_keys=True)),
     )

@@ -137,7 +137,7 @@ class TokenBudget(EpisodeTransform):
     def _fit(self, waiting: Conversations) -> Conversations:
         """The conversations encoded, with what waited in them cut so that a turn fits."""
         assert self.encoder is not None
-        encoded = self.encoder.encode_waiting(waiting)
+        encoded = self.encoder.encode_rows(waiting).conversations
         for row in range(len(waiting)):
             left = self._left(encoded, row)[0]
             # An opening is the prompt's business, not an observation's.

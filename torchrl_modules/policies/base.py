@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -167,7 +168,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         """
         prompt = self.reads.prompts(tensordict)
         if self.num_samples is not None:
-            prompt = self.encoder.encode_waiting(prompt)
+            prompt = self.encoder.encode_rows(prompt).conversations
             tensordict, prompt = repeat_rows(tensordict, prompt, self.num_samples)
         active = active_rows(tensordict)
         budgets = tensordict.get(MAX_NEW_TOKENS, None)
@@ -216,7 +217,14 @@ class LLMWrapperBase(TensorDictModuleBase):
         """
         if not len(prompt):
             return prompt, prompt, []
-        prompt = self.encoder.encode_waiting(prompt)
+        prompt, refused = self.encoder.encode_rows(prompt)
+        if refused:
+            accepted = torch.tensor([i not in refused for i in range(len(prompt))])
+            budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(prompt)
+            prompt, full, reasons = self._respond_some(prompt, accepted, budgets)
+            for row, error in refused.items():
+                reasons[row] = f"error: {error}"
+            return prompt, full, reasons
         version = self.policy_version
         ids = [prompt.ids(i) for i in range(len(prompt))]
         budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)

@@ -10,20 +10,25 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_data.conversation.batched_object import view_of
 from torchrl_data.conversation.conversations import Conversations, Source
+from torchrl_data.conversation.views import ConversationView
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     FULL,
     HISTORY,
     INPUT_MODES,
+    PROMPT,
     TOKENS,
     TOKENS_FULL,
     TOKENS_PROMPT,
 )
+from torchrl_data.layout.conversation_io import conversation_leaf
 from torchrl_data.layout.ingest import read_fulls, read_held, read_prompts
 from torchrl_data.layout.token_entries import TokenEntries, token_rows
 from torchrl_data.ragged.packed import pack, unpack
 from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.templates.rendering_identity import check_same_rendering
 
 
 class PolicyInput:
@@ -47,6 +52,7 @@ class PolicyInput:
         self.mode = mode
         self.encoder = encoder
         self.vocab_size = vocab_size
+        self._compared: object = encoder
         self.who = who
 
     def key(self, which: str) -> NestedKey:
@@ -66,8 +72,19 @@ class PolicyInput:
 
         Raises:
             MissingEntryError: there is no prompt.
+            ValueError: the environment shows it with another chat template or tokenizer.
         """
+        self._check_shown(batch)
         return read_prompts(batch, self.mode, encoder=self.encoder, who=self.who)
+
+    def _check_shown(self, batch: TensorDictBase) -> None:
+        """What an environment shows as text or tokens is what the policy samples from."""
+        leaf = conversation_leaf(batch, self.mode, PROMPT)
+        view = None if leaf is None else view_of(leaf)
+        if isinstance(view, ConversationView) and view.encoder is not self._compared:
+            if isinstance(view.encoder, ConversationEncoder):
+                check_same_rendering(view.encoder, self.encoder)
+            self._compared = view.encoder
 
     def rows_to_score(self, batch: TensorDictBase) -> "RowsToScore":
         """Full rows and which of their tokens to score.
