@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .llm_collector import LLMCollector
+    from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
     from .text_environment.environment import TextEnvironment
     from .weight_update.in_process import InProcessUpdater
@@ -14,20 +15,28 @@ if TYPE_CHECKING:
 _HOMES = {
     "InProcessUpdater": ".weight_update.in_process",
     "LLMCollector": ".llm_collector",
+    "PhaseTimer": ".metrics",
     "RolloutFunctionCollector": ".rollout_func",
+    "StepMetrics": ".metrics",
     "TextEnvironment": ".text_environment.environment",
     "WeightUpdater": ".weight_update.interface",
     "generate_rollout_completions": ".rollout_func",
+    "rollout_metrics": ".metrics",
+    "update_metrics": ".metrics",
     "vLLMUpdater": ".weight_update.vllm_updater",
 }
 
 __all__ = [
     "InProcessUpdater",
     "LLMCollector",
+    "PhaseTimer",
     "RolloutFunctionCollector",
+    "StepMetrics",
     "TextEnvironment",
     "WeightUpdater",
     "generate_rollout_completions",
+    "rollout_metrics",
+    "update_metrics",
     "vLLMUpdater",
 ]
 

@@ -2,264 +2,297 @@
 
     python sota-implementations/grpo/grpo.py                          # the embedded model
     python sota-implementations/grpo/grpo.py task=number_guessing seed=1
-    python sota-implementations/grpo/grpo.py policy.model=Qwen/Qwen3-0.6B task=gcd engine=vllm
+    python sota-implementations/grpo/grpo.py task=gsm8k policy.model=Qwen/Qwen3-0.6B engine=vllm
+    python sota-implementations/grpo/grpo.py --help                   # every setting
 
-The last line of the output is one JSON object with the result. Metrics (CSV, TensorBoard), the
-learning curve, all rollouts and the trained model are in ``outputs/grpo/<task>/seed<seed>``.
+The last line of the output is one JSON object with the result. Log, metrics, the learning curve,
+all rollouts and the trained model are in a new folder ``outputs/grpo/<task>/<name>-<number>``, to
+which ``outputs/grpo/<task>/<name>`` then shows.
 """
 
 import json
+import logging
 import os
-import shutil
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 # Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import hydra
 import torch
-from config import GRPOConfig, check_config
+from checks import check_config
+from command_line import SettingsError, prepare, task_settings
+from config import GRPOConfig, fill_in
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
-from policies import build_embedded_model, build_sampler
-from report import metrics_of, plot_learning_curve, show_rollouts, write_rollouts
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from omegaconf import DictConfig, OmegaConf
+from plot import plot_learning_curve
+from policies import autocast, build_policies, set_generation
+from report import NoSignal, RunLog
+from results import Recorder, StepRecord, finite, result_of, show_rollouts
+from run_folder import Run, save_model
+from stop import StopSignals
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs.transforms import Compose
-from torchrl.record.loggers.csv import CSVLogger
-from torchrl.record.loggers.tensorboard import TensorboardLogger
-from transformers import AutoTokenizer
+from training import (
+    build_advantage,
+    build_loggers,
+    build_loss,
+    build_optimizer,
+    build_postproc,
+    set_learning_rate,
+)
 from transformers.utils.logging import disable_progress_bar
 from warm_start import warm_start
 
-from collectors import LLMCollector
-from objectives import GRPOLoss, GRPOLossOutput, MCAdvantage, NonFiniteGate
-from torchrl_envs import (
-    ChatEnv,
-    DataLoadingPrimer,
-    EnvironmentTools,
-    EpisodeEnv,
-    RewardFunctions,
-    StepCounter,
-)
+from collectors import LLMCollector, PhaseTimer, StepMetrics
+from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
+from torchrl_envs import DataLoadingPrimer, TokenBudget
 from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.task import Task
+from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
-
-def make_env(
-    task: Task, *, held_out: bool, num_rollouts: int, group_size: int, show_schemas: bool, seed: int
-) -> EpisodeEnv:
-    """The environment of the task: data, tools and reward, metrics, a turn limit."""
-    rows = task.held_out_rows if held_out else task.train_rows
-    parts = [
-        DataLoadingPrimer(rows, group_size=group_size, seed=seed),
-        EnvironmentTools(task.environment, show_schemas=show_schemas),
-        StepCounter(max_steps=task.max_turns),
-    ]
-    if task.metrics:
-        parts.append(RewardFunctions(task.metrics, weights=[0.0] * len(task.metrics)))
-    env = ChatEnv(batch_size=(num_rollouts,)).append_transform(Compose(*parts))
-    env.check()
-    return env
+_LOG = logging.getLogger("grpo")
 
 
-def evaluate(env: EpisodeEnv, policy: LLMWrapperBase) -> TensorDictBase:
-    """One rollout of each held-out prompt, sampled as in training."""
-    for data in env.transforms_of(DataLoadingPrimer):
-        data.rewind()
-    return LLMCollector(env, policy).collect()
+class Setup(NamedTuple):
+    """What a run is made of before its model is loaded."""
+
+    task: Task
+    env: TaskEnv
+    held_out_env: TaskEnv
 
 
-@hydra.main(version_base="1.3", config_path="config", config_name="grpo")
-def main(cfg: GRPOConfig) -> None:
-    """Train as the settings say."""
-    start = time.monotonic()
-    check_config(cfg)
-    disable_progress_bar()  # loading a model has bars of its own
-    console = Console()
-    out = Path(HydraConfig.get().runtime.output_dir)
-    console.print(f"[bold]GRPO[/] on [bold]{cfg.task}[/], seed {cfg.seed}; results in {out}")
-    embedded = cfg.policy.model is None
+class Trainer(NamedTuple):
+    """What trains."""
 
-    # The task and its environments: whatever is wrong with them shows before a model is built.
-    task = make_task(cfg.task, seed=cfg.seed, num_held_out=cfg.evaluate.num_prompts)
-    schemas = cfg.policy.show_tool_schemas
-    schemas = not embedded if schemas is None else schemas
-    num_rollouts = cfg.train.num_prompts * cfg.train.group_size
-    env = make_env(
-        task,
-        held_out=False,
-        num_rollouts=num_rollouts,
-        group_size=cfg.train.group_size,
-        show_schemas=schemas,
-        seed=cfg.seed,
-    )
-    held_out_env = make_env(
-        task,
-        held_out=True,
-        num_rollouts=cfg.evaluate.num_prompts,
-        group_size=1,
-        show_schemas=schemas,
-        seed=cfg.seed,
-    )
+    actor: TransformersWrapper
+    policy: LLMWrapperBase
+    collector: LLMCollector
+    buffer: ReplayBuffer
+    loss: GRPOLoss
+    optimizer: torch.optim.Optimizer
+    gate: NonFiniteGate
+    timer: PhaseTimer
 
-    # The model that is trained, and the policy that samples with a copy of its weights.
+
+def build_task(cfg: GRPOConfig, settings: dict[str, Any]) -> Setup:
+    """The task and its environments; whatever is wrong with them shows before a model is loaded.
+
+    Raises:
+        SettingsError: the task's settings or data can't be used.
+    """
+    try:
+        task = make_task(
+            cfg.task.id, seed=cfg.seed, num_held_out=cfg.evaluate.num_prompts, **settings
+        )
+        fill_in(
+            cfg,
+            max_new_tokens=task.max_new_tokens,
+            has_demonstrations=bool(task.demonstrations),
+        )
+        if cfg.warm_start.num_steps and not task.demonstrations:
+            raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
+        common: dict[str, Any] = {
+            "shuffle": False,
+            "seed": cfg.seed,
+            "max_steps": cfg.collector.max_turns,
+            "show_schemas": cfg.policy.show_tool_schemas,
+        }
+        group_size = cfg.collector.group_size
+        num_rollouts = cfg.collector.num_prompts * group_size
+        env = TaskEnv(task, num_envs=num_rollouts, repeats=group_size, **common)
+        held_out_env = TaskEnv(task, held_out=True, num_envs=len(task.held_out_rows), **common)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise SettingsError(f"task={cfg.task.id}: {error}") from error
+    return Setup(task, env, held_out_env)
+
+
+def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Trainer:
+    """The model, warmed up, and everything around it."""
+    task, env, held_out_env = setup
+
+    # The model that is trained, and the policy that samples with its weights.
+    with log.phase("loading the model"):
+        actor, policy = build_policies(cfg, task)
+        for each in (env, held_out_env):
+            budget = TokenBudget(
+                cfg.collector.max_episode_tokens,
+                max_model_len=policy.engine.max_model_len,  # type: ignore[attr-defined]
+                min_turn_tokens=cfg.collector.min_turn_tokens,
+                encoder=policy.encoder,
+            )
+            each.append_transform(budget)
     torch.manual_seed(cfg.seed)
-    path = build_embedded_model(task, out / "model") if embedded else str(cfg.policy.model)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    max_new_tokens = cfg.policy.max_new_tokens or (task.max_new_tokens if embedded else 512)
-    policy = build_sampler(cfg, path, max_new_tokens, tokenizer)
-    actor = TransformersWrapper(
-        path, tokenizer=tokenizer, chat_template_name=cfg.policy.chat_template_name
-    )
-    torch.manual_seed(cfg.seed)
 
-    for folder in ("csv", "tensorboard"):  # of an earlier run with the same settings
-        shutil.rmtree(out / folder, ignore_errors=True)
-    loggers = [CSVLogger("csv", str(out)), TensorboardLogger("tensorboard", str(out))]
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[figures]}"),
-        console=Console(stderr=True),
-    )
-    with progress:
-        # Warm start: demonstrations teach the format.
-        num_warm = cfg.warm_start.num_steps
-        num_warm = (600 if embedded else 0) if num_warm is None else num_warm
-        if num_warm:
-            bar = progress.add_task("warm start", total=num_warm, figures="")
+    # Warm start: demonstrations teach the format.
+    num_warm = cfg.warm_start.num_steps or 0
+    if num_warm:
+        with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
             warm_start(
                 actor,
                 task.demonstrations,
                 num_steps=num_warm,
                 batch_size=cfg.warm_start.batch_size,
                 learning_rate=cfg.warm_start.learning_rate,
-                on_step=lambda step, loss: progress.update(
-                    bar, completed=step, figures=f"loss {loss:.3f}"
-                ),
+                on_step=lambda step, loss: steps.done(step, {"loss": loss}, quiet=step % 100 > 0),
             )
 
-        # GRPO: the collector fills the buffer with groups that have advantages; the loss reads it.
-        buffer = ReplayBuffer(
-            storage=LazyStackStorage(num_rollouts),
-            transform=MCAdvantage(cfg.train.group_size, zero_variance="drop"),
-            batch_size=num_rollouts,
-        )
-        collector = LLMCollector(
-            env,
-            policy,
-            replay_buffer=buffer,
-            postproc=_shuffle_rewards if cfg.train.shuffle_rewards else None,
-        )
-        loss_module = GRPOLoss(
-            actor,
-            clip_epsilon=(cfg.train.clip_low, cfg.train.clip_high),
-            aggregation="token_mean",
-            temperature=cfg.policy.temperature,
-        )
-        optimizer = torch.optim.AdamW(
-            actor.parameters(), lr=cfg.train.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
-        gate = NonFiniteGate(
-            optimizer, max_grad_norm=cfg.train.max_grad_norm, dump_dir=out / "not_finite"
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: min(
-                1.0,
-                (step + 1) / max(1, cfg.train.num_warmup_steps),
-                2 * (1 - step / cfg.train.num_steps),
-            ),
-        )
-
-        collector.update_policy_weights_(actor.model)
-        before = evaluate(held_out_env, policy)
-        history: list[dict[str, float]] = []
-        bar = progress.add_task("GRPO", total=cfg.train.num_steps, figures="")
-        with (out / "rollouts.jsonl").open("w", encoding="utf-8") as rollouts:
-            for step in range(1, cfg.train.num_steps + 1):
-                trajectories = collector.collect()
-                figures = metrics_of(trajectories)
-                num_epochs = cfg.train.num_epochs if len(buffer) else 0  # 0: no group has a signal
-                if num_epochs:
-                    batch = loss_module.pack(buffer[:])
-                    window = loss_module.measure_window(batch)
-                for _ in range(num_epochs):
-                    outputs = []
-                    for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
-                        outputs.append(loss_module(part, window=window))
-                        gate.backward(outputs[-1], part)
-                    outcome = gate.step()
-                    losses = GRPOLossOutput.combine(outputs)
-                    figures |= {
-                        "loss": losses.loss_objective.item(),
-                        "clip_fraction": losses.clip_fraction.item(),
-                        "kl_approx": losses.kl_approx.item(),
-                        "grad_norm": outcome.grad_norm,
-                        "steps_not_finite": float(gate.num_not_finite),
-                        "rows_trained": float(batch.num_rows),
-                    }
-                schedule.step()
-                buffer.empty()
-                figures["policy_version"] = collector.update_policy_weights_(actor.model)
-
-                history.append(figures)
-                for logger in loggers:
-                    logger.log_metrics(figures, step)
-                write_rollouts(rollouts, step, trajectories)
-                progress.update(bar, completed=step, figures=f"reward {figures['reward']:.2f}")
-        after = evaluate(held_out_env, policy)
-
-    # What came of it.
-    actor.model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
-    result = {
-        "task": cfg.task,
-        "seed": cfg.seed,
-        "held_out_before": before["reward"].mean().item(),
-        "held_out_after": after["reward"].mean().item(),
-        "steps": cfg.train.num_steps,
-        "seconds": round(time.monotonic() - start, 1),
-        **{k: v for k, v in metrics_of(before, "before/").items() if "rewards/" in k},
-        **{k: v for k, v in metrics_of(after, "after/").items() if "rewards/" in k},
-        "output_dir": str(out),
-    }
-    plot_learning_curve(
-        out / "learning_curve.png",
-        [figures["reward"] for figures in history],
-        before=result["held_out_before"],
-        after=result["held_out_after"],
-        title=f"GRPO on {cfg.task}, seed {cfg.seed}",
-        metrics={
-            name.__name__.replace("_", " "): [f[f"rewards/{name.__name__}"] for f in history]
-            for name in task.metrics
-        },
+    # GRPO: the collector fills the buffer with groups that have advantages; the loss reads it.
+    num_rollouts = env.batch_size.numel()
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(num_rollouts),
+        transform=build_advantage(cfg.loss, cfg.collector.group_size),
+        batch_size=num_rollouts,
     )
-    show_rollouts(console, "before", before, cfg.evaluate.num_shown)
-    show_rollouts(console, "after", after, cfg.evaluate.num_shown)
-    collector.shutdown()
-    held_out_env.close()
-    (out / "config.yaml").write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
-    sys.stdout.flush()
-    print(json.dumps(result), flush=True)
+    collector = LLMCollector(env, policy, replay_buffer=buffer, postproc=build_postproc(cfg, actor))
+    loss = build_loss(
+        cfg.loss,
+        actor,
+        temperature=cfg.policy.temperature,
+        max_tokens=(cfg.collector.max_turns or task.max_turns) * (cfg.policy.max_new_tokens or 1),
+    )
+    optimizer = build_optimizer(cfg.optim, actor.parameters())
+    gate = NonFiniteGate(
+        optimizer, max_grad_norm=cfg.optim.max_grad_norm, dump_dir=run.folder / "not_finite"
+    )
+    timer = PhaseTimer()
+    timer.watch(policy, "generate")
+    collector.update_policy_weights_(actor.model)
+    return Trainer(actor, policy, collector, buffer, loss, optimizer, gate, timer)
 
 
-def _shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
-    """Deal the rewards out at random."""
-    rows = trajectories.unbind(0)
-    rewards = [row["reward"] for row in rows]
-    for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
-        row["reward"] = rewards[index]
-    return trajectories
+def evaluate(env: TaskEnv, policy: LLMWrapperBase) -> TensorDictBase:
+    """One rollout of each held-out prompt, sampled as in training."""
+    for data in env.transforms_of(DataLoadingPrimer):
+        data.rewind()
+    return LLMCollector(env, policy).collect()
+
+
+def train_step(cfg: GRPOConfig, trainer: Trainer, step: int) -> StepRecord:
+    """Sample rollouts, train on them, hand the new weights to the policy."""
+    actor, _, collector, buffer, loss, optimizer, gate, timer = trainer
+    metrics = StepMetrics(timer)
+    rate = set_learning_rate(cfg.optim, optimizer, step, cfg.train.num_steps)
+    with timer("environment"):
+        trajectories = metrics.add_rollouts(collector.collect())
+    trained = buffer[:] if len(buffer) else None  # empty: no group has a signal
+    if trained is not None:
+        with timer("train"):
+            batch = loss.pack(trained)
+            window = loss.measure_window(batch)
+            for _ in range(cfg.train.num_epochs or 1):
+                outputs = []
+                for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
+                    with autocast(cfg, actor):
+                        outputs.append(loss(part, window=window))
+                    gate.backward(outputs[-1], part)
+                metrics.add_update(GRPOLossOutput.combine(outputs), gate.step())
+    with timer("sync"):
+        collector.update_policy_weights_(actor.model)
+    buffer.empty()
+    return StepRecord(step, metrics.reduce(learning_rate=rate), trajectories, trained)
+
+
+def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
+    """Train as the settings say; gives the result."""
+    start = time.monotonic()
+    trainer = build_trainer(cfg, setup, run, log)
+    with log.phase("first evaluation"):
+        before = evaluate(setup.held_out_env, trainer.policy)
+    trainer.timer.reset()
+
+    history: list[dict[str, float]] = []
+    no_signal = NoSignal()
+    loggers = build_loggers(cfg, run.folder)
+    with Recorder(run.folder, loggers) as recorder, log.steps("GRPO", cfg.train.num_steps) as steps:
+        for step in range(1, cfg.train.num_steps + 1):
+            with stop.held():  # a signal in here ends the run after the step
+                record = train_step(cfg, trainer, step)
+                history.append(record.metrics)
+                recorder.write(record)
+                steps.done(step, record.metrics)
+                no_signal.tell(record.metrics, cfg.collector.num_prompts)
+            if stop.received:
+                break
+
+    with stop.held():
+        after = None
+        if not stop.received:
+            with log.phase("last evaluation"):
+                after = evaluate(setup.held_out_env, trainer.policy)
+        save_model(run.folder, set_generation(cfg.policy, trainer.actor))
+        run.link()
+        result = result_of(cfg, history, before, after)
+        names = [function.__name__ for function in setup.task.metrics]
+        plot_learning_curve(
+            run.folder / "learning_curve.png",
+            history,
+            before=result["held_out_before"],
+            after=result["held_out_after"],
+            title=f"GRPO on {cfg.task.id}, seed {cfg.seed}",
+            further={name.replace("_", " "): f"rewards/{name}/mean" for name in names},
+        )
+        show_rollouts({"before": before, "after": after}, cfg.evaluate.num_shown)
+    seconds = round(time.monotonic() - start, 1)
+    return result | {"seconds": seconds, "output_dir": str(run.folder)}
+
+
+def run_script(typed: DictConfig) -> None:
+    """Check, train, tell."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with ExitStack() as stack:
+        stack.callback(_remove_if_empty, folder)
+        settings = task_settings(typed)
+        cfg = OmegaConf.to_object(typed)
+        assert isinstance(cfg, GRPOConfig)
+        check_config(cfg)
+        disable_progress_bar()  # loading a model has bars of its own
+        run = stack.enter_context(Run(folder, overwrite=cfg.overwrite))
+        log = stack.enter_context(RunLog(folder / "grpo.log"))
+        stop = stack.enter_context(StopSignals())
+        _LOG.info("GRPO on %s, seed %d; results in %s", cfg.task.id, cfg.seed, folder)
+        with log.phase("loading the data"):
+            setup = build_task(cfg, settings)
+        stack.callback(setup.env.close, raise_if_closed=False)
+        stack.callback(setup.held_out_env.close, raise_if_closed=False)
+        config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+        (folder / "config.yaml").write_text(config, encoding="utf-8")
+        if cfg.dry_run:
+            run.set_status("checked")
+            print(config)
+            return
+        result = train(cfg, setup, run, log, stop)
+        run.set_status("interrupted" if stop.received else "finished")
+        sys.stdout.flush()
+        print(json.dumps(finite(result)), flush=True)
+        if stop.received:
+            raise SystemExit(stop.status)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+@hydra.main(version_base="1.3", config_path="config", config_name="grpo")
+def main(typed: DictConfig) -> None:
+    """The script, with short errors for what is wrong with the settings."""
+    try:
+        run_script(typed)
+    except SettingsError as error:
+        raise SystemExit(f"grpo.py: {error}") from error
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        help_text = prepare(sys.argv[1:])
+    except SettingsError as wrong:
+        raise SystemExit(f"grpo.py: {wrong}") from wrong
+    if help_text is not None:
+        print(help_text)
+    else:
+        main()

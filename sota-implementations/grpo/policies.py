@@ -1,33 +1,54 @@
 """The model that is trained and the policy that samples, from the settings."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from config import Engine, GRPOConfig
-from transformers import PreTrainedTokenizerBase
+import torch
+from checks import sampling_of
+from command_line import SettingsError
+from config import GRPOConfig, PolicyConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
-from torchrl_modules import LLMWrapperBase, SamplingParameters, TransformersWrapper
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
+_NUM_TEXTS = 1024
 
-def build_embedded_model(task: Task, path: Path) -> str:
-    """Make the embedded model and its tokenizer, as a model directory.
 
-    Args:
-        task: the tokenizer is trained on its demonstrations.
-        path: the directory.
+@contextmanager
+def model_source(cfg: GRPOConfig, task: Task) -> Iterator[str]:
+    """Where to load the model from: as given, or a folder with the embedded one, for a while."""
+    if cfg.policy.model is not None:
+        yield cfg.policy.model
+        return
+    with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
+        tokenizer = train_tokenizer(task_texts(task), isolated=task.isolated)
+        tokenizer.save_pretrained(folder)
+        torch.manual_seed(cfg.seed)
+        tiny_qwen3(len(tokenizer)).save_pretrained(folder)
+        yield folder
 
-    Returns:
-        The path, to be loaded like any model.
-    """
-    tokenizer = train_tokenizer(rendered(task.demonstrations[:1024]), isolated=task.isolated)
-    tokenizer.save_pretrained(path)
-    tiny_qwen3(len(tokenizer)).save_pretrained(path)
-    return str(path)
+
+def task_texts(task: Task) -> list[str]:
+    """What the task's conversations look like: demonstrations, or else its prompts."""
+    if task.demonstrations:
+        return rendered(task.demonstrations[:_NUM_TEXTS])
+    column = task.prompt_column or "prompt"
+    prompts = [row[column] for row in task.held_out_rows[:_NUM_TEXTS]]
+    chats = [[{"role": "user", "content": text}] for text in prompts if isinstance(text, str)]
+    return rendered(chats) if chats else [task.name]
 
 
 def rendered(chats: Sequence[Sequence[Message]]) -> list[str]:
@@ -38,38 +59,86 @@ def rendered(chats: Sequence[Sequence[Message]]) -> list[str]:
     return list(texts)
 
 
-def build_sampler(
-    cfg: GRPOConfig, model: str, max_new_tokens: int, tokenizer: PreTrainedTokenizerBase
-) -> LLMWrapperBase:
-    """The policy that samples; its weights are replaced after every step.
+def load_model(cfg: PolicyConfig, source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and its tokenizer.
+
+    Args:
+        cfg: device, dtype, attention and further arguments.
+        source: hub id or path.
+
+    Raises:
+        SettingsError: there is no such model, or it can't be loaded so.
+    """
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    arguments: dict[str, Any] = dict(cfg.model_kwargs)
+    if cfg.attn_implementation is not None:
+        arguments["attn_implementation"] = cfg.attn_implementation
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, cfg.dtype), **arguments
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise SettingsError(f"policy.model={source!r}{kind} can't be loaded: {first}") from error
+    model.to(device)  # type: ignore[arg-type]
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    return model, tokenizer
+
+
+def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """The actor that is trained and the policy that samples.
+
+    With Transformers they are one, so that the weights are there once; vLLM has its own copy, which
+    every update replaces.
 
     Args:
         cfg: the settings.
-        model: hub id or path.
-        max_new_tokens: most tokens of a turn.
-        tokenizer: of the model.
+        task: for the embedded model.
+
+    Raises:
+        SettingsError: the model can't be loaded.
     """
-    sampling = SamplingParameters(
-        max_new_tokens=max_new_tokens,
-        temperature=cfg.policy.temperature,
-        top_p=cfg.policy.top_p,
-        top_k=cfg.policy.top_k,
-    )
-    template = cfg.policy.chat_template_name
-    if cfg.engine is Engine.vllm:
+    with model_source(cfg, task) as source:
+        model, tokenizer = load_model(cfg.policy, source)
+        common: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "sampling": sampling_of(cfg),
+            "chat_template_name": cfg.policy.chat_template_name,
+            "write_tokens": False,
+        }
+        actor = TransformersWrapper(model, max_model_len=cfg.policy.max_model_len, **common)
+        if cfg.engine.name == "transformers":
+            return actor, actor
         from torchrl_modules import vLLMWrapper
 
-        return vLLMWrapper(
-            model,
-            tokenizer=tokenizer,
-            sampling=sampling,
-            chat_template_name=template,
-            write_tokens=False,
+        engine_kwargs = dict(cfg.engine.engine_kwargs)
+        if cfg.policy.max_model_len is not None:
+            engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
+        return actor, vLLMWrapper(
+            cfg.engine.url or source, engine_kwargs=engine_kwargs or None, **common
         )
-    return TransformersWrapper(
-        model,
-        tokenizer=tokenizer,
-        sampling=sampling,
-        chat_template_name=template,
-        write_tokens=False,
+
+
+def autocast(cfg: GRPOConfig, actor: TransformersWrapper) -> torch.autocast:
+    """Activations in bfloat16, if that was asked for."""
+    return torch.autocast(actor.model.device.type, torch.bfloat16, enabled=cfg.train.autocast)
+
+
+def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:
+    """Let the model, once saved, sample as it did here, and stop where it did."""
+    settings = policy.model.generation_config
+    assert settings is not None
+    settings.update(
+        do_sample=True,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        max_new_tokens=policy.sampling.max_new_tokens,
+        eos_token_id=list(policy.sampling.stop_token_ids or ()) or settings.eos_token_id,
+        pad_token_id=policy.tokenizer.pad_token_id,
     )
+    return policy

@@ -1,117 +1,164 @@
-"""What a run leaves behind: a curve, rollouts, and conversations to look at."""
+"""What a run tells while it goes on."""
 
-import json
-from collections.abc import Sequence
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Final
 
-import matplotlib as mpl
-import torch
 from rich.console import Console
-from rich.rule import Rule
-from tensordict import TensorDictBase
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torchrl_data import read_conversations
-from torchrl_data.display.terminal import show_conversation
-from torchrl_data.keys import FULL
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
+_LOG: Final = logging.getLogger("grpo")
+_SHOWN: Final = {"reward": ".3f", "loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
 
 
-def metrics_of(trajectories: TensorDictBase, prefix: str = "") -> dict[str, float]:
-    """Figures of a batch of trajectories.
+class RunLog:
+    """The log file and the terminal: phases by name, a line for each step, and how long it takes.
 
     Args:
-        trajectories: what the collector gives.
-        prefix: of each name.
-
-    Returns:
-        Mean reward, each reward source's mean where it applies, turns, sampled tokens per rollout,
-        and the fractions that were truncated or could not be scored.
+        path: of the log file. Warnings of all libraries go there too.
     """
-    masks = trajectories.get(("masks", "all_assistant_mask"), as_list=True)
-    figures = {
-        "reward": trajectories["reward"].mean().item(),
-        "turns": trajectories["num_turns"].float().mean().item(),
-        "sampled_tokens": sum(int(mask.sum()) for mask in masks) / len(masks),
-        "truncated_fraction": trajectories["truncated"].float().mean().item(),
-        "unscorable_fraction": 1 - trajectories["scorable"].float().mean().item(),
-    }
-    rewards = trajectories["rewards"]
-    for name in rewards.keys():  # noqa: SIM118  a TensorDict
-        figures[f"rewards/{name}"] = torch.nanmean(rewards[name]).item()
-    return {prefix + name: value for name, value in figures.items()}
+
+    def __init__(self, path: Path) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            disable=not sys.stderr.isatty(),
+        )
+        self._file = logging.FileHandler(path, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._screen = logging.StreamHandler(_Above(self._bar))
+        self._screen.setFormatter(logging.Formatter("%(message)s"))
+        self._screen.addFilter(lambda record: not (record.__dict__.get("bar") and self._has_bar))
+        self._root = logging.getLogger()
+        self._times: deque[float] = deque(maxlen=20)
+
+    @property
+    def _has_bar(self) -> bool:
+        return not self._bar.disable
+
+    def __enter__(self) -> "RunLog":
+        _LOG.setLevel(logging.INFO)
+        for handler in (self._file, self._screen):
+            _LOG.addHandler(handler)
+        _LOG.propagate = False
+        self._root.addHandler(self._file)
+        logging.captureWarnings(True)
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *what: Any) -> None:
+        self._bar.stop()
+        if kind is not None and kind is not SystemExit:
+            self._root.error("the run failed", exc_info=(kind, *what))  # type: ignore[arg-type]
+        logging.captureWarnings(False)
+        self._root.removeHandler(self._file)
+        for handler in (self._file, self._screen):
+            _LOG.removeHandler(handler)
+        _LOG.propagate = True
+        self._file.close()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what goes on now, and how long it took."""
+        start = time.monotonic()
+        _LOG.info("%s ...", name)
+        yield
+        _LOG.info("%s: %.1f s", name, time.monotonic() - start)
+
+    @contextmanager
+    def steps(self, name: str, total: int) -> Iterator["Steps"]:
+        """A loop whose steps are told one by one."""
+        bar = self._bar.add_task(name, total=total, text="")
+        yield Steps(self._bar, bar, name, total)
 
 
-def write_rollouts(file: IO[str], step: int, trajectories: TensorDictBase) -> None:
-    """Append trajectories to a JSONL file, one a line."""
-    for row in trajectories.unbind(0):
-        record: dict[str, Any] = {
-            "step": step,
-            "group_id": row["group_id"].item(),
-            "policy_version": row["policy_version"].item(),
-            "reward": row["reward"].item(),
-            "stop_reason": row["stop_reason"],
-            "messages": _conversation(row).messages(0),
-        }
-        if row["reward_errors"]:
-            record["reward_errors"] = row["reward_errors"]
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+class Steps:
+    """Tells the steps of one loop."""
+
+    def __init__(self, bar: Progress, task: Any, name: str, total: int) -> None:
+        self._bar, self._task, self._name, self._total = bar, task, name, total
+        self._times: deque[float] = deque([time.monotonic()], maxlen=20)
+
+    def done(self, step: int, metrics: Mapping[str, float], *, quiet: bool = False) -> None:
+        """A step has ended.
+
+        Args:
+            step: its number, from 1.
+            metrics: of which the best known are shown.
+            quiet: only move the bar.
+        """
+        self._times.append(time.monotonic())
+        seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        text = "  ".join(
+            f"{name} {metrics[name]:{form}}" for name, form in _SHOWN.items() if name in metrics
+        )
+        self._bar.update(self._task, completed=step, text=text)
+        if not quiet:
+            left = _duration(seconds * (self._total - step))
+            line = "%s step %d/%d  %s  (%.2g s a step, %s left)"
+            values = (self._name, step, self._total, text, seconds, left)
+            _LOG.info(line, *values, extra={"bar": True})
 
 
-def show_rollouts(console: Console, title: str, trajectories: TensorDictBase, count: int) -> None:
-    """Print the first conversations in colour, with their rewards."""
-    console.print(Rule(title))
-    for row in trajectories[:count].unbind(0):
-        show_conversation(_conversation(row), 0, reward=row["reward"].item(), console=console)
+class _Above:
+    """A stream that writes above a progress bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+
+    def write(self, text: str) -> None:
+        if not self._bar.disable:
+            self._bar.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        else:
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
-def _conversation(row: TensorDictBase) -> Any:
-    return read_conversations(row, FULL, who="show_rollouts")
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def plot_learning_curve(
-    path: Path,
-    rewards: Sequence[float],
-    *,
-    before: float,
-    after: float,
-    title: str,
-    metrics: dict[str, Sequence[float]],
-) -> None:
-    """Draw the mean reward of each step's rollouts, and the test before and after.
+class NoSignal:
+    """Says at once when nothing can be learnt, and again after 2, 4, 8, ... such steps."""
 
-    Args:
-        path: of the PNG.
-        rewards: one per step.
-        before: mean reward on the held-out prompts before training.
-        after: the same after it.
-        title: above the plot.
-        metrics: further curves by name.
-    """
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    steps = range(1, len(rewards) + 1)
-    axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
-    axes.plot(steps, _smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
-    for (name, values), color in zip(metrics.items(), ["tab:orange", "tab:purple"], strict=False):
-        axes.plot(steps, _smoothed(values), color=color, lw=1.5, ls="--", label=name)
-    ends = (0, len(rewards))
-    axes.plot(ends, (before, after), "o", color="tab:green", ms=8, label="held-out prompts")
-    for x, y, side in ((ends[0], before, "left"), (ends[1], after, "right")):
-        axes.annotate(f"{y:.2f}", (x, y), xytext=(0, 10), textcoords="offset points", ha=side)
-    axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(-0.03, 1.1), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    def __init__(self) -> None:
+        self._in_a_row = 0
 
+    def tell(self, metrics: Mapping[str, float], num_groups: int) -> None:
+        """Look at one step.
 
-def _smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average without a bias at its start."""
-    total, norm, smooth = 0.0, 0.0, []
-    for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + 1 - weight
-        smooth.append(total / norm)
-    return smooth
+        Args:
+            metrics: of the step.
+            num_groups: that it sampled.
+        """
+        if metrics["groups/without_signal_fraction"] < 1:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row & (self._in_a_row - 1):  # not a power of two
+            return
+        _LOG.warning(
+            "No signal in %d step(s): in each of the %d groups all rollouts have the same reward "
+            "(mean %.3g), so no update was made. The task may be too hard or too easy for this "
+            "model: warm it up, take easier settings of the task, larger groups or a higher "
+            "temperature, or give partial rewards.",
+            self._in_a_row,
+            num_groups,
+            metrics["reward"],
+        )

@@ -5,12 +5,15 @@ Needs the package ``reasoning-gym`` (``pip install torchrl-agents[train]``).
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
 
 from .task import Row, Task, split_rows
+
+_PLAIN: Final = (int, float, str, bool, type(None))
 
 
 def _reasoning_gym() -> Any:
@@ -26,6 +29,27 @@ def generator_names() -> list[str]:
     """Names of all generators of reasoning-gym."""
     _reasoning_gym()
     return sorted(import_module("reasoning_gym.factory").DATASETS)
+
+
+def generator_settings(generator: str) -> dict[str, Any]:
+    """The settings of a generator that plain values can write, with their defaults.
+
+    Args:
+        generator: its name.
+
+    Returns:
+        Numbers, strings, booleans, ``None`` and lists of them, by name; size and seed are not
+        among them.
+    """
+    kind = import_module("reasoning_gym.factory").DATASETS[generator][1]
+    defaults = {}
+    for one in fields(kind):
+        value = one.default_factory() if one.default is MISSING else one.default
+        value = list(value) if isinstance(value, tuple) else value
+        plain = value if isinstance(value, list) else [value]
+        if one.name not in ("size", "seed") and all(isinstance(x, _PLAIN) for x in plain):
+            defaults[one.name] = value
+    return defaults
 
 
 def question_rows(

@@ -1,0 +1,263 @@
+"""What a step of training was like: one reducer from rollouts, updates and clocks to numbers.
+
+It lies here because a collector is where rollouts and losses meet: it reads both, and neither
+package knows the other.
+
+Shape legend: B trajectories, T tokens of one (ragged).
+"""
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any, Final
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from objectives import GRPOLossOutput
+from objectives.batching.non_finite_gate import StepOutcome
+from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.keys import (
+    ASSISTANT_MASK,
+    GROUP_ID,
+    LOG_PROBS_FULL,
+    NUM_TOOL_CALLS,
+    NUM_TOOL_ERRORS,
+    POLICY_VERSION,
+    REWARD,
+    SCORABLE,
+    STOP_REASON,
+    TRUNCATED,
+)
+from torchrl_data.stop_reasons import kind_of
+from torchrl_envs.rewards.metrics import reward_metrics
+
+_RENAMED: Final = {
+    "reward/mean": "reward",
+    "reward/zero_std_fraction": "groups/without_signal_fraction",
+    "loss_objective": "loss",
+    "clip_fraction_low": "clip_fraction/negative_advantage",
+    "clip_fraction_high": "clip_fraction/positive_advantage",
+    "num_active_tokens": "trained_tokens",
+    "num_sequences": "trained_rows",
+}
+
+
+def rollout_metrics(trajectories: TensorDictBase, *, solved_at: float = 1.0) -> dict[str, float]:
+    """What a batch of trajectories was like.
+
+    Args:
+        trajectories: rows ``[B]``, as a collector gives them.
+        solved_at: the reward from which on a rollout counts as solved.
+
+    Returns:
+        All of :func:`~torchrl_envs.reward_metrics`, with ``reward`` for its ``reward/mean`` and
+        ``groups/without_signal_fraction`` for its ``reward/zero_std_fraction``; of the groups
+        ``groups/solve_none_fraction`` and ``groups/solve_all_fraction`` (of the scored rows);
+        ``turns``, ``sampled_tokens`` and ``sampled_tokens/max`` of a rollout, ``tool_calls`` and
+        ``tool_errors`` where there are tools; ``truncated_fraction`` and ``stop/<reason>``, the
+        fraction of the rollouts that ended so; ``entropy``, the mean of minus the log-prob of the
+        sampled tokens, in nats: an unbiased estimate of the entropy that they were drawn with;
+        ``policy_version``, the mean of those that the rollouts began with.
+    """
+    rows = list(trajectories.reshape(-1).unbind(0))
+    metrics = {_RENAMED.get(k, k): v for k, v in reward_metrics(trajectories).items()}
+    solved = _solved_by_group(rows, solved_at)
+    metrics["groups/solve_none_fraction"] = _mean([float(not any(g)) for g in solved])
+    metrics["groups/solve_all_fraction"] = _mean([float(all(g)) for g in solved])
+    counts = [int(row.get(ASSISTANT_MASK).sum()) for row in rows]
+    metrics["turns"] = _mean([float(row.get("num_turns")) for row in rows])
+    metrics["sampled_tokens"] = _mean(counts)
+    metrics["sampled_tokens/max"] = float(max(counts))
+    for key, name in ((NUM_TOOL_CALLS, "tool_calls"), (NUM_TOOL_ERRORS, "tool_errors")):
+        if rows[0].get(key, None) is not None:
+            metrics[name] = _mean([float(row.get(key)) for row in rows])
+    metrics["truncated_fraction"] = _mean([float(row.get(TRUNCATED)) for row in rows])
+    reasons = Counter(kind_of(read_objects(row, STOP_REASON, "")[0]) for row in rows)
+    metrics |= {f"stop/{reason}": count / len(rows) for reason, count in sorted(reasons.items())}
+    log_probs = [row.get(LOG_PROBS_FULL)[row.get(ASSISTANT_MASK)] for row in rows]
+    metrics["entropy"] = (
+        -sum(float(x.sum()) for x in log_probs) / sum(counts) if sum(counts) else math.nan
+    )
+    versions = [row.get(POLICY_VERSION) for row in rows]
+    if not isinstance(versions[0], str):  # a tracker may name them
+        metrics["policy_version"] = _mean([float(version) for version in versions])
+    return metrics
+
+
+def _solved_by_group(rows: Sequence[TensorDictBase], solved_at: float) -> list[list[bool]]:
+    groups: dict[int, list[bool]] = defaultdict(list)
+    for row in rows:
+        group_id, scorable = row.get(GROUP_ID, None), row.get(SCORABLE, None)
+        if group_id is not None and (scorable is None or bool(scorable.all())):
+            groups[int(group_id)].append(float(row.get(REWARD).sum()) >= solved_at)
+    return list(groups.values())
+
+
+def update_metrics(
+    outputs: Sequence[GRPOLossOutput], outcomes: Sequence[StepOutcome]
+) -> dict[str, float]:
+    """What the updates of a step were like.
+
+    Args:
+        outputs: of the loss, one for each optimizer step
+            (:meth:`~objectives.GRPOLossOutput.combine` makes one of the micro-batches').
+        outcomes: what became of each optimizer step.
+
+    Returns:
+        The mean over the optimizer steps of every entry of the outputs, with ``loss`` for
+        ``loss_objective``, the clip fraction by the sign of the advantage, ``trained_tokens`` and
+        ``trained_rows``; ``ESS/min`` and ``ratio_mean/max``, the worst of them; ``grad_norm``
+        (before clipping) and ``grad_norm/max`` of the finite ones; ``optimizer_steps`` made and
+        ``optimizer_steps/skipped``.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for output in outputs:
+        for name, value in output.items():
+            if value is not None:
+                values[str(name)].append(float(value))
+    metrics = {_RENAMED.get(name, name): _mean(each) for name, each in values.items()}
+    if outputs:
+        metrics["ESS/min"] = min(values["ESS"])
+        metrics["ratio_mean/max"] = max(values["ratio_mean"])
+    norms = [o.grad_norm for o in outcomes if math.isfinite(o.grad_norm) and not o.skipped]
+    if norms:
+        metrics["grad_norm"], metrics["grad_norm/max"] = _mean(norms), max(norms)
+    metrics["optimizer_steps"] = float(sum(not o.skipped for o in outcomes))
+    metrics["optimizer_steps/skipped"] = float(sum(bool(o.skipped) for o in outcomes))
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+class PhaseTimer:
+    """Splits time into phases that do not overlap: an inner phase stops the outer one's clock.
+
+    Args:
+        clock: seconds, from any beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._running: list[str] = []
+        self._since = 0.0
+        self.seconds: dict[str, float] = {}
+        """Of each phase, in the order in which they first began."""
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count what is inside as a phase."""
+        self._switch()
+        self.seconds.setdefault(phase, 0.0)
+        self._running.append(phase)
+        try:
+            yield
+        finally:
+            self._switch()
+            self._running.pop()
+
+    def _switch(self) -> None:
+        now = self._clock()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    def watch(self, module: nn.Module, phase: str) -> None:
+        """Count the calls of a module as a phase, wherever they are made.
+
+        Args:
+            module: whose ``forward`` is timed.
+            phase: its name.
+        """
+        inside: list[Any] = []
+
+        def begin(*_: Any) -> None:
+            inside.append(self(phase))
+            inside[-1].__enter__()
+
+        def end(*_: Any) -> None:
+            inside.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)
+
+    def reset(self) -> None:
+        """Begin to count anew; no phase may be running.
+
+        Raises:
+            RuntimeError: one is.
+        """
+        if self._running:
+            raise RuntimeError(f"PhaseTimer: {self._running[-1]!r} is still running.")
+        self.seconds.clear()
+
+
+class StepMetrics:
+    """Reduces one step of training to numbers for any logger.
+
+    It is used like this::
+
+        metrics = StepMetrics(timer)
+        with timer("environment"):
+            metrics.add_rollouts(collector.collect())
+        with timer("train"):
+            metrics.add_update(loss_output, gate.step())  # of each optimizer step
+        logger.log_metrics(metrics.reduce(learning_rate=1e-6), step)
+
+    Args:
+        timer: is read by :meth:`reduce`, and begins anew; the policy's calls are best watched as
+            ``"generate"`` and updates timed as ``"train"``.
+        solved_at: see :func:`rollout_metrics`.
+    """
+
+    def __init__(self, timer: PhaseTimer | None = None, *, solved_at: float = 1.0) -> None:
+        self.timer = timer
+        self.solved_at = solved_at
+        self._rollouts: dict[str, float] = {}
+        self._num_sampled = 0.0
+        self._outputs: list[GRPOLossOutput] = []
+        self._outcomes: list[StepOutcome] = []
+
+    def add_rollouts(self, trajectories: TensorDictBase) -> TensorDictBase:
+        """Take in the step's trajectories, and give them back."""
+        self._rollouts = rollout_metrics(trajectories, solved_at=self.solved_at)
+        self._num_sampled = self._rollouts["sampled_tokens"] * len(trajectories)
+        return trajectories
+
+    def add_update(self, output: GRPOLossOutput, outcome: StepOutcome) -> None:
+        """Take in one optimizer step."""
+        self._outputs.append(output)
+        self._outcomes.append(outcome)
+
+    def reduce(self, **more: float) -> dict[str, float]:
+        """All numbers of the step.
+
+        Args:
+            **more: are added as they are, such as the learning rate.
+
+        Returns:
+            Those of :func:`rollout_metrics` and :func:`update_metrics`; where there is a timer,
+            ``time/<phase>_s`` and ``time/step_s``, and tokens per second of the phases
+            ``"generate"`` and ``"train"``: ``throughput/sampled_tokens_per_s``,
+            ``throughput/trained_tokens_per_s`` (a token counts in each epoch).
+        """
+        updates = update_metrics(self._outputs, self._outcomes)
+        metrics = self._rollouts | updates | more
+        if self.timer is not None:
+            seconds = dict(self.timer.seconds)
+            self.timer.reset()
+            metrics |= {f"time/{phase}_s": value for phase, value in seconds.items()}
+            metrics["time/step_s"] = sum(seconds.values())
+            trained = updates.get("trained_tokens", 0.0) * len(self._outputs)
+            for phase, name, tokens in (
+                ("generate", "sampled", self._num_sampled),
+                ("train", "trained", trained),
+            ):
+                if seconds.get(phase) and tokens:
+                    metrics[f"throughput/{name}_tokens_per_s"] = tokens / seconds[phase]
+        return metrics

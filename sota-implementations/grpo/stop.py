@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM: the step that is under way ends, and what was trained is saved."""
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOG = logging.getLogger("grpo")
+
+
+class StopSignals:
+    """Turns signals into a request that the loop reads; outside of :meth:`held` they end the run.
+
+    A second signal ends the run wherever it is.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The signal that asked to stop."""
+        self._is_held = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def status(self) -> int:
+        """The exit status: 128 and the signal's number, as a shell has it; 0 without a signal."""
+        return 0 if self.received is None else 128 + self.received
+
+    def __enter__(self) -> "StopSignals":
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A signal in here is only noted."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        again = self.received is not None
+        self.received = signal.Signals(number)
+        if again or not self._is_held:
+            _LOG.warning("%s: stopping now", self.received.name)
+            raise SystemExit(self.status)
+        _LOG.warning(
+            "%s: this step ends, then the model is saved; once more stops at once",
+            self.received.name,
+        )

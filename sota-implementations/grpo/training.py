@@ -1,0 +1,242 @@
+"""What trains, from the settings: loss, advantages, optimizer, schedule, loggers."""
+
+import math
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from config import GRPOConfig, LossConfig, OptimConfig
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from objectives import (
+    BNPO,
+    CISPO,
+    DAPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    LUSPO,
+    SAPO,
+    VESPO,
+    DrGRPO,
+    GRPOLoss,
+    MCAdvantage,
+)
+from objectives.losses.surrogate_options import SURROGATES, TokenFilters
+from torchrl_data.protocols import TokenScores
+from torchrl_envs.rewards.kl import RetrieveLogProb
+from torchrl_modules import TransformersWrapper
+
+PRESETS: Final = {
+    "bnpo": BNPO,
+    "cispo": CISPO,
+    "dapo": DAPO,
+    "dr_grpo": DrGRPO,
+    "gmpo": GMPO,
+    "grpo": GRPO,
+    "gspo": GSPO,
+    "luspo": LUSPO,
+    "sapo": SAPO,
+    "vespo": VESPO,
+}
+OPTIMIZERS: Final = ("adamw", "sgd")
+SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
+    "trapezoid": lambda done: min(1.0, 2 * (1 - done)),
+    "constant": lambda _: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+}
+"""What the learning rate is multiplied by, from the fraction of the run that is done."""
+LOGGERS: Final = {
+    "csv": ("torchrl.record.loggers.csv", "CSVLogger", None),
+    "tensorboard": ("torchrl.record.loggers.tensorboard", "TensorboardLogger", "tensorboard"),
+    "wandb": ("torchrl.record.loggers.wandb", "WandbLogger", "wandb"),
+    "trackio": ("torchrl.record.loggers.trackio", "TrackioLogger", "trackio"),
+}
+"""Module, class, and the package that it needs."""
+
+
+class NoActor:
+    """Stands for the model while the settings of a loss are tried."""
+
+    temperature = 1.0
+
+    def score_packed(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """Is never called."""
+        raise NotImplementedError
+
+
+def build_loss(cfg: LossConfig, actor: Any, *, temperature: float, max_tokens: int) -> GRPOLoss:
+    """The loss.
+
+    Args:
+        cfg: its settings.
+        actor: scores tokens.
+        temperature: of the sampling.
+        max_tokens: most tokens of an episode; what ``fixed_length`` divides by unless it is given.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+    """
+    if cfg.name not in PRESETS:
+        raise ValueError(f"loss.name must be one of {', '.join(PRESETS)}, got {cfg.name!r}.")
+    kind = PRESETS[cfg.name]
+    options = {
+        "surrogate": cfg.surrogate,
+        "ratio_level": cfg.ratio_level,
+        "aggregation": cfg.aggregation,
+        "max_tokens": cfg.max_tokens,
+        "kl_estimator": cfg.kl_estimator,
+        "kl_mask_threshold": cfg.kl_mask_threshold,
+        "kl_to_ref_coeff": cfg.kl_to_ref_coeff or None,
+        "kl_to_inference_coeff": cfg.kl_to_inference_coeff or None,
+        "clip_epsilon": _clip_epsilon(cfg, kind.preset),
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    merged = {**kind.preset, **options}
+    if merged.get("aggregation") == "fixed_length":
+        options.setdefault("max_tokens", max_tokens)
+    if cfg.entropy_coeff:
+        options |= {"entropy_bonus": True, "entropy_coeff": cfg.entropy_coeff}
+    return kind(
+        actor,
+        temperature=temperature,
+        kl_bias_correction=cfg.kl_bias_correction,
+        filters=TokenFilters(drop_truncated=cfg.drop_truncated),
+        **options,
+    )
+
+
+def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
+    """Both bounds, where one is given: the other is the preset's, or the surrogate's own."""
+    if cfg.clip_low is None and cfg.clip_high is None:
+        return None
+    surrogate = cfg.surrogate or preset.get("surrogate", "clipped")
+    own = SURROGATES[surrogate]() if surrogate in SURROGATES else None
+    default = (getattr(own, "clip_low", 0.2), getattr(own, "clip_high", 0.2))
+    low, high = preset.get("clip_epsilon", default)
+    return (
+        low if cfg.clip_low is None else cfg.clip_low,
+        high if cfg.clip_high is None else cfg.clip_high,
+    )
+
+
+def build_advantage(cfg: LossConfig, group_size: int) -> MCAdvantage:
+    """Advantages within groups; groups without a signal are dropped.
+
+    Raises:
+        ValueError: an option is unknown, or a group is too small to have a signal.
+    """
+    return MCAdvantage(
+        group_size,
+        estimator=cfg.advantage,
+        scale=cfg.advantage_scale or "group",
+        zero_variance="drop",
+    )
+
+
+def build_postproc(
+    cfg: GRPOConfig, actor: TransformersWrapper
+) -> Callable[[TensorDictBase], TensorDictBase] | None:
+    """What happens to collected rollouts before they go into the buffer, if anything does.
+
+    Args:
+        cfg: the settings.
+        actor: a copy of it, as it is now, is the reference that a KL term needs.
+    """
+    steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
+    if cfg.train.shuffle_rewards:
+        steps.append(_shuffle_rewards)
+    if cfg.loss.kl_to_ref_coeff:
+        reference = TransformersWrapper(
+            deepcopy(actor.model).eval().requires_grad_(False),
+            tokenizer=actor.tokenizer,
+            sampling=actor.sampling,
+            generate=False,
+        )
+        steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
+
+    def apply(trajectories: TensorDictBase) -> TensorDictBase:
+        for step in steps:
+            trajectories = step(trajectories)
+        return trajectories
+
+    return apply if steps else None
+
+
+def _shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
+    """Deal the rewards out at random."""
+    rows = trajectories.unbind(0)
+    rewards = [row["reward"] for row in rows]
+    for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
+        row["reward"] = rewards[index]
+    return trajectories
+
+
+def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer, as its settings say."""
+    rate = cfg.learning_rate
+    assert rate is not None
+    if cfg.name == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=rate, momentum=cfg.beta1, weight_decay=cfg.weight_decay
+        )
+    return torch.optim.AdamW(
+        parameters,
+        lr=rate,
+        betas=(cfg.beta1, cfg.beta2),
+        eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
+    )
+
+
+def set_learning_rate(
+    cfg: OptimConfig, optimizer: torch.optim.Optimizer, step: int, num_steps: int
+) -> float:
+    """Set the learning rate of a step: a linear warm-up, then the schedule.
+
+    Args:
+        cfg: the settings.
+        optimizer: of which it is set.
+        step: from 1.
+        num_steps: of the whole run.
+
+    Returns:
+        The learning rate.
+    """
+    shape = SCHEDULES[cfg.schedule]((step - 1) / num_steps)
+    rate = (cfg.learning_rate or 0.0) * min(step / max(1, cfg.num_warmup_steps), shape)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def build_loggers(cfg: GRPOConfig, folder: Path) -> list[Any]:
+    """TorchRL's loggers, by name."""
+    loggers = []
+    for name in cfg.logger.backends:
+        module, kind, _ = LOGGERS[name]
+        make = getattr(__import__(module, fromlist=[kind]), kind)
+        if name in ("csv", "tensorboard"):
+            loggers.append(make(name, str(folder)))
+        else:
+            loggers.append(make(exp_name=folder.name, project=cfg.logger.project))
+    return loggers
+
+
+def missing_package(logger: str) -> str | None:
+    """The package that a logger needs and that is not installed."""
+    package = LOGGERS[logger][2]
+    return None if package is None or find_spec(package) else package
