@@ -58,7 +58,8 @@ def store_task(name: str) -> None:
         make = field(default_factory=default.copy) if isinstance(default, list) else None
         columns.append((parameter.name, kind, make or field(default=default)))
     node = make_dataclass("TaskConfig", columns)
-    ConfigStore.instance().store(group="task", name=name, node=node, package="task")
+    folder, _, tail = f"task/{name}".rpartition("/")
+    ConfigStore.instance().store(group=folder, name=tail, node=node, package="task")
 
 
 def _generator_config(factory: Any) -> Any:

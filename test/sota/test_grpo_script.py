@@ -1,97 +1,272 @@
-"""The training script as a user runs it: a command, files, and one JSON object at the end."""
+"""The training script as a user runs it: a command, a folder, and one JSON object at the end."""
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo.py"
-SMALL = [
-    "warm_start.num_steps=2",
-    "train.num_steps=2",
-    "train.num_prompts=2",
-    "train.group_size=2",
-    "evaluate.num_prompts=8",
-]
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
+SMALL = ["debug=tiny", "task.num_demonstrations=64"]
 
 
-def run_script(*overrides: str, out: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *overrides, f"hydra.run.dir={out}"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        cwd=SCRIPT.parents[2],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"},
-    )
+def environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+@pytest.fixture
+def run_script():
+    """Runs it in a folder; gives what came of it."""
+
+    def run(*overrides, cwd, timeout=280):
+        return subprocess.run(
+            [sys.executable, str(SCRIPT), *overrides],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            cwd=cwd,
+            env=environment(),
+        )
+
+    return run
+
+
+@pytest.fixture
+def result_of(run_script):
+    """Runs it; gives the JSON object at the end of its output."""
+
+    def run(*overrides, cwd):
+        done = run_script(*overrides, cwd=cwd)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return run
+
+
+WORDS = [{"question": f"What is {i} plus 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_a_run_leaves_its_result_and_its_files(tmp_path: Path) -> None:
-    result = last_json(run_script(*SMALL, out=tmp_path))
-    assert {"held_out_before", "held_out_after", "steps", "seconds"} <= result.keys()
+def test_a_run_leaves_its_result_and_its_files(result_of, tmp_path):
+    result = result_of(*SMALL, cwd=tmp_path)
+    assert {"held_out_before", "held_out_after", "seconds", "optimizer_steps"} <= result.keys()
     assert result["steps"] == 2
-    rollouts = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rollouts] == [1] * 4 + [2] * 4
-    assert [r["group_id"] for r in rollouts[:4]] == [0, 0, 1, 1]
-    assert [r["policy_version"] for r in rollouts] == [1] * 4 + [2] * 4
-    assert all(r["messages"][1]["role"] == "assistant" for r in rollouts)
-    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "csv/scalars/reward.csv").read_text().count("\n") == 2
-    assert list(tmp_path.glob("tensorboard/events*"))
-    # The model directory is one like any other: train it further.
-    again = last_json(
-        run_script(
-            *SMALL[1:],
-            f"policy.model={tmp_path / 'model'}",
-            "policy.show_tool_schemas=false",
-            "policy.max_new_tokens=8",
-            out=tmp_path / "again",
-        )
+    out = tmp_path / "outputs/grpo/calculator/tiny-001"
+    assert Path(result["output_dir"]) == out
+    record = json.loads((out / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert {"python", "torch", "transformers"} <= record["versions"].keys()
+    assert (out / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list(out.glob("tensorboard/events*"))
+    log = (out / "grpo.log").read_text()
+    for words in ("warm start ...", "first evaluation ...", "step 2/2", "No signal in 1 step"):
+        assert words in log
+    _metrics_agree(out)
+    # The model directory is one like any other: under the run's name, with its chat template.
+    model = tmp_path / "outputs/grpo/calculator/tiny/model"
+    assert "<|im_start|>" in (model / "chat_template.jinja").read_text()
+    again = result_of(
+        *SMALL, f"policy.model={model}", "policy.max_new_tokens=8", "name=again", cwd=tmp_path
     )
     assert again["steps"] == 2
 
 
+def _metrics_agree(out: Path) -> None:
+    rollouts, metrics = lines_of(out / "rollouts.jsonl"), lines_of(out / "metrics.jsonl")
+    assert [r["step"] for r in rollouts] == [1] * 4 + [2] * 4
+    assert [r["group_id"] for r in rollouts[:4]] == ["0/0", "0/0", "0/1", "0/1"]
+    assert [r["policy_version"] for r in rollouts] == [1] * 4 + [2] * 4
+    assert [m["policy_version"] for m in metrics] == [1, 2]
+    assert all(r["messages"][1]["role"] == "assistant" for r in rollouts)
+    assert all(r["row"]["prompt"] == r["messages"][0]["content"] for r in rollouts)
+    assert all(r["total_tokens"] >= r["prompt_tokens"] + r["sampled_tokens"] for r in rollouts)
+    csv = (out / "csv/scalars/reward.csv").read_text().splitlines()
+    for step, (metric, line) in enumerate(zip(metrics, csv, strict=True), 1):
+        scored = [r["reward"] for r in rollouts if r["step"] == step and r["reward"] is not None]
+        assert metric["reward"] == pytest.approx(sum(scored) / len(scored))
+        assert float(line.split(",")[-1]) == pytest.approx(metric["reward"])
+        own = [r["sampled_tokens"] for r in rollouts if r["step"] == step]
+        assert metric["sampled_tokens"] == pytest.approx(sum(own) / len(own))
+        assert math.isfinite(metric["entropy"])
+        assert metric["learning_rate"] > 0
+
+
+@pytest.mark.slow
+def test_runs_have_folders_of_their_own(result_of, run_script, tmp_path):
+    tiny = [*SMALL, "train.num_steps=1", "warm_start.num_steps=0"]
+    folders = [Path(result_of(*tiny, cwd=tmp_path)["output_dir"]).name for _ in range(2)]
+    assert folders == ["tiny-001", "tiny-002"]
+    link = tmp_path / "outputs/grpo/calculator/tiny"
+    assert os.readlink(link) == "tiny-002"
+    replaced = result_of(*tiny, "overwrite=true", "seed=1", cwd=tmp_path)
+    assert Path(replaced["output_dir"]).name == "tiny-002"
+    assert "seed: 1" in (link / "config.yaml").read_text()
+    taken = run_script(*tiny, f"hydra.run.dir={link.resolve()}", cwd=tmp_path)
+    assert taken.returncode == 1
+    assert "holds a run already" in taken.stderr
+    assert "seed: 1" in (link / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_signal_ends_the_step_and_saves(number, status, tmp_path):
+    """To the whole group of processes, as a terminal sends it; the task has workers."""
+    rows = tmp_path / "rows.jsonl"
+    problems = [{"problem": f"{i}?", "solution": rf"\boxed{{{i}}}"} for i in range(40)]
+    rows.write_text("\n".join(map(json.dumps, problems)))
+    command = [
+        *(sys.executable, SCRIPT, "debug=tiny", "task=math", f"task.dataset={rows}"),
+        *("train.num_steps=100000", "evaluate.num_shown=0", "policy.max_new_tokens=4"),
+    ]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 2/" in line:
+                break
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == status, err[-3000:]
+    folder = tmp_path / "outputs/grpo/math/tiny-001"
+    result = json.loads(out.strip().splitlines()[-1])
+    assert result["steps"] == len(lines_of(folder / "metrics.jsonl")) >= 2
+    assert result["held_out_after"] is None
+    assert (folder / "model/model.safetensors").exists()
+    assert json.loads((folder / "run.json").read_text())["status"] == "interrupted"
+    deadline = time.monotonic() + 20
+    while any(child.is_running() for child in family):
+        assert time.monotonic() < deadline, "a child survives"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_leaves_no_model(tmp_path):
+    command = [sys.executable, SCRIPT, "debug=tiny", "warm_start.num_steps=100000"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "warm start ..." in line:
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not list(tmp_path.glob("outputs/grpo/calculator/tiny*/model*"))
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_vllm_engine_trains_too(tmp_path: Path) -> None:
-    result = last_json(run_script(*SMALL, "engine=vllm", out=tmp_path))
-    assert result["steps"] == 2
+def test_the_vllm_engine_trains_too(result_of, tmp_path):
+    """And what it leaves serves in vLLM as it is."""
+    assert result_of(*SMALL, "engine=vllm", cwd=tmp_path)["steps"] == 2
+    model = tmp_path / "outputs/grpo/calculator/tiny/model"
+    code = (
+        "import vllm, sys; m = vllm.LLM(sys.argv[1]); "
+        "said = m.chat([{'role': 'user', 'content': 'What is 1 + 2?'}])[0].outputs[0]; "
+        "print(len(said.token_ids))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["echo", "wordle", "catch", "multi_env"])
-def test_a_game_trains(task: str, tmp_path: Path) -> None:
-    result = last_json(run_script(*SMALL, f"task={task}", "train.num_steps=1", out=tmp_path))
+@pytest.mark.parametrize("task", ["echo", "wordle", "catch", "multi_env", "countdown", "gcd"])
+def test_a_task_trains(task, result_of, tmp_path):
+    result = result_of(*SMALL, f"task={task}", "train.num_steps=1", cwd=tmp_path)
     assert result["task"] == task
-    rollouts = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = lines_of(Path(result["output_dir"]) / "rollouts.jsonl")
     assert len(rollouts) == 4
     assert all(r["messages"][-1]["content"] for r in rollouts)
+
+
+@pytest.mark.slow
+def test_a_data_set_of_ones_own_trains(result_of, tmp_path):
+    """Questions from a file: the warm start learns the answers' form, so there is a signal."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, WORDS)))
+    result = result_of(
+        *("debug=tiny", "task=gsm8k", f"task.dataset={path}", "policy.max_new_tokens=32"),
+        *("warm_start.num_steps=60", "collector.group_size=8", "loss=grpo", "optim=sgd"),
+        *("loss.kl_to_ref_coeff=0.01", "optim.schedule=cosine", "logger=none"),
+        cwd=tmp_path,
+    )
+    out = Path(result["output_dir"])
+    assert {"GSM8KRewardParser"} == {
+        n for r in lines_of(out / "rollouts.jsonl") for n in r["rewards"]
+    }
+    trained = [m for m in lines_of(out / "metrics.jsonl") if m["optimizer_steps"]]
+    assert trained
+    assert all(m["kl_to_ref"] >= 0 for m in trained)
+    assert any(r["advantage"] for r in rollouts)
+
+
+@pytest.mark.slow
+def test_a_conversation_longer_than_the_model_ends_and_the_run_goes_on(result_of, tmp_path):
+    result = result_of(*SMALL, "policy.max_model_len=96", "train.num_steps=1", cwd=tmp_path)
+    assert result["steps"] == 1
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(["train.num_setps=3"], "num_setps", id="misspelt setting"),
-        pytest.param(["engine=vlllm"], "engine", id="misspelt engine"),
-        pytest.param(["train.group_size=two"], "group_size", id="wrong type"),
-        pytest.param(["task=spell_bakward"], "There is no task 'spell_bakward'", id="unknown task"),
-        pytest.param(["train.micro_batch_tokens=0"], "micro_batch_tokens", id="no tokens"),
+        pytest.param(
+            ["train.num_setps=3"], "'train.num_setps'. Did you mean train.num_steps", id="setting"
+        ),
+        pytest.param(["engine=vlllm"], "'vlllm'. Did you mean vllm", id="choice"),
+        pytest.param(["train.num_steps=two"], "num_steps", id="wrong type"),
+        pytest.param(
+            ["task=spell_bakward"],
+            "no task 'spell_bakward'. Did you mean spell_backward",
+            id="unknown task",
+        ),
+        pytest.param(["task=openenv"], "task.base_url", id="no server"),
+        pytest.param(["policy.model=no/where"], "policy.model='no/where'", id="no model"),
+        pytest.param(["task=gsm8k", "task.dataset=none.jsonl"], "task=gsm8k", id="no data"),
     ],
 )
-def test_a_wrong_setting_fails_before_a_model_is_built(
-    overrides: list[str], message: str, tmp_path: Path
-) -> None:
-    done = run_script(*overrides, out=tmp_path)
+def test_a_wrong_setting_gives_a_short_error(overrides, message, run_script, tmp_path):
+    done = run_script(*overrides, cwd=tmp_path)
     assert done.returncode != 0
     assert message in done.stderr
-    assert not (tmp_path / "model").exists()
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 12
+    assert not list(tmp_path.glob("**/model"))
+
+
+def test_help_says_what_each_setting_means(run_script, tmp_path):
+    text = run_script("--help", "task=gsm8k", cwd=tmp_path).stdout
+    assert "collector.group_size=16" in text
+    assert "Rollouts of a prompt." in text
+    assert "task.held_out_split" in text
+    assert "which to test on" in text

@@ -1,0 +1,146 @@
+"""Settings: every choice composes and builds; what makes no sense is refused before any loading."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo.py"
+
+
+@pytest.fixture
+def script_modules(monkeypatch):
+    """The modules of the script can be imported, as they import each other."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(SCRIPT.parent) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def compose(script_modules):
+    import run_folder  # noqa: F401  registers a resolver
+    from command_line import compose_config, store_task
+
+    from torchrl_envs.tasks.registry import TASKS
+
+    chosen = [*TASKS, "textarena/2048-v0", "reasoning_gym/countdown"]
+    for name in chosen:
+        store_task(name)
+    return lambda *overrides: OmegaConf.to_object(compose_config(list(overrides)))
+
+
+@pytest.fixture
+def check(compose):
+    from checks import check_config
+
+    def check(*overrides):
+        cfg = compose(*overrides)
+        check_config(cfg)
+        return cfg
+
+    return check
+
+
+def test_every_choice_of_every_group_composes_and_builds(check, monkeypatch):
+    import checks
+    import training
+    from command_line import groups
+
+    monkeypatch.setattr(checks, "missing_package", lambda _: None)
+    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
+    tried = 0
+    for group, choices in groups().items():
+        for choice in choices:
+            needed = ["task.base_url=http://x"] if choice == "openenv" else []
+            cfg = check(f"{group}={choice}", *needed)
+            actor = training.NoActor()
+            loss = training.build_loss(cfg.loss, actor, temperature=1.0, max_tokens=7)
+            assert type(loss) is training.PRESETS[cfg.loss.name]
+            training.build_advantage(cfg.loss, cfg.collector.group_size)
+            tried += 1
+    assert tried > 30
+
+
+def test_settings_reach_the_parts(check):
+    import torch
+    import training
+
+    cfg = check(
+        *("loss=dr_grpo", "loss.clip_high=0.3", "loss.kl_to_ref_coeff=0.1", "loss.kl_estimator=k2"),
+        *("optim=sgd", "optim.learning_rate=0.5", "optim.beta1=0.7", "optim.schedule=linear"),
+        *("optim.num_warmup_steps=4",),
+    )
+    loss = training.build_loss(cfg.loss, training.NoActor(), temperature=0.7, max_tokens=77)
+    assert (loss.surrogate.clip_low, loss.surrogate.clip_high) == (0.2, 0.3)
+    assert (loss.max_tokens, loss.temperature) == (77, 0.7)
+    assert (loss.kl_to_ref_coeff, loss.kl_estimator) == (0.1, "k2")
+    assert training.build_advantage(cfg.loss, 4).estimator.scale == "none"
+    optimizer = training.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
+    assert optimizer.param_groups[0]["momentum"] == 0.7
+    rates = [training.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
+    assert rates == pytest.approx([0.125, 0.35, 0.25, 0.05])
+    assert optimizer.param_groups[0]["lr"] == rates[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "rate", "steps"), [(None, 1e-3, 600), ("org/model", 1e-6, 0)], ids=["own", "given"]
+)
+def test_defaults_fit_the_model(compose, given, rate, steps):
+    from config import fill_in
+
+    cfg = compose(*([f"policy.model={given}"] if given else []))
+    fill_in(cfg, max_new_tokens=28, has_demonstrations=True)
+    assert (cfg.optim.learning_rate, cfg.warm_start.num_steps) == (rate, steps)
+    assert cfg.policy.gradient_checkpointing is (given is not None)
+    assert cfg.policy.max_new_tokens == (512 if given else 28)
+    chosen = compose("optim.learning_rate=0.1")
+    fill_in(chosen, max_new_tokens=28, has_demonstrations=False)
+    assert (chosen.optim.learning_rate, chosen.warm_start.num_steps) == (0.1, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optim.num_warmup_steps=-3"], "num_warmup_steps must be at least 0"),
+        (["warm_start.num_steps=-1"], "warm_start.num_steps must be at least 0"),
+        (["evaluate.num_shown=-1"], "num_shown must be at least 0"),
+        (["policy.max_new_tokens=0"], "max_new_tokens must be at least 1"),
+        (["optim.learning_rate=inf"], "learning_rate must be positive and finite"),
+        (["collector.group_size=1"], "group of one never has a signal"),
+        (["loss.clip_low=-1"], "loss: .*clip_low"),
+        (["loss=cispo", "loss.clip_low=0.1"], "clip_epsilon has no effect on surrogate 'cispo'"),
+        (["loss.kl_estimator=k2"], "kl_estimator has no effect without"),
+        (["loss.name=gpro"], "loss.name must be one of"),
+        (["policy.top_p=2"], r"top_p must be in \(0, 1\]"),
+        (["policy.temperature=0"], "temperature must be positive"),
+        (["policy.device=gpu0"], "no device of torch"),
+        (["policy.dtype=float8"], "policy.dtype must be one of"),
+        (["train.micro_batch_tokens=0"], "micro_batch_tokens must be at least 1"),
+        (["collector.max_episode_tokens=4"], "leaves no room for a turn"),
+        (["engine.url=http://x"], "are for engine=vllm"),
+        (["logger=wandb"], "pip install wandb"),
+        (["optim.schedule=cosin"], "schedule must be one of"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_makes_no_sense_is_refused(check, overrides, words):
+    from command_line import SettingsError
+
+    with pytest.raises(SettingsError, match=words):
+        check(*overrides)
+
+
+def test_a_generators_own_settings_are_settings(compose):
+    from command_line import compose_config, prepare, task_settings
+
+    overrides = ["task=gcd", "task.config.max_value=7", "task.num_rows=30"]
+    prepare(overrides)
+    settings = task_settings(compose_config(overrides))
+    assert settings["config"] == {"max_value": 7}
+    assert settings["num_rows"] == 30
+    assert compose("task=textarena/2048-v0").task.id == "textarena/2048-v0"
+    assert compose("task=reasoning_gym/countdown").task.id == "reasoning_gym/countdown"
