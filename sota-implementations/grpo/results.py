@@ -14,13 +14,14 @@ from rich.rule import Rule
 from tensordict import TensorDictBase
 
 from collectors import rollout_metrics
+from torchrl_data import read_conversations
 from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.display.terminal import show_conversation
 from torchrl_data.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
+    FULL,
     GROUP_ID,
-    HISTORY_FULL,
     REWARD,
     REWARDS,
     ROW,
@@ -124,7 +125,7 @@ def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> Non
 
 
 def _conversation(row: TensorDictBase) -> Any:
-    return row.get(HISTORY_FULL).data
+    return read_conversations(row, FULL, who="grpo.py")
 
 
 def result_of(

@@ -44,7 +44,8 @@ def generator_settings(generator: str) -> dict[str, Any]:
     kind = import_module("reasoning_gym.factory").DATASETS[generator][1]
     defaults = {}
     for one in fields(kind):
-        value = one.default_factory() if one.default is MISSING else one.default
+        make: Any = one.default_factory
+        value = make() if one.default is MISSING else one.default
         value = list(value) if isinstance(value, tuple) else value
         plain = value if isinstance(value, list) else [value]
         if one.name not in ("size", "seed") and all(isinstance(x, _PLAIN) for x in plain):
