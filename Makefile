@@ -40,8 +40,7 @@ train: install
 
 # Rewards dealt out at random: nothing may be learnt.
 control: install
-	$(BIN)/python sota-implementations/grpo/grpo.py train.shuffle_rewards=true \
-		hydra.run.dir=outputs/grpo/control $(ARGS)
+	$(BIN)/python sota-implementations/grpo/grpo.py experiment=control $(ARGS)
 
 test: lint tests
 
