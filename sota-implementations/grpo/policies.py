@@ -132,6 +132,7 @@ def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> Transforme
     """Let the model, once saved, sample as it did here, and stop where it did."""
     settings = policy.model.generation_config
     assert settings is not None
+    settings._from_model_config = False  # or Transformers makes them anew
     settings.update(
         do_sample=True,
         temperature=cfg.temperature,
