@@ -1,6 +1,7 @@
 """Many calls at once: in order, each with a deadline, and none spoils another."""
 
 import asyncio
+import gc
 import sys
 import threading
 
@@ -163,6 +164,30 @@ def test_a_coroutine_that_never_awaits_costs_its_own_deadline(make_calls, gate, 
 
 
 @pytest.mark.timeout(60)
+def test_coroutines_that_never_await_miss_their_deadlines_at_once(make_calls, gate):
+    calls, begun = make_calls(), []
+
+    async def block():
+        begun.append(threading.current_thread())
+        gate.wait()
+
+    async def answer():
+        await asyncio.sleep(0)
+        return 7
+
+    # One after the other they would take longer than this test may.
+    outcomes = calls.run([[block], [answer]] * 64, 3.0)
+    assert all(isinstance(chain[0].error, CallTimeoutError) for chain in outcomes[::2])
+    assert [chain[0].value for chain in outcomes[1::2]] == [7] * 64
+    assert len(set(begun)) == len(begun) == 64
+    assert calls.run([[answer]]) == [[(7, None)]]
+    gate.set()
+    for thread in begun:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in begun), "those loops end with what blocked them"
+
+
+@pytest.mark.timeout(60)
 def test_a_loop_that_is_blocked_between_a_chains_calls_ends_the_chain(make_calls, gate):
     entered = threading.Event()
 
@@ -293,6 +318,29 @@ def test_close_leaves_no_thread():
     for thread in started:
         thread.join(timeout=20)
     assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.timeout(60)
+def test_dropped_calls_leave_no_thread(gate):
+    before = set(threading.enumerate())
+
+    async def hang():
+        await asyncio.Event().wait()
+
+    for _ in range(20):
+        ConcurrentCalls().run([[lambda: 1], [as_async(int)], [lambda: 2, as_async(int)]])
+        ConcurrentCalls().run([[hang]], 0.01)
+    gc.collect()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=20)
+    assert set(threading.enumerate()) <= before
+
+
+def test_calls_that_keep_their_threads_are_told(make_calls, gate, caplog):
+    make_calls(0.1).run([[gate.wait]] * 3)
+    told = [record.getMessage().partition(" ")[0] for record in caplog.records]
+    assert told == ["1", "2"], "and at 4, 8, ..."
+    assert "num_processes" in caplog.text
 
 
 @pytest.mark.timeout(60)

@@ -3,17 +3,21 @@
 import asyncio
 import functools
 import inspect
+import math
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from .event_loop import LoopThread
 from .threads import DaemonThreads
 
 Call = Callable[[], Any]
+_LOOK_S: Final = 0.25
+"""How often one looks whether a loop is blocked that has not begun what it was given."""
 
 
 class Outcome(NamedTuple):
@@ -34,7 +38,8 @@ class ConcurrentCalls:
     killed: a sync call that never returns keeps its thread, and a coroutine that never awaits keeps
     its loop. But nobody waits for it past its deadline, and another thread or loop takes the place
     of that one. (What has begun on a blocked loop and waits for something there can't go on either,
-    and misses its own deadline; what has not begun yet is moved.)
+    and misses its own deadline; each chain that has not begun yet gets a loop of its own.)
+    Threads and loops end with :meth:`close`, and with the object.
 
     Args:
         timeout_s: deadline of one call for which :meth:`run` is given none.
@@ -54,6 +59,8 @@ class ConcurrentCalls:
         self.max_threads = max_threads
         self._threads = DaemonThreads(max_threads)
         self._loop = LoopThread()
+        # Not the threads' own affair: they hold on to what they work for.
+        weakref.finalize(self, self._threads.close).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has threads of its own."""
@@ -90,13 +97,17 @@ class ConcurrentCalls:
         if not chain.is_async:
             chain.thread = self._threads.submit(chain.run)
             return
-        generation = self._loop.generation
+        self._start_on(self._loop.submit, chain, self._loop.generation)
+
+    def _start_on(
+        self, submit: Callable[[Any], Future[Any]], chain: "_Chain", generation: float
+    ) -> None:
         chain.give_to(generation)
-        chain.task = self._loop.submit(self._run_async(chain, generation))
+        chain.task = submit(self._run_async(chain, generation))
         # If the loop is closed, which may be before the task has begun.
         chain.task.add_done_callback(lambda task: chain.finish() if task.cancelled() else None)
 
-    async def _run_async(self, chain: "_Chain", generation: int) -> None:
+    async def _run_async(self, chain: "_Chain", generation: float) -> None:
         if not chain.claim(generation):
             return  # It was given to another loop, because this one was blocked.
         for call in chain.calls:
@@ -111,6 +122,8 @@ class ConcurrentCalls:
         """Until every chain has ended or was given up."""
         while running:
             remaining_s = min(chain.remaining_s() for chain in running)
+            if any(chain.waits_for_loop_before(math.inf) for chain in running):
+                remaining_s = min(remaining_s, _LOOK_S)
             wait([chain.done for chain in running], min(remaining_s, threading.TIMEOUT_MAX))
             running = [chain for chain in running if not chain.done.done()]
             for chain in running:
@@ -121,7 +134,8 @@ class ConcurrentCalls:
             running = [chain for chain in running if not chain.done.done()]
             for chain in running:
                 if chain.waits_for_loop_before(self._loop.generation):
-                    self._start(chain)
+                    # One of those that were on that loop blocked it: so may each of the others.
+                    self._start_on(self._loop.submit_apart, chain, math.inf)
 
     def _let_go(self, chain: "_Chain") -> None:
         if chain.task is not None:
@@ -132,7 +146,6 @@ class ConcurrentCalls:
     def close(self) -> None:
         """Stop the idle threads and the event loop; a later call starts others."""
         self._threads.close()
-        self._threads = DaemonThreads(self.max_threads)
         self._loop.close()
 
 
@@ -154,7 +167,7 @@ class _Chain:
         # None while it waits for a thread, or for a loop to begin with it: it gets one.
         self._deadline: float | None = None
         self._is_given_up = False
-        self._generation: int | None = None
+        self._generation: float | None = None
 
     # For its runner -----------------------------------------------------------------------------
 
@@ -231,12 +244,12 @@ class _Chain:
 
     # Which loop runs it -------------------------------------------------------------------------
 
-    def give_to(self, generation: int) -> None:
+    def give_to(self, generation: float) -> None:
         """The loop of a generation is to run it, and no earlier one, if none has begun."""
         with self._lock:
             self._generation = generation
 
-    def claim(self, generation: int) -> bool:
+    def claim(self, generation: float) -> bool:
         """A loop begins with it; False if that is another one's to do."""
         with self._lock:
             if self._generation != generation:
@@ -244,7 +257,7 @@ class _Chain:
             self._generation = None
             return True
 
-    def waits_for_loop_before(self, generation: int) -> bool:
+    def waits_for_loop_before(self, generation: float) -> bool:
         """Whether an older loop is to run it, and has not begun."""
         with self._lock:
             return self._generation is not None and self._generation < generation

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -16,14 +17,17 @@ class LoopThread:
 
     A coroutine that does not await (``time.sleep`` in an ``async`` function) blocks the loop for
     all others, and nothing can interrupt it. :meth:`replace_if_blocked` leaves such a loop behind.
+    What runs is cancelled when this object goes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: _Loop | None = None
-        self._left: list[_Loop] = []
+        self._all: list[_Loop] = []
+        """That one, and those that end when what runs on them does."""
         self.generation = 0
         """How many loops were left behind."""
+        weakref.finalize(self, _end_all, self._all).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has a loop of its own."""
@@ -33,8 +37,21 @@ class LoopThread:
         """Run a coroutine on the loop; cancelling the future cancels it."""
         with self._lock:
             if self._loop is None:
-                self._loop = _Loop()
+                self._loop = self._another()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
+
+    def submit_apart(self, coroutine: Any) -> Future[Any]:
+        """Run a coroutine on a loop that is its own, and ends with it."""
+        with self._lock:
+            loop = self._another()
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop.loop)
+            loop.end(cancel=False)
+            return future
+
+    def _another(self) -> "_Loop":
+        self._all[:] = [loop for loop in self._all if loop.thread.is_alive()]
+        self._all.append(_Loop())
+        return self._all[-1]
 
     def replace_if_blocked(self) -> None:
         """Leave a loop that does not react: what is submitted next gets another one.
@@ -50,19 +67,21 @@ class LoopThread:
             if self._loop is loop:
                 self._loop = None
                 self.generation += 1
-                self._left = [left for left in self._left if left.thread.is_alive()] + [loop]
                 loop.end(cancel=False)
 
     def close(self) -> None:
         """Cancel what still runs, and stop the loop; one that is blocked stops when it reacts."""
         with self._lock:
-            loops = [*self._left, *([] if self._loop is None else [self._loop])]
-            self._loop = None
-            self._left = []
-        for loop in loops:
-            loop.end(cancel=True)
-        for loop in loops[-1:]:
-            loop.thread.join(timeout=2 * _STOP_GRACE_S)
+            last, self._loop = self._loop, None
+            _end_all(self._all)
+        if last is not None:
+            last.thread.join(timeout=2 * _STOP_GRACE_S)
+
+
+def _end_all(loops: "list[_Loop]") -> None:
+    for loop in loops:
+        loop.end(cancel=True)
+    loops.clear()
 
 
 class _Loop:

@@ -1,11 +1,13 @@
 """A thread pool whose threads do not hold up the end of the program, and may be lost."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+_log = logging.getLogger(__name__)
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 
@@ -22,6 +24,7 @@ class DaemonThreads:
         self._lock = threading.Lock()
         self._num_alive = 0
         self._num_unfinished = 0
+        self._num_lost = 0
         self._running: set[Future[Any]] = set()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
@@ -44,12 +47,23 @@ class DaemonThreads:
                 self._running.remove(future)
                 self._limit += 1
                 self._start_if_needed()
+                self._count_lost()
+
+    def _count_lost(self) -> None:
+        self._num_lost += 1
+        if self._num_lost & (self._num_lost - 1) == 0:  # at 1, 2, 4, ...
+            _log.warning(
+                "%d calls missed their deadlines and go on in their threads, which nothing can "
+                "stop. FunctionTools(num_processes=...) runs functions where they can be killed.",
+                self._num_lost,
+            )
 
     def close(self) -> None:
-        """End each thread when what was submitted is done; nothing more may be submitted."""
+        """End each thread when what was submitted is done; a later call starts others."""
         with self._lock:
             for _ in range(self._num_alive):
                 self._jobs.put(None)
+            self._num_alive = 0
 
     def _start_if_needed(self) -> None:
         if self._num_alive < min(self._num_unfinished, self._limit):
