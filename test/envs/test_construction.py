@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from tensordict import TensorDict
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
@@ -354,7 +355,7 @@ VALUES = st.sampled_from([1, 2.5, 1.0, True, "x", "y", None, []])
 def test_what_is_soon_seen_to_be_right_is_right(schema, arguments):
     function = {"name": "f", "description": "", "parameters": schema}
     tool = schema_tool({"type": "function", "function": function})
-    valid = not list(tool.validator.iter_errors(arguments))
+    valid = Draft202012Validator(tool.validator.schema).is_valid(arguments)
     assert (tool.argument_error(arguments) is None) == valid
 
 

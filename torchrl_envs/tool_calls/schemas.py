@@ -6,10 +6,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from jsonschema.protocols import Validator
-from referencing import Registry
 from referencing.exceptions import Unresolvable
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
@@ -18,6 +16,8 @@ from transformers.utils.chat_template_utils import (
 )
 
 from torchrl_data.tool_calls.strict_json import read_json
+
+from .validation import SlowSchemaError, errors_in_time, make_validator
 
 RESERVED: Final = frozenset({"reset", "get_reward", "close"})
 """The lifecycle of an environment; never offered to the model."""
@@ -60,8 +60,8 @@ class Tool(NamedTuple):
         ):
             return None
         try:
-            error = best_match(self.validator.iter_errors(arguments))
-        except (Unresolvable, RecursionError) as unresolved:
+            error = best_match(errors_in_time(self.validator, arguments))
+        except (Unresolvable, RecursionError, SlowSchemaError) as unresolved:
             return f"the tool's own schema can't be used: {unresolved!s:.200}"
         if error is None:
             return None
@@ -189,7 +189,7 @@ def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
         is_strict: refuse arguments that the schema does not list, unless it allows them.
 
     Raises:
-        jsonschema.SchemaError: the parameters are not a JSON schema.
+        jsonschema.SchemaError: the parameters are not a JSON schema, or a pattern in it is none.
     """
     function = schema["function"]
     parameters = function["parameters"]
@@ -197,10 +197,7 @@ def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
     checked = _with_null(parameters)
     if is_strict:
         checked = {"additionalProperties": False, **checked}
-    Draft202012Validator.check_schema(checked)
-    # A registry of its own, so that a reference to somewhere else is never fetched.
-    validator = Draft202012Validator(checked, registry=Registry())
-    return Tool(function["name"], schema, validator, *_plain(checked))
+    return Tool(function["name"], schema, make_validator(checked), *_plain(checked))
 
 
 _SCALARS: Final = {"string": str, "integer": int, "number": float, "boolean": bool}
