@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 
@@ -66,6 +67,10 @@ def build() -> MCPServer:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] == "mute":
+        time.sleep(600)
+    elif len(sys.argv) > 1 and sys.argv[1] == "stubborn":
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        build().run("stdio")
         time.sleep(600)
     elif len(sys.argv) > 1:
         build().run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))

@@ -3,13 +3,16 @@
 import asyncio
 import importlib.util
 import json
+import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from mcp.server import MCPServer
 from torchrl.envs.transforms import Compose
@@ -132,7 +135,8 @@ def test_one_session_for_all_rows_or_one_for_each(
     ends = play(env, scripted([call_text("count"), call_text("count"), "done"]))
     counts = [int(text) for row in range(2) for text in answers(ends[row], row)]
     assert sorted(counts) == expected
-    assert len(own_children()) == (1 if session == "shared" else 0), "a row's server ends with it"
+    num_left = 2 if session == "shared" else 0  # the server and its keeper
+    assert len(own_children()) == num_left, "a row's server ends with it"
 
 
 def test_a_row_whose_server_can_not_be_started_ends_alone(make_env, scripted, call_text, tmp_path):
@@ -172,8 +176,22 @@ def test_allowed_tools_and_prefixes():
             {"a": {"command": "/no/such/file"}},
             {},
             MCPServerError,
-            "'a' can't be reached",
+            "'a' can't be reached: there is no program '/no/such/file'",
             id="none",
+        ),
+        pytest.param(
+            {"a": {"uri": "http://127.0.0.1:9/mcp"}},
+            {},
+            ValueError,
+            r"'a' is described by \['uri'\]. Give 'command'",
+            id="another key",
+        ),
+        pytest.param(
+            {"a": {"command": sys.executable, "arguments": []}},
+            {},
+            ValueError,
+            r"described by \['arguments', 'command'\]",
+            id="another key beside",
         ),
         pytest.param(
             {"a": {"command": sys.executable, "args": ["-c", ""]}},
@@ -198,6 +216,44 @@ def test_what_can_not_work_shows_at_construction(servers, settings, kind, messag
 
 
 # Faults -------------------------------------------------------------------------------------------
+
+
+STARTS_A_STUBBORN_SERVER = """
+import sys, time
+from torchrl_envs import MCPToolTransform
+tools = MCPToolTransform({{"a": {{"command": sys.executable, "args": [{server!r}, "stubborn"]}}}})
+sys.stdout.write("started\\n")
+sys.stdout.flush()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "Ctrl-C"])
+def test_S02_a_server_that_ignores_its_end_does_not_outlive_the_program(number):
+    program = STARTS_A_STUBBORN_SERVER.format(server=str(SERVER))
+    running = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert running.stdout.readline() == b"started\n"
+    inside = psutil.Process(running.pid).children(recursive=True)
+    assert sorted(p.name() for p in inside)[-1] == "sleep"
+    assert len(inside) == 3, "a keeper, the server and its child"
+    running.send_signal(number)
+    running.communicate()
+    assert psutil.wait_procs(inside, timeout=30)[1] == []
+
+
+def test_a_stubborn_server_ends_with_its_session(own_children):
+    server = {"command": sys.executable, "args": [str(SERVER), "stubborn"]}
+    tools = MCPToolTransform({"a": server})
+    inside = own_children()
+    assert len(inside) == 3
+    tools.close()
+    assert psutil.wait_procs(inside, timeout=30)[1] == []
 
 
 def test_T10_mcp_server_never_answers():

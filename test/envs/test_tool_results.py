@@ -1,10 +1,13 @@
 """Whatever a tool returns or raises, the model reads valid text of bounded length."""
 
 import json
+import math
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,6 +42,27 @@ VALUES = st.recursive(
     ),
     max_leaves=10,
 )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=0, max_size=4), st.sampled_from([np, torch]))
+def test_an_array_is_shown_as_the_list_of_its_items(shape, library):
+    count = math.prod(shape)
+    array = library.arange(count).reshape(shape)
+    assert result_text(Outcome(array)) == json.dumps(array.tolist())
+    assert result_text(Outcome({"x": [array]})) == json.dumps({"x": [array.tolist()]})
+
+
+@pytest.mark.parametrize("shape", [(20_000_000,), (2, 10_000_000), (10_000_000, 2)], ids=str)
+def test_a_large_array_is_made_text_as_far_as_it_is_shown(shape):
+    array = np.zeros(shape, np.float32)
+    tracemalloc.start()
+    text = result_text(Outcome(array), max_bytes=1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert text.startswith("[" * len(shape) + "0.0, 0.0")
+    assert text.endswith("[... the rest was cut]")
+    assert peak < 2**20
 
 
 @settings(max_examples=300, deadline=None)

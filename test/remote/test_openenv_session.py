@@ -17,6 +17,8 @@ from torchrl_envs.openenv import (
     OpenEnvTimeoutError,
     SessionNotResetError,
 )
+from torchrl_envs.openenv import session as session_module
+from torchrl_envs.openenv.actions import fetch_schema
 from torchrl_envs.openenv.session import MAX_ATTEMPTS, websocket_url
 
 
@@ -249,6 +251,33 @@ def test_no_server_at_all():
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(OpenEnvConnectionError, match="no connection"):
         asyncio.run(OpenEnvSession(url, connect_timeout_s=1).reset())
+
+
+def test_A18_no_error_shows_a_password():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://user:hunter2@{host}/env?token=hunter2"
+    session = OpenEnvSession(url, connect_timeout_s=1)
+    with pytest.raises(OpenEnvConnectionError, match=f"^ws://{host}/env/ws: ") as reset:
+        asyncio.run(session.reset())
+    with pytest.raises(SessionNotResetError) as step:
+        asyncio.run(session.step({}))
+    with pytest.raises(OpenEnvConnectionError, match=f"^http://{host}/env/schema: ") as schema:
+        fetch_schema(session.url, 1.0)
+    with pytest.raises(ValueError, match="got 'ftp://h/'") as scheme:
+        OpenEnvSession("ftp://user:hunter2@h/?token=hunter2")
+    for error in (reset.value, step.value, schema.value, scheme.value):
+        while error is not None:
+            assert "hunter2" not in f"{error}{error!r}"
+            error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("name", ["websockets", "tenacity"])
+def test_a_package_that_is_missing_is_named_before_anything_runs(name, monkeypatch):
+    monkeypatch.setattr(session_module, "find_spec", lambda asked: None if asked == name else 1)
+    with pytest.raises(ImportError, match=rf"needs {name}, .*pip install torchrl-agents\[tools\]"):
+        OpenEnvSession("http://localhost:8000")
 
 
 def test_mcp_tools_are_listed(servers):

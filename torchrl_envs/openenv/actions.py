@@ -3,16 +3,17 @@
 import json
 import re
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchrl_data.tool_calls.parse import ToolCall
 from torchrl_envs.tool_calls.schemas import Tool, function_tool, schema_tool
 
 from .errors import OpenEnvConnectionError, OpenEnvProtocolError
 from .messages import EnvResult
-from .session import OpenEnvSession
+from .session import OpenEnvSession, shown_url
 
 _HTTP: Final = {"ws": "http", "wss": "https"}
 _HIDDEN: Final = frozenset({"metadata"})
@@ -120,9 +121,14 @@ def fetch_schema(session_url: str, timeout_s: float) -> dict[str, Any]:
     """
     parts = urlsplit(session_url)
     path = f"{parts.path.removesuffix('/ws')}/schema"
-    url = urlunsplit((_HTTP[parts.scheme], parts.netloc, path, parts.query, ""))
+    login, _, host = parts.netloc.rpartition("@")
+    url = urlunsplit((_HTTP[parts.scheme], host, path, parts.query, ""))
+    asked = urllib.request.Request(url)
+    if login:
+        asked.add_header("Authorization", f"Basic {b64encode(unquote(login).encode()).decode()}")
+    url = shown_url(url)  # in errors
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        with urllib.request.urlopen(asked, timeout=timeout_s) as response:
             schemas = json.loads(response.read())
     except OSError as error:
         raise OpenEnvConnectionError(f"{url}: {error}") from error

@@ -5,6 +5,7 @@ import contextlib
 import random
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, Final, Self
 from urllib.parse import urlsplit, urlunsplit
 
@@ -46,10 +47,16 @@ def websocket_url(base_url: str) -> str:
     if parts.scheme not in _SCHEMES or not parts.hostname:
         raise ValueError(
             "OpenEnvSession: base_url must be http://, https://, ws:// or wss:// and a host, got "
-            f"{base_url!r}."
+            f"{shown_url(base_url)!r}."
         )
     path = f"{parts.path.rstrip('/')}/ws"
     return urlunsplit((_SCHEMES[parts.scheme], parts.netloc, path, parts.query, ""))
+
+
+def shown_url(url: str) -> str:
+    """A URL without what may be secret in it."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 class OpenEnvSession:
@@ -70,6 +77,7 @@ class OpenEnvSession:
 
     Raises:
         ValueError: the URL is not one of a server, or a duration is not positive.
+        ImportError: websockets or tenacity is not installed.
 
     Examples:
         >>> session = OpenEnvSession("http://localhost:8000")
@@ -94,7 +102,15 @@ class OpenEnvSession:
         for name, value in durations.items():
             if not value > 0:
                 raise ValueError(f"OpenEnvSession: {name} must be positive, got {value!r}.")
+        missing = [name for name in ("websockets", "tenacity") if find_spec(name) is None]
+        if missing:
+            raise ImportError(
+                f"OpenEnvSession needs {' and '.join(missing)}, not installed here: pip install "
+                "torchrl-agents[tools]."
+            )
         self.url = websocket_url(base_url)
+        self.name = shown_url(self.url)
+        """The URL as it is shown in errors: without a password or a query."""
         self.connect_timeout_s = connect_timeout_s
         self.message_timeout_s = message_timeout_s
         self.capacity_timeout_s = capacity_timeout_s
@@ -153,7 +169,7 @@ class OpenEnvSession:
             return await self._exchange("reset", arguments)
         except OpenEnvServerError as error:
             if error.code == CAPACITY_REACHED:
-                raise OpenEnvCapacityError(f"{self.url}: {error.message}") from error
+                raise OpenEnvCapacityError(f"{self.name}: {error.message}") from error
             raise
 
     async def step(self, action: Mapping[str, Any]) -> EnvResult:
@@ -197,7 +213,7 @@ class OpenEnvSession:
             return []
         tools = (answer.get("result") or {}).get("tools")
         if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-            raise OpenEnvProtocolError(f"{self.url}: not a list of tools: {answer!r:.200}")
+            raise OpenEnvProtocolError(f"{self.name}: not a list of tools: {answer!r:.200}")
         return tools
 
     async def close(self) -> None:
@@ -219,7 +235,7 @@ class OpenEnvSession:
     def _require_reset(self, what: str) -> None:
         if not self._is_reset:
             raise SessionNotResetError(
-                f"{self.url}: {what} needs a session that was reset, and this one "
+                f"{self.name}: {what} needs a session that was reset, and this one "
                 f"{'is dead' if self._socket is None else 'was not'}. Call reset() first."
             )
 
@@ -239,7 +255,7 @@ class OpenEnvSession:
                 )
         except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
             raise OpenEnvConnectionError(
-                f"{self.url}: no connection: {type(error).__name__}: {error}"
+                f"{self.name}: no connection: {type(error).__name__}: {error}"
             ) from error
 
     async def _exchange(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -259,10 +275,10 @@ class OpenEnvSession:
             answered = True
         except TimeoutError as error:
             raise OpenEnvTimeoutError(
-                f"{self.url}: no answer to {kind} within {self.message_timeout_s:g} s"
+                f"{self.name}: no answer to {kind} within {self.message_timeout_s:g} s"
             ) from error
         except ConnectionClosed as error:
-            raise OpenEnvConnectionError(f"{self.url}: connection lost in {kind}") from error
+            raise OpenEnvConnectionError(f"{self.name}: connection lost in {kind}") from error
         except OpenEnvServerError as error:
             answered = error.code not in FATAL_CODES
             raise

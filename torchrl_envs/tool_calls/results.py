@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any, Final
 
 from torchrl_envs.concurrency.calls import Call, Outcome, is_async
@@ -13,6 +13,7 @@ MAX_RESULT_BYTES: Final = 64 * 1024
 MAX_ERROR_BYTES: Final = 2 * 1024
 """Cap of an error's message, in bytes of UTF-8."""
 
+_ITEMS: Final = 1024
 _REST: Final = "\n[... the rest was cut]"
 
 
@@ -125,6 +126,29 @@ def _shown(value: Any, max_bytes: int) -> tuple[str, bool]:
     return "".join(pieces), True
 
 
+class _Items(list[Any]):
+    """The items of an array as a list that JSON can walk through, made as far as it gets."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__()
+        self._array = array
+
+    def __bool__(self) -> bool:
+        return len(self._array) > 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if getattr(self._array, "ndim", 1) > 1:
+            yield from map(_Items, self._array)
+            return
+        for start in range(0, len(self._array), _ITEMS):
+            yield from self._array[start : start + _ITEMS].tolist()
+
+
+def _array_items(array: Any) -> Any:
+    is_scalar = getattr(array, "ndim", 1) == 0 or not hasattr(type(array), "__len__")
+    return array.tolist() if is_scalar else _Items(array)
+
+
 _PLAIN: Final[tuple[Callable[[Any], Any], ...]] = (
     lambda v: sorted(v, key=repr) if isinstance(v, Set) else None,
     lambda v: (
@@ -133,7 +157,7 @@ _PLAIN: Final[tuple[Callable[[Any], Any], ...]] = (
         else None
     ),
     lambda v: v.model_dump(mode="json") if hasattr(type(v), "model_dump") else None,
-    lambda v: v.tolist() if hasattr(type(v), "tolist") else None,
+    lambda v: _array_items(v) if hasattr(type(v), "tolist") else None,
     lambda v: v.decode("utf-8", errors="replace") if isinstance(v, bytes) else None,
 )
 

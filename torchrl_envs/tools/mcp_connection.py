@@ -7,10 +7,14 @@ contexts have to be left by the task that entered them.
 import asyncio
 import contextlib
 import functools
+import os
 import pickle
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, Final, TextIO, TypeVar
+
+from torchrl_envs.processes import kept_command
 
 T = TypeVar("T")
 
@@ -20,6 +24,8 @@ _MAX_PAGES: Final = 100
 _BACKOFF_S: Final = 0.1
 _CLOSE_S: Final = 15.0
 """The library stops a server within seconds; this is for when it does not."""
+_PROCESS_KEYS: Final = frozenset({"command", "args", "env", "cwd", "encoding"})
+_HTTP_KEYS: Final = frozenset({"url", "headers"})
 
 
 class MCPServerError(RuntimeError):
@@ -41,9 +47,14 @@ class MCPConnection:
         name: of the server, for errors.
         server: what :func:`make_client` takes.
         timeout_s: deadline of opening a session, in seconds.
+
+    Raises:
+        ValueError: a server's dictionary has other keys than there are.
     """
 
     def __init__(self, name: str, server: Any, *, timeout_s: float) -> None:
+        if isinstance(server, Mapping):
+            _check_keys(name, server)
         self.name = name
         self.server = server
         self.timeout_s = timeout_s
@@ -187,7 +198,8 @@ class MCPConnection:
             # The end of a session that was in use; whoever uses it has seen that.
             if not ready.done():
                 cause = _first(error)
-                ready.set_exception(MCPServerError(f"{self.name} can't be reached: {cause!r:.500}"))
+                reason = str(cause) if isinstance(cause, MCPServerError) else repr(cause)
+                ready.set_exception(MCPServerError(f"{self.name} can't be reached: {reason:.500}"))
             if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
                 raise
 
@@ -249,10 +261,10 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
     async with contextlib.AsyncExitStack() as stack:
         target: Any = server
         if isinstance(server, Mapping) and "command" in server:
+            server = StdioServerParameters(**server)
+        if isinstance(server, StdioServerParameters):
             # What the server writes to stderr is shown, as it is for any child process.
-            target = stdio_client(StdioServerParameters(**server), errlog=_stderr())
-        elif isinstance(server, StdioServerParameters):
-            target = stdio_client(server, errlog=_stderr())
+            target = stdio_client(_kept(server), errlog=_stderr())
         elif isinstance(server, Mapping):
             http = await stack.enter_async_context(
                 create_mcp_http_client(headers=dict(server.get("headers", {})))
@@ -260,6 +272,29 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
             target = streamable_http_client(server["url"], http_client=http)
         client = Client(target, cache=None, message_handler=on_message)
         yield await stack.enter_async_context(client)
+
+
+def _check_keys(name: str, server: Mapping[str, Any]) -> None:
+    for needed, known in (("command", _PROCESS_KEYS), ("url", _HTTP_KEYS)):
+        if needed in server and server.keys() <= known:
+            return
+    raise ValueError(
+        f"{name} is described by {sorted(server)}. Give 'command' (with 'args', 'env', 'cwd', "
+        "'encoding' as needed) for a process, or 'url' (with 'headers') for HTTP."
+    )
+
+
+def _kept(server: Any) -> Any:
+    """A server whose process, and what that starts, ends with this process."""
+    from mcp.client.stdio import get_default_environment
+
+    path = (get_default_environment() | (server.env or {})).get("PATH")
+    where = os.path.join(server.cwd or "", server.command)
+    command = where if os.path.dirname(server.command) else server.command
+    if shutil.which(command, path=path) is None:
+        raise MCPServerError(f"there is no program {server.command!r} that can be run")
+    command, *args = kept_command([server.command, *server.args])
+    return server.model_copy(update={"command": command, "args": args})
 
 
 def _stderr() -> TextIO:
