@@ -7,10 +7,7 @@ environment shows is not what the policy samples from.
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from .encoder import ConversationEncoder
+from typing import Any, NamedTuple, Protocol
 
 
 class RenderingIdentity(NamedTuple):
@@ -54,9 +51,18 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_same_rendering(
-    env_encoder: "ConversationEncoder", policy_encoder: "ConversationEncoder"
-) -> None:
+class Renders(Protocol):
+    """A :class:`~torchrl_data.ConversationEncoder`."""
+
+    tokenizer: Any
+
+    @property
+    def rendering(self) -> RenderingIdentity:
+        """What decides how messages become tokens."""
+        ...
+
+
+def check_same_rendering(env_encoder: Renders, policy_encoder: Renders) -> None:
     """Check that an environment shows what a policy samples from.
 
     Args:
