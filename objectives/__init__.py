@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .keys import DistillationLossKeys, GRPOLossKeys, SFTLossKeys
     from .losses.distillation import DistillationLoss
     from .losses.grpo import GRPOLoss
+    from .losses.grpo_options import GRPOOptions
     from .losses.outputs import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
     from .losses.presets import (
         BNPO,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         VESPO,
         CISPOLoss,
         DrGRPO,
+        OriginalGRPO,
     )
     from .losses.sft import SFTLoss
     from .losses.surrogate_options import (
@@ -70,6 +72,8 @@ _HOME = {
     "GRPO": "losses.presets",
     "GRPOLoss": "losses.grpo",
     "GRPOLossKeys": "keys",
+    "GRPOOptions": "losses.grpo_options",
+    "OriginalGRPO": "losses.presets",
     "GRPOLossOutput": "losses.outputs",
     "GSPO": "losses.presets",
     "GmpoSurrogate": "losses.surrogate_options",
@@ -117,6 +121,7 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossKeys",
     "GRPOLossOutput",
+    "GRPOOptions",
     "GmpoSurrogate",
     "GroupMean",
     "GroupQueue",
@@ -125,6 +130,7 @@ __all__ = [
     "MaskingStrategy",
     "NonFiniteGate",
     "NonFiniteStepError",
+    "OriginalGRPO",
     "PackedBatch",
     "PassAtK",
     "RayMCAdvantage",

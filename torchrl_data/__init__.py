@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .protocols import TokenScorer, TokenScores
     from .ragged.packed import cumulative_lengths, pack, pad, sequence_index, unpack
     from .templates.control_tokens import ControlTokenGuard
+    from .templates.demonstrations import encode_demonstrations
     from .templates.encoder import ConversationEncoder
     from .templates.registry import (
         add_chat_template,
@@ -69,6 +70,7 @@ _HOME = {
     "conversation_html": "display.html_page",
     "conversation_tokens": "layout.conversion",
     "cumulative_lengths": "ragged.packed",
+    "encode_demonstrations": "templates.demonstrations",
     "history_view": "layout.export",
     "messages_html": "display.html_page",
     "pack": "ragged.packed",
@@ -113,6 +115,7 @@ __all__ = [
     "conversation_html",
     "conversation_tokens",
     "cumulative_lengths",
+    "encode_demonstrations",
     "history_view",
     "keys",
     "messages_html",

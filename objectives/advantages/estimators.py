@@ -15,8 +15,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.validation import check_counts, check_numbers, one_of
 from torchrl_data import keys
+from torchrl_data.validation import check_counts, check_numbers, one_of
 
 from .returns import read_entry, read_sources
 
@@ -53,9 +53,11 @@ class AdvantageEstimator:
             MissingEntryError: a row lacks what the estimator reads.
             ValueError: a row holds something else than the estimator needs.
         """
-        returns = torch.tensor([value for group in groups for value in group.returns])
-        estimate = self._estimate(returns, _group_index(groups), groups)
-        return estimate.view(-1, 1, 1).unbind(0)
+        returns = [value for group in groups for value in group.returns]
+        # In float64, in which no sum or square of float32 rewards overflows.
+        wide = torch.tensor(returns, dtype=torch.float64)
+        estimate = self._estimate(wide, _group_index(groups), groups)
+        return estimate.float().view(-1, 1, 1).unbind(0)
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         raise NotImplementedError
@@ -88,7 +90,7 @@ class GroupMean(AdvantageEstimator):
     scale: F.Scale | str = "group"
 
     def __post_init__(self) -> None:
-        one_of("scale", self.scale, F.SCALES, {})
+        one_of("scale", self.scale, F.SCALES)
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         del groups
@@ -122,7 +124,8 @@ class DecoupledSources(AdvantageEstimator):
     def __post_init__(self) -> None:
         if self.weights is not None and not self.weights:
             raise ValueError("DecoupledSources: weights has no source; leave it out, or name them.")
-        check_numbers(**{f"weight of {name!r}": x for name, x in (self.weights or {}).items()})
+        weights = {f"weight of {name!r}": x for name, x in (self.weights or {}).items()}
+        check_numbers("DecoupledSources", **weights)
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         tables = [self._table(row) for group in groups for row in group.rows]
@@ -133,9 +136,9 @@ class DecoupledSources(AdvantageEstimator):
                     f"{WHO}: a row has rewards of {sorted(table)}, but DecoupledSources weighs "
                     f"{sorted(weights)}. Give weights for exactly the sources that there are."
                 )
-        rewards = torch.tensor([[table[name] for name in weights] for table in tables])
+        rewards = returns.new_tensor([[table[name] for name in weights] for table in tables])
         scored = ~returns.isnan().unsqueeze(1).expand_as(rewards)
-        return F.gdpo_advantage(rewards, index, torch.tensor(list(weights.values())), scored)
+        return F.gdpo_advantage(rewards, index, returns.new_tensor(list(weights.values())), scored)
 
     def _table(self, row: TensorDictBase) -> dict[str, float]:
         return read_sources(row, self.sources_key, WHO)
@@ -167,8 +170,8 @@ class PassAtK(AdvantageEstimator):
     success_threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        check_counts(k=self.k)
-        check_numbers(success_threshold=self.success_threshold)
+        check_counts("PassAtK", k=self.k)
+        check_numbers("PassAtK", success_threshold=self.success_threshold)
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         del groups
@@ -184,12 +187,7 @@ class PassAtK(AdvantageEstimator):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnCredit(AdvantageEstimator):
-    """Process supervision from dense rewards, see :func:`~objectives.functional.turn_advantage`.
-
-    Args:
-        reward_key: dense, ``[T, 1]``.
-        assistant_mask_key: bool ``[T]``.
-    """
+    """Process supervision from dense rewards, see :func:`~objectives.functional.turn_advantage`."""
 
     reward_key: NestedKey = keys.REWARD
     assistant_mask_key: NestedKey = keys.ASSISTANT_MASK
@@ -207,13 +205,13 @@ class TurnCredit(AdvantageEstimator):
                 )
         lengths = torch.tensor([len(mask) for mask in masks])
         advantage = F.turn_advantage(
-            torch.cat(rewards).float(),
+            torch.cat(rewards).double(),
             torch.cat(masks).bool(),
             lengths,
             _group_index(groups),
             torch.tensor([valid for group in groups for valid in group.valid]),
         )
-        return [part.unsqueeze(-1) for part in advantage.split(lengths.tolist())]
+        return [part.unsqueeze(-1) for part in advantage.float().split(lengths.tolist())]
 
     def is_flat(self, group: RewardedGroup) -> bool:
         """See the base class; here, every turn of every row had the same reward."""

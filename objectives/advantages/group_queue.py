@@ -11,7 +11,7 @@ from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from objectives.validation import check_counts
+from torchrl_data.validation import check_counts
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,14 +32,7 @@ class GroupStats:
     groups_expired: int = 0
 
     def ledger(self, rows_pending: int) -> bool:
-        """Whether every row is accounted for.
-
-        Args:
-            rows_pending: rows that still wait.
-
-        Returns:
-            True when ``rows_in`` equals what was released, dropped, expired and is pending.
-        """
+        """Whether every row is accounted for."""
         dropped = (
             self.rows_dropped_unscorable
             + self.rows_dropped_zero_variance

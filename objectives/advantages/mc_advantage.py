@@ -16,8 +16,8 @@ from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
 from objectives import functional as F
-from objectives.validation import check_counts, one_of, pair
 from torchrl_data import keys
+from torchrl_data.validation import check_counts, one_of, pair
 
 from .estimators import (
     AdvantageEstimator,
@@ -137,17 +137,17 @@ class MCAdvantage(Transform):
         self.advantage_key = advantage_key
         self.scorable_key = scorable_key
         self.assistant_mask_key = assistant_mask_key
-        self.credit = one_of("credit", credit, CREDITS, {})
+        self.credit = one_of("credit", credit, CREDITS)
         self.estimator = self._build_estimator(estimator, scale)
         self.trajectory_return: TrajectoryReturn = one_of(
-            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS, {}
+            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
         )
-        self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL, {})
-        self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL, {})
+        self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL)
+        self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL)
         self.keep_return_bounds = (
             None if keep_return_bounds is None else pair("keep_return_bounds", keep_return_bounds)
         )
-        self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY, {})
+        self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY)
         self._check_together()
         self._refills: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
@@ -180,7 +180,7 @@ class MCAdvantage(Transform):
             raise ValueError(f"scale has no effect on estimator {estimator!r}: leave it out.")
         if isinstance(estimator, AdvantageEstimator):
             return estimator
-        name = one_of("estimator", estimator, ESTIMATORS, {})
+        name = one_of("estimator", estimator, ESTIMATORS)
         if name == "group":
             return GroupMean(scale=scale)
         return LeaveOneOut() if name == "rloo" else DecoupledSources()

@@ -16,20 +16,7 @@ TRAJECTORY_RETURNS: Final[tuple[TrajectoryReturn, ...]] = ("sum", "mean", "max")
 
 
 def read_entry(row: TensorDictBase, key: NestedKey, who: str) -> Tensor:
-    """An entry that every row must have.
-
-    Args:
-        row: one trajectory.
-        key: of the entry.
-        who: the component, for the message.
-
-    Returns:
-        The entry.
-
-    Raises:
-        MissingEntryError: the row lacks it; the message names what the row holds.
-        TypeError: it is no tensor.
-    """
+    """An entry that every row must have."""
     value = row.get(key, None)
     if value is None:
         found = sorted(map(str, row.keys(include_nested=True, leaves_only=True)))
@@ -46,38 +33,12 @@ def read_entry(row: TensorDictBase, key: NestedKey, who: str) -> Tensor:
 
 
 def read_group(row: TensorDictBase, key: NestedKey, who: str) -> int:
-    """The group's id of a row.
-
-    Args:
-        row: one trajectory.
-        key: of the id, one integer.
-        who: the component, for the message.
-
-    Returns:
-        The id.
-
-    Raises:
-        MissingEntryError: the row lacks it.
-        TypeError: it is no tensor; text would not do, two groups may have the same.
-    """
+    """The group's id of a row."""
     return int(read_entry(row, key, who))
 
 
 def read_sources(row: TensorDictBase, key: NestedKey, who: str) -> dict[str, float]:
-    """The rewards of a row by source.
-
-    Args:
-        row: one trajectory.
-        key: of the group that holds one number per source.
-        who: the component, for the message.
-
-    Returns:
-        Source to reward; NaN where it does not apply.
-
-    Raises:
-        MissingEntryError: the row has no such group.
-        ValueError: a source gave more than one number.
-    """
+    """The rewards of a row by source."""
     group = row.get(key, None)
     if not isinstance(group, TensorDictBase) or group.is_empty():
         raise MissingEntryError(
@@ -95,16 +56,7 @@ def read_sources(row: TensorDictBase, key: NestedKey, who: str) -> dict[str, flo
 
 
 def trajectory_return(reward: Tensor, scorable: Tensor | None, how: TrajectoryReturn) -> float:
-    """One number for a row.
-
-    Args:
-        reward: ``[1, 1]`` or dense ``[T, 1]``.
-        scorable: bool, one value; None for True.
-        how: how a dense reward is reduced.
-
-    Returns:
-        The return; NaN for a row that could not be scored, or whose reward is not finite.
-    """
+    """One number for a row; NaN where it could not be scored, or is not finite."""
     if scorable is not None and not bool(scorable.all()):
         return math.nan
     if reward.numel() == 1:

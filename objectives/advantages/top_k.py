@@ -9,8 +9,8 @@ from typing import Any
 from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
-from objectives.validation import check_counts, one_of
 from torchrl_data import keys
+from torchrl_data.validation import check_counts, one_of
 
 from .group_queue import GroupQueue, GroupStats
 from .returns import (
@@ -79,7 +79,7 @@ class TopKRewardSelector(Transform):
         self.reward_key = reward_key
         self.scorable_key = scorable_key
         self.trajectory_return: TrajectoryReturn = one_of(
-            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS, {}
+            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
         )
         self.above_median = above_median
         self._lock = threading.Lock()

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from torchrl_data.validation import POSITIVE, check_counts, check_numbers
+
 from .packed_batch import PackedBatch
 
 
@@ -73,12 +75,8 @@ class NonFiniteGate:
         dump_dir: str | Path | None = None,
         max_skipped_in_a_row: int = 2,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
-        if max_skipped_in_a_row < 0:
-            raise ValueError(
-                f"max_skipped_in_a_row must not be negative, got {max_skipped_in_a_row}."
-            )
+        check_numbers("NonFiniteGate", POSITIVE, max_grad_norm=max_grad_norm)
+        check_counts("NonFiniteGate", 0, max_skipped_in_a_row=max_skipped_in_a_row)
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
@@ -129,8 +127,8 @@ class NonFiniteGate:
         outcome = StepOutcome(float(norm))
         if reason:
             outcome = StepOutcome(float("nan"), reason, self._dump(reason))
-        elif not parameters:
-            outcome = StepOutcome(0.0, "no gradient")
+        elif not parameters or float(norm) == 0:
+            outcome = StepOutcome(0.0, "no gradient" if not parameters else "every gradient is 0")
         else:
             if self.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from objectives.keys import TokenKeys
 from torchrl_data.errors import MissingEntryError, require_entries
 from torchrl_data.ragged.packed import sequence_index
+from torchrl_data.ragged.ragged import entries_of, rows_of
 
 MaskingStrategy = Literal["assistant", "response", "all"]
 MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")
@@ -28,18 +29,7 @@ _TORCHRL_NAMES: Final[Mapping[str, MaskingStrategy]] = {
 
 
 def resolve_masking_strategy(name: str) -> MaskingStrategy:
-    """Resolve the name of a masking strategy.
-
-    Args:
-        name: one of :data:`MASKING_STRATEGIES`, or TorchRL's name for it (``"rlhf"``, ``"sft"``,
-            ``"generic"``).
-
-    Returns:
-        The name used here.
-
-    Raises:
-        ValueError: there is no such strategy.
-    """
+    """Resolve the name of a masking strategy."""
     name = _TORCHRL_NAMES.get(name, name)
     for known in MASKING_STRATEGIES:
         if name == known:
@@ -63,6 +53,8 @@ class PackedBatch:
     """bool ``[K]``: the policy sampled the token, so it has a behaviour log-prob."""
     entries: Mapping[str, Tensor]
     """What else was read, ``[K]`` each, by the field of the keys."""
+    left_out: Tensor
+    """bool ``[B]``: the row was unfit to be trained, and has no trained token any more."""
 
     @property
     def num_targets(self) -> int:
@@ -95,6 +87,27 @@ class PackedBatch:
             target_lengths=self.target_lengths[rows],
             sampled=self.sampled[targets],
             entries={name: value[targets] for name, value in self.entries.items()},
+            left_out=self.left_out[rows],
+        )
+
+    def leave_out(self, rows: Tensor) -> PackedBatch:
+        """Train nothing of some rows; they still count as rows.
+
+        Args:
+            rows: which, bool ``[B]``.
+
+        Returns:
+            The batch with all of its rows.
+        """
+        tokens = rows.repeat_interleave(self.lengths)
+        stay = ~rows.repeat_interleave(self.target_lengths)
+        return replace(
+            self,
+            target_mask=self.target_mask & ~tokens,
+            target_lengths=self.target_lengths.masked_fill(rows, 0),
+            sampled=self.sampled[stay],
+            entries={name: value[stay] for name, value in self.entries.items()},
+            left_out=self.left_out | rows,
         )
 
     def micro_batches(
@@ -143,6 +156,7 @@ class PackedBatch:
             target_lengths=self.target_lengths[first:last],
             sampled=self.sampled[trained],
             entries={name: value[trained] for name, value in self.entries.items()},
+            left_out=self.left_out[first:last],
         )
 
 
@@ -153,6 +167,17 @@ def _positions(lengths: Tensor, rows: Tensor) -> Tensor:
     index = torch.arange(int(taken.sum()), device=lengths.device)
     shift = starts[rows] - (taken.cumsum(0) - taken)
     return index + shift.repeat_interleave(taken)
+
+
+def _group_of(batch: TensorDictBase, key: NestedKey) -> tuple[TensorDictBase | None, str]:
+    """The group that holds an entry, if there is one, and the entry's name in it."""
+    if isinstance(key, str):
+        return batch, key
+    *path, name = unravel_key(key)
+    group: Any = batch
+    for part in path:
+        group = None if group is None else entries_of(group).get(part, None)
+    return (None if group is None else entries_of(group)), str(name)
 
 
 class _Columns:
@@ -180,11 +205,16 @@ class _Columns:
             require_entries(self.held, keys, self.who)
 
     def has(self, key: NestedKey) -> bool:
-        return self.held.get(key, None) is not None
+        group, name = _group_of(self.held, key)
+        # Of a ragged group, whose rows cannot be one tensor, the first row.
+        while isinstance(group, LazyStackedTensorDict):
+            group = entries_of(group.tensordicts[0])
+        return group is not None and group.get(name, None) is not None
 
     def _column(self, key: NestedKey) -> list[Tensor]:
         if self.rows is None:
-            return list(self.batch.get(key).unbind(0))
+            group, name = _group_of(self.batch, key)
+            return rows_of(group, name)
         found = [row.get(key, None) for row in self.rows]
         values = [value for value in found if value is not None]
         if len(values) != len(found):
@@ -249,10 +279,11 @@ def _count(mask: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros_like(lengths).index_add(0, sequence, mask.long())
 
 
-def _no_rows(entries: tuple[str, ...], device: torch.device | None) -> PackedBatch:
+def _no_rows(fields: tuple[str, ...], device: torch.device | None) -> PackedBatch:
     none = torch.zeros(0, dtype=torch.int64, device=device)
     values = torch.zeros(0, device=device)
-    return PackedBatch(none, none, none > 0, none, none > 0, dict.fromkeys(entries, values))
+    entries = dict.fromkeys(fields, values)
+    return PackedBatch(none, none, none > 0, none, none > 0, entries, none > 0)
 
 
 def pack_batch(
@@ -265,27 +296,7 @@ def pack_batch(
     who: str,
     device: torch.device | None = None,
 ) -> PackedBatch:
-    """Pack the rows of a batch and what a loss reads of them.
-
-    Args:
-        batch: ``[B]``: a lazy stack of ragged rows, or padded tensors beside an attention mask
-            (padding on either side).
-        read: the entry names.
-        strategy: which tokens are trained: ``"assistant"``, those that the policy sampled;
-            ``"response"``, everything from the first of them on; ``"all"``.
-        token_entries: fields of ``read`` whose entries are aligned with the tokens.
-        row_entries: fields of ``read`` with one value per row, or per token.
-        who: the component, for messages.
-        device: where the result goes; None for the batch's own.
-
-    Returns:
-        The packed batch. What padding and untrained tokens hold has been dropped. A batch without
-        rows, of which nothing can be read, gives one without rows.
-
-    Raises:
-        MissingEntryError: an entry is missing.
-        ValueError: entries are not aligned, or the batch is not ``[B]``.
-    """
+    """Pack the rows of a batch ``[B]``, ragged or padded, and what a loss reads of them."""
     if batch.ndim == 1 and not len(batch):
         return _no_rows((*token_entries, *row_entries), device)
     columns = _Columns(batch, read, who)
@@ -317,4 +328,5 @@ def pack_batch(
         target_lengths=target_lengths.to(device),
         sampled=assistant[target_mask].to(device),
         entries={name: value[target_mask].to(device) for name, value in entries.items()},
+        left_out=torch.zeros_like(lengths, dtype=torch.bool).to(device),
     )

@@ -16,7 +16,7 @@ from typing import Final, Literal
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .segments import check_layout, sequence_mean, sequence_sum
+from .segments import check_layout, masked, sequence_mean, sequence_sum
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum", "none"]
 AGGREGATIONS: Final[tuple[Aggregation, ...]] = (
@@ -29,15 +29,15 @@ AGGREGATIONS: Final[tuple[Aggregation, ...]] = (
 Count = int | float | Tensor
 
 
-def _num_sequences(mask: Tensor, lengths: Tensor | None, given: Count | None) -> Count:
+def _num_sequences(values: Tensor, lengths: Tensor | None, given: Count | None) -> Count:
     if given is not None:
         return given
-    return max(mask.shape[0] if lengths is None else lengths.shape[0], 1)
+    return max(values.shape[0] if lengths is None else lengths.shape[0], 1)
 
 
 def token_mean(
     values: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     num_active_tokens: Count | None = None,
 ) -> Float[Tensor, ""]:
@@ -45,7 +45,7 @@ def token_mean(
 
     Args:
         values: ``[B, T]`` or ``[N]``.
-        mask: True where a token is active.
+        mask: True where a token is active; None for all.
         num_active_tokens: of the whole window; None for those of this batch.
 
     Returns:
@@ -54,15 +54,15 @@ def token_mean(
     See Also:
         Yu et al., 2025 (DAPO), arXiv:2503.14476, eq. 8.
     """
-    total = values.masked_fill(~mask, 0.0).sum()
+    total = masked(values, mask).sum()
     if num_active_tokens is None:
-        num_active_tokens = mask.sum().clamp(min=1)
+        num_active_tokens = max(values.numel(), 1) if mask is None else mask.sum().clamp(min=1)
     return total / num_active_tokens
 
 
 def mean_of_sequence_means(
     values: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     num_sequences: Count | None = None,
@@ -71,7 +71,7 @@ def mean_of_sequence_means(
 
     Args:
         values: ``[B, T]`` or ``[N]``.
-        mask: True where a token is active. A sequence without any counts, with 0.
+        mask: True where a token is active; None for all. A sequence without any counts, with 0.
         lengths: ``[B]`` when packed.
         num_sequences: of the whole window; None for B.
 
@@ -85,12 +85,12 @@ def mean_of_sequence_means(
         Shao et al., 2024 (GRPO), arXiv:2402.03300, eq. 3.
     """
     total = sequence_mean(values, mask, lengths).sum()
-    return total / _num_sequences(mask, lengths, num_sequences)
+    return total / _num_sequences(values, lengths, num_sequences)
 
 
 def fixed_length_mean(
     values: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     max_tokens: int,
@@ -100,7 +100,7 @@ def fixed_length_mean(
 
     Args:
         values: ``[B, T]`` or ``[N]``.
-        mask: True where a token is active.
+        mask: True where a token is active; None for all.
         lengths: ``[B]`` when packed.
         max_tokens: the constant, the longest response that generation allows.
         num_sequences: of the whole window; None for B.
@@ -117,13 +117,13 @@ def fixed_length_mean(
     if not max_tokens > 0:
         raise ValueError(f"max_tokens must be positive, got {max_tokens}.")
     check_layout(values, lengths)
-    total = values.masked_fill(~mask, 0.0).sum()
-    return total / (_num_sequences(mask, lengths, num_sequences) * max_tokens)
+    total = masked(values, mask).sum()
+    return total / (_num_sequences(values, lengths, num_sequences) * max_tokens)
 
 
 def mean_of_sequence_sums(
     values: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     num_sequences: Count | None = None,
@@ -132,7 +132,7 @@ def mean_of_sequence_sums(
 
     Args:
         values: ``[B, T]`` or ``[N]``.
-        mask: True where a token is active.
+        mask: True where a token is active; None for all.
         lengths: ``[B]`` when packed.
         num_sequences: of the whole window; None for B.
 
@@ -146,12 +146,12 @@ def mean_of_sequence_sums(
         Liu et al., 2026 (LUSPO), arXiv:2602.05261.
     """
     total = sequence_sum(values, mask, lengths).sum()
-    return total / _num_sequences(mask, lengths, num_sequences)
+    return total / _num_sequences(values, lengths, num_sequences)
 
 
 def aggregate(
     values: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     aggregation: Aggregation | str,
@@ -163,7 +163,7 @@ def aggregate(
 
     Args:
         values: ``[B, T]`` or ``[N]``.
-        mask: True where a token is active.
+        mask: True where a token is active; None for all.
         lengths: ``[B]`` when packed.
         aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"fixed_length"``,
             ``"sequence_sum"``; or ``"none"``: the values, 0 outside the mask.
@@ -181,7 +181,7 @@ def aggregate(
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}.")
     if aggregation == "none":
-        return values.masked_fill(~mask, 0.0)
+        return masked(values, mask)
     if aggregation == "token_mean":
         return token_mean(values, mask, num_active_tokens=num_active_tokens)
     if aggregation == "fixed_length":

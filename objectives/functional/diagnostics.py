@@ -8,16 +8,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .aggregation import Count, token_mean
+from .segments import flagged, masked
 
 
 def effective_sample_fraction(
-    log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]
+    log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, ""]:
     """Effective sample size of the importance weights, as a fraction of the active tokens.
 
     Args:
         log_ratio: in nats, ``[B, T]`` or ``[N]``.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
 
     Returns:
         ``(sum r)^2 / (n sum r^2)``, in (0, 1]; 1 when all weights are equal, and when nothing is
@@ -26,8 +27,8 @@ def effective_sample_fraction(
     See Also:
         Kong, 1992, "A note on importance sampling using standardized weights".
     """
-    weights = log_ratio.detach().masked_fill(~mask, -torch.inf).flatten()
-    count = mask.sum()
+    weights = masked(log_ratio.detach(), mask, -torch.inf).flatten()
+    count = masked(torch.ones_like(weights), None if mask is None else mask.flatten()).sum()
     scaled = (weights - _finite_max(weights)).exp()
     fraction = scaled.sum().square() / (count * scaled.square().sum())
     return fraction.masked_fill(count == 0, 1.0)
@@ -42,7 +43,7 @@ def _finite_max(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
 
 def flag_fraction(
     flag: Bool[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     num_active_tokens: Count | None = None,
 ) -> Float[Tensor, ""]:
@@ -50,10 +51,10 @@ def flag_fraction(
 
     Args:
         flag: ``[B, T]`` or ``[N]``.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
         num_active_tokens: of the whole window; None for those of this batch.
 
     Returns:
         A scalar in [0, 1].
     """
-    return token_mean((flag & mask).float(), mask, num_active_tokens=num_active_tokens)
+    return token_mean(flagged(flag, mask).float(), mask, num_active_tokens=num_active_tokens)

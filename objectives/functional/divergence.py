@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .log_probs import at_least_float32
 from .ratios import LOG_RATIO_LIMIT
+from .segments import masked
 
 KLEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS: Final[tuple[KLEstimator, ...]] = ("k1", "k2", "k3")
@@ -18,7 +19,7 @@ KL_ESTIMATORS: Final[tuple[KLEstimator, ...]] = ("k1", "k2", "k3")
 def kl_estimate(
     log_prob: Float[Tensor, "*shape"],
     ref_log_prob: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     estimator: KLEstimator | str = "k3",
     log_ratio: Float[Tensor, "*shape"] | None = None,
@@ -31,7 +32,8 @@ def kl_estimate(
     Args:
         log_prob: log-probability under the policy that is trained, in nats, ``[B, T]`` or ``[N]``.
         ref_log_prob: the same tokens under the reference, in nats; never differentiated.
-        mask: True where the token counts. Elsewhere the result is 0, whatever the inputs hold.
+        mask: True where the token counts; None for all. Elsewhere the result is 0, whatever the
+            inputs hold.
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
         log_ratio: log of the importance ratio r to the policy that sampled, in nats. When given
             the estimate is multiplied by r, differentiated, which makes it and its gradient
@@ -50,7 +52,7 @@ def kl_estimate(
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}.")
     difference = at_least_float32(ref_log_prob.detach()) - at_least_float32(log_prob)
-    difference = difference.masked_fill(~mask, 0.0)
+    difference = masked(difference, mask)
     if estimator == "k1":
         estimate = -difference
     elif estimator == "k2":
@@ -59,7 +61,7 @@ def kl_estimate(
         estimate = difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
     if log_ratio is None:
         return estimate
-    return estimate * log_ratio.masked_fill(~mask, 0.0).exp()  # mutate: equivalent number (times 0)
+    return estimate * masked(log_ratio, mask).exp()
 
 
 def kl_between(

@@ -9,14 +9,7 @@ from torch import Tensor
 
 
 def group_index(group: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """Number the groups from 0, in the order of their ids.
-
-    Args:
-        group: any integer ids, ``[B]``.
-
-    Returns:
-        int64 ``[B]``, in ``[0, B)``: like ``torch.unique``'s inverse, but of static shape.
-    """
+    """Number the groups from 0, in the order of their ids."""
     ordered, order = group.sort(stable=True)
     starts = torch.zeros_like(ordered)
     starts[1:] = (ordered[1:] != ordered[:-1]).to(ordered.dtype)
@@ -26,16 +19,7 @@ def group_index(group: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
 def group_sum(
     values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """Sum over the valid members of the group, given to each member.
-
-    Args:
-        values: ``[B]``; may hold anything where not valid.
-        index: of the group, in ``[0, B)``, ``[B]``.
-        valid: ``[B]``.
-
-    Returns:
-        ``[B]``.
-    """
+    """Sum over the valid members of the group, given to each member."""
     values = values.masked_fill(~valid, 0.0)
     return torch.zeros_like(values).index_add(0, index, values)[index]
 
@@ -43,32 +27,14 @@ def group_sum(
 def group_count(
     index: Int[Tensor, " B"], valid: Bool[Tensor, " B"], *, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " B"]:
-    """Number of valid members of the group, given to each member.
-
-    Args:
-        index: of the group, ``[B]``.
-        valid: ``[B]``.
-        dtype: of the result.
-
-    Returns:
-        ``[B]``.
-    """
+    """Number of valid members of the group, given to each member."""
     return group_sum(valid.to(dtype), index, valid)
 
 
 def group_mean(
     values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """Mean over the valid members of the group, given to each member; 0 when there are none.
-
-    Args:
-        values: ``[B]``.
-        index: of the group, ``[B]``.
-        valid: ``[B]``.
-
-    Returns:
-        ``[B]``.
-    """
+    """Mean over the valid members of the group, given to each member; 0 when there are none."""
     count = group_count(index, valid, dtype=values.dtype)
     return group_sum(values, index, valid) / count.clamp(min=1)
 
@@ -76,16 +42,7 @@ def group_mean(
 def group_std(
     values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
-    """Bessel-corrected standard deviation of the group, given to each member.
-
-    Args:
-        values: ``[B]``.
-        index: of the group, ``[B]``.
-        valid: ``[B]``.
-
-    Returns:
-        ``[B]``; 0 for fewer than two valid members.
-    """
+    """Bessel-corrected standard deviation of the group, given to each member."""
     deviation = values - group_mean(values, index, valid)
     count = group_count(index, valid, dtype=values.dtype)
     return (group_sum(deviation.square(), index, valid) / (count - 1).clamp(min=1)).sqrt()
@@ -94,18 +51,8 @@ def group_std(
 def is_uniform(
     values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
-    """Whether all valid members of the group have the same value, exactly.
-
-    A mean of equal floats need not be equal to them, so the deviation cannot tell.
-
-    Args:
-        values: ``[B]``.
-        index: of the group, ``[B]``.
-        valid: ``[B]``.
-
-    Returns:
-        ``[B]``; True as well for fewer than two valid members.
-    """
+    """Whether all valid members of the group have the same value, exactly."""
+    # A mean of equal floats need not be equal to them, so the deviation cannot tell.
     infinite = torch.full_like(values, torch.inf)
     low = values.masked_fill(~valid, torch.inf)
     high = values.masked_fill(~valid, -torch.inf)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .log_probs import at_least_float32
-from .segments import sequence_mean, spread
+from .segments import masked, sequence_mean, spread
 
 LOG_RATIO_LIMIT: Final = 20.0
 """A log-ratio is kept within plus or minus this, in nats.
@@ -25,7 +25,7 @@ RATIO_LEVELS: Final[tuple[RatioLevel, ...]] = ("token", "sequence", "sequence_to
 def log_ratio(
     log_prob: Float[Tensor, "*shape"],
     behavior_log_prob: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
     """Log of the importance ratio of each token.
 
@@ -33,20 +33,20 @@ def log_ratio(
         log_prob: log-probability under the policy that is trained, in nats, ``[B, T]`` or ``[N]``.
         behavior_log_prob: the same tokens under the policy that sampled them; never
             differentiated.
-        mask: True where the token is trained. Elsewhere the result is 0, whatever the inputs hold
-            (NaN and infinities included), and no gradient flows.
+        mask: True where the token is trained; None for all. Elsewhere the result is 0, whatever
+            the inputs hold (NaN and infinities included), and no gradient flows.
 
     Returns:
         ``log_prob - behavior_log_prob`` in nats, within plus or minus :data:`LOG_RATIO_LIMIT`;
         float32 at least, in which its exponential is finite.
     """
     difference = at_least_float32(log_prob) - at_least_float32(behavior_log_prob.detach())
-    return difference.masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return masked(difference, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_log_ratio(
     token_log_ratio: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "*shape"]:
     """Mean log-ratio of each sequence, given to each of its tokens (GSPO).
@@ -56,7 +56,7 @@ def sequence_log_ratio(
 
     Args:
         token_log_ratio: in nats, ``[B, T]`` or ``[N]``.
-        mask: True where the token is trained.
+        mask: True where the token is trained; None for all.
         lengths: ``[B]`` when packed.
 
     Returns:
@@ -74,7 +74,7 @@ def sequence_log_ratio(
 
 def leveled_log_ratio(
     token_log_ratio: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     level: RatioLevel | str = "token",
@@ -83,7 +83,7 @@ def leveled_log_ratio(
 
     Args:
         token_log_ratio: in nats, ``[B, T]`` or ``[N]``.
-        mask: True where the token is trained.
+        mask: True where the token is trained; None for all.
         lengths: ``[B]`` when packed.
         level: ``"token"`` gives the input back; ``"sequence"`` the sequence's mean (GSPO, eq. 7);
             ``"sequence_token"`` the value of the mean with the gradient of the token (GSPO-token,

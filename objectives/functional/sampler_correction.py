@@ -5,11 +5,12 @@ Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` o
 
 from typing import Final, Literal, NamedTuple
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .aggregation import token_mean
 from .ratios import log_ratio, sequence_log_ratio
+from .segments import masked
 
 CorrectionLevel = Literal["token", "sequence"]
 CorrectionMode = Literal["truncate", "mask"]
@@ -29,7 +30,7 @@ class SamplerWeights(NamedTuple):
 def sampler_correction(
     train_log_prob: Float[Tensor, "*shape"],
     sampler_log_prob: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     level: CorrectionLevel | str = "token",
@@ -43,7 +44,7 @@ def sampler_correction(
         train_log_prob: under the trainer's copy of the policy that sampled, in nats, ``[B, T]`` or
             ``[N]``; never differentiated.
         sampler_log_prob: what the engine reported, in nats; never differentiated.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
         lengths: ``[B]`` when packed.
         level: ``"token"``, or ``"sequence"``: the geometric mean of the token weights, so the
             **mean** of the log-ratios; their sum would collapse with the length.
@@ -72,7 +73,7 @@ def sampler_correction(
     log_weight = log_ratio(train_log_prob.detach(), sampler_log_prob, mask)
     if level == "sequence":
         log_weight = sequence_log_ratio(log_weight, mask, lengths)
-    weight = log_weight.masked_fill(~mask, 0.0).exp()
+    weight = masked(log_weight, mask).exp()
     outside = (weight > upper) | (weight < lower)
     if mode == "mask":
         return SamplerWeights(weight.masked_fill(outside, 0.0), outside)
@@ -82,17 +83,17 @@ def sampler_correction(
 def off_policy_gap(
     train_log_prob: Float[Tensor, "*shape"],
     sampler_log_prob: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean absolute gap between two scorings of the same tokens.
 
     Args:
         train_log_prob: in nats, ``[B, T]`` or ``[N]``.
         sampler_log_prob: in nats, same shape.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
 
     Returns:
         In nats per token; 0 when nothing is active.
     """
-    gap = (train_log_prob - sampler_log_prob).detach().masked_fill(~mask, 0.0).abs()
-    return gap.sum() / torch.clamp(mask.sum(), min=1)
+    gap = (train_log_prob - sampler_log_prob).detach().abs()
+    return token_mean(gap, mask)

@@ -8,25 +8,33 @@ Every function of this package that looks at whole sequences takes its tokens in
 
 Both give the same numbers. All shapes are static, so the functions compile into one graph.
 
+A mask says which tokens count; None: all of them do.
+
 Shape legend: B sequences, T tokens of the longest one, N tokens of all of them; ``*shape`` is
 ``[B, T]`` or ``[N]``.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
+def masked(
+    values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"] | None, fill: float = 0.0
+) -> Shaped[Tensor, "*shape"]:
+    """Values with another one outside the mask, whatever they hold there, without gradient."""
+    return values if mask is None else values.masked_fill(~mask, fill)
+
+
+def flagged(
+    flag: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"] | None
+) -> Bool[Tensor, "*shape"]:
+    """A flag, False outside the mask."""
+    return flag if mask is None else flag & mask
+
+
 def check_layout(values: Tensor, lengths: Tensor | None) -> None:
-    """Check that values and lengths are one of the two layouts.
-
-    Args:
-        values: ``[B, T]``, or ``[N]`` beside lengths.
-        lengths: int64 ``[B]`` or None; their sum is checked on the CPU only.
-
-    Raises:
-        ValueError: the number of dimensions does not fit, or the lengths do not sum to N.
-    """
+    """Check that values and lengths are one of the two layouts."""
     expected = 2 if lengths is None else 1
     if values.ndim != expected:
         raise ValueError(
@@ -39,15 +47,7 @@ def check_layout(values: Tensor, lengths: Tensor | None) -> None:
 
 
 def check_lengths(lengths: Int[Tensor, " B"], num_tokens: int) -> None:
-    """Check that lengths sum to the tokens: on the CPU, elsewhere it would wait for the device.
-
-    Args:
-        lengths: int64 ``[B]``.
-        num_tokens: N.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that lengths sum to the tokens: on the CPU, elsewhere it would wait for the device."""
     if torch.compiler.is_compiling() or lengths.device.type != "cpu":
         return
     if int(lengths.sum()) != num_tokens:
@@ -76,14 +76,14 @@ def sequence_index(lengths: Int[Tensor, " B"], num_tokens: int) -> Int[Tensor, "
 
 def sequence_sum(
     values: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, " B"]:
     """Sum over the active tokens of each sequence.
 
     Args:
         values: ``[B, T]`` or ``[N]``; may hold anything where the mask is False, NaN included.
-        mask: True where a token counts, same shape.
+        mask: True where a token counts, same shape; None for all.
         lengths: ``[B]`` when packed.
 
     Returns:
@@ -93,7 +93,7 @@ def sequence_sum(
         ValueError: the shapes are neither layout.
     """
     check_layout(values, lengths)
-    active = values.masked_fill(~mask, 0.0)
+    active = masked(values, mask)
     if lengths is None:
         return active.sum(-1)
     index = sequence_index(lengths, active.shape[0])
@@ -119,19 +119,19 @@ def sequence_count(
     Raises:
         ValueError: the shapes are neither layout.
     """
-    return sequence_sum(mask.to(dtype), mask, lengths)
+    return sequence_sum(mask.to(dtype), lengths=lengths)
 
 
 def sequence_mean(
     values: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, " B"]:
     """Mean over the active tokens of each sequence.
 
     Args:
         values: ``[B, T]`` or ``[N]``; may hold anything where the mask is False.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
         lengths: ``[B]`` when packed.
 
     Returns:
@@ -140,7 +140,7 @@ def sequence_mean(
     Raises:
         ValueError: the shapes are neither layout.
     """
-    count = sequence_count(mask, lengths, dtype=values.dtype)
+    count = sequence_sum(masked(torch.ones_like(values), mask), lengths=lengths)
     return sequence_sum(values, mask, lengths) / count.clamp(min=1)
 
 
@@ -165,4 +165,5 @@ def spread(
     check_layout(like, lengths)
     if lengths is None:
         return per_sequence.unsqueeze(-1).expand(like.shape)
-    return per_sequence[sequence_index(lengths, like.shape[0])]
+    # Indices repeat: the backward of indexing would add in any order, that of this does not.
+    return per_sequence.index_select(0, sequence_index(lengths, like.shape[0]))

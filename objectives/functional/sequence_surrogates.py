@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .ratios import LOG_RATIO_LIMIT
-from .segments import sequence_mean, sequence_sum, spread
-from .surrogates import Surrogate, masked
+from .segments import masked, sequence_mean, sequence_sum, spread
+from .surrogates import Surrogate
 
 VESPO_LOG_WEIGHT_FLOOR: Final = math.log(1e-8)
 """The log of VESPO's sequence weight is kept above this, in nats."""
@@ -24,7 +24,7 @@ def vespo(
     log_ratio: Float[Tensor, "*shape"],
     log_prob: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     positive: tuple[float, float] = (2.0, 3.0),
@@ -40,7 +40,7 @@ def vespo(
         log_ratio: log-ratio of each token, in nats, ``[B, T]`` or ``[N]``.
         log_prob: log-probability under the policy that is trained, in nats.
         advantage: same shape; never differentiated.
-        mask: True where the token is trained.
+        mask: True where the token is trained; None for all.
         lengths: ``[B]`` when packed.
         positive: (k, lam) where the advantage is at least 0.
         negative: (k, lam) where it is below 0.
@@ -67,15 +67,15 @@ def vespo(
     k = torch.where(good, torch.full_like(advantage, positive[0]), negative[0])
     lam = torch.where(good, torch.full_like(advantage, positive[1]), negative[1])
     weight = (lam + k * log_weight - lam * log_weight.exp()).exp()
-    nothing = torch.zeros_like(mask)
+    nothing = torch.zeros_like(good)
     loss = -weight * advantage * masked(log_prob, mask)
-    return Surrogate(loss, weight.masked_fill(~mask, 1.0), nothing, nothing)
+    return Surrogate(loss, masked(weight, mask, 1.0), nothing, nothing)
 
 
 def gmpo(
     log_ratio: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     clip_low: float = 0.4,
@@ -89,7 +89,7 @@ def gmpo(
     Args:
         log_ratio: log-ratio of each token, in nats, ``[B, T]`` or ``[N]``.
         advantage: same shape; never differentiated.
-        mask: True where the token is trained.
+        mask: True where the token is trained; None for all.
         lengths: ``[B]`` when packed.
         clip_low: a bad token's log-ratio is kept above ``-clip_low``.
         clip_high: a good token's log-ratio is kept below ``clip_high``.

@@ -15,24 +15,25 @@ from torch import Tensor
 from .divergence import kl_between, kl_estimate
 from .log_probs import at_least_float32
 from .ratios import LOG_RATIO_LIMIT
+from .segments import masked
 
 KLDirection = Literal["forward", "reverse"]
 KL_DIRECTIONS: Final[tuple[KLDirection, ...]] = ("forward", "reverse")
 
 
 def negative_log_likelihood(
-    log_prob: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]
+    log_prob: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"] | None = None
 ) -> Float[Tensor, "*shape"]:
     """``-log pi`` of each token.
 
     Args:
         log_prob: in nats, ``[B, T]`` or ``[N]``.
-        mask: True where the token is trained; elsewhere 0, without gradient.
+        mask: True where the token is trained; None for all. Elsewhere 0, without gradient.
 
     Returns:
         In nats, the shape of the input.
     """
-    return -log_prob.masked_fill(~mask, 0.0)
+    return -masked(log_prob, mask)
 
 
 def minor_sft(
@@ -66,7 +67,7 @@ def minor_sft(
 def sampled_distillation(
     log_prob: Float[Tensor, "*shape"],
     teacher_log_prob: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     direction: KLDirection | str = "reverse",
 ) -> Float[Tensor, "*shape"]:
@@ -75,7 +76,7 @@ def sampled_distillation(
     Args:
         log_prob: under the student, in nats, ``[B, T]`` or ``[N]``.
         teacher_log_prob: under the teacher, in nats; never differentiated.
-        mask: True where the token counts; elsewhere 0, without gradient.
+        mask: True where the token counts; None for all. Elsewhere 0, without gradient.
         direction: ``"reverse"``: KL(student || teacher), for tokens that the student sampled;
             ``"forward"``: KL(teacher || student), for tokens that the teacher sampled.
 
@@ -93,7 +94,7 @@ def sampled_distillation(
     if direction == "reverse":
         return kl_estimate(log_prob, teacher_log_prob, mask, estimator="k3")
     difference = at_least_float32(log_prob) - at_least_float32(teacher_log_prob.detach())
-    difference = difference.masked_fill(~mask, 0.0)
+    difference = masked(difference, mask)
     return difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
 
 

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .segments import masked
+
 
 class Surrogate(NamedTuple):
     """What a surrogate gives back, each of the shape of its input."""
@@ -27,21 +29,8 @@ class Surrogate(NamedTuple):
     """bool: the upper bound is what counts."""
 
 
-def masked(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Tensor:
-    """Values with 0 outside the mask, without gradient there."""
-    return values.masked_fill(~mask, 0.0)
-
-
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Check the two clip bounds.
-
-    Args:
-        clip_low: distance of the lower bound from a ratio of 1.
-        clip_high: distance of the upper bound.
-
-    Raises:
-        ValueError: a bound is negative, or ``clip_low`` is above 1.
-    """
+    """Check the two clip bounds."""
     if not 0 <= clip_low <= 1:
         raise ValueError(f"clip_low must lie in [0, 1], got {clip_low}.")
     if not clip_high >= 0:
@@ -51,7 +40,7 @@ def check_clip(clip_low: float, clip_high: float) -> None:
 def clipped_surrogate(
     log_ratio: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -62,7 +51,7 @@ def clipped_surrogate(
     Args:
         log_ratio: log of r, in nats, ``[B, T]`` or ``[N]``.
         advantage: same shape; never differentiated.
-        mask: True where the token is trained.
+        mask: True where the token is trained; None for all.
         clip_low: the ratio is kept above ``1 - clip_low``.
         clip_high: the ratio is kept below ``1 + clip_high`` (above ``clip_low``: DAPO's
             clip-higher).
@@ -100,7 +89,7 @@ def cispo(
     log_ratio: Float[Tensor, "*shape"],
     log_prob: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     max_ratio: float = 5.0,
 ) -> Surrogate:
@@ -110,7 +99,7 @@ def cispo(
         log_ratio: log of r, in nats, ``[B, T]`` or ``[N]``.
         log_prob: log-probability under the policy that is trained, in nats.
         advantage: same shape; never differentiated.
-        mask: True where the token is trained.
+        mask: True where the token is trained; None for all.
         max_ratio: c, a bound on the ratio itself (not an epsilon: 0.2 would scale every
             gradient to a fifth).
 
@@ -133,15 +122,15 @@ def cispo(
     return Surrogate(
         loss=-weight * masked(log_prob, mask),
         ratio=ratio,
-        clipped_low=torch.zeros_like(mask),
-        clipped_high=(ratio > max_ratio) & mask,
+        clipped_low=torch.zeros_like(ratio, dtype=torch.bool),
+        clipped_high=ratio > max_ratio,
     )
 
 
 def sapo(
     log_ratio: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
@@ -151,7 +140,7 @@ def sapo(
     Args:
         log_ratio: log of r, in nats, ``[B, T]`` or ``[N]``.
         advantage: same shape; never differentiated.
-        mask: True where the token is trained.
+        mask: True where the token is trained; None for all.
         temperature_positive: tau where the advantage is above 0.
         temperature_negative: tau elsewhere; higher, so that bad tokens fade sooner.
 
@@ -174,6 +163,6 @@ def sapo(
     advantage = masked(advantage.detach(), mask)
     positive = torch.full_like(advantage, temperature_positive)
     tau = torch.where(advantage > 0, positive, temperature_negative)
-    nothing = torch.zeros_like(mask)
+    nothing = torch.zeros_like(ratio, dtype=torch.bool)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
     return Surrogate(loss, ratio.detach(), nothing, nothing)

@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .ratios import log_ratio
-from .segments import sequence_mean, spread
+from .segments import flagged, masked, sequence_mean, spread
 
 
 def entropy_threshold(
     entropy: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     top_fraction: float,
 ) -> Float[Tensor, ""]:
@@ -25,7 +25,7 @@ def entropy_threshold(
 
     Args:
         entropy: in nats, ``[B, T]`` or ``[N]``.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
         top_fraction: rho, in (0, 1].
 
     Returns:
@@ -36,7 +36,7 @@ def entropy_threshold(
     """
     if not 0 < top_fraction <= 1:
         raise ValueError(f"top_fraction must lie in (0, 1], got {top_fraction}.")
-    active = entropy.detach().masked_fill(~mask, torch.nan).flatten()
+    active = masked(entropy.detach(), mask, torch.nan).flatten()
     # One more NaN, which is ignored, so that there is something when there are no tokens.
     padded = torch.nn.functional.pad(active, (0, 1), value=torch.nan)  # mutate: equivalent (NaNs)
     return padded.nanquantile(1 - top_fraction)
@@ -44,7 +44,7 @@ def entropy_threshold(
 
 def high_entropy_mask(
     entropy: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     top_fraction: float,
     threshold: Float[Tensor, ""] | None = None,
@@ -53,7 +53,7 @@ def high_entropy_mask(
 
     Args:
         entropy: in nats, ``[B, T]`` or ``[N]``.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
         top_fraction: rho, in (0, 1].
         threshold: of the whole window, from :func:`entropy_threshold`; None to take it here.
 
@@ -68,13 +68,13 @@ def high_entropy_mask(
     """
     if threshold is None:
         threshold = entropy_threshold(entropy, mask, top_fraction=top_fraction)
-    return (entropy >= threshold) & mask
+    return flagged(entropy >= threshold, mask)
 
 
 def trust_region_mask(
     log_prob: Float[Tensor, "*shape"],
     behavior_log_prob: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     *,
     threshold: float,
 ) -> Bool[Tensor, "*shape"]:
@@ -83,7 +83,7 @@ def trust_region_mask(
     Args:
         log_prob: under the policy that is trained, in nats, ``[B, T]`` or ``[N]``.
         behavior_log_prob: under the policy that sampled, in nats.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
         threshold: in nats; a token is kept while half of its squared log-ratio (k2) does not
             exceed it.
 
@@ -96,14 +96,14 @@ def trust_region_mask(
     if not threshold > 0:
         raise ValueError(f"threshold must be positive, got {threshold}.")
     divergence = log_ratio(log_prob, behavior_log_prob, mask).square() / 2
-    return (divergence <= threshold) & mask
+    return flagged(divergence <= threshold, mask)
 
 
 def off_policy_sequence_mask(
     log_prob: Float[Tensor, "*shape"],
     sampler_log_prob: Float[Tensor, "*shape"],
     advantage: Float[Tensor, "*shape"],
-    mask: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
     lengths: Int[Tensor, " B"] | None = None,
     *,
     threshold: float,
@@ -117,7 +117,7 @@ def off_policy_sequence_mask(
         log_prob: under the policy that is trained, in nats, ``[B, T]`` or ``[N]``.
         sampler_log_prob: under the policy (and engine) that sampled, in nats.
         advantage: same shape.
-        mask: True where a token counts.
+        mask: True where a token counts; None for all.
         lengths: ``[B]`` when packed.
         threshold: in nats per token.
 
@@ -132,7 +132,7 @@ def off_policy_sequence_mask(
     """
     drift = sequence_mean(-log_ratio(log_prob, sampler_log_prob, mask), mask, lengths)
     close = spread(drift, log_prob, lengths) <= threshold
-    return ((advantage >= 0) | close) & mask
+    return flagged((advantage >= 0) | close, mask)
 
 
 def overlong_mask(

@@ -5,8 +5,8 @@ Shape legend: B rows, N tokens of all of them, K trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -22,13 +22,30 @@ from objectives.batching.packed_batch import (
     resolve_masking_strategy,
 )
 from objectives.keys import TokenKeys
-from objectives.validation import check_type, one_of
 from torchrl_data.protocols import TokenScorer, TokenScores
+from torchrl_data.validation import check_type
 
-from .grpo_options import check_scorer, check_token_options, scorer_device
+from .token_options import TokenOptions, aggregation_name
 
 Keys = TypeVar("Keys", bound=TokenKeys)
-_TORCHRL_AGGREGATIONS: Final[Mapping[str, F.Aggregation]] = {"prompt_mean": "sequence_mean"}
+
+
+def check_scorer(actor: object, who: str) -> None:
+    """Check that an actor can score packed tokens."""
+    if not isinstance(actor, TokenScorer):
+        raise TypeError(
+            f"{who} needs an actor with a score_packed method "
+            "(torchrl_data.protocols.TokenScorer), such as TransformersWrapper; "
+            f"got {type(actor).__name__}."
+        )
+
+
+def scorer_device(actor: object) -> torch.device | None:
+    """Where an actor's parameters are; None when it has none to show."""
+    if not isinstance(actor, torch.nn.Module):
+        return None
+    first = next(actor.parameters(), None)
+    return None if first is None else first.device
 
 
 class TokenLoss(TensorDictModuleBase, Generic[Keys]):
@@ -43,41 +60,37 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
 
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.protocols.TokenScorer`).
-        aggregation: one of ``aggregations``, or TorchRL's ``"prompt_mean"``.
-        aggregations: those that the loss knows.
-        max_tokens: what ``"fixed_length"`` divides by.
-        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``.
+        options: which tokens are trained, and how they are reduced.
         temperature: the logits are divided by it.
         read: entry names.
+        allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
     Raises:
         TypeError: the actor cannot score.
-        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+        ValueError: there is no temperature.
     """
 
     def __init__(
         self,
         actor_network: TokenScorer,
+        options: TokenOptions,
         *,
-        aggregation: str,
-        aggregations: Sequence[F.Aggregation] = F.AGGREGATIONS,
-        max_tokens: int | None,
-        masking_strategy: str,
-        temperature: float,
+        temperature: float | None,
         read: Keys,
+        allow_empty: bool,
     ) -> None:
         super().__init__()
         check_scorer(actor_network, self._get_name())
         check_type("read", read, TokenKeys)
+        if temperature is None:
+            raise ValueError("temperature must be a positive number, got None.")
         self.actor_network = actor_network
-        self.aggregation: F.Aggregation = one_of(
-            "aggregation", aggregation, aggregations, _TORCHRL_AGGREGATIONS
-        )
-        self.max_tokens = max_tokens
-        self.masking_strategy: MaskingStrategy = resolve_masking_strategy(masking_strategy)
+        self.aggregation: F.Aggregation = aggregation_name(options.aggregation)
+        self.max_tokens = options.max_tokens
+        self.masking_strategy: MaskingStrategy = resolve_masking_strategy(options.masking_strategy)
         self.temperature = temperature
         self.read = read
-        check_token_options(self.aggregation, max_tokens, temperature)
+        self.allow_empty = allow_empty
 
     def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Fields of ``read`` that are needed: one value per token, one per row or token."""
@@ -132,15 +145,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
             MissingEntryError: an entry is missing.
         """
         parts = [batches] if isinstance(batches, TensorDictBase | PackedBatch) else batches
-        device = scorer_device(self.actor_network)
-        packed = [
-            rows
-            if isinstance(rows, PackedBatch)
-            else pack_batch(
-                rows, self.read, self.masking_strategy, who=self._get_name(), device=device
-            )
-            for rows in parts
-        ]
+        packed = [self.pack(rows) for rows in parts]
         counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
         return counts._replace(entropy_threshold=self._entropy_threshold(packed))
 
@@ -156,6 +161,14 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         packed = self.pack(batch)
         if window is None:
             window = Window(packed.num_targets, packed.num_rows)
+        if window.num_active_tokens == 0 and not self.allow_empty:
+            raise ValueError(
+                f"{self._get_name()}: no token of the {packed.num_rows} rows is trained; "
+                f"masking_strategy={self.masking_strategy!r} goes by {self.read.assistant_mask!r}, "
+                "which is True on what a policy sampled. For demonstrations: "
+                "row_tensordicts(encode_demonstrations(policy.encoder, chats)) of torchrl_data. "
+                "With allow_empty=True such a batch has loss 0."
+            )
         return packed, window.check(packed.num_targets, packed.num_rows, self._get_name())
 
     def _score(self, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
@@ -178,8 +191,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         """One number from a value per trained token, ``[K]``."""
         return F.aggregate(
             values,
-            torch.ones_like(batch.sampled),
-            batch.target_lengths,
+            lengths=batch.target_lengths,
             aggregation=self.aggregation,
             max_tokens=self.max_tokens,
             num_active_tokens=window.num_active_tokens,

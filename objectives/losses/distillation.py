@@ -5,18 +5,18 @@ Shape legend: B rows, K trained tokens of all of them.
 
 from __future__ import annotations
 
-import torch
 from tensordict import TensorDictBase
 
 from objectives import functional as F
 from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.keys import DistillationLossKeys
-from objectives.validation import one_of
 from torchrl_data.protocols import TokenScorer
+from torchrl_data.validation import one_of
 
 from .base import TokenLoss
 from .outputs import DistillationLossOutput, make_output
+from .token_options import TokenOptions
 
 
 class DistillationLoss(TokenLoss[DistillationLossKeys]):
@@ -35,6 +35,7 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
         masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
         temperature: the student's logits are divided by it, as the teacher's were.
         read: entry names.
+        allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
     Raises:
         TypeError: the actor cannot score.
@@ -54,16 +55,22 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
         masking_strategy: str = "assistant",
         temperature: float = 1.0,
         read: DistillationLossKeys | None = None,
+        allow_empty: bool = False,
     ) -> None:
-        super().__init__(
-            actor_network,
+        options = TokenOptions(
             aggregation=aggregation,
             max_tokens=max_tokens,
             masking_strategy=masking_strategy,
             temperature=temperature,
-            read=read or DistillationLossKeys(),
         )
-        self.kl_direction: F.KLDirection = one_of("kl_direction", kl_direction, F.KL_DIRECTIONS, {})
+        super().__init__(
+            actor_network,
+            options,
+            temperature=temperature,
+            read=read or DistillationLossKeys(),
+            allow_empty=allow_empty,
+        )
+        self.kl_direction: F.KLDirection = one_of("kl_direction", kl_direction, F.KL_DIRECTIONS)
         self._declare_keys(DistillationLossOutput)
 
     def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -83,16 +90,16 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
 
         Raises:
             MissingEntryError: an entry is missing.
-            ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
+            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or it
+                has no token to train.
         """
         batch, window = self._pack_window(tensordict, window)
         log_prob = self._score(batch).log_prob
-        active = torch.ones_like(batch.sampled)
         teacher = batch.entries["teacher_log_probs"].to(log_prob.dtype)
-        kl = F.sampled_distillation(log_prob, teacher, active, direction=self.kl_direction)
+        kl = F.sampled_distillation(log_prob, teacher, direction=self.kl_direction)
         terms = {
             "loss_distill": self._reduce(kl, batch, window),
-            "kl_to_teacher": kl.detach().sum() / window.num_active_tokens,
+            "kl_to_teacher": F.token_mean(kl.detach()),
             "num_active_tokens": kl.detach().new_tensor(batch.num_targets),
             "num_sequences": kl.detach().new_tensor(batch.num_rows),
         }

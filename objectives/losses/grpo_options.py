@@ -1,251 +1,272 @@
-"""Checks of the options of a loss, done once at construction."""
+"""The options of the GRPO loss: one frozen record that checks itself."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import TYPE_CHECKING
-
-import torch
+from typing import Any, Final, Literal, TypedDict
 
 from objectives import functional as F
-from objectives.validation import (
-    check_coefficients,
-    check_counts,
-    check_positive,
+from torchrl_data.validation import (
+    NOT_NEGATIVE,
+    check_names,
+    check_numbers,
     check_type,
     one_of,
     pair,
 )
-from torchrl_data.protocols import TokenScorer
 
 from .surrogate_options import (
     SURROGATES,
     ClippedSurrogate,
     GmpoSurrogate,
-    PolicyTokens,
     SamplerCorrection,
+    SurrogateFunction,
     SurrogateSettings,
     TokenFilters,
+    surrogate_inputs,
 )
-
-if TYPE_CHECKING:
-    from .grpo import GRPOLoss
+from .token_options import TokenOptions
 
 ClipEpsilon = float | tuple[float, float]
+OldPolicy = Literal["sampler", "recomputed", "current"]
+OLD_POLICIES: Final[tuple[OldPolicy, ...]] = ("sampler", "recomputed", "current")
 
 
-def check_scorer(actor: object, who: str) -> None:
-    """Check that an actor can score packed tokens.
+class GRPOSettings(TypedDict, total=False):
+    """The keyword arguments of :class:`~objectives.GRPOLoss`, see :class:`GRPOOptions`."""
+
+    clip_epsilon: ClipEpsilon | None
+    surrogate: str | SurrogateSettings | SurrogateFunction
+    ratio_level: F.RatioLevel | str
+    aggregation: str
+    max_tokens: int | None
+    masking_strategy: str
+    kl_to_ref_coeff: float | None
+    kl_to_inference_coeff: float | None
+    kl_estimator: F.KLEstimator | str | None
+    kl_bias_correction: bool
+    entropy_bonus: bool
+    entropy_coeff: float | None
+    filters: TokenFilters | None
+    kl_mask_threshold: float | None
+    temperature: float | None
+    old_policy: OldPolicy | str
+    sampler_correction: SamplerCorrection | None
+    skip_rows_without_signal: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOOptions(TokenOptions):
+    """What :class:`~objectives.GRPOLoss` can be told, checked when it is made.
 
     Args:
-        actor: what was given.
-        who: the loss, for the message.
+        aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),
+            ``"fixed_length"``, ``"sequence_sum"``; ``"none"`` gives ``[K]`` values.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``: what the policy sampled; ``"response"``: everything
+            from the first sampled token on; ``"all"``. (TorchRL: ``"rlhf"``, ``"sft"``,
+            ``"generic"``.) A token that was not sampled has no behaviour log-prob and counts as
+            on policy.
+        temperature: that of the sampling, so that the ratio compares like with like; None takes
+            the actor's own (``actor_network.temperature``), or 1 where it has none.
+        clip_epsilon: the ratio is clipped to ``[1 - low, 1 + high]``; one number for both, or the
+            pair. None is the surrogate's default: 0.2 for ``"clipped"``.
+        surrogate: ``"clipped"``, ``"cispo"``, ``"sapo"``, ``"vespo"``, ``"gmpo"``; settings such
+            as ``CispoSurrogate(max_ratio=5.0)``; or a function of your own, see
+            :class:`~objectives.losses.surrogate_options.PolicyTokens`.
+        ratio_level: ``"token"``, ``"sequence"`` (GSPO) or ``"sequence_token"``.
+        kl_to_ref_coeff: weight of the KL to the reference; None or 0 for none.
+        kl_to_inference_coeff: weight of the KL to the policy that sampled; None or 0 for none.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``; None is ``"k3"``.
+        kl_bias_correction: multiply the KL to the reference by the importance ratio.
+        entropy_bonus: reward entropy, and report it.
+        entropy_coeff: weight of the entropy bonus; None is 0.01.
+        filters: which tokens the policy term leaves out.
+        kl_mask_threshold: short for ``TokenFilters(trust_region=...)``, in nats.
+        old_policy: what the ratio's denominator is: ``"sampler"``, the log-probs stored when the
+            tokens were sampled; ``"recomputed"``, the trainer's own from before the update;
+            ``"current"``, this very call's (one update per batch).
+        sampler_correction: settings; weighs tokens by ``pi_old / pi_sampler``, for
+            ``old_policy`` other than ``"sampler"``.
+        skip_rows_without_signal: do not score rows whose advantage is 0; figures then leave them
+            out, the loss is the same.
 
     Raises:
-        TypeError: it lacks ``score_packed``.
+        TypeError: settings are of another class.
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
     """
-    if not isinstance(actor, TokenScorer):
-        raise TypeError(
-            f"{who} needs an actor with a score_packed method "
-            "(torchrl_data.protocols.TokenScorer), such as TransformersWrapper; "
-            f"got {type(actor).__name__}."
+
+    clip_epsilon: ClipEpsilon | None = None
+    surrogate: str | SurrogateSettings | SurrogateFunction = "clipped"
+    ratio_level: F.RatioLevel | str = "token"
+    kl_to_ref_coeff: float | None = None
+    kl_to_inference_coeff: float | None = None
+    kl_estimator: F.KLEstimator | str | None = None
+    kl_bias_correction: bool = False
+    entropy_bonus: bool = False
+    entropy_coeff: float | None = None
+    filters: TokenFilters | None = None
+    kl_mask_threshold: float | None = None
+    old_policy: OldPolicy | str = "sampler"
+    sampler_correction: SamplerCorrection | None = None
+    skip_rows_without_signal: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("ratio_level", self.ratio_level, F.RATIO_LEVELS)
+        one_of("old_policy", self.old_policy, OLD_POLICIES)
+        check_numbers(
+            "",
+            NOT_NEGATIVE,
+            kl_to_ref_coeff=self.kl_to_ref_coeff,
+            kl_to_inference_coeff=self.kl_to_inference_coeff,
+            entropy_coeff=self.entropy_coeff,
         )
-
-
-def _clip_pair(clip_epsilon: ClipEpsilon) -> tuple[float, float]:
-    if isinstance(clip_epsilon, Real):
-        return float(clip_epsilon), float(clip_epsilon)
-    return pair("clip_epsilon", clip_epsilon)
-
-
-def build_surrogate(
-    surrogate: str | SurrogateSettings, clip_epsilon: ClipEpsilon | None
-) -> SurrogateSettings:
-    """The surrogate's settings, from its name or as given.
-
-    Args:
-        surrogate: one of :data:`~.parts.SURROGATES`, or settings.
-        clip_epsilon: the clip bounds of the clipped and the GMPO surrogate, by name.
-
-    Returns:
-        Settings that were tried on no tokens.
-
-    Raises:
-        TypeError: it is neither a name nor settings.
-        ValueError: the name is unknown, a setting is out of range, or ``clip_epsilon`` cannot
-            take effect.
-    """
-    if isinstance(surrogate, str):
-        name = one_of("surrogate", surrogate, tuple(SURROGATES), {})
-        settings = SURROGATES[name]()
-    else:
-        check_type("surrogate", surrogate, SurrogateSettings)
-        settings = surrogate
-    if clip_epsilon is not None:
-        if not isinstance(surrogate, str):
+        check_type("filters", self.filters, TokenFilters)
+        check_type("sampler_correction", self.sampler_correction, SamplerCorrection)
+        if self.filters is not None and None not in (
+            self.kl_mask_threshold,
+            self.filters.trust_region,
+        ):
             raise ValueError(
-                "Give the clip bounds to the surrogate's settings, not as clip_epsilon."
+                f"kl_mask_threshold={self.kl_mask_threshold} and filters.trust_region="
+                f"{self.filters.trust_region} are one option: give one."
             )
+        self.all_filters()
+        self._check_ratio()
+        self._check_penalties()
+        self._check_skipping()
+
+    def all_filters(self) -> TokenFilters:
+        """The filters, with TorchRL's name for one of them."""
+        filters = self.filters or TokenFilters()
+        if self.kl_mask_threshold is None:
+            return filters
+        return replace(filters, trust_region=self.kl_mask_threshold)
+
+    def surrogate_function(self) -> SurrogateFunction:
+        """The surrogate with its settings and the clip bounds."""
+        settings = self.surrogate
+        if isinstance(settings, str):
+            settings = SURROGATES[one_of("surrogate", settings, tuple(SURROGATES))]()
+        clip = self._clip_bounds()
+        if clip is None:
+            return settings.bind() if isinstance(settings, SurrogateSettings) else settings
         if not isinstance(settings, ClippedSurrogate | GmpoSurrogate):
             raise ValueError(
-                f"clip_epsilon has no effect on surrogate {surrogate!r}: pass "
-                f"{type(settings).__name__}(...) with its own bound."
+                f"clip_epsilon={self.clip_epsilon} has no effect on surrogate {self.surrogate!r}: "
+                "give it settings with a bound of its own, and leave clip_epsilon out."
             )
-        low, high = _clip_pair(clip_epsilon)
-        settings = replace(settings, clip_low=low, clip_high=high)
-    none = torch.zeros(0)
-    lengths = torch.zeros(0, dtype=torch.int64)
-    settings(PolicyTokens(none, none, none, none > 0, lengths, None))
-    return settings
+        if (settings.clip_low, settings.clip_high) != (None, None):
+            raise ValueError(
+                f"clip_epsilon={self.clip_epsilon} and {settings} both give the clip bounds: give "
+                "them once."
+            )
+        return replace(settings, clip_low=clip[0], clip_high=clip[1]).bind()
+
+    def _clip_bounds(self) -> tuple[float, float] | None:
+        if self.clip_epsilon is None:
+            return None
+        if isinstance(self.clip_epsilon, Real):
+            return float(self.clip_epsilon), float(self.clip_epsilon)
+        return pair("clip_epsilon", self.clip_epsilon)
+
+    def _check_ratio(self) -> None:
+        if not callable(self.surrogate) and not isinstance(self.surrogate, SurrogateSettings | str):
+            raise TypeError(
+                f"surrogate takes one of {tuple(SURROGATES)}, settings such as "
+                f"ClippedSurrogate(...), or a function, got {self.surrogate!r}."
+            )
+        if "lengths" in surrogate_inputs(self.surrogate_function()) and self.ratio_level != "token":
+            raise ValueError(
+                f"surrogate {self.surrogate!r} has a ratio of its own: leave ratio_level at "
+                f"'token', got {self.ratio_level!r}."
+            )
+        if self.sampler_correction is not None and self.old_policy == "sampler":
+            raise ValueError(
+                "sampler_correction weighs by pi_old / pi_sampler, which is 1 for "
+                "old_policy='sampler': set old_policy to 'recomputed' or 'current'."
+            )
+
+    def _check_penalties(self) -> None:
+        estimator = "k3" if self.kl_estimator is None else self.kl_estimator
+        one_of("kl_estimator", estimator, F.KL_ESTIMATORS)
+        if self.kl_estimator and not (self.kl_to_ref_coeff or self.kl_to_inference_coeff):
+            raise ValueError(
+                f"kl_estimator={self.kl_estimator!r} has no effect without kl_to_ref_coeff or "
+                "kl_to_inference_coeff."
+            )
+        if self.kl_bias_correction and not self.kl_to_ref_coeff:
+            raise ValueError("kl_bias_correction has no effect without kl_to_ref_coeff.")
+        if self.entropy_coeff is not None and not self.entropy_bonus:
+            raise ValueError(
+                f"entropy_coeff={self.entropy_coeff} has no effect without entropy_bonus=True."
+            )
+
+    def _check_skipping(self) -> None:
+        if not self.skip_rows_without_signal:
+            return
+        if self.has_penalty:
+            raise ValueError(
+                "skip_rows_without_signal drops rows that a KL or entropy term would still move: "
+                "switch one of them off."
+            )
+        if self.all_filters().top_entropy_fraction is not None:
+            raise ValueError(
+                "skip_rows_without_signal does not score rows that top_entropy_fraction counts: "
+                "switch one of them off."
+            )
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether a term moves the policy also where the advantage is 0."""
+        return bool(self.kl_to_ref_coeff or self.kl_to_inference_coeff or self.entropy_bonus)
 
 
-def merge_filters(filters: TokenFilters | None, kl_mask_threshold: float | None) -> TokenFilters:
-    """The filters, with TorchRL's name for one of them.
-
-    Args:
-        filters: settings, or None for none.
-        kl_mask_threshold: short for ``TokenFilters(trust_region=...)``, in nats.
-
-    Returns:
-        Settings.
-
-    Raises:
-        TypeError: the filters are no ``TokenFilters``.
-        ValueError: the threshold is given twice, or is not positive.
-    """
-    check_type("filters", filters, TokenFilters)
-    filters = filters or TokenFilters()
-    if kl_mask_threshold is None:
-        return filters
-    if filters.trust_region is not None:
-        raise ValueError("kl_mask_threshold and filters.trust_region are one option: give one.")
-    return replace(filters, trust_region=kl_mask_threshold)
-
-
-def scorer_device(actor: object) -> torch.device | None:
-    """Where an actor's parameters are; None when it has none to show.
-
-    Args:
-        actor: a scorer, a module or not.
-
-    Returns:
-        The device of its first parameter.
-    """
-    if not isinstance(actor, torch.nn.Module):
-        return None
-    first = next(actor.parameters(), None)
-    return None if first is None else first.device
-
-
-def sampling_temperature(actor: object) -> float:
-    """The temperature that an actor samples with, as its ``temperature`` says.
-
-    Args:
-        actor: a scorer.
-
-    Returns:
-        1.0 where it does not say, or takes the most likely token (temperature 0).
-    """
-    return float(getattr(actor, "temperature", 1.0)) or 1.0
-
-
-def check_token_options(aggregation: str, max_tokens: int | None, temperature: float) -> None:
-    """Check the options that all losses over tokens have.
-
-    Args:
-        aggregation: known.
-        max_tokens: what ``"fixed_length"`` divides by.
-        temperature: of the logits.
-
-    Raises:
-        ValueError: naming the option and what to do.
-    """
-    if temperature is None:
-        raise ValueError("temperature must be a positive number, got None.")
-    check_positive(temperature=temperature)
-    if (aggregation == "fixed_length") != (max_tokens is not None):
-        raise ValueError("max_tokens goes with aggregation 'fixed_length': give both or none.")
-    check_counts(max_tokens=max_tokens)
-
-
-def entropy_coefficient(entropy_coeff: float | None, *, entropy_bonus: bool) -> float:
-    """The weight of the entropy bonus.
-
-    Args:
-        entropy_coeff: None for the default, 0.01.
-        entropy_bonus: whether there is a bonus.
-
-    Returns:
-        The weight.
-
-    Raises:
-        ValueError: a weight is given without a bonus.
-    """
-    if entropy_coeff is None:
-        return 0.01
-    if not entropy_bonus:
-        raise ValueError("entropy_coeff has no effect without entropy_bonus=True.")
-    return entropy_coeff
-
-
-def kl_estimator_name(estimator: str | None, *coefficients: float | None) -> F.KLEstimator:
-    """The estimator of the KL terms.
-
-    Args:
-        estimator: None for the default, ``"k3"``.
-        *coefficients: of the KL terms; None or 0 for none.
-
-    Returns:
-        Its name.
-
-    Raises:
-        ValueError: the name is unknown, or there is no KL term.
-    """
-    name = one_of("kl_estimator", "k3" if estimator is None else estimator, F.KL_ESTIMATORS, {})
-    if estimator is not None and not any(coefficients):
-        raise ValueError(
-            "kl_estimator has no effect without kl_to_ref_coeff or kl_to_inference_coeff."
+def options_of(
+    who: str, preset: GRPOSettings, options: GRPOOptions | None, settings: Mapping[str, Any]
+) -> GRPOOptions:
+    """The options of a loss from what it was given."""
+    check_names(who, settings, [field.name for field in fields(GRPOOptions)])
+    check_type("options", options, GRPOOptions, who=who)
+    if options is not None:
+        if preset:
+            raise ValueError(
+                f"{who} is GRPOLoss with options of its own ({dict(preset)}): give options= to "
+                "GRPOLoss, or single ones here."
+            )
+        return replace(options, **settings)
+    merged: dict[str, Any] = {**preset, **settings}
+    # The preset's clip bounds give way to another surrogate, unless that leaves its own open.
+    if "surrogate" in settings and "clip_epsilon" not in settings:
+        given = settings["surrogate"]
+        unbounded = (
+            isinstance(given, ClippedSurrogate) and given.clip_low is None is given.clip_high
         )
-    return name
+        if given != "clipped" and not unbounded:
+            merged.pop("clip_epsilon", None)
+    return GRPOOptions(**merged)
 
 
-def check_together(loss: GRPOLoss) -> None:
-    """Refuse options that are out of range, or cannot take effect with the others.
-
-    Args:
-        loss: with its options set.
-
-    Raises:
-        TypeError: the sampler correction is no ``SamplerCorrection``.
-        ValueError: naming the option and what to do.
-    """
-    check_coefficients(
-        kl_to_ref_coeff=loss.kl_to_ref_coeff,
-        kl_to_inference_coeff=loss.kl_to_inference_coeff,
-        entropy_coeff=loss.entropy_coeff,
-    )
-    check_type("sampler_correction", loss.sampler_correction, SamplerCorrection)
-    if loss.ratio_level != "token" and not loss.surrogate.takes_ratio_level:
-        raise ValueError(
-            f"{type(loss.surrogate).__name__} has a ratio of its own: leave ratio_level "
-            f"at 'token', got {loss.ratio_level!r}."
+def signature_with(preset: GRPOSettings, *, method: bool = False) -> inspect.Signature:
+    """The signature that a loss shows: every option with its default, instead of ``**settings``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    positional = ["self", "actor_network"] if method else ["actor_network"]
+    shown = [
+        *(inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in positional),
+        inspect.Parameter("options", keyword, default=None, annotation="GRPOOptions | None"),
+        inspect.Parameter("read", keyword, default=None, annotation="GRPOLossKeys | None"),
+    ]
+    shown += [
+        inspect.Parameter(
+            field.name,
+            keyword,
+            default=preset.get(field.name, field.default),
+            annotation=field.type,
         )
-    if loss.sampler_correction is not None and loss.old_policy == "sampler":
-        raise ValueError(
-            "sampler_correction weighs by pi_old / pi_sampler, which is 1 for "
-            "old_policy='sampler': set old_policy to 'recomputed' or 'current'."
-        )
-    if loss.kl_bias_correction and not loss.kl_to_ref_coeff:
-        raise ValueError("kl_bias_correction has no effect without kl_to_ref_coeff.")
-    penalties = loss.kl_to_ref_coeff or loss.kl_to_inference_coeff or loss.entropy_bonus
-    if loss.skip_rows_without_signal and penalties:
-        raise ValueError(
-            "skip_rows_without_signal drops rows that a KL or entropy term would still move: "
-            "switch one of them off."
-        )
-    if loss.skip_rows_without_signal and loss.filters.top_entropy_fraction is not None:
-        raise ValueError(
-            "skip_rows_without_signal does not score rows that top_entropy_fraction counts: "
-            "switch one of them off."
-        )
+        for field in fields(GRPOOptions)
+    ]
+    return inspect.Signature(shown)

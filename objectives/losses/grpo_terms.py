@@ -4,21 +4,19 @@ Shape legend: B rows, K trained tokens of all of them.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Final, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from torchrl_data.protocols import TokenScores
 from torchrl_data.ragged.packed import sequence_index
 
 from .surrogate_options import TokenFilters
 
-OldPolicy = Literal["sampler", "recomputed", "current"]
 _FIGURES: Final = (
     "clip_fraction",
     "clip_fraction_low",
@@ -26,8 +24,11 @@ _FIGURES: Final = (
     "kl_approx",
     "ratio_mean",
     "kept_fraction",
+    "signal_fraction",
     "num_active_tokens",
 )
+_MOST_LOG_PROB: Final = 1e-3
+"""Log-probs are at most 0, but for the rounding of an engine, in nats."""
 
 
 class PolicyScores(NamedTuple):
@@ -43,18 +44,9 @@ class PolicyScores(NamedTuple):
     """Of the distribution that each token was drawn from; differentiable."""
 
 
-def policy_scores(batch: PackedBatch, scores: TokenScores, old_policy: OldPolicy) -> PolicyScores:
-    """Put the log-probs side by side.
-
-    Args:
-        batch: with ``log_probs``, and ``old_log_probs`` where they are recomputed.
-        scores: of the policy that is trained.
-        old_policy: which of them is the ratio's denominator.
-
-    Returns:
-        All in the dtype of the scores. A token that the policy did not sample has no behaviour
-        log-prob: what is stored there is ignored, and it counts as on policy.
-    """
+def policy_scores(batch: PackedBatch, scores: TokenScores, old_policy: str) -> PolicyScores:
+    """Put the log-probs side by side, in the dtype of the scores."""
+    # What was not sampled has no behaviour log-prob: it counts as on policy.
     current = scores.log_prob
     fixed = current.detach()
     sampler = fixed
@@ -73,28 +65,16 @@ def filter_tokens(
     *,
     entropy_threshold: float | None = None,
 ) -> Tensor:
-    """Where the policy term counts.
-
-    Args:
-        filters: which filters are on.
-        scores: of the batch.
-        batch: with ``advantage``, and ``truncated`` where that filter is on.
-        entropy_threshold: of the whole window, in nats; None to take it from this batch.
-
-    Returns:
-        bool ``[K]``.
-    """
-    active = torch.ones_like(batch.sampled)
-    keep = active
+    """Where the policy term counts, bool ``[K]``."""
+    keep = torch.ones_like(batch.sampled)
     if filters.trust_region is not None:
         keep = keep & F.trust_region_mask(
-            scores.current, scores.sampler, active, threshold=filters.trust_region
+            scores.current, scores.sampler, threshold=filters.trust_region
         )
     if filters.top_entropy_fraction is not None and scores.entropy is not None:
         threshold = entropy_threshold
         keep = keep & F.high_entropy_mask(
             scores.entropy,
-            active,
             top_fraction=filters.top_entropy_fraction,
             threshold=None if threshold is None else scores.entropy.new_tensor(threshold),
         )
@@ -103,8 +83,7 @@ def filter_tokens(
             scores.current,
             scores.sampler,
             batch.entries["advantage"],
-            active,
-            batch.target_lengths,
+            lengths=batch.target_lengths,
             threshold=filters.off_policy_threshold,
         )
     if filters.drop_truncated:
@@ -113,79 +92,46 @@ def filter_tokens(
 
 
 def separating_threshold(entropy: Tensor, *, top_fraction: float) -> float:
-    """The entropy threshold of a window, which rounding cannot push to the other side of a token.
-
-    Args:
-        entropy: of all tokens of the window, in nats, ``[K]``.
-        top_fraction: what part of them is kept, in (0, 1].
-
-    Returns:
-        In nats: keeps the same tokens as :func:`~objectives.functional.entropy_threshold`, but
-        lies midway between the last one that is kept and the next one that is not, so that the
-        scores of a differently split batch give the same. -inf when all are kept.
-    """
-    active = torch.ones_like(entropy, dtype=torch.bool)
-    keep = F.high_entropy_mask(entropy, active, top_fraction=top_fraction)
+    """The entropy threshold of a window, in nats; -inf where all tokens are kept."""
+    # Midway between the last token that is kept and the next one that is not, so that the rounding
+    # of a differently split batch pushes none to the other side.
+    keep = F.high_entropy_mask(entropy, top_fraction=top_fraction)
     dropped = entropy[~keep]
     if not len(dropped):
         return -math.inf
     return float(entropy[keep].min().double() + dropped.max().double()) / 2
 
 
+def sampling_temperature(actor: object) -> float:
+    """The temperature that an actor samples with, as its ``temperature`` says."""
+    return float(getattr(actor, "temperature", 1.0)) or 1.0
+
+
+def _rows_with(flag: Tensor, batch: PackedBatch) -> Tensor:
+    """Rows of which a trained token carries a flag ``[K]``, bool ``[B]``."""
+    index = sequence_index(batch.target_lengths)
+    return torch.zeros_like(batch.lengths).index_add(0, index, flag.long()) > 0
+
+
+def impossible_rows(batch: PackedBatch) -> Tensor:
+    """Rows with a sampled log-prob that is NaN, infinite or above 0, bool ``[B]``."""
+    log_probs = batch.entries["log_probs"]
+    possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
+    return _rows_with(batch.sampled & ~possible, batch)
+
+
+def signal(batch: PackedBatch) -> Tensor:
+    """The tokens that can move the policy: bool ``[K]``, True where the advantage is not 0."""
+    return batch.entries["advantage"] != 0
+
+
 def with_signal(batch: PackedBatch) -> PackedBatch:
-    """Drop the rows that cannot move the policy: advantage 0 on every trained token.
-
-    Args:
-        batch: with ``advantage``.
-
-    Returns:
-        The batch of the other rows.
-    """
-    moves = torch.zeros_like(batch.lengths).index_add(
-        0, sequence_index(batch.target_lengths), (batch.entries["advantage"] != 0).long()
-    )
-    return batch.take_rows(moves > 0)
-
-
-def token_figure(values: Tensor, window: Window) -> Tensor:
-    """Mean over the trained tokens of the window, to look at.
-
-    Args:
-        values: float or bool, ``[K]``.
-        window: the counts.
-
-    Returns:
-        A detached scalar; those of a window's micro-batches add up to that of the window.
-    """
-    values = values.detach()
-    return (values if values.is_floating_point() else values.float()).sum() / max(
-        window.num_active_tokens, 1
-    )
-
-
-def token_figures(values: Mapping[str, Tensor], window: Window) -> dict[str, Tensor]:
-    """:func:`token_figure` of each.
-
-    Args:
-        values: ``[K]`` each, by name.
-        window: the counts.
-
-    Returns:
-        Detached scalars by the same names.
-    """
-    return {name: token_figure(value, window) for name, value in values.items()}
+    """Drop the rows that cannot move the policy: advantage 0 on every trained token."""
+    return batch.take_rows(_rows_with(signal(batch), batch))
 
 
 def resting_terms(penalties: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-    """The figures of a batch in which nothing is trained.
-
-    Args:
-        penalties: the penalties that are on; each has a figure and a ``loss_`` term.
-        device: of the result.
-
-    Returns:
-        Scalars, all finite.
-    """
+    """The figures of a batch in which nothing is trained."""
     zero, one = torch.zeros((), device=device), torch.ones((), device=device)
     terms = dict.fromkeys(_FIGURES, zero) | {"ESS": one}
     for name in penalties:

@@ -1,12 +1,14 @@
 """What the losses give back: named terms, of which only the ``loss_*`` ones are optimised.
 
-Every tensor is a scalar, unless the loss was told not to aggregate.
+Every tensor is a scalar, unless the loss was told not to aggregate. Losses are shares of the
+accumulation window, so those of its micro-batches add up; figures are means over the trained tokens
+of the call, and ``combine`` weighs them by these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorClass, TensorDict
@@ -16,36 +18,81 @@ Output = TypeVar("Output", bound=TensorClass)
 
 
 def sum_of_losses(output: TensorClass) -> Tensor:
-    """Add up the entries whose name begins with ``loss_``.
-
-    Args:
-        output: of a loss.
-
-    Returns:
-        What to call ``backward`` on.
-    """
+    """Add up the entries whose name begins with ``loss_``."""
     terms = [value for key, value in output.items() if str(key).startswith("loss_")]
     return torch.stack([term for term in terms if term is not None]).sum(0)
 
 
 def make_output(kind: type[Output], terms: Mapping[str, Tensor]) -> Output:
-    """Make an output from its entries by name.
-
-    Args:
-        kind: the class of the output.
-        terms: its entries; those that are missing are None.
-
-    Returns:
-        The output, of batch size ``[]``.
-    """
+    """Make an output from its entries by name."""
     return kind.from_tensordict(TensorDict(dict(terms)))
 
 
+def combine_outputs(kind: type[Output], outputs: Sequence[Output]) -> Output:
+    """The output of a whole window from those of its micro-batches, detached."""
+    if not outputs:
+        raise ValueError("combine needs at least one output.")
+    parts = [
+        {str(key): value.detach() for key, value in output.items() if value is not None}
+        for output in outputs
+    ]
+    combined: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        held = [part for part in parts if name in part]
+        values = torch.stack([part[name] for part in held])
+        if name.startswith(("loss_", "num_")):
+            combined[name] = values.sum(0)
+        else:
+            combined[name] = _token_mean(values, held)
+    if "ESS" in combined:
+        # ESS = mean(r)^2 / mean(r^2): recover the mean square of each part.
+        ratio = torch.stack([part["ratio_mean"] for part in parts])
+        ess = torch.stack([part["ESS"] for part in parts])
+        fraction = combined["ratio_mean"].square() / _token_mean(ratio.square() / ess, parts)
+        combined["ESS"] = torch.where(combined["num_active_tokens"] > 0, fraction, 1.0)
+    return make_output(kind, combined)
+
+
+def _token_mean(values: Tensor, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    weights = torch.stack([part["num_active_tokens"] for part in parts])
+    return (values * weights).sum(0) / weights.sum(0).clamp(min=1)
+
+
+def loss_output(kind: type[Output]) -> type[Output]:
+    """Class decorator: an output shows its values, and reduces to its objective."""
+    # loss.mean(reduce=True) is TorchRL's idiom for what to differentiate.
+    methods = {name: _reduction(name, getattr(kind, name)) for name in ("mean", "sum")}
+    for name, method in {**methods, "__repr__": _shown}.items():
+        setattr(kind, name, method)
+    return kind
+
+
+def _reduction(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def reduction(output: Any, *args: Any, reduce: bool | None = None, **options: Any) -> Any:
+        if reduce:
+            return getattr(sum_of_losses(output), name)(*args, **options)
+        return plain(output, *args, reduce=reduce, **options)
+
+    reduction.__name__ = name
+    reduction.__doc__ = f"With ``reduce=True`` the {name} of the objective; else of each entry."
+    return reduction
+
+
+def _shown(output: TensorClass) -> str:
+    entries = ", ".join(
+        f"{key}={value.item():.6g}" if value.numel() == 1 else f"{key}=[{value.numel()} values]"
+        for key, value in output.items()
+        if isinstance(value, Tensor)
+    )
+    return f"{type(output).__name__}({entries})"
+
+
+@loss_output
 class GRPOLossOutput(TensorClass["nocast"]):
     """Terms and figures of :class:`~objectives.GRPOLoss`.
 
-    Figures are detached. Fractions and means are over the trained tokens of the window, so those
-    of its micro-batches add up; :meth:`combine` does so.
+    Figures are detached, and over the trained tokens of the call; :meth:`combine` gives those of a
+    window.
     """
 
     loss_objective: Tensor
@@ -64,10 +111,15 @@ class GRPOLossOutput(TensorClass["nocast"]):
     """Mean ratio; 1 on policy."""
     kept_fraction: Tensor
     """Tokens that no filter took out of the policy term."""
+    signal_fraction: Tensor
+    """Tokens whose advantage is not 0; where it is 0, only KL and entropy terms have a gradient."""
     num_active_tokens: Tensor
     """Trained tokens of this call."""
     num_sequences: Tensor
     """Rows of this call."""
+    num_rows_left_out: Tensor
+    """Of them, those that no policy can have sampled with the log-probs that they hold (NaN,
+    infinite or positive); nothing of them is trained."""
     entropy: Tensor | None = None
     """Mean entropy in nats, where it was asked for."""
     loss_entropy: Tensor | None = None
@@ -99,29 +151,10 @@ class GRPOLossOutput(TensorClass["nocast"]):
         Raises:
             ValueError: there are no outputs.
         """
-        if not outputs:
-            raise ValueError("combine needs at least one output.")
-        dicts = [
-            {str(key): value.detach() for key, value in output.items() if value is not None}
-            for output in outputs
-        ]
-        names = dict.fromkeys(name for one in dicts for name in one)
-        total = {
-            name: torch.stack([one[name] for one in dicts if name in one]).sum(0) for name in names
-        }
-        # ESS = (sum w)^2 / (n sum w^2): recover both sums of each part from its mean and ESS.
-        squares = torch.stack(
-            [
-                one["ratio_mean"].square() / (one["num_active_tokens"].clamp(min=1) * one["ESS"])
-                for one in dicts
-            ]
-        ).sum()
-        count = total["num_active_tokens"]
-        fraction = total["ratio_mean"].square() / (count.clamp(min=1) * squares)
-        total["ESS"] = torch.where(count > 0, fraction, torch.ones_like(fraction))
-        return make_output(cls, total)
+        return combine_outputs(cls, outputs)
 
 
+@loss_output
 class SFTLossOutput(TensorClass["nocast"]):
     """Terms and figures of :class:`~objectives.SFTLoss`."""
 
@@ -131,7 +164,7 @@ class SFTLossOutput(TensorClass["nocast"]):
     num_sequences: Tensor
     """Rows of this call."""
     nll: Tensor
-    """Mean negative log-likelihood, in nats per token of the window; detached."""
+    """Mean negative log-likelihood, in nats per token; detached."""
     loss_kl_to_ref: Tensor | None = None
     kl_to_ref: Tensor | None = None
     """Mean KL estimate to the reference, in nats per token; detached."""
@@ -140,13 +173,29 @@ class SFTLossOutput(TensorClass["nocast"]):
         """The objective: the sum of the ``loss_*`` entries."""
         return sum_of_losses(self)
 
+    @classmethod
+    def combine(cls, outputs: Sequence[SFTLossOutput]) -> SFTLossOutput:
+        """The output of a whole window from those of its micro-batches, detached.
 
+        Args:
+            outputs: at least one, each computed with the window's counts (``window=``).
+
+        Returns:
+            What one call on all rows would have given.
+
+        Raises:
+            ValueError: there are no outputs.
+        """
+        return combine_outputs(cls, outputs)
+
+
+@loss_output
 class DistillationLossOutput(TensorClass["nocast"]):
     """Terms and figures of :class:`~objectives.DistillationLoss`."""
 
     loss_distill: Tensor
     kl_to_teacher: Tensor
-    """Mean KL estimate, in nats per token of the window; detached."""
+    """Mean KL estimate, in nats per token; detached."""
     num_active_tokens: Tensor
     """Trained tokens of this call."""
     num_sequences: Tensor
@@ -155,3 +204,18 @@ class DistillationLossOutput(TensorClass["nocast"]):
     def total(self) -> Tensor:
         """The objective: the sum of the ``loss_*`` entries."""
         return sum_of_losses(self)
+
+    @classmethod
+    def combine(cls, outputs: Sequence[DistillationLossOutput]) -> DistillationLossOutput:
+        """The output of a whole window from those of its micro-batches, detached.
+
+        Args:
+            outputs: at least one, each computed with the window's counts (``window=``).
+
+        Returns:
+            What one call on all rows would have given.
+
+        Raises:
+            ValueError: there are no outputs.
+        """
+        return combine_outputs(cls, outputs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -15,11 +14,12 @@ from objectives import functional as F
 from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.keys import SFTLossKeys
-from objectives.validation import check_coefficients, check_positive, one_of
 from torchrl_data.protocols import TokenScorer
+from torchrl_data.validation import NOT_NEGATIVE, POSITIVE, check_numbers, one_of
 
 from .base import TokenLoss
 from .outputs import SFTLossOutput, make_output
+from .token_options import TokenOptions, aggregation_name
 
 SFTFunction = Literal["sft", "minor_sft"]
 SFT_FUNCTIONS: Final[tuple[SFTFunction, ...]] = ("sft", "minor_sft")
@@ -28,6 +28,11 @@ _MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "seque
 
 class SFTLoss(TokenLoss[SFTLossKeys]):
     """Negative log-likelihood of the trained tokens, or minor SFT, with a KL to a reference.
+
+    Demonstrations become rows in which what the assistant says is trained::
+
+        conversations = encode_demonstrations(policy.encoder, chats)  # of torchrl_data
+        batch = lazy_stack(row_tensordicts(conversations))
 
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.protocols.TokenScorer`).
@@ -42,6 +47,7 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
         beta: of minor SFT.
         temperature: the logits are divided by it.
         read: entry names.
+        allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
     Raises:
         TypeError: the actor cannot score.
@@ -63,21 +69,29 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
         beta: float | None = None,
         temperature: float = 1.0,
         read: SFTLossKeys | None = None,
+        allow_empty: bool = False,
     ) -> None:
-        check_coefficients(kl_to_ref_coeff=kl_to_ref_coeff)
-        function = one_of("loss_function", loss_function, SFT_FUNCTIONS, {})
+        check_numbers("", NOT_NEGATIVE, kl_to_ref_coeff=kl_to_ref_coeff)
+        function = one_of("loss_function", loss_function, SFT_FUNCTIONS)
         minor = function == "minor_sft"
-        check_positive(beta=beta)
+        check_numbers("", POSITIVE, beta=beta)
         if beta is not None and not minor:
-            raise ValueError("beta goes with 'minor_sft': leave it out.")
-        super().__init__(
-            actor_network,
-            aggregation=aggregation or ("sequence_mean" if minor else "token_mean"),
-            aggregations=_MINOR_AGGREGATIONS if minor else F.AGGREGATIONS,
+            raise ValueError(f"beta={beta} goes with loss_function 'minor_sft': leave it out.")
+        aggregation = aggregation or ("sequence_mean" if minor else "token_mean")
+        if minor:
+            one_of("aggregation", aggregation_name(aggregation), _MINOR_AGGREGATIONS)
+        options = TokenOptions(
+            aggregation=aggregation,
             max_tokens=max_tokens,
             masking_strategy=masking_strategy,
             temperature=temperature,
+        )
+        super().__init__(
+            actor_network,
+            options,
+            temperature=temperature,
             read=read or SFTLossKeys(),
+            allow_empty=allow_empty,
         )
         self.loss_function: SFTFunction = function
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
@@ -102,34 +116,33 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
 
         Raises:
             MissingEntryError: an entry is missing.
-            ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
+            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or it
+                has no token to train.
         """
         batch, window = self._pack_window(tensordict, window)
-        active = torch.ones_like(batch.sampled)
         log_prob = self._score(batch).log_prob
         terms = {
             "loss_sft": self._objective(log_prob, batch, window),
-            "nll": -log_prob.detach().sum() / window.num_active_tokens,
+            "nll": F.token_mean(-log_prob.detach()),
             "num_active_tokens": log_prob.new_tensor(batch.num_targets).detach(),
             "num_sequences": log_prob.new_tensor(batch.num_rows).detach(),
         }
         if self.kl_to_ref_coeff is not None:
             reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
-            kl = F.kl_estimate(log_prob, reference, active)
-            terms["kl_to_ref"] = kl.detach().sum() / window.num_active_tokens
+            kl = F.kl_estimate(log_prob, reference)
+            terms["kl_to_ref"] = F.token_mean(kl.detach())
             reduced = self._reduce(kl, batch, window)
             terms["loss_kl_to_ref"] = self.kl_to_ref_coeff * reduced
         return make_output(SFTLossOutput, terms)
 
     def _objective(self, log_prob: Tensor, batch: PackedBatch, window: Window) -> Tensor:
-        active = torch.ones_like(batch.sampled)
         if self.loss_function == "sft":
-            return self._reduce(F.negative_log_likelihood(log_prob, active), batch, window)
+            return self._reduce(F.negative_log_likelihood(log_prob), batch, window)
         answer = F.sequence_mean if self.aggregation == "sequence_mean" else F.sequence_sum
         reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
         per_row = F.minor_sft(
-            answer(log_prob, active, batch.target_lengths),
-            answer(reference, active, batch.target_lengths),
+            answer(log_prob, lengths=batch.target_lengths),
+            answer(reference, lengths=batch.target_lengths),
             beta=self.beta,
         )
         trained = batch.target_lengths > 0

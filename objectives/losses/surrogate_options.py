@@ -1,20 +1,28 @@
 """The parts that :class:`~objectives.GRPOLoss` is put together from: settings, no arithmetic.
 
-Each surrogate maps its settings onto one function of :mod:`objectives.functional`.
+A surrogate is a function of :mod:`objectives.functional` with settings. It takes, by name, what it
+needs of :class:`PolicyTokens`; so can one of your own.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
+from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import ClassVar, Final, NamedTuple
+
+import torch
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.validation import check_numbers, check_positive
+from torchrl_data.validation import POSITIVE, check_numbers, one_of
+
+SurrogateFunction = Callable[..., F.Surrogate]
 
 
 class PolicyTokens(NamedTuple):
-    """What a surrogate may use; K trained tokens of B rows."""
+    """What a surrogate may take, by these names; K trained tokens of B rows."""
 
     log_ratio: Tensor
     """``[K]``, in nats, at the loss's ratio level."""
@@ -22,136 +30,115 @@ class PolicyTokens(NamedTuple):
     """``[K]``, in nats, differentiable."""
     advantage: Tensor
     """``[K]``."""
-    mask: Tensor
-    """bool ``[K]``."""
     lengths: Tensor
-    """int64 ``[B]``, summing to K."""
-    sampler_weight: Tensor | None
-    """``[K]``, the sampler correction; only for a surrogate that applies it itself."""
-
-
-@runtime_checkable
-class SurrogateSettings(Protocol):
-    """A surrogate: settings that can be called on tokens."""
-
-    takes_ratio_level: ClassVar[bool]
-    """Whether the ratio may be taken at sequence level (the others have their own)."""
-    applies_correction: ClassVar[bool]
-    """Whether the sampler correction goes inside instead of in front."""
-
-    def __call__(self, tokens: PolicyTokens) -> F.Surrogate:
-        """One loss value per token."""
-        ...
+    """int64 ``[B]``, summing to K. A surrogate that takes them has a sequence ratio of its own, so
+    ``log_ratio`` is that of the token."""
+    sampler_log_ratio: Tensor | None = None
+    """``[K]``, the log of the sampler correction. A surrogate that takes it applies it itself; for
+    the others the loss is multiplied by the correction."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedSurrogate:
-    """:func:`~objectives.functional.clipped_surrogate` (GRPO, DAPO, GSPO, ...)."""
+class SurrogateSettings:
+    """Base of the settings of a surrogate; they are tried on no tokens when they are made."""
 
-    takes_ratio_level: ClassVar[bool] = True
-    applies_correction: ClassVar[bool] = False
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    function: ClassVar[SurrogateFunction]
+
+    def __post_init__(self) -> None:
+        none, no_rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+        tokens, function = PolicyTokens(none, none, none, no_rows), self.bind()
+        apply_surrogate(function, surrogate_inputs(function), tokens)
+
+    def bind(self) -> SurrogateFunction:
+        """The function with these settings; None leaves a setting at the function's default."""
+        return partial(
+            self.function, **{name: x for name, x in asdict(self).items() if x is not None}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedSurrogate(SurrogateSettings):
+    """:func:`~objectives.functional.clipped_surrogate` (GRPO, DAPO, GSPO, ...).
+
+    Args:
+        clip_low: None for ``clip_epsilon`` of the loss, 0.2 unless it says otherwise.
+        clip_high: None as well.
+        ratio_cap: dual clip ("delta"): bounds the loss of a bad token with a large ratio.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    function: ClassVar[SurrogateFunction] = staticmethod(F.clipped_surrogate)
+    clip_low: float | None = None
+    clip_high: float | None = None
     ratio_cap: float | None = None
-    """Dual clip ("delta"): bounds the loss of a bad token with a large ratio."""
-
-    def __call__(self, tokens: PolicyTokens) -> F.Surrogate:
-        """One loss value per token, ``[K]``."""
-        return F.clipped_surrogate(
-            tokens.log_ratio,
-            tokens.advantage,
-            tokens.mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            ratio_cap=self.ratio_cap,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CispoSurrogate:
-    """:func:`~objectives.functional.cispo`."""
+class CispoSurrogate(SurrogateSettings):
+    """:func:`~objectives.functional.cispo`.
 
-    takes_ratio_level: ClassVar[bool] = True
-    applies_correction: ClassVar[bool] = False
+    Args:
+        max_ratio: a bound on the ratio itself, not an epsilon.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+
+    function: ClassVar[SurrogateFunction] = staticmethod(F.cispo)
     max_ratio: float = 5.0
-    """A bound on the ratio itself, not an epsilon."""
-
-    def __call__(self, tokens: PolicyTokens) -> F.Surrogate:
-        """One loss value per token, ``[K]``."""
-        return F.cispo(
-            tokens.log_ratio,
-            tokens.log_prob,
-            tokens.advantage,
-            tokens.mask,
-            max_ratio=self.max_ratio,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SapoSurrogate:
-    """:func:`~objectives.functional.sapo`."""
+class SapoSurrogate(SurrogateSettings):
+    """:func:`~objectives.functional.sapo`.
 
-    takes_ratio_level: ClassVar[bool] = True
-    applies_correction: ClassVar[bool] = False
+    Args:
+        temperature_positive: where the advantage is above 0.
+        temperature_negative: elsewhere.
+
+    Raises:
+        ValueError: one is not positive.
+    """
+
+    function: ClassVar[SurrogateFunction] = staticmethod(F.sapo)
     temperature_positive: float = 1.0
     temperature_negative: float = 1.05
 
-    def __call__(self, tokens: PolicyTokens) -> F.Surrogate:
-        """One loss value per token, ``[K]``."""
-        return F.sapo(
-            tokens.log_ratio,
-            tokens.advantage,
-            tokens.mask,
-            temperature_positive=self.temperature_positive,
-            temperature_negative=self.temperature_negative,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class VespoSurrogate:
-    """:func:`~objectives.functional.vespo`."""
+class VespoSurrogate(SurrogateSettings):
+    """:func:`~objectives.functional.vespo`.
 
-    takes_ratio_level: ClassVar[bool] = False
-    applies_correction: ClassVar[bool] = True
+    Args:
+        positive: (k, lambda) where the advantage is at least 0.
+        negative: (k, lambda) where it is below 0.
+
+    Raises:
+        ValueError: one is negative.
+    """
+
+    function: ClassVar[SurrogateFunction] = staticmethod(F.vespo)
     positive: tuple[float, float] = (2.0, 3.0)
-    """(k, lambda) where the advantage is at least 0."""
     negative: tuple[float, float] = (3.0, 2.0)
-    """(k, lambda) where it is below 0."""
-
-    def __call__(self, tokens: PolicyTokens) -> F.Surrogate:
-        """One loss value per token, ``[K]``."""
-        weight = tokens.sampler_weight
-        return F.vespo(
-            tokens.log_ratio,
-            tokens.log_prob,
-            tokens.advantage,
-            tokens.mask,
-            tokens.lengths,
-            positive=self.positive,
-            negative=self.negative,
-            sampler_log_ratio=None if weight is None else weight.log(),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GmpoSurrogate:
-    """:func:`~objectives.functional.gmpo`; the bounds are on the log-ratio."""
+class GmpoSurrogate(SurrogateSettings):
+    """:func:`~objectives.functional.gmpo`; the bounds are on the log-ratio.
 
-    takes_ratio_level: ClassVar[bool] = False
-    applies_correction: ClassVar[bool] = False
-    clip_low: float = 0.4
-    clip_high: float = 0.4
+    Args:
+        clip_low: None for ``clip_epsilon`` of the loss, 0.4 unless it says otherwise.
+        clip_high: None as well.
 
-    def __call__(self, tokens: PolicyTokens) -> F.Surrogate:
-        """One loss value per token, ``[K]``."""
-        return F.gmpo(
-            tokens.log_ratio,
-            tokens.advantage,
-            tokens.mask,
-            tokens.lengths,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
+    Raises:
+        ValueError: one is negative.
+    """
+
+    function: ClassVar[SurrogateFunction] = staticmethod(F.gmpo)
+    clip_low: float | None = None
+    clip_high: float | None = None
 
 
 SURROGATES: Final[Mapping[str, type[SurrogateSettings]]] = {
@@ -163,35 +150,67 @@ SURROGATES: Final[Mapping[str, type[SurrogateSettings]]] = {
 }
 
 
+def surrogate_inputs(function: SurrogateFunction) -> frozenset[str]:
+    """Which of :class:`PolicyTokens` a surrogate takes; it may need nothing else."""
+    names: set[str] = set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in PolicyTokens._fields:
+            names.add(name)
+        elif parameter.default is parameter.empty:
+            raise TypeError(
+                f"surrogate: {function!r:.80} needs {name!r}. A surrogate takes, by name, any of "
+                f"{PolicyTokens._fields}; bind other settings with functools.partial."
+            )
+    return frozenset(names)
+
+
+def apply_surrogate(
+    function: SurrogateFunction, inputs: Iterable[str], tokens: PolicyTokens
+) -> F.Surrogate:
+    """Call a surrogate with what it takes."""
+    return function(**{name: getattr(tokens, name) for name in inputs})
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenFilters:
     """Which trained tokens the policy term leaves out; None (or False) leaves a filter off.
 
     They make the term 0 there and leave the counts that it is divided by alone.
+
+    Args:
+        trust_region: in nats: :func:`~objectives.functional.trust_region_mask` (KL-mask).
+        top_entropy_fraction: :func:`~objectives.functional.high_entropy_mask`.
+        off_policy_threshold: in nats: :func:`~objectives.functional.off_policy_sequence_mask`.
+        drop_truncated: :func:`~objectives.functional.overlong_mask`.
+
+    Raises:
+        ValueError: a threshold is out of range.
     """
 
     trust_region: float | None = None
-    """In nats: :func:`~objectives.functional.trust_region_mask` (KL-mask)."""
     top_entropy_fraction: float | None = None
-    """:func:`~objectives.functional.high_entropy_mask`."""
     off_policy_threshold: float | None = None
-    """In nats: :func:`~objectives.functional.off_policy_sequence_mask`."""
     drop_truncated: bool = False
-    """:func:`~objectives.functional.overlong_mask`."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            trust_region=self.trust_region, top_entropy_fraction=self.top_entropy_fraction
-        )
-        check_numbers(off_policy_threshold=self.off_policy_threshold)
-        fraction = self.top_entropy_fraction
-        if fraction is not None and fraction > 1:
-            raise ValueError(f"top_entropy_fraction must lie in (0, 1], got {fraction}.")
+        check_numbers("TokenFilters", POSITIVE, trust_region=self.trust_region)
+        check_numbers("TokenFilters", "(0, 1]", top_entropy_fraction=self.top_entropy_fraction)
+        check_numbers("TokenFilters", off_policy_threshold=self.off_policy_threshold)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerCorrection:
-    """Settings of :func:`~objectives.functional.sampler_correction`."""
+    """Settings of :func:`~objectives.functional.sampler_correction`.
+
+    Args:
+        level: ``"token"`` or ``"sequence"``.
+        mode: ``"truncate"`` or ``"mask"``.
+        upper: highest weight.
+        lower: lowest weight.
+
+    Raises:
+        ValueError: a name is unknown, or the bounds are not ``0 <= lower <= 1 <= upper``.
+    """
 
     level: F.CorrectionLevel = "token"
     mode: F.CorrectionMode = "truncate"
@@ -199,9 +218,10 @@ class SamplerCorrection:
     lower: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.level not in F.CORRECTION_LEVELS:
-            raise ValueError(f"level must be one of {F.CORRECTION_LEVELS}, got {self.level!r}.")
-        if self.mode not in F.CORRECTION_MODES:
-            raise ValueError(f"mode must be one of {F.CORRECTION_MODES}, got {self.mode!r}.")
+        one_of("level", self.level, F.CORRECTION_LEVELS, who="SamplerCorrection")
+        one_of("mode", self.mode, F.CORRECTION_MODES, who="SamplerCorrection")
         if not 0 <= self.lower <= 1 <= self.upper:
-            raise ValueError(f"Bounds must be 0 <= lower <= 1 <= upper: {self.lower}, {self.upper}")
+            raise ValueError(
+                "SamplerCorrection: bounds must be 0 <= lower <= 1 <= upper, got "
+                f"lower={self.lower} and upper={self.upper}."
+            )

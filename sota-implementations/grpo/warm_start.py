@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 
 from objectives import SFTLoss
-from torchrl_data.conversation.conversations import Message, Source
-from torchrl_data.keys import ASSISTANT_MASK, TOKENS_FULL
+from torchrl_data import encode_demonstrations, row_tensordicts
+from torchrl_data.conversation.messages import Message
 from torchrl_modules import TransformersWrapper
 
 
@@ -31,12 +31,7 @@ def warm_start(
         learning_rate: of AdamW, falling to 0 along a cosine.
         on_step: told the step and its loss, in nats per token.
     """
-    rows = []
-    for ids, sources in policy.encoder.encode_chats(demonstrations):
-        row = TensorDict({}, batch_size=[])
-        row.set(TOKENS_FULL, torch.tensor(ids))
-        row.set(ASSISTANT_MASK, torch.tensor([source == Source.MODEL for source in sources]))
-        rows.append(row)
+    rows = row_tensordicts(encode_demonstrations(policy.encoder, demonstrations))
     loss_module = SFTLoss(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(

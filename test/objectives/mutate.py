@@ -1,7 +1,10 @@
-"""Mutation test of ``objectives/functional``: change the code in small ways, see the tests fail.
+"""Mutation test of ``objectives``: change the code in small ways, see the tests fail.
 
-    python test/objectives/mutate.py             # all mutants
-    python test/objectives/mutate.py ratios.py   # those of one file
+    python test/objectives/mutate.py               # all mutants of objectives/functional
+    python test/objectives/mutate.py ratios.py     # those of one file
+    python test/objectives/mutate.py packed_batch.py:_targets   # of one function or method
+
+Files of ``batching`` and ``advantages`` are tested when they are named.
 
 Each mutant is one change of one expression (an operator, a comparison, a number, a mask that is
 not applied, a ``detach`` that is left out). It lives in a copy of the tree, and is tested in a
@@ -27,8 +30,19 @@ import pytest
 import torch  # noqa: F401  (so that every fork has it)
 
 ROOT = Path(__file__).parents[2]
-FOLDER = Path("objectives") / "functional"
-TESTS = ("test_golden.py", "test_functional_reference.py", "test_advantages_reference.py")
+FUNCTIONAL = (
+    "functional/test_golden.py",
+    "functional/test_functional_reference.py",
+    "functional/test_advantages_reference.py",
+    "functional/test_no_mask.py",
+)
+# The tests of a file by folder; those of a file that is named here are its own.
+TESTS = {
+    "functional": FUNCTIONAL,
+    "batching": ("test_grpo_loss.py", "test_micro_batches.py", "test_unfit_rows.py"),
+    "advantages": ("test_mc_advantage.py", "test_advantage_estimators.py", "test_unfit_rows.py"),
+    "non_finite_gate.py": ("test_non_finite_gate.py",),
+}
 OPTIONS = [
     *("-x", "-q", "--assert=plain", "-p", "no:cacheprovider"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
@@ -134,14 +148,27 @@ class Change(ast.NodeTransformer):
         return node
 
 
-def mutants(source):
-    """Every (line, what, new source) of a file."""
+def lines_of(source, function):
+    """The lines of a function or method of a file; of all of it without a name."""
+    if not function:
+        return range(1, len(source.splitlines()) + 1)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == function:
+            return range(node.lineno, node.end_lineno + 1)
+    sys.exit(f"No function {function!r} in the file.")
+
+
+def mutants(source, function=""):
+    """Every (line, what, new source) of a file, or of one of its functions."""
     lines = source.splitlines()
     marks = {i: MARK.search(line) for i, line in enumerate(lines, 1)}
     skip = {i: mark["kind"] for i, mark in marks.items() if mark}
     counter = Change(skip)
     counter.visit(ast.parse(source))
+    wanted = lines_of(source, function)
     for index, (line, what) in enumerate(counter.found):
+        if line not in wanted:
+            continue
         tree = Change(skip, index).visit(ast.parse(source))
         yield line, what, ast.unparse(ast.fix_missing_locations(tree))
 
@@ -151,11 +178,12 @@ def copy_tree(where):
     shutil.copytree(ROOT / "objectives", where / "objectives")
     shutil.copytree(ROOT / "test" / "objectives", where / "test" / "objectives")
     shutil.copy(ROOT / "pyproject.toml", where)
-    (where / "torchrl_data").symlink_to(ROOT / "torchrl_data")
+    for name in ("torchrl_data", "torchrl_modules"):
+        (where / name).symlink_to(ROOT / name)
 
 
-def survives(where, only=""):
-    """Whether the tests pass in a tree; in a forked process, its output thrown away."""
+def survives(where, names, only=""):
+    """Whether some tests pass in a tree; in a forked process, its output thrown away."""
     child = os.fork()
     if child == 0:
         used = int(time.process_time())
@@ -173,7 +201,7 @@ def survives(where, only=""):
         hypothesis.settings.load_profile("mutants")
         code = 1
         with contextlib.suppress(BaseException):
-            tests = [f"test/objectives/{name}" for name in TESTS]
+            tests = [f"test/objectives/{name}" for name in names]
             code = pytest.main([*tests, *OPTIONS, "-k", only])
         os._exit(int(code))
     _, status = os.waitpid(child, 0)
@@ -182,23 +210,33 @@ def survives(where, only=""):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", help="file names in objectives/functional")
-    chosen = parser.parse_args().files
+    parser.add_argument("files", nargs="*", help="names of files, with :function for a part")
+    chosen = dict(name.partition(":")[::2] for name in parser.parse_args().files)
 
     survivors, total = [], 0
+    paths = [
+        path
+        for folder in ("functional", "batching", "advantages")
+        for path in sorted((ROOT / "objectives" / folder).glob("*.py"))
+    ]
+    if unknown := chosen.keys() - {path.name for path in paths}:
+        sys.exit(f"No file {sorted(unknown)} in functional, batching or advantages.")
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)
         copy_tree(where)
-        if not survives(where):
-            sys.exit("The tests fail without any mutant.")
-        for path in sorted((ROOT / FOLDER).glob("*.py")):
-            if path.name == "__init__.py" or (chosen and path.name not in chosen):
+        for path in paths:
+            named = path.name in chosen if chosen else path.parent.name == "functional"
+            if path.name == "__init__.py" or not named:
                 continue
-            target = where / FOLDER / path.name
-            for line, what, source in mutants(path.read_text()):
+            tests = TESTS.get(path.name, TESTS[path.parent.name])
+            if not survives(where, tests):
+                sys.exit("The tests fail without any mutant.")
+            target = where / path.relative_to(ROOT)
+            for line, what, source in mutants(path.read_text(), chosen.get(path.name, "")):
                 target.write_text(source)
                 total += 1
-                if survives(where, NEAREST[path.name]) and survives(where):
+                nearest = NEAREST.get(path.name)
+                if (not nearest or survives(where, tests, nearest)) and survives(where, tests):
                     survivors.append(f"{path.name}:{line} {what}")
                     print("survived:", survivors[-1], flush=True)  # noqa: T201
             shutil.copy(path, target)

@@ -236,6 +236,27 @@ def test_masking_strategies_choose_these_tokens(make_scorer, make_row):
     assert counts["all"] == counts["generic"] == Window(8, 1)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_advantages_per_token_lie_at_their_tokens(make_scorer, make_batch, side):
+    """Each token has its own; padding holds others, so a shift of one would show."""
+    rows = [row.clone() for row in make_batch().unbind(0)]
+    for row in rows:
+        row["advantage"] = torch.linspace(-1, 1, len(row["tokens", "full"])).double()[:, None]
+    width = max(len(row["tokens", "full"]) for row in rows) + 2
+    padded = to_padded(
+        [row.exclude("advantage").set("advantage", torch.zeros(1, 1)) for row in rows], side=side
+    )
+    dense = torch.full((len(rows), width, 1), 7.0, dtype=torch.float64)
+    for index, row in enumerate(rows):
+        length = len(row["advantage"])
+        dense[index, slice(0, length) if side == "right" else slice(width - length, None)] = row[
+            "advantage"
+        ]
+    padded["advantage"] = dense
+    for options in ({}, {"masking_strategy": "response", "old_policy": "current"}):
+        check_same(run(make_scorer, padded, options), run(make_scorer, lazy_stack(rows), options))
+
+
 def test_per_token_advantages(make_scorer, make_batch):
     rows = make_batch().unbind(0)
     for row in rows:
@@ -297,7 +318,8 @@ def test_no_aggregation_gives_the_trained_tokens(make_scorer, make_batch):
 
 
 PRESETS = {
-    "GRPO": {"aggregation": "sequence_mean"},
+    "GRPO": {},
+    "OriginalGRPO": {"aggregation": "sequence_mean"},
     "BNPO": {"aggregation": "token_mean"},
     "DAPO": {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)},
     "DrGRPO": {"aggregation": "fixed_length"},
@@ -354,8 +376,8 @@ BAD_OPTIONS = {
     "temperature 0": ({"temperature": 0.0}, "temperature"),
     "clip that cispo would ignore": ({"surrogate": "cispo", "clip_epsilon": 0.2}, "no effect"),
     "clip given twice": (
-        {"surrogate": objectives.ClippedSurrogate(), "clip_epsilon": 0.2},
-        "settings",
+        {"surrogate": objectives.ClippedSurrogate(clip_low=0.1), "clip_epsilon": 0.2},
+        r"clip_epsilon=0.2 and ClippedSurrogate\(clip_low=0.1.* once",
     ),
     "max_tokens without its aggregation": ({"max_tokens": 9}, "fixed_length"),
     "fixed_length without max_tokens": ({"aggregation": "fixed_length"}, "max_tokens"),
@@ -388,15 +410,7 @@ BAD_OPTIONS = {
         r"sampler_correction takes SamplerCorrection",
     ),
     "names as a dictionary": ({"read": {"advantage": "credit"}}, "read takes TokenKeys"),
-    "surrogate of another kind": ({"surrogate": 3}, "surrogate takes SurrogateSettings"),
-    "infinite gate": (
-        {"surrogate": objectives.SapoSurrogate(temperature_positive=math.inf)},
-        "temperature_positive",
-    ),
-    "NaN in vespo": (
-        {"surrogate": objectives.VespoSurrogate(positive=(math.nan, 3.0))},
-        "positive",
-    ),
+    "surrogate of another kind": ({"surrogate": 3}, "surrogate takes one of .*got 3"),
     "NaN bound of gmpo": ({"surrogate": "gmpo", "clip_epsilon": math.nan}, "clip_low"),
     "trust region given twice": (
         {"kl_mask_threshold": 0.1, "filters": TokenFilters(trust_region=0.2)},
@@ -426,7 +440,16 @@ def test_bad_parts_raise_at_construction():
             TokenFilters(**bad)
     with pytest.raises(ValueError, match="lower"):
         SamplerCorrection(upper=0.5)
-    with pytest.raises(TypeError, match="clip_eps"):
+    for kind, bad in (
+        (objectives.SapoSurrogate, {"temperature_positive": math.inf}),
+        (objectives.VespoSurrogate, {"positive": (math.nan, 3.0)}),
+        (objectives.CispoSurrogate, {"max_ratio": 0.2}),
+        (objectives.ClippedSurrogate, {"ratio_cap": 1.1}),
+        (objectives.GmpoSurrogate, {"clip_low": -0.1}),
+    ):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            kind(**bad)
+    with pytest.raises(TypeError, match=r"DAPO has no setting 'clip_eps'. Did you mean 'clip_ep"):
         objectives.DAPO(None, clip_eps=0.2)
 
 

@@ -161,6 +161,31 @@ def test_bounds_on_the_mean_drop_groups():
     assert transform.stats.rows_dropped_bounds == 2
 
 
+@pytest.mark.parametrize("bound", [0.5, 0.0, 1.0], ids=["half", "none solved", "all solved"])
+def test_a_group_on_a_bound_is_dropped(bound):
+    """The bounds themselves lie outside, the lower as the upper."""
+    rewards = {0.5: (0.0, 1.0), 0.0: (0.0, 0.0), 1.0: (1.0, 1.0)}[bound]
+    rows = [(1, reward) for reward in rewards]
+    for bounds in ((bound, 2.0), (-1.0, bound)):
+        assert run(MCAdvantage(2, keep_return_bounds=bounds), *rows) == {}
+    assert run(MCAdvantage(2, keep_return_bounds=(bound - 0.1, bound + 0.1)), *rows)
+
+
+def test_refills_of_one_group_add_up():
+    """Two rows that could not be scored, then a whole group without a signal: 2, then 3 more."""
+    transform = MCAdvantage(3, unscorable="refill", zero_variance="refill")
+    assert run(transform, (1, math.nan), (1, math.inf), (1, 0.5), (2, math.nan)) == {}
+    assert transform.take_refills() == {1: 2, 2: 1}
+    assert run(transform, (1, math.nan), (1, 0.5), (1, 0.5)) == {}
+    assert transform.take_refills() == {1: 1 + 3}
+
+
+def test_a_smaller_group_that_expires_flat_is_refilled_whole():
+    transform = MCAdvantage(3, zero_variance="refill", max_pending_groups=1, on_expiry="release")
+    assert run(transform, (1, 0.5), (1, 0.5), (2, 0.0)) == {}
+    assert transform.take_refills() == {1: 3}
+
+
 def test_scales_and_leave_one_out(slow):
     rewards, groups = [0.0, 1.0, 4.0, 2.0], [1, 1, 2, 2]
     rows = list(zip(groups, rewards, strict=True))

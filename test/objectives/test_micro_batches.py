@@ -17,7 +17,8 @@ from objectives import (
     SFTLoss,
     TokenFilters,
 )
-from torchrl_modules import TransformersWrapper
+from objectives.batching.packed_batch import pack_batch
+from objectives.keys import GRPOLossKeys
 
 
 def make_packed(lengths, target_lengths):
@@ -34,6 +35,7 @@ def make_packed(lengths, target_lengths):
         target_lengths=torch.tensor(target_lengths, dtype=torch.int64),
         sampled=torch.ones(len(entry), dtype=torch.bool),
         entries={"advantage": torch.tensor(entry, dtype=torch.float32)},
+        left_out=torch.zeros(len(lengths), dtype=torch.bool),
     )
 
 
@@ -203,49 +205,10 @@ def test_no_option_of_the_loss_depends_on_the_split(make_scorer, make_batch, opt
             )
 
 
-def with_padding(row, width, *, real):
-    """The row padded on the right; ``real`` False makes all of it padding."""
-    length = len(row["tokens", "full"])
-    padded = TensorDict({"advantage": row["advantage"]})
-    for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")):
-        padded[key] = torch.cat([row[key], row[key].new_zeros(width - length)])
-    padded["masks", "all_attention_mask"] = (torch.arange(width) < length) & real
-    return padded
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["rows of 0 tokens", "all-False masks"])
-def test_empty_rows_count_and_harm_nothing(make_tiny_model, chatml_tokenizer, make_row, padded):
-    """With the real scorer, which takes no empty sequence."""
-    actor = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
-    loss = GRPOLoss(actor, aggregation="sequence_mean")
-    full = [make_row(i, advantage=1.0 - i) for i in range(2)]
-    if padded:
-        empty = [with_padding(full[0], 12, real=False)] * 2
-        full = [with_padding(row, 12, real=True) for row in full]
-    else:
-        empty = [make_row(9, prompt=0, turns=(), advantage=1.0)] * 2
-    stack = torch.stack if padded else lazy_stack
-    got = loss(stack([empty[0], full[0], empty[1], full[1]]))
-    want = loss(stack(full))
-    torch.testing.assert_close(got.loss_objective * 2, want.loss_objective)
-    assert got.num_sequences.item() == 4
-    alone = loss(stack(empty))
-    alone.total().backward()
-    assert (alone.total().item(), alone.num_sequences.item()) == (0, 2)
-
-
-def test_an_id_beyond_the_vocabulary_is_named(make_tiny_model, chatml_tokenizer, make_row):
-    actor = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer)
-    rows = [make_row(i, advantage=1.0) for i in range(3)]
-    rows[1]["tokens", "full"][4] = 10**6
-    with pytest.raises(ValueError, match="token 4 of sequence 1 has the id 1000000"):
-        GRPOLoss(actor)(lazy_stack(rows))
-
-
 @pytest.mark.parametrize("loss", [GRPOLoss, SFTLoss, DistillationLoss])
 @pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "padded"])
 def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):
-    module = loss(make_scorer())
+    module = loss(make_scorer(), **({} if loss is GRPOLoss else {"allow_empty": True}))
     batch = make_batch()[:0] if ragged else TensorDict({("tokens", "full"): torch.ones(0, 5)}, [0])
     packed = module.pack(batch)
     window = module.measure_window(batch)
@@ -256,3 +219,14 @@ def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):
         assert output.total().item() == 0
         assert output.num_sequences.item() == 0
         assert all(value.isfinite().all() for value in output.values() if value is not None)
+
+
+def test_a_response_begins_with_its_first_sampled_token(make_row):
+    """By hand: rows that begin with it, that sample one token, and that sample none."""
+    shapes = [(0, ((2, 2),)), (2, ((1, 3),)), (3, ()), (0, ((1, 0),)), (1, ((1, 1), (2, 1)))]
+    rows = [make_row(i, prompt=prompt, turns=turns) for i, (prompt, turns) in enumerate(shapes)]
+    packed = pack_batch(lazy_stack(rows), GRPOLossKeys(), "response", who="test")
+    found = [mask.int().tolist() for mask in packed.target_mask.split(packed.lengths.tolist())]
+    # The first token of a row has nothing before it that could predict it.
+    assert found == [[0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0], [0], [0, 1, 1, 1, 1, 1]]
+    assert packed.target_lengths.tolist() == [3, 4, 0, 0, 5]

@@ -135,3 +135,24 @@ def test_gradients_are_clipped_to_the_norm():
 def test_settings_out_of_range_raise(options, hint):
     with pytest.raises(ValueError, match=hint):
         NonFiniteGate(torch.optim.SGD([torch.zeros(1)], lr=1.0), **options)
+
+
+def test_a_step_of_which_every_gradient_is_0_changes_nothing(make_scorer, make_batch):
+    """No row has an advantage: momentum and weight decay alone would move the parameters."""
+    scorer = make_scorer()
+    loss = GRPOLoss(scorer)
+    optimizer = torch.optim.AdamW(scorer.parameters(), lr=0.1, weight_decay=0.1)
+    gate = NonFiniteGate(optimizer)
+    gate.backward(loss(make_batch()))
+    assert gate.step().skipped == ""
+    before = state_of(scorer.table, optimizer)
+    for _ in range(4):
+        flat = loss(make_batch(advantages=[0.0] * 6))
+        gate.backward(flat)
+        outcome = gate.step()
+        assert (outcome.skipped, outcome.grad_norm) == ("every gradient is 0", 0)
+        assert flat.signal_fraction == 0
+    assert_same_state(scorer.table, optimizer, before)
+    gate.backward(loss(make_batch()))
+    assert gate.step().skipped == ""
+    assert not torch.equal(scorer.table, before[0])

@@ -86,9 +86,12 @@ def test_micro_batches_add_up_and_an_empty_batch_is_0(make_scorer, make_batch, m
     window = Window(whole.num_active_tokens.item(), whole.num_sequences.item())
     parts = [loss(part, window=window).total() for part in batch.split(4)]
     torch.testing.assert_close(sum(parts), whole.total())
-    empty = loss(lazy_stack([make_row(0, turns=())]))
+    nothing = lazy_stack([make_row(0, turns=())])
+    empty = loss(nothing, window=window)  # of a window that trains something
     empty.total().backward()
     assert empty.total().item() == 0
+    with pytest.raises(ValueError, match=r"Loss: no token of the 1 rows is trained.*demonstration"):
+        loss(nothing)
 
 
 @pytest.mark.parametrize(

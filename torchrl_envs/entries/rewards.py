@@ -24,6 +24,9 @@ REWARD_ERRORS: Final = "reward_errors"
 TOKEN_REWARDS: Final = "token_rewards"
 """Rewards by token that wait for :func:`close_rewards`: a tensor ``[T]`` or ``None`` per row."""
 
+MOST_REWARD: Final = 1e30
+"""What lies beyond it is an error: float32, in which rewards are added up, ends at 3e38."""
+
 REWARD_KEYS: Final = frozenset(
     {REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_REWARDS, TOKEN_ENTRIES}
 )
@@ -197,6 +200,8 @@ def number_or_error(value: Any, who: str, nan_applies: bool = True) -> tuple[flo
     try:
         single = not isinstance(value, str | bytes) and getattr(value, "ndim", 0) == 0
         number = float(value) if single else None
+    except OverflowError:
+        return None, f"{who} gave a whole number beyond the range of floats"
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:
@@ -205,6 +210,8 @@ def number_or_error(value: Any, who: str, nan_applies: bool = True) -> tuple[flo
         return None, ""
     if not math.isfinite(number):
         return None, f"{who} gave {number}"
+    if abs(number) > MOST_REWARD:
+        return None, f"{who} gave {number}, and a reward lies within {MOST_REWARD:.0e}"
     return number, ""
 
 

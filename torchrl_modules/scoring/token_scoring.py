@@ -195,7 +195,8 @@ class PackedScorer:
         trie = self._trie(ids, lengths, target_mask)
         with packed_input():
             output = decoder(**_packed_inputs(trie), use_cache=False)
-        return output.last_hidden_state[0, trie.node[predictors]]
+        # Shared positions repeat: the backward of indexing would add them up in any order.
+        return output.last_hidden_state[0].index_select(0, trie.node[predictors])
 
     def _own_logits(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
@@ -205,11 +206,10 @@ class PackedScorer:
             inputs, keep = _padded_inputs(ids, lengths)
             return self.model(**inputs, use_cache=False).logits[keep][predictors].float()
         trie = self._trie(ids, lengths, target_mask)
+        nodes, shared = trie.node[predictors].unique(return_inverse=True)
         with packed_input():
-            output = self.model(
-                **_packed_inputs(trie), use_cache=False, logits_to_keep=trie.node[predictors]
-            )
-        return output.logits[0].float()
+            output = self.model(**_packed_inputs(trie), use_cache=False, logits_to_keep=nodes)
+        return output.logits[0].float().index_select(0, shared)
 
     def _trie(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> PrefixTrie:
         # What comes after the predictor of the last target of a sequence is needed by nobody.
