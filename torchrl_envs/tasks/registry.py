@@ -71,7 +71,7 @@ def unknown_task(name: str, known: Sequence[str]) -> str:
     )
 
 
-def make_task(name: str, *, seed: int = 0, **settings: Any) -> Task:
+def make_task(name: str, /, *, seed: int = 0, **settings: Any) -> Task:
     """A task by its name.
 
     Args:
