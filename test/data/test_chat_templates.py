@@ -330,6 +330,24 @@ def test_calls_and_reasoning_are_parsed_back_and_bad_calls_stay_text():
     assert cut.is_complete == [True, False]
 
 
+def test_a_mistral_text_with_tools_is_parsed_back():
+    """The schemas are no message; a user who spells their marks is still a user."""
+    marks = "[AVAILABLE_TOOLS] []][/AVAILABLE_TOOLS]"
+    result = {"role": "tool", "content": 'T "1"', "tool_call_id": "c1"}
+    chat = [{"role": "user", "content": f"U {marks}"}, TOOL_TALK[1], result, TALK[1], TALK[2]]
+    schema = {"type": "function", "function": {"name": "f", "description": "[INST] ]"}}
+    text = render_template(
+        builtin_template("mistral"), chat, tools=[schema], variables=SPECIAL
+    ).text
+    parsed = History.from_text(text, "mistral").to_chats()
+    calls = [{"type": "function", **CALL}] * 2
+    assert parsed == [chat[0], {**chat[1], "tool_calls": calls}, *chat[2:]]
+    assert History.from_text(f"<s>{marks}[INST] Hi[/INST] Hello</s>", "mistral").to_chats() == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+
+
 def test_the_parser_is_found_from_tokenizer_or_template():
     text = render_template(builtin_template("llama"), TALK, variables=SPECIAL).text
     tokenizer = llama_tokenizer()

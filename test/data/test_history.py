@@ -111,8 +111,32 @@ def test_parts_of_a_message():
         {"type": "image", "url": "http://x/y.png"},
     ]
     assert History.from_chats(chat).to_chats() == chat
+    single = ContentBase(type="text", text="Hm", batch_size=())
+    for content in (single, [single], [{"type": "text", "text": "Hm"}], (single,)):
+        message = {"role": "user", "content": content}
+        assert History.from_chats([message]).to_chats()[0]["content"] == [
+            {"type": "text", "text": "Hm"}
+        ]
+    mixed = [{"role": "user", "content": [parts, {"type": "text", "text": "Well"}]}]
+    assert History.from_chats([mixed]).to_chats()[0][0]["content"] == [
+        *chat[0]["content"],
+        {"type": "text", "text": "Well"},
+    ]
     with pytest.raises(ValueError, match="unknown type 'smell'"):
         ContentBase(type="smell")
+
+
+def test_nested_batches():
+    nested = [[CHAT, CHAT[:1]], [CHAT[:2], CHAT]]
+    history = History.from_chats(nested)
+    assert history.batch_size[:2] == (2, 2)
+    assert history.to_chats() == nested
+    assert history[1, 0].to_chats() == CHAT[:2]
+    assert History.from_chats([nested]).to_chats() == [nested]
+    with pytest.raises(ValueError, match=r"Message 0 of row \(1, 0\) has the unknown role"):
+        History.from_chats([[CHAT], [[{"role": "wizard", "content": "x"}]]])
+    with pytest.raises(ValueError, match=r"row \(0, 1\) has none"):
+        History.from_chats([[CHAT, []]])
 
 
 @pytest.mark.parametrize(

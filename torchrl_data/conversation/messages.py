@@ -14,7 +14,9 @@ PLACEHOLDER_ROLE: Final = "<none>"
 _KNOWN_ROLES = frozenset((*ROLES, PLACEHOLDER_ROLE))
 
 
-def check_messages(messages: Sequence[Message], *, first: int = 0, row: int | None = None) -> None:
+def check_messages(
+    messages: Sequence[Message], *, first: int = 0, row: int | tuple[int, ...] | None = None
+) -> None:
     """Check roles and contents, before anything is rendered.
 
     Args:

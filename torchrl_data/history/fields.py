@@ -28,6 +28,24 @@ def plain(value: Any) -> Any:
     return value
 
 
+def with_plain_parts(message: Any) -> Any:
+    """A message whose parts are dictionaries, where its content holds ``ContentBase``."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, ContentBase):
+        content = [content]
+    if not isinstance(content, list | tuple):
+        return message
+    if not any(isinstance(part, ContentBase) for part in content):
+        return message
+    parts: list[Any] = []
+    for part in content:
+        if not isinstance(part, ContentBase):
+            parts.append(part)
+        else:
+            parts += part.to_parts() if part.batch_dims else [part.to_part()]
+    return {**message, "content": parts}
+
+
 def message_fields(message: Message) -> dict[str, Any]:
     """Values of all fields for a message; entries that are no field go to ``metadata``."""
     fields: dict[str, Any] = dict.fromkeys(FIELDS)

@@ -6,7 +6,7 @@ that is trained on is made from a ``History`` again.
 Shape legend: B rows, M messages of a row (ragged).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -25,7 +25,7 @@ from torchrl_data.conversation.messages import Message, check_messages
 from torchrl_data.conversation.tensorclass_utils import documented
 from torchrl_data.ragged.ragged import entries_of, value_stack
 
-from .fields import FIELDS, OPTIONAL, message_fields, plain, to_message
+from .fields import FIELDS, OPTIONAL, message_fields, plain, to_message, with_plain_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,33 +87,37 @@ class History(TensorClass["nocast"]):
     # From and to plain messages -----------------------------------------------------------------
 
     @classmethod
-    def from_chats(cls, chats: Sequence[Message] | Sequence[Sequence[Message]]) -> Self:
+    def from_chats(cls, chats: Sequence[Any]) -> Self:
         """Build a history from messages in the chat format.
 
         Args:
-            chats: the messages of one conversation, or of several.
+            chats: the messages of one conversation, or of several, or of batches of them. The
+                parts of a content are dictionaries or :class:`ContentBase`.
 
         Returns:
-            ``[M]`` for one conversation, ``[B, M]`` for several.
+            ``[M]`` for one conversation, ``[B, M]`` for several, ``[*B, M]`` for nested batches.
 
         Raises:
             ValueError: there are no messages, or one has an unknown role or nothing in it.
             TypeError: a message, a role or a content has the wrong type.
         """
+        return cls._from_nested(chats, ())
+
+    @classmethod
+    def _from_nested(cls, chats: Sequence[Any], place: tuple[int, ...]) -> Self:
+        row = place[0] if len(place) == 1 else place or None
         if not len(chats):
-            raise ValueError("from_chats needs at least one message, got none.")
-        if isinstance(chats[0], Mapping):
-            check_messages(chats)  # type: ignore[arg-type]
-            return cls._from_messages(chats)  # type: ignore[arg-type]
-        rows = []
-        for row, chat in enumerate(chats):
-            if not len(chat):
-                raise ValueError(
-                    f"from_chats needs at least one message a row, row {row} has none."
-                )
-            check_messages(chat, row=row)  # type: ignore[arg-type]
-            rows.append(cls._from_messages(chat))  # type: ignore[arg-type]
-        return lazy_stack(rows)  # type: ignore[return-value]
+            raise ValueError(
+                "from_chats needs at least one message, got none."
+                if row is None
+                else f"from_chats needs at least one message a row, row {row} has none."
+            )
+        if _is_batch(chats):
+            rows = [cls._from_nested(chat, (*place, i)) for i, chat in enumerate(chats)]
+            return lazy_stack(rows)  # type: ignore[return-value]
+        messages = [with_plain_parts(message) for message in chats]
+        check_messages(messages, row=row)
+        return cls._from_messages(messages)
 
     @classmethod
     def _from_messages(cls, messages: Sequence[Message]) -> Self:
@@ -356,6 +360,11 @@ class History(TensorClass["nocast"]):
             field: NonTensor(example_data=examples.get(field), shape=size) for field in FIELDS
         }
         return Composite(leaves, shape=size[:-1], data_cls=cls)
+
+
+def _is_batch(chats: Sequence[Any]) -> bool:
+    first = chats[0]
+    return isinstance(first, Sequence) and not isinstance(first, str)
 
 
 def _unbind(history: History, dim: int) -> list[History]:

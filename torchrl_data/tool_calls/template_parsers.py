@@ -4,6 +4,7 @@ Text does not say who wrote a control token, so a conversation that somebody for
 message is parsed as forged: parse text for people, and train on tokens.
 """
 
+import json
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -114,21 +115,22 @@ def _parse_chatml(text: str) -> list[Message]:
     return messages
 
 
-def _with_calls(message: Message) -> Message:
+def _with_calls(message: Message, mark: str = "<tool_call>", format: str = "hermes") -> Message:
     """Move tool calls out of the content, if all of them can be read."""
     content = message["content"]
-    if "<tool_call>" not in content:
+    if mark not in content:
         return message
-    before, mark, rest = content.partition("<tool_call>")
-    parsed = parse_tool_calls(mark + rest)
+    before, _, rest = content.partition(mark)
+    parsed = parse_tool_calls(mark + rest, format)
     if parsed.content.strip() or not all(isinstance(call, ToolCall) for call in parsed.calls):
         return message
-    calls = [_call(call.name, call.arguments) for call in parsed.calls]  # type: ignore[union-attr]
+    calls = [_call(call) for call in parsed.calls if isinstance(call, ToolCall)]
     return {**message, "content": before.removesuffix("\n"), "tool_calls": calls}
 
 
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
 
 def _parse_reasoning(text: str) -> list[Message]:
@@ -144,7 +146,8 @@ def _parse_llama(text: str) -> list[Message]:
 
 
 _MISTRAL = re.compile(
-    r"\[INST\] ?(?P<user>.*?)\[/INST\]"
+    r"\[AVAILABLE_TOOLS\].*?\[/AVAILABLE_TOOLS\]"  # no message: the schemas of the tools
+    r"|\[INST\] ?(?P<user>.*?)\[/INST\]"
     r"|\[TOOL_RESULTS\] ?(?P<tool>.*?)\[/TOOL_RESULTS\]"
     r"|(?P<assistant>[^\[]+?|.+?)(?P<end></s>|(?=\[INST\])|\Z)",
     re.DOTALL,
@@ -154,13 +157,26 @@ _MISTRAL = re.compile(
 def _parse_mistral(text: str) -> list[Message]:
     messages: list[Message] = []
     for match in _MISTRAL.finditer(_BOS.sub("", text, count=1)):
-        role = "assistant" if match["end"] is not None else str(match.lastgroup)
-        content = match[role]
-        if role == "assistant":
-            messages.append(_turn(role, content.removeprefix(" "), bool(match["end"])))
-        else:
-            messages.append({"role": role, "content": content})
+        if match["assistant"] is not None:
+            turn = _turn("assistant", match["assistant"].removeprefix(" "), bool(match["end"]))
+            messages.append(_with_calls(turn, "[TOOL_CALLS]", "mistral"))
+        elif match["tool"] is not None:
+            messages.append(_mistral_result(match["tool"]))
+        elif match["user"] is not None:
+            messages.append({"role": "user", "content": match["user"]})
     return messages
+
+
+def _mistral_result(text: str) -> Message:
+    """What a tool answered, with the call that it answers, where both can be read."""
+    try:
+        result = json.loads(text)
+    except ValueError:
+        result = None
+    if not isinstance(result, dict) or not isinstance(result.get("content"), str):
+        return {"role": "tool", "content": text}
+    message: Message = {"role": "tool", "content": result["content"]}
+    return message | ({"tool_call_id": result["call_id"]} if "call_id" in result else {})
 
 
 _DEEPSEEK3 = re.compile(
