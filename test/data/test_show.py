@@ -16,6 +16,7 @@ from torchrl_data import (
     TextHistory,
     conversation_html,
     show_conversation,
+    show_messages,
 )
 
 
@@ -75,6 +76,26 @@ def test_a_history_shows_itself():
     text = out.file.getvalue()
     for shown in ("see", "[image: ...]", "(reasoning) hm", "-> look({'at': 1})", "tool (look)"):
         assert shown in text
+
+
+def test_a_reward_may_be_a_tensor_and_has_one_name_for_one_row_and_one_for_several():
+    """A reward as the entry of a batch has it, ``[1, 1]`` a row."""
+    _, state, _ = answered()
+    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+    out = console()
+    show_conversation(state, 0, reward=torch.full((1, 1), 0.5), console=out)
+    show_messages(chats[0], reward=torch.tensor(1.5), console=out)
+    History.from_chats(chats[0]).show(reward=2.5, console=out)
+    History.from_chats(chats).show(rewards=torch.tensor([3.5, 4.5]).view(2, 1, 1), console=out)
+    shown = [line for line in out.file.getvalue().splitlines() if line.startswith("reward")]
+    assert shown == [f"reward: {i}.5" for i in range(5)]
+    assert "reward: 5.5" in conversation_html(state, reward=torch.tensor([5.5]))
+    assert "reward: 6.5" in History.from_chats(chats[0]).to_html(reward=6.5)
+    for show in (History.from_chats(chats).show, History.from_chats(chats).to_html):
+        with pytest.raises(ValueError, match="2 rows, but 1 rewards"):
+            show(reward=1.0)
+        with pytest.raises(ValueError, match="either reward"):
+            show(reward=1.0, rewards=[1.0, 2.0])
 
 
 PAYLOADS = [
@@ -197,8 +218,11 @@ def test_a_text_history_is_shown_whatever_its_length(segments):
     history.show_tokens(chatml_tokenizer(), console=out)
     text = out.file.getvalue()
     assert all(f"part {i}" in text for i in range(segments))
-    assert "reward: 0" in text
+    assert "reward" not in text, "none was given"
     assert all(word in text for word in ("prompt", "system", "model"))
+    history.reward = 0.0
+    history.show_text(console=out)
+    assert "reward: 0" in out.file.getvalue()
 
 
 def test_a_text_history_of_a_conversation():
@@ -209,4 +233,5 @@ def test_a_text_history_of_a_conversation():
     assert history.system_spans == [True, False]
     assert history.last_text_segment == "Déjà vu 😀<|im_end|>"
     assert history.reward == 2.0
+    assert TextHistory.from_conversations(state, 0, tokenizer, reward=torch.ones(1)).reward == 1.0
     assert history.token_spans[1][1] - history.token_spans[1][0] == len(ids)

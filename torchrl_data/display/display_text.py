@@ -5,6 +5,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from torch import Tensor
+
 from torchrl_data.conversation.messages import Message
 
 if TYPE_CHECKING:
@@ -59,6 +61,19 @@ def _part_text(part: Any) -> str:
     if isinstance(part, dict):
         return str(part.get("text") or f"[{part.get('type', 'part')}: {part.get('url') or '...'}]")
     return str(part)
+
+
+def rewards_of_rows(reward: Any, rewards: Any, num_rows: int) -> list[float | None]:
+    """One reward per row, from ``reward`` (of a single row) or ``rewards`` (of each)."""
+    if reward is not None and rewards is not None:
+        raise ValueError("Give either reward, of a single conversation, or rewards, of each.")
+    if rewards is None:
+        rewards = [None] * num_rows if reward is None else [reward]
+    elif isinstance(rewards, Tensor):
+        rewards = rewards.reshape(-1)
+    if len(rewards) != num_rows:
+        raise ValueError(f"There are {num_rows} rows, but {len(rewards)} rewards.")
+    return [None if value is None else float(value) for value in rewards]
 
 
 def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Final
 
+from torch import Tensor
+
 from torchrl_data.conversation.conversations import Conversations, Source
 from torchrl_data.conversation.messages import Message
 
-from .display_text import message_text, message_title, token_texts
+from .display_text import message_text, message_title, rewards_of_rows, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,25 +43,31 @@ def _policy() -> str:
 
 
 def messages_html(
-    chats: Sequence[Sequence[Message]], *, rewards: Sequence[float | None] | None = None
+    chats: Sequence[Sequence[Message]],
+    *,
+    reward: float | Tensor | None = None,
+    rewards: Sequence[float | None] | Tensor | None = None,
 ) -> str:
     """A page of conversations by message.
 
     Args:
         chats: the messages of each row.
-        rewards: of each row.
+        reward: where there is one row.
+        rewards: of each row, or a tensor of as many elements.
 
     Raises:
         ValueError: there are not as many rewards as rows.
     """
-    return _page([_messages(chat) for chat in chats], rewards)
+    articles = [_messages(chat) for chat in chats]
+    return _page(articles, rewards_of_rows(reward, rewards, len(articles)))
 
 
 def conversation_html(
     conversations: Conversations,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    rewards: Sequence[float | None] | None = None,
+    reward: float | Tensor | None = None,
+    rewards: Sequence[float | None] | Tensor | None = None,
 ) -> str:
     """A page of conversations by message, and by token if there is a tokenizer.
 
@@ -67,7 +75,8 @@ def conversation_html(
         conversations: the rows to show.
         tokenizer: decodes the tokens; each shows its id, log-prob and policy version when pointed
             at.
-        rewards: of each row.
+        reward: where there is one row.
+        rewards: of each row, or a tensor of as many elements.
 
     Raises:
         ValueError: there are not as many rewards as rows.
@@ -78,7 +87,7 @@ def conversation_html(
         if tokenizer is not None:
             article += _tokens(conversations, row, tokenizer)
         articles.append(article)
-    return _page(articles, rewards)
+    return _page(articles, rewards_of_rows(reward, rewards, len(articles)))
 
 
 def _messages(messages: Sequence[Message]) -> str:
@@ -113,14 +122,10 @@ def _tokens(conversations: Conversations, row: int, tokenizer: "PreTrainedTokeni
     )
 
 
-def _page(articles: Sequence[str], rewards: Sequence[float | None] | None) -> str:
-    if rewards is None:
-        rewards = [None] * len(articles)
-    if len(rewards) != len(articles):
-        raise ValueError(f"There are {len(articles)} rows, but {len(rewards)} rewards.")
+def _page(articles: Sequence[str], rewards: Sequence[float | None]) -> str:
     body = "".join(
         f"<article><h2>Conversation {row}</h2>\n{article}"
-        + ("" if reward is None else f'<p class="reward">reward: {float(reward):g}</p>')
+        + ("" if reward is None else f'<p class="reward">reward: {reward:g}</p>')
         + "</article>\n"
         for row, (article, reward) in enumerate(zip(articles, rewards, strict=True))
     )

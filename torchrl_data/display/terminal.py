@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text as RichText
+from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations, Source
 from torchrl_data.conversation.messages import Message
@@ -41,13 +42,16 @@ def colour_legend(names: Iterable[tuple[str, str]]) -> RichText:
 
 
 def show_messages(
-    messages: Sequence[Message], *, reward: float | None = None, console: Console | None = None
+    messages: Sequence[Message],
+    *,
+    reward: float | Tensor | None = None,
+    console: Console | None = None,
 ) -> None:
     """Print messages, a panel each, coloured by role.
 
     Args:
         messages: in the chat format.
-        reward: printed at the end.
+        reward: printed at the end: a number, or a tensor of one element.
         console: where to print; a new one on standard output when not given.
     """
     legend = colour_legend((role, ROLE_STYLES[role]) for role in _LEGEND_ROLES)
@@ -59,7 +63,7 @@ def show_conversation(
     row: int = 0,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    reward: float | None = None,
+    reward: float | Tensor | None = None,
     console: Console | None = None,
 ) -> None:
     """Print a row: a panel per message, coloured by role, then its tokens and the reward.
@@ -68,7 +72,7 @@ def show_conversation(
         conversations: the snapshot that holds the row.
         row: which row.
         tokenizer: when given, the row's tokens are printed below, coloured by who wrote them.
-        reward: printed at the end.
+        reward: printed at the end: a number, or a tensor of one element.
         console: where to print; a new one on standard output when not given.
     """
     shown = _panels(conversations.messages(row))
@@ -105,6 +109,10 @@ def _panels(messages: Sequence[Message]) -> list[RenderableType]:
     ]
 
 
-def _print(shown: Sequence[RenderableType], reward: float | None, console: Console | None) -> None:
-    closing = [] if reward is None else [RichText(f"reward: {reward:g}", style="bold red")]
+def _print(
+    shown: Sequence[RenderableType], reward: float | Tensor | None, console: Console | None
+) -> None:
+    closing = []
+    if reward is not None:
+        closing.append(RichText(f"reward: {float(reward):g}", style="bold red"))
     (console or Console()).print(Group(*shown, *closing))

@@ -1,5 +1,6 @@
 """An episode as text segments: who wrote which part of the text and of the tokens."""
 
+import math
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
@@ -49,7 +50,7 @@ class TextHistory:
         self.completed = False
         self.truncated = False
         self.stop_reason = ""
-        self.reward = 0.0
+        self.reward = math.nan  # none was given
         self.reward_error = ""
         if text:
             self.append_segment(text, tokens, system=system)
@@ -61,7 +62,7 @@ class TextHistory:
         row: int,
         tokenizer: "PreTrainedTokenizerBase",
         *,
-        reward: float = 0.0,
+        reward: "float | Tensor | None" = None,
     ) -> "TextHistory":
         """The segments of a conversation: what the policy sampled, and everything else.
 
@@ -69,7 +70,7 @@ class TextHistory:
             conversations: the snapshot.
             row: which row.
             tokenizer: decodes the tokens.
-            reward: of the episode.
+            reward: of the episode, if it has one: a number, or a tensor of one element.
         """
         history = cls()
         ids = conversations.token_ids(row)
@@ -82,7 +83,7 @@ class TextHistory:
             text = str(tokenizer.decode(segment.tolist()))
             log_probs = all_log_probs[start - len(segment) : start]
             history.append_segment(text, segment, system=not sampled, log_probs=log_probs)
-        history.reward = reward
+        history.reward = math.nan if reward is None else float(reward)
         history.completed = not conversations.position(row).awaits_response
         return history
 
@@ -161,7 +162,7 @@ class TextHistory:
         return styles
 
     def show_text(self, *, show_legend: bool = False, console: Console | None = None) -> None:
-        """Print the text, coloured by who wrote it, and the reward once the episode has ended.
+        """Print the text, coloured by who wrote it, and the reward, if any, once it has ended.
 
         Args:
             show_legend: print the colours' meaning too.
@@ -205,7 +206,9 @@ class TextHistory:
         console = console or Console()
         console.print(Panel(text))
         if self.completed:
-            end = ", truncated" if self.truncated else ""
-            console.print(RichText(f"reward: {self.reward:g}{end}", style="bold red"))
+            said = [] if math.isnan(self.reward) else [f"reward: {self.reward:g}"]
+            said += ["truncated"] if self.truncated else []
+            if said:
+                console.print(RichText(", ".join(said), style="bold red"))
         if show_legend:
             self.show_colour_legend(console)

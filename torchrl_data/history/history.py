@@ -307,27 +307,48 @@ class History(TensorClass["nocast"]):
 
     # For people ---------------------------------------------------------------------------------
 
-    def show(self, *, reward: float | None = None, console: "Console | None" = None) -> None:
+    def show(
+        self,
+        *,
+        reward: float | torch.Tensor | None = None,
+        rewards: Sequence[float | None] | torch.Tensor | None = None,
+        console: "Console | None" = None,
+    ) -> None:
         """Print a conversation ``[M]``, or each of a batch, a panel per message.
 
         Args:
-            reward: printed at the end.
+            reward: of a single conversation, printed at its end.
+            rewards: of each conversation of a batch.
             console: where to print; a new one on standard output when not given.
+
+        Raises:
+            ValueError: there are not as many rewards as conversations.
         """
+        from torchrl_data.display.display_text import rewards_of_rows
         from torchrl_data.display.terminal import show_messages
 
-        for chat in self._rows():
-            show_messages(chat, reward=reward, console=console)
+        chats = self._rows()
+        for chat, value in zip(chats, rewards_of_rows(reward, rewards, len(chats)), strict=True):
+            show_messages(chat, reward=value, console=console)
 
-    def to_html(self, *, rewards: Sequence[float | None] | None = None) -> str:
+    def to_html(
+        self,
+        *,
+        reward: float | torch.Tensor | None = None,
+        rewards: Sequence[float | None] | torch.Tensor | None = None,
+    ) -> str:
         """One self-contained HTML page that runs nothing, whatever the messages spell.
 
         Args:
-            rewards: of each conversation.
+            reward: of a single conversation.
+            rewards: of each conversation of a batch.
+
+        Raises:
+            ValueError: there are not as many rewards as conversations.
         """
         from torchrl_data.display.html_page import messages_html
 
-        return messages_html(self._rows(), rewards=rewards)
+        return messages_html(self._rows(), reward=reward, rewards=rewards)
 
     def _rows(self) -> list[list[Message]]:
         chats: Any = self.to_chats()
