@@ -280,7 +280,18 @@ def _has_trained(names):
     assert all(p.isfinite().all() for p in names["policy"].parameters())
 
 
-CHECKS = {"README": _has_gradients, "losses": _has_trained}
+def _has_learnt_what_was_shown(names):
+    assert {state["step"].item() for state in names["optimizer"].state.values()} == {4.0}
+    told = [row["tokens", "full"][row["masks", "all_assistant_mask"]] for row in names["rows"]]
+    answers = [f"It is {n + 2}.<|im_end|>" for n in range(16)]
+    assert [names["tokenizer"].decode(ids) for ids in told] == answers
+
+
+CHECKS = {
+    "README": _has_gradients,
+    "losses": _has_trained,
+    "sft": _has_learnt_what_was_shown,
+}
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS)
