@@ -2,7 +2,11 @@
 
 import importlib.util
 import os
+import sys
 import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # references that several files compare with
 
 # Before torch and vLLM are imported, where the command line has not set them.
 for _name, _value in {

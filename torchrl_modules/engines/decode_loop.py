@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from torchrl_data.ragged.packed import pad
 from torchrl_modules.sampling.logit_warping import logits_warpers
 from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.sampling.token_history import TokenHistory, changed_logits, too_early
 
 from .protocol import Generation
 
@@ -40,8 +41,11 @@ class DecodeLoop:
         budgets: Sequence[int],
     ) -> None:
         self._model = model
-        self._greedy = params.temperature == 0
+        self._params = params
         self._warpers = logits_warpers(params)
+        self._generator = None
+        if params.seed is not None:
+            self._generator = torch.Generator(model.device).manual_seed(params.seed)
         self._budgets = torch.tensor(budgets, device=model.device)
         self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
         shape = (len(prompts), max(budgets))
@@ -63,6 +67,7 @@ class DecodeLoop:
         for step in range(int(self._budgets.max())):
             tokens = self._draw(step)
             is_stop = torch.isin(tokens, self._stops)
+            is_stop |= self._completes_stop_string(step)
             self._num_drawn[self._rows] += self._running
             self._stopped[self._rows] |= is_stop & self._running
             self._running &= ~is_stop & (step + 1 < self._budgets[self._rows])
@@ -109,28 +114,60 @@ class DecodeLoop:
         self._mask = mask[index]
         self._lengths = self._mask.sum(1)
         self._logits = output.logits[index, -1]
+        self._seen = self._counts = None
+        if self._params.penalises:
+            self._counts = torch.zeros(self._logits.shape, device=device)
+            self._seen = torch.zeros_like(self._counts, dtype=torch.bool)
+            for row, prompt in enumerate(prompts):
+                self._seen[row, torch.tensor(prompt, device=device)] = True
 
     def _draw(self, step: int) -> Tensor:
         """One token per batch element, int64 ``[A]``; keeps it and what is reported of it."""
         logits = self._logits.float()
-        scores = logits
-        for warper in self._warpers:
-            scores = warper(None, scores)  # type: ignore[arg-type]
-        log_p = torch.log_softmax(scores, -1)
+        log_p = self._log_probs(logits, step)
         p = log_p.exp()
-        tokens = log_p.argmax(-1, True) if self._greedy else torch.multinomial(p, 1)
+        greedy = self._params.temperature == 0
+        tokens = log_p.argmax(-1, True) if greedy else p.multinomial(1, generator=self._generator)
+        if self._seen is not None and self._counts is not None:
+            self._seen.scatter_(1, tokens, True)
+            self._counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
         self._ids[self._rows, step] = tokens.squeeze(1)
         self._figures["log_probs"][self._rows, step] = log_p.gather(1, tokens).squeeze(1)
         if "untempered_log_probs" in self._figures:
-            own = log_p if not self._warpers else torch.log_softmax(logits, -1)
+            is_own = self._params.is_own_softmax
+            own = log_p if is_own else torch.log_softmax(logits, -1)
             untempered = own.gather(1, tokens).squeeze(1)
             self._figures["untempered_log_probs"][self._rows, step] = untempered
         if "entropies" in self._figures:
             self._figures["entropies"][self._rows, step] = torch.special.entr(p).sum(-1)
         return tokens.squeeze(1)
 
+    def _log_probs(self, logits: Tensor, step: int) -> Tensor:
+        """Of the distribution that is drawn from, ``[A, V]``."""
+        scores = logits
+        if self._params.changes_logits:
+            drawn = torch.full((len(logits),), step, device=logits.device)
+            history = TokenHistory(drawn, self._seen, self._counts)
+            scores = changed_logits(logits, self._params, history)
+            banned = too_early(scores, self._params, history)
+            scores = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+        for warper in self._warpers:
+            scores = warper(None, scores)  # type: ignore[arg-type]
+        return torch.log_softmax(scores, -1)
+
+    def _completes_stop_string(self, step: int) -> Tensor:
+        ends = torch.zeros_like(self._running)
+        matcher = self._params.stop_matcher
+        if matcher is not None:
+            for element in self._running.nonzero().squeeze(1).tolist():
+                row = int(self._rows[element])
+                ends[element] = matcher.just_ended(self._ids[row, : step + 1].tolist())
+        return ends
+
     def _drop_ended(self, tokens: Tensor) -> Tensor:
         keep = self._running.nonzero().squeeze(1)
+        if self._seen is not None and self._counts is not None:
+            self._seen, self._counts = self._seen[keep], self._counts[keep]
         self._cache.batch_select_indices(keep)
         self._rows, self._mask = self._rows[keep], self._mask[keep]
         self._lengths, self._running = self._lengths[keep], self._running[keep]

@@ -105,13 +105,15 @@ class LLMWrapperBase(TensorDictModuleBase):
         )
         if requested.stop_token_ids is None:
             requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
-        beyond = [i for i in requested.stop_token_ids or () if i >= self.vocab_size]
-        if beyond:
-            raise ValueError(
-                f"{self._get_name()}: stop_token_ids {beyond} are not in the vocabulary of "
-                f"{self.vocab_size} tokens, so no turn would end with them."
-            )
-        self.sampling = requested
+        for name in ("stop_token_ids", "logit_bias"):
+            beyond = [i for i in getattr(requested, name) or () if i >= self.vocab_size]
+            if beyond:
+                raise ValueError(
+                    f"{self._get_name()}: {name} {beyond} are not in the vocabulary of "
+                    f"{self.vocab_size} tokens, so they would never be drawn."
+                )
+        self.sampling = requested.with_tokenizer(tokenizer)
+        getattr(engine, "check_sampling", _any_sampling)(self.sampling)
         self.num_samples = num_samples
         self.reads = PolicyInput(
             input_mode, self.encoder, vocab_size=self.vocab_size, who=self._get_name()
@@ -278,6 +280,10 @@ class LLMWrapperBase(TensorDictModuleBase):
         weights = {name: value.detach() for name, value in state_dict.items()}
         self.engine.update_weights(weights, version=version)
         return self.policy_version
+
+
+def _any_sampling(sampling: SamplingParameters) -> None:
+    """What an engine that says nothing refuses."""
 
 
 def _turn(generation: Generation, text: str) -> tuple[list[int], list[float], Message] | None:

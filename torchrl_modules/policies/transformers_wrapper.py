@@ -19,6 +19,7 @@ from torchrl_data.ragged.packed import pad
 from torchrl_modules.engines.transformers_engine import TransformersEngine
 from torchrl_modules.sampling.logit_warping import warped_log_softmax
 from torchrl_modules.sampling.params import SamplingParameters, untruncated
+from torchrl_modules.sampling.token_history import TargetHistory
 from torchrl_modules.scoring.distribution import TokenDistribution
 from torchrl_modules.scoring.token_scoring import PackedScorer
 
@@ -37,7 +38,8 @@ class TransformersWrapper(LLMWrapperBase):
         micro_batch_tokens: most tokens of one scoring pass when no gradient is needed.
         score_truncated: scores are those of the distribution that is sampled from, top-k, top-p
             and min-p included, so that with the sampler's weights they are the sampler's; a token
-            that was drawn is always in the distribution. ``False`` scores the whole softmax.
+            that was drawn is always in the distribution. ``False`` leaves no token out. Penalties,
+            a bias and ``min_tokens`` count in any case: a turn is a run of scored tokens.
         **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
@@ -113,8 +115,8 @@ class TransformersWrapper(LLMWrapperBase):
         )
 
     @property
-    def _truncation(self) -> SamplingParameters | None:
-        return self.sampling if self.score_truncated else None
+    def _truncation(self) -> SamplingParameters:
+        return self.sampling if self.score_truncated else untruncated(self.sampling)
 
     def score_packed(
         self,
@@ -127,8 +129,8 @@ class TransformersWrapper(LLMWrapperBase):
     ) -> TokenScores:
         """See :class:`torchrl_data.protocols.TokenScorer`.
 
-        The temperature is the caller's; top-k, top-p and min-p are those of the sampling
-        parameters, unless ``score_truncated`` is off.
+        The temperature is the caller's; penalties, top-k, top-p and min-p are those of the sampling
+        parameters, the last three unless ``score_truncated`` is off.
         """
         return self.scorer.score_packed(
             ids,
@@ -167,8 +169,9 @@ class TransformersWrapper(LLMWrapperBase):
         rows = self.reads.rows_to_score(tensordict)
         ids, lengths, mask = rows.packed()
         logits = self.scorer.logits(ids, lengths, mask)
-        params = self.sampling if self.score_truncated else untruncated(self.sampling)
-        log_p = warped_log_softmax(logits, params, ids[mask].to(logits.device))
+        ids, lengths, mask = (one.to(logits.device) for one in (ids, lengths, mask))
+        history = TargetHistory.of(ids, lengths, mask).read(logits.shape[1], self._truncation)
+        log_p = warped_log_softmax(logits, self._truncation, ids[mask], history)
         columns = _as_columns(rows.scored, rows.keep)
         return TokenDistribution(log_p, columns.reshape(*tensordict.batch_size, -1))
 

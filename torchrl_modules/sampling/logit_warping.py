@@ -1,4 +1,4 @@
-"""Temperature, min-p, top-k and top-p: the distribution that tokens are drawn from.
+"""The distribution that tokens are drawn from: penalties, temperature, min-p, top-k and top-p.
 
 They are applied in this order, which is vLLM's, each to what the one before has left.
 
@@ -19,19 +19,13 @@ from transformers.generation.logits_process import (
 )
 
 from .params import SamplingParameters
+from .token_history import TargetHistory, TokenHistory, changed_logits, too_early
 
 _TILE_BYTES = 32 << 20
 
 
 def logits_warpers(params: SamplingParameters) -> list[LogitsProcessor]:
-    """What turns a model's logits into those that are sampled from.
-
-    Args:
-        params: the distribution; temperature 0 stands for 1.
-
-    Returns:
-        Processors of Transformers; none for the model's own softmax.
-    """
+    """Processors of Transformers for the temperature (0 stands for 1), min-p, top-k and top-p."""
     warpers: list[LogitsProcessor] = []
     if params.temperature not in (0.0, 1.0):
         warpers.append(TemperatureLogitsWarper(params.temperature))
@@ -45,7 +39,10 @@ def logits_warpers(params: SamplingParameters) -> list[LogitsProcessor]:
 
 
 def warped_log_softmax(
-    logits: Tensor, params: SamplingParameters, targets: Tensor | None = None
+    logits: Tensor,
+    params: SamplingParameters,
+    targets: Tensor | None = None,
+    history: TokenHistory | None = None,
 ) -> Tensor:
     """Log-probabilities of the distribution that is sampled from.
 
@@ -55,16 +52,21 @@ def warped_log_softmax(
         targets: int64 ``[K]``: tokens that are kept whatever their probability. They were drawn,
             so they were kept then; the weights may have moved since, and a log-prob of minus
             infinity would have no gradient to bring them back.
+        history: what came before each position; needed if ``params.changes_logits``.
 
     Returns:
         ``[K, V]``, minus infinity where a token is left out; which ones is never differentiated.
     """
+    left_out = None
+    if history is not None and params.changes_logits:
+        logits = changed_logits(logits, params, history)
+        left_out = too_early(logits, params, history)
     temperature = params.temperature or 1.0
     tempered = logits / temperature if temperature != 1.0 else logits
-    if not params.truncates:
+    if not params.truncates and left_out is None:
         return torch.log_softmax(tempered, -1)
     with torch.no_grad():
-        warped = logits
+        warped = logits if left_out is None else logits.masked_fill(left_out, -torch.inf)
         for warper in logits_warpers(params):
             warped = warper(None, warped)  # type: ignore[arg-type]
         left_out = warped == -torch.inf
@@ -74,55 +76,46 @@ def warped_log_softmax(
 
 
 def warped_log_prob(
-    logits: Tensor, targets: Tensor, params: SamplingParameters
+    logits: Tensor,
+    targets: Tensor,
+    params: SamplingParameters,
+    history: TokenHistory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target under the distribution that is sampled from, and its entropy.
-
-    Args:
-        logits: ``[K, V]``.
-        targets: int64 ``[K]``.
-        params: the distribution.
-
-    Returns:
-        ``[K]`` each, in nats, differentiable.
-    """
-    log_p = warped_log_softmax(logits, params, targets)
+    """Log-prob of each target under :func:`warped_log_softmax`, and the entropy, ``[K]`` each."""
+    log_p = warped_log_softmax(logits, params, targets, history)
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy
 
 
-def truncated_head_log_prob(
+def warped_head_log_prob(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     params: SamplingParameters,
     *,
     bias: Tensor | None = None,
+    history: TargetHistory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`warped_log_prob` of ``hidden @ weight.T``, a tile of about 32 MB of logits at a time.
 
-    A truncation needs a position's whole vocabulary at once, sorted: slower than the plain head.
-
-    Args:
-        hidden: ``[K, D]``.
-        weight: ``[V, D]``.
-        targets: int64 ``[K]``.
-        params: the distribution.
-        bias: ``[V]`` or ``None``.
-
-    Returns:
-        Log-probs and entropies, ``[K]`` each.
+    A truncation needs a position's whole vocabulary at once, sorted, and a penalty its history:
+    slower than the plain head. Hidden states are ``[K, D]``, the weight ``[V, D]``.
     """
     num_rows = max(1, _TILE_BYTES // (4 * len(weight)))
+    if history is not None and params.penalises:
+        num_rows = max(1, min(num_rows, _TILE_BYTES // (8 * max(1, history.longest))))
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
-    def tile(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def tile(start: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
-        return warped_log_prob(logits, targets, params)
+        some = history and history.part(slice(start, start + len(hidden)))
+        return warped_log_prob(logits, targets, params, some and some.read(len(weight), params))
 
     parts: list[Any] = [
-        checkpoint(tile, some, weight, at, use_reentrant=False)
-        for some, at in zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
+        checkpoint(tile, i * num_rows, some, weight, at, use_reentrant=False)
+        for i, (some, at) in enumerate(
+            zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
+        )
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -15,16 +15,7 @@ from torchrl_data.conversation.object_entries import read_objects, write_objects
 def repeat_rows(
     batch: TensorDictBase, prompt: Conversations, num_samples: int
 ) -> tuple[TensorDictBase, Conversations]:
-    """Repeat each row ``num_samples`` times, next to each other.
-
-    Args:
-        batch: ``[*B]``; not written to.
-        prompt: its conversations.
-        num_samples: n.
-
-    Returns:
-        The batch ``[*B, n]`` and its B x n conversations.
-    """
+    """Repeat each row n times, next to each other: the batch ``[*B, n]``, B x n conversations."""
     index = torch.arange(batch.numel()).repeat_interleave(num_samples)
     values = {key: read_objects(batch, key) for key in _row_value_keys(batch)}
     size = (*batch.batch_size, num_samples)

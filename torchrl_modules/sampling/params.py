@@ -1,18 +1,40 @@
 """How tokens are drawn: one set of parameters for every engine, checked when it is made."""
 
+import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-# Spellings of other libraries that users bring along.
-_ALIASES = {"max_tokens": "max_new_tokens", "n": None, "num_return_sequences": None}
+from .spellings import read_kwargs
+from .stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_Rule = tuple[type, Callable[[Any], bool], str]
+_RULES: Final[dict[str, _Rule]] = {
+    "max_new_tokens": (Integral, lambda x: x >= 1, "at least 1 and whole"),
+    "temperature": (Real, lambda x: 0.0 <= x < inf, "finite and at least 0"),
+    "top_p": (Real, lambda x: 0.0 < x <= 1.0, "in (0, 1]"),
+    "top_k": (Integral, lambda x: x >= 0, "at least 0 and whole (0 keeps every token)"),
+    "min_p": (Real, lambda x: 0.0 <= x <= 1.0, "in [0, 1]"),
+    "repetition_penalty": (Real, lambda x: 0.0 < x < inf, "finite and above 0 (1 changes nothing)"),
+    "presence_penalty": (Real, lambda x: -2.0 <= x <= 2.0, "in [-2, 2]"),
+    "frequency_penalty": (Real, lambda x: -2.0 <= x <= 2.0, "in [-2, 2]"),
+    "min_tokens": (Integral, lambda x: x >= 0, "at least 0 and whole"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParameters:
     """The distribution that tokens are drawn from, and when to stop.
+
+    What changes the logits is applied in vLLM's order: ``logit_bias``, ``min_tokens``, the
+    repetition, frequency and presence penalties, the temperature, min-p, top-k, top-p. Reported
+    log-probs are those after all of it. What came before a turn (the whole conversation) is its
+    prompt; what the turn itself has drawn so far is its output.
 
     Args:
         max_new_tokens: most tokens drawn in one turn, the stop token included.
@@ -20,10 +42,20 @@ class SamplingParameters:
         top_p: keep the smallest set of tokens with at least this probability, in (0, 1].
         top_k: keep this many most likely tokens; 0 keeps all.
         min_p: keep tokens with at least this fraction of the most likely one's probability.
+        repetition_penalty: positive logits of tokens that the prompt or the output hold are divided
+            by it, negative ones multiplied.
+        presence_penalty: subtracted from the logits of tokens that the output holds.
+        frequency_penalty: the same, as often as the output holds them.
+        logit_bias: added to the logits of tokens, by id, each in [-100, 100].
+        min_tokens: among the first so many tokens is no stop token, and no stop string ends there.
+        stop: texts that end a turn. The response is kept as it was drawn, up to and with the token
+            that completes one, and all of it is trained. They may hold control tokens.
         stop_token_ids: tokens that end a turn; the one drawn is part of the response. ``None``
             leaves the choice to the chat template.
+        seed: the same call with the same weights draws the same responses; each row has a stream of
+            its own. ``None``: torch's generator, for an engine of this process.
         untempered_log_probs: report also the log-prob of each token under the model's own softmax,
-            at temperature 1 and untruncated.
+            at temperature 1, untruncated and without penalties.
         entropy: report also the entropy of the distribution that each token is drawn from.
 
     Raises:
@@ -35,27 +67,38 @@ class SamplingParameters:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
     untempered_log_probs: bool = False
     entropy: bool = False
+    stop_matcher: StopStrings | None = field(default=None, repr=False, compare=False)
+    """Finds ``stop`` in tokens; a policy, which has the tokenizer, sets it."""
 
     def __post_init__(self) -> None:
-        rules: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-            "max_new_tokens": (Integral, lambda x: x >= 1, "at least 1 and whole"),
-            "temperature": (Real, lambda x: 0.0 <= x < inf, "finite and at least 0"),
-            "top_p": (Real, lambda x: 0.0 < x <= 1.0, "in (0, 1]"),
-            "top_k": (Integral, lambda x: x >= 0, "at least 0 and whole (0 keeps every token)"),
-            "min_p": (Real, lambda x: 0.0 <= x <= 1.0, "in [0, 1]"),
-        }
-        for name, (kind, holds, rule) in rules.items():
-            self._check(name, getattr(self, name), kind, holds, rule)
+        for name, rule in _RULES.items():
+            _check(name, getattr(self, name), rule)
         for token in self.stop_token_ids or ():
-            self._check("stop_token_ids", token, Integral, lambda x: x >= 0, "ids of tokens")
-
-    @staticmethod
-    def _check(name: str, value: Any, kind: type, holds: Callable[[Any], bool], rule: str) -> None:
-        if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
-            raise ValueError(f"SamplingParameters: {name} must be {rule}, got {value!r}.")
+            _check("stop_token_ids", token, _IS_TOKEN)
+        for token, bias in self.logit_bias.items():
+            _check("logit_bias", token, _IS_TOKEN)
+            _check(f"logit_bias[{token}]", bias, (Real, lambda x: abs(x) <= 100, "in [-100, 100]"))
+        if self.seed is not None:
+            _check("seed", self.seed, (Integral, lambda x: 0 <= x < 1 << 63, "at least 0 or None"))
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(
+                f"SamplingParameters: stop must be texts that are not empty, got {self.stop!r}."
+            )
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"SamplingParameters: min_tokens is {self.min_tokens}, but max_new_tokens "
+                f"{self.max_new_tokens}."
+            )
 
     @property
     def truncates(self) -> bool:
@@ -63,42 +106,81 @@ class SamplingParameters:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits are others than the model's before the temperature comes."""
+        return self.penalises or self.min_tokens > 0 or bool(self.logit_bias)
+
+    @property
     def is_own_softmax(self) -> bool:
         """Whether the log-probs that are reported are those of the model's own softmax."""
-        return self.temperature in (0.0, 1.0) and not self.truncates
+        return self.temperature in (0.0, 1.0) and not self.truncates and not self.changes_logits
 
-    @classmethod
-    def from_kwargs(cls, kwargs: dict[str, Any]) -> "SamplingParameters":
-        """Read a ``generate_kwargs`` dictionary, vLLM's ``max_tokens`` included.
+    def row_seeds(self, num_rows: int) -> list[int | None]:
+        """A seed for each row of a call; ``None`` for each without a seed."""
+        if self.seed is None:
+            return [None] * num_rows
+        draw = random.Random(self.seed)
+        return [draw.getrandbits(31) for _ in range(num_rows)]
 
-        Args:
-            kwargs: names and values of this class, or ``max_tokens``.
+    def check_stops_are_found(self) -> None:
+        """Check that an engine, which has no tokenizer, can find ``stop`` in tokens.
 
         Raises:
-            TypeError: a name is not known; the message lists those that are.
+            ValueError: nobody has called `with_tokenizer`, which policies do.
+        """
+        if self.stop and self.stop_matcher is None:
+            raise ValueError(
+                f"SamplingParameters: the engine can't find stop={list(self.stop)} in tokens. "
+                "Pass params.with_tokenizer(tokenizer)."
+            )
+
+    def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> "SamplingParameters":
+        """The same, able to find ``stop`` in the tokens of a model.
+
+        Args:
+            tokenizer: of the model.
+        """
+        if not self.stop:
+            return self
+        return replace(self, stop_matcher=StopStrings(tokenizer, self.stop, self.min_tokens))
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> "SamplingParameters":
+        """Read a ``generate_kwargs`` dictionary, with the names of vLLM, TRL or Transformers.
+
+        Args:
+            kwargs: names and values of this class, or such as ``max_tokens``, ``stop_strings``,
+                ``min_new_tokens``, ``do_sample``. ``None`` leaves the default.
+
+        Raises:
+            TypeError: a name is not known; the message lists those that are, or says what to write
+                instead.
             ValueError: a name is given twice under two spellings, or a value is out of range.
         """
-        known = set(cls.__dataclass_fields__)
-        given: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            target = _ALIASES.get(name, name)
-            if target not in known:
-                raise TypeError(
-                    f"SamplingParameters has no parameter {name!r}; it has {sorted(known)}."
-                    + (" Use num_samples of the wrapper." if name in _ALIASES else "")
-                )
-            if target in given:
-                raise ValueError(f"SamplingParameters: {target} is given twice, once as {name!r}.")
-            given[target] = tuple(value) if target == "stop_token_ids" and value else value
-        return cls(**given)
+        known = set(cls.__dataclass_fields__) - {"stop_matcher"}
+        return cls(**read_kwargs(kwargs, known))
+
+
+_IS_TOKEN: Final[_Rule] = (Integral, lambda x: x >= 0, "ids of tokens")
+
+
+def _check(name: str, value: Any, rule: _Rule) -> None:
+    kind, holds, words = rule
+    if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
+        raise ValueError(f"SamplingParameters: {name} must be {words}, got {value!r}.")
 
 
 def untruncated(params: SamplingParameters) -> SamplingParameters:
-    """The same without top-k, top-p and min-p.
-
-    Args:
-        params: are not changed.
-    """
+    """The same without top-k, top-p and min-p."""
     return replace(params, top_k=0, top_p=1.0, min_p=0.0)
 
 
@@ -112,20 +194,13 @@ def requested_sampling(
 ) -> SamplingParameters:
     """The sampling parameters that a policy was given, in either form.
 
-    Args:
-        who: the policy, named in the error.
-        generate_kwargs: parameters by name, or
-        sampling: the same as an object.
-        untempered_log_probs: report them, whatever the parameters say.
-        entropy: report it, whatever the parameters say.
-
     Raises:
         TypeError: a name is not known.
         ValueError: both forms are given, or a value is out of range.
     """
     if generate_kwargs is not None and sampling is not None:
         raise ValueError(f"{who}: give generate_kwargs or sampling, not both.")
-    sampling = sampling or SamplingParameters.from_kwargs(dict(generate_kwargs or {}))
+    sampling = sampling or SamplingParameters.from_kwargs(generate_kwargs or {})
     return replace(
         sampling,
         untempered_log_probs=untempered_log_probs or sampling.untempered_log_probs,

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from torchrl_data.protocols import TokenScores
 from torchrl_data.ragged.packed import cumulative_lengths, pad, sequence_index, unpack
 from torchrl_modules.adapters import is_linear, model_inside
-from torchrl_modules.sampling.logit_warping import truncated_head_log_prob, warped_log_prob
+from torchrl_modules.sampling.logit_warping import warped_head_log_prob, warped_log_prob
 from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.sampling.token_history import TargetHistory
 
 from .chunked_head import chunked_log_prob
 from .packed_attention import PackedInputLost, can_share, packed_input, use_packed_attention
@@ -76,8 +77,9 @@ class PackedScorer:
             target_mask: bool ``[N]``.
             temperature: of the softmax.
             entropy: also give it.
-            truncation: its top-k, top-p and min-p leave tokens out of the distribution; the
-                targets themselves are always in it.
+            truncation: its top-k, top-p and min-p leave tokens out of the distribution (the
+                targets themselves are always in it), and its penalties change it; each run of
+                targets is then a turn, and what comes before it in its sequence the turn's prompt.
             untempered: also give the log-probs under the model's own softmax.
 
         Raises:
@@ -145,24 +147,32 @@ class PackedScorer:
                 empty if drawn_from.untempered_log_probs else None,
             )
         outputs = self._read(ids, lengths, target_mask, predictors)
-        log_prob, entropy = self._head_scores(outputs, targets, drawn_from)
+        history = None
+        if drawn_from.changes_logits:
+            history = TargetHistory.of(ids, lengths, target_mask)
+        log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history)
         untempered = None
         if drawn_from.untempered_log_probs:
             own = SamplingParameters()
-            plain = drawn_from.temperature == 1.0 and not drawn_from.truncates
+            plain = drawn_from.is_own_softmax
             untempered = log_prob if plain else self._head_scores(outputs, targets, own)[0]
         return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
 
     def _head_scores(
-        self, outputs: Tensor, targets: Tensor, drawn_from: SamplingParameters
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        drawn_from: SamplingParameters,
+        history: TargetHistory | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """From hidden states ``[K, D]``, or from logits ``[K, V]`` of a head of another kind."""
         head = self._head
         if head is None:
-            return warped_log_prob(outputs, targets, drawn_from)
-        if drawn_from.truncates:
-            return truncated_head_log_prob(
-                outputs, head.weight, targets, drawn_from, bias=head.bias
+            tokens = history and history.read(outputs.shape[1], drawn_from)
+            return warped_log_prob(outputs, targets, drawn_from, tokens)
+        if drawn_from.truncates or drawn_from.changes_logits:
+            return warped_head_log_prob(
+                outputs, head.weight, targets, drawn_from, bias=head.bias, history=history
             )
         return chunked_log_prob(
             outputs,
