@@ -28,7 +28,7 @@ CONSTRUCTOR_PARAMETERS = 12
 FOLDER_FILES = 16
 FUNCTION_IMPORT_PERCENT = 2.0
 DOORS = {
-    "vllm": {"torchrl_modules.vllm.runtime", "torchrl_modules.vllm.transfer"},
+    "vllm": {"torchrl_modules.vllm.runtime"},
     "ray": {"objectives.advantages.ray_mc_advantage"},
     "mcp": {"torchrl_envs.tools.mcp_connection"},
     "websockets": {"torchrl_envs.openenv.session"},
@@ -161,7 +161,7 @@ def imported_when_run(tree: ast.AST) -> Iterator[str]:
                 yield module
             case ast.Call(func=function, args=[ast.Constant(value=str(module)), *_]) if ast.unparse(
                 function
-            ).endswith("import_module"):
+            ).endswith(("import_module", "run_module")):
                 yield module
                 yield from imported_when_run(node)
             case _:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from .vllm.client import VLLMServerEngine
     from .vllm.engine import VLLMEngine
     from .vllm.launch import start_server
-    from .vllm.supervised import SupervisedEngine
-    from .vllm.torchrl_names import LLMOnDevice, make_vllm_worker
+    from .vllm.supervised import LLMOnDevice, SupervisedEngine, make_vllm_worker
     from .vllm.worker import vLLMWorker
     from .weights.process_group import stateless_init_process_group
 
@@ -28,7 +27,7 @@ _HOMES = {
     "Engine": "engines.protocol",
     "EngineDied": "engines.protocol",
     "Generation": "engines.protocol",
-    "LLMOnDevice": "vllm.torchrl_names",
+    "LLMOnDevice": "vllm.supervised",
     "LLMWrapperBase": "policies.base",
     "SamplingParameters": "sampling.params",
     "SupervisedEngine": "vllm.supervised",
@@ -39,7 +38,7 @@ _HOMES = {
     "VLLMServerEngine": "vllm.client",
     "VersionSpan": "engines.protocol",
     "chunked_log_prob": "scoring.chunked_head",
-    "make_vllm_worker": "vllm.torchrl_names",
+    "make_vllm_worker": "vllm.supervised",
     "start_server": "vllm.launch",
     "stateless_init_process_group": "weights.process_group",
     "vLLMWorker": "vllm.worker",

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a model is one of PEFT, or has layers of one.
-
-    Args:
-        module: a model without wrappers.
-    """
+    """Whether a model without wrappers is one of PEFT, or has layers of one."""
     peft: Any = sys.modules.get("peft")  # A model with adapters has imported it.
     if peft is None:
         return False
@@ -29,15 +25,9 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
 
     Layers are merged one at a time, so this takes a copy of the weights that adapters change, and
     the model gets its own back to the bit. Layers whose adapters are off or merged already are
-    taken as they are.
-
-    Args:
-        model: of PEFT.
-
-    Returns:
-        Detached values by the names of the model without adapters. Of tied parameters of which one
-        alone has an adapter, that one alone is changed, as in the model: a receiver that ties them
-        refuses that.
+    taken as they are. Values are detached, under the names of the model without adapters. Of tied
+    parameters of which one alone has an adapter, that one alone is changed, as in the model: a
+    receiver that ties them refuses that.
 
     Raises:
         TypeError: the model has adapters that can't be merged into weights, such as prompts.
@@ -68,11 +58,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A detached tensor; one that is spread over ranks is gathered, in which all take part.
-
-    Args:
-        value: a parameter or a buffer.
-    """
+    """A detached tensor; one that is spread over ranks is gathered, in which all take part."""
     value = value.detach()
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()

@@ -69,7 +69,7 @@ class vLLMUpdater(WeightUpdater):
             TypeError: its engine is not vLLM, or can't be reached by this transfer.
         """
         engine: Any = getattr(policy, "engine", policy)
-        if self._by_broadcast and not hasattr(engine, "transfer_client"):
+        if self._by_broadcast and not hasattr(engine, "transfer_control"):
             raise TypeError(
                 f"vLLMUpdater can't broadcast to {type(engine).__name__}: an asynchronous or a "
                 "supervised engine is updated with transfer='direct'."
@@ -85,7 +85,7 @@ class vLLMUpdater(WeightUpdater):
         self.close()
         if self._by_broadcast:
             engine: Any = getattr(policy, "engine", policy)
-            self._transfer = C10dWeightTransfer(engine.transfer_client(), **self._meeting)
+            self._transfer = C10dWeightTransfer(engine.transfer_control(), **self._meeting)
 
     def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
         if not self._by_broadcast:

@@ -217,7 +217,7 @@ def test_shards_are_gathered(tmp_path, pytestconfig):
         pytest.param({NORM: torch.ones(3)}, r"has shape \(3,\)", id="shape"),
         pytest.param({NORM: torch.ones(32, dtype=torch.long)}, "is torch.int64", id="integers"),
         pytest.param({NORM: torch.full((32,), torch.inf)}, "NaN or infinity", id="infinite"),
-        pytest.param({"extra": torch.ones(3)}, "extra is not a weight", id="unknown"),
+        pytest.param({"extra": torch.ones(3)}, "it has no use for extra", id="unknown"),
         pytest.param({"lm_head.weight": torch.ones(360, 32)}, "are tied", id="untied"),
     ],
 )
@@ -323,3 +323,9 @@ def test_a_tensor_is_finite_where_isfinite_says_so(dtype):
             assert all_finite(tensor.T) == all_finite(tensor)
             tensor.view(-1)[place] = largest
     assert all_finite(torch.empty(0, dtype=dtype))
+
+
+def test_an_update_without_any_weights_is_refused(policy):
+    for nothing in ({}, torch.nn.Module()):
+        with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight"):
+            InProcessUpdater(policy).push(nothing)

@@ -29,7 +29,6 @@ from torchrl_data.ragged.packed import pack
 from torchrl_modules import chunked_log_prob
 from torchrl_modules.scoring import chunked_head
 from torchrl_modules.scoring.token_scoring import PackedScorer
-from torchrl_modules.weights.state import check_state_dict
 
 VOCABULARY = 64
 SMALL = {
@@ -350,32 +349,3 @@ def test_a_temperature_that_divides_by_nothing_is_refused(temperature):
         chunked_log_prob(
             torch.ones(1, 1), torch.ones(2, 1), torch.tensor([0]), temperature=temperature
         )
-
-
-# Weights ------------------------------------------------------------------------------------------
-
-
-def test_an_update_is_refused_as_a_whole_and_every_fault_is_named():
-    own = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1), "d": torch.zeros(1)}
-    new = {"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan, 0.0]), "e": torch.zeros(1)}
-    with pytest.raises(ValueError, match="refuses the weight update") as caught:
-        check_state_dict(new, own, who="Engine")
-    for words in (
-        "Engine refuses",
-        "5 faults",
-        "a has shape (3,), not (2,)",
-        "b holds NaN",
-        "c is missing",
-        "d is missing",
-        "e is not a weight of it",
-    ):
-        assert words in str(caught.value)
-
-
-def test_tied_weights_need_to_be_given_once_only():
-    table = torch.zeros(2, 2)
-    own = {"embedding": table, "head": table}
-    check_state_dict({"embedding": torch.ones(2, 2)}, own, who="Engine")
-    check_state_dict({}, own, who="Engine", strict=False)
-    with pytest.raises(ValueError, match="2 faults"):
-        check_state_dict({}, own, who="Engine")

@@ -21,18 +21,15 @@ class Supervision:
 
     An engine that comes back is stale, whatever it says it has: only an acknowledgement by the
     present incarnation makes it healthy. News of earlier incarnations change nothing.
-
-    Args:
-        state: of the present incarnation.
-        incarnation: how many engines have been started.
-        served: version that the present one acknowledged; ``None`` before.
-        wanted: the version that may be served; an older one may not.
     """
 
     state: EngineState = EngineState.DEAD
     incarnation: int = 0
+    """How many engines have been started."""
     served: int | None = None
+    """The version that the present one acknowledged."""
     wanted: int = 0
+    """The version that may be served; an older one may not."""
 
     @property
     def may_serve(self) -> bool:
@@ -53,12 +50,7 @@ class Supervision:
         return replace(self, state=EngineState.STALE, incarnation=self.incarnation + 1, served=None)
 
     def acknowledged(self, incarnation: int, version: int) -> "Supervision":
-        """An engine says which version it serves.
-
-        Args:
-            incarnation: of the engine that says so.
-            version: newer than the one that is wanted: it is wanted from now on.
-        """
+        """An engine says which version it serves; a newer one is wanted from now on."""
         if incarnation != self.incarnation or self.state is EngineState.DEAD:
             return self
         fresh = version >= self.wanted
@@ -70,11 +62,7 @@ class Supervision:
         )
 
     def died(self, incarnation: int) -> "Supervision":
-        """An engine is gone or stuck.
-
-        Args:
-            incarnation: of the engine.
-        """
+        """An engine is gone or stuck."""
         if incarnation != self.incarnation:
             return self
         return replace(self, state=EngineState.DEAD, served=None)

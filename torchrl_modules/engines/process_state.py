@@ -1,11 +1,21 @@
-"""Whether a process of this machine can do anything at all, without asking it."""
+"""Whether a process can do anything at all, without asking it; how one ends with its parent."""
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _STOPPED = "TtZX"  # by a signal, by a debugger, ended and not yet reaped, gone
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process with the thread that started it, stopped or not (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def this_process() -> dict[str, Any]:
@@ -13,24 +23,29 @@ def this_process() -> dict[str, Any]:
     return {"pid": os.getpid(), "machine": _machine()}
 
 
+def is_near(process: Mapping[str, Any]) -> bool:
+    """Whether a process is known to see the process ids of this one."""
+    return process["machine"] is not None and process["machine"] == _machine()
+
+
 def is_stopped(process: Mapping[str, Any]) -> bool:
-    """Whether a process makes no step, because it is stopped or has ended.
+    """Whether a process, or the ``parent`` that it names, makes no step: it is stopped or gone.
 
-    Args:
-        process: what :func:`this_process` gave there.
-
-    Returns:
-        ``False`` also where it can't be known: on another machine or in another container, and on
-        systems other than Linux.
+    ``False`` also where it can't be known: on another machine or in another container, and on
+    systems other than Linux.
     """
-    if process["machine"] is None or process["machine"] != _machine():
+    if not is_near(process):
         return False
+    return any(_state(process[name]) in _STOPPED for name in ("pid", "parent") if name in process)
+
+
+def _state(pid: int) -> str:
     try:
-        status = Path(f"/proc/{process['pid']}/stat").read_text()
-    except OSError:  # it is gone
-        return True
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X"
     # "pid (name) state ...", where the name may hold anything.
-    return status.rpartition(") ")[2][:1] in _STOPPED
+    return status.rpartition(") ")[2][:1]
 
 
 def _machine() -> str | None:

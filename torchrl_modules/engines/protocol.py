@@ -50,6 +50,10 @@ class Generation(NamedTuple):
     versions: Sequence[VersionSpan] = ()
     """Which weights drew which tokens, in order and without gaps, when the engine knows."""
 
+    def joined(self, more: "Generation") -> "Generation":
+        """This beginning of a response and what came next, with its end."""
+        return more._replace(ids=self.ids + more.ids, log_probs=self.log_probs + more.log_probs)
+
     def token_versions(self, otherwise: int) -> list[int]:
         """The version that drew each token.
 

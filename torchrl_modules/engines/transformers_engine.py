@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from torchrl_modules.adapters import model_inside
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.weights.state import check_state_dict, next_version
+from torchrl_modules.weights.state import ExpectedWeights, next_version
 
 from .decode_loop import DecodeLoop
 from .protocol import Generation
@@ -67,6 +67,7 @@ class TransformersEngine:
 
         At temperature 0 the log-probs are those at temperature 1.
         """
+        params.check_stops_are_found()
         budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         errors = [self._refusal(p, b) for p, b in zip(prompts, budgets, strict=True)]
         good = [i for i, error in enumerate(errors) if error is None]
@@ -107,9 +108,9 @@ class TransformersEngine:
     ) -> None:
         """See :meth:`torchrl_modules.engines.protocol.Engine.update_weights`."""
         version = next_version(version, self._version, who=f"{type(self).__name__}.update_weights")
-        own = self.model.state_dict()
-        check_state_dict(state_dict, own, who=type(self).__name__)
+        expected = ExpectedWeights.of(self.model.state_dict())
+        weights = expected.check(state_dict, who=type(self).__name__)
         with torch.no_grad():
-            for name in reversed(list(state_dict)):  # What was checked last may be in the cache.
-                own[name].copy_(state_dict[name])
+            for name in reversed(weights):  # What was checked last may be in the cache.
+                expected.own[name].copy_(weights[name])
         self._version = version

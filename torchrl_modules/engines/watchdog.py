@@ -10,26 +10,14 @@ from contextlib import contextmanager
 
 
 class StallClock:
-    """How long a figure has been the same.
-
-    Args:
-        now_s: when the watch begins.
-    """
+    """How long a figure has been the same."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = now_s
         self._progress: object = None
 
     def idle_s(self, progress: object, now_s: float) -> float:
-        """Take note of a figure.
-
-        Args:
-            progress: any value; another one than before is progress. ``None``: nobody answered.
-            now_s: the time.
-
-        Returns:
-            For how long there has been no progress.
-        """
+        """For how long a figure shows no progress; ``None`` says that nobody answered."""
         if progress is not None and progress != self._progress:
             self._progress, self._since_s = progress, now_s
         return now_s - self._since_s

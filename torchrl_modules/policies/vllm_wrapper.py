@@ -31,13 +31,15 @@ class vLLMWrapper(LLMWrapperBase):
         engine_kwargs: settings of the engine that is built, see
             :class:`~torchrl_modules.vllm.engine.VLLMEngine` and
             :class:`~torchrl_modules.vllm.client.VLLMServerEngine`.
+        generate: only ``True``; for scores see above.
         **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
         ConnectionError: nobody answers at the URL.
         ImportError: vLLM is not installed.
         TypeError: no tokenizer is given with an engine or a URL, or ``engine_kwargs`` is given
-            with an engine, which is built already; or ``model`` is none of the above.
+            with an engine, which is built already; ``generate`` is false; or ``model`` is none of
+            the above.
         ValueError: ``entropy`` is asked for, or ``untempered_log_probs`` of a distribution that is
             tempered or truncated: vLLM gives neither.
     """
@@ -48,8 +50,15 @@ class vLLMWrapper(LLMWrapperBase):
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         engine_kwargs: dict[str, Any] | None = None,
+        generate: bool = True,
         **kwargs: Any,
     ) -> None:
+        if not generate:
+            raise TypeError(
+                "vLLMWrapper(generate=False): vLLM scores a prompt slowly, under its own softmax "
+                "and without gradients, so this class draws tokens alone. Score with "
+                "TransformersWrapper(model, tokenizer=..., generate=False) of the same weights."
+            )
         check_reported(
             requested_sampling(
                 "vLLMWrapper",

@@ -21,11 +21,13 @@ from torch import Tensor
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
 
+from .base import EngineOver, Row
 from .engine import VLLMEngine
-from .requests import read_output
+from .requests import finished, read_output
 from .stream import Delta, GenerationStream, VersionedGeneration
 
 T = TypeVar("T")
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class _Command(NamedTuple):
@@ -35,7 +37,7 @@ class _Command(NamedTuple):
     """Called instead, or after it raised, when the engine ends."""
 
 
-class AsyncVLLMEngine:
+class AsyncVLLMEngine(EngineOver):
     """Draws many responses at once, each with its own stream; none waits for another.
 
     It has the engine to itself until it is closed; the engine can be used again after that.
@@ -59,7 +61,7 @@ class AsyncVLLMEngine:
         stall_timeout_s: float = 30.0,
         update_timeout_s: float = 600.0,
     ) -> None:
-        self._engine = engine
+        self._engine = self._inside = engine
         self._lease = ExitStack()
         self._llm_engine: Any = self._lease.enter_context(engine.used_by("AsyncVLLMEngine"))
         self._stall_timeout_s = stall_timeout_s
@@ -74,21 +76,6 @@ class AsyncVLLMEngine:
         self._progress_s = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="vllm-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self._engine.version
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._engine.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its response together."""
-        return self._engine.max_model_len
 
     def submit(
         self,
@@ -110,13 +97,20 @@ class AsyncVLLMEngine:
         Raises:
             EngineDied: the engine died.
             RuntimeError: it is closed.
+            ValueError: the engine can't draw from this distribution.
         """
+        self.check_sampling(params)
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        stream = GenerationStream(self._request_abort, self._check_progress, self._stall_timeout_s)
+        return self._submit(Row(prompt, budget, params.row_seeds(1)[0]), params)
+
+    def _submit(self, row: Row, params: SamplingParameters) -> GenerationStream:
+        stream = GenerationStream(
+            self._request_abort, self._check_progress, self._stall_timeout_s, params.stop_matcher
+        )
 
         def add() -> None:
             try:
-                request_id = self._engine.submit(prompt, params, budget, stream=True)
+                request_id = self._engine.submit(row, params, stream=True)
             except ValueError as error:
                 self._send(stream, Generation([], [], "error", str(error)))
             else:
@@ -135,19 +129,19 @@ class AsyncVLLMEngine:
     ) -> VersionedGeneration:
         """Draw one response. Cancelling the caller aborts the request.
 
-        Args:
-            prompt: as for `submit`.
-            params: as for `submit`.
-            max_new_tokens: as for `submit`.
+        It takes and raises what `submit` does; also `EngineDied` if there is no progress.
 
         Returns:
             The response, with the versions that drew it.
-
-        Raises:
-            EngineDied: the engine died, or makes no progress.
-            RuntimeError: it is closed.
         """
-        async with self.submit(prompt, params, max_new_tokens=max_new_tokens) as stream:
+        self.check_sampling(params)
+        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        drawn = await self.draw(Row(prompt, budget, params.row_seeds(1)[0]), params)
+        return drawn._replace(generation=finished(drawn.generation, params))
+
+    async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
+        """Draw one response as `generate` does, with a seed of its own."""
+        async with self._submit(row, params) as stream:
             return await stream.result()
 
     async def update_weights(
@@ -168,8 +162,7 @@ class AsyncVLLMEngine:
                 neither version alone. New requests never meet the old cache.
 
         Raises:
-            TypeError: as for `VLLMEngine.update_weights`.
-            ValueError: as for `VLLMEngine.update_weights`; the old weights keep serving.
+            UpdateRefused: as for `VLLMEngine.update_weights`; the old weights keep serving.
             EngineDied: the engine died.
             RuntimeError: it is closed.
         """
@@ -183,29 +176,29 @@ class AsyncVLLMEngine:
         await self._call(update)
 
     async def pause(self) -> None:
-        """Stop making steps; requests wait, and new ones are taken on.
-
-        Raises:
-            EngineDied: the engine died.
-            RuntimeError: it is closed.
-        """
+        """Stop making steps; requests wait, and new ones are taken on. Raises as `submit`."""
         await self._call(lambda: self._set_paused(True))
 
     async def resume(self) -> None:
-        """Go on after `pause`.
-
-        Raises:
-            EngineDied: the engine died.
-            RuntimeError: it is closed.
-        """
+        """Go on after `pause`. Raises as `submit`."""
         await self._call(lambda: self._set_paused(False))
 
     def close(self) -> None:
-        """Abort what is in flight, end the thread and give the engine back. May be called twice."""
+        """Abort what is in flight, end the thread and give the engine back. May be called twice.
+
+        Raises:
+            EngineDied: a step, or a command between two, does not end; the engine stays in use.
+        """
         with self._gate:
             self._closing = True
             self._commands.put(_Command(lambda: None, lambda _: None))  # wakes the thread
-        self._thread.join()
+        timeout_s = self._update_timeout_s if self._in_command else self._stall_timeout_s
+        self._thread.join(timeout_s + _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise EngineDied(
+                f"AsyncVLLMEngine: its thread has not ended {timeout_s + _CLOSE_TIMEOUT_S:.0f} s "
+                "after it was closed. It is stuck; end this process."
+            )
         self._lease.close()
 
     async def __aenter__(self) -> Self:
@@ -308,9 +301,13 @@ class AsyncVLLMEngine:
             new = read_output(output)
             if new.ids:
                 sent[stream.loop].append((stream, Delta(new.ids, new.log_probs, version)))
-            if output.finished:
+            completed = stream.completes_stop_string(new.ids)
+            if completed and not output.finished:
+                self._llm_engine.abort_request([output.request_id])
+            if completed or output.finished:
                 del self._streams[output.request_id]
-                end = Generation([], [], new.finish_reason, new.error)
+                reason = "stop" if completed else new.finish_reason
+                end = Generation([], [], reason, new.error)
                 sent[stream.loop].append((stream, end))
         self._progress_s = time.monotonic()
         for loop, items in sent.items():

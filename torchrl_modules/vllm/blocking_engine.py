@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -11,12 +11,14 @@ from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
 
 from .async_engine import AsyncVLLMEngine
+from .base import EngineOver, Row, WholeBatchEngine
 from .stream import VersionedGeneration
 
 T = TypeVar("T")
+_CLOSE_TIMEOUT_S = 10.0
 
 
-class BlockingVLLMEngine:
+class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
     """An :class:`~torchrl_modules.engines.protocol.Engine` over an `AsyncVLLMEngine`.
 
     Calls of several threads share the engine's steps, and weights can be updated while they wait:
@@ -27,86 +29,31 @@ class BlockingVLLMEngine:
     """
 
     def __init__(self, engine: AsyncVLLMEngine) -> None:
-        self.engine = engine
+        self.engine = self._inside = engine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="vllm-callers", daemon=True
         )
         self._thread.start()
 
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self.engine.version
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.engine.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its response together."""
-        return self.engine.max_model_len
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParameters,
-        *,
-        max_new_tokens: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """Draw one response per prompt; see :meth:`torchrl_modules.Engine.generate`.
-
-        Args:
-            prompts: as for `VLLMEngine.generate`.
-            params: as for `VLLMEngine.generate`.
-            max_new_tokens: as for `VLLMEngine.generate`.
-
-        Raises:
-            EngineDied: the engine ended, or makes no progress.
-            ValueError: ``max_new_tokens`` has not one value per prompt.
-        """
-        budgets = max_new_tokens
-        if budgets is None:
-            budgets = [params.max_new_tokens] * len(prompts)
-        if len(budgets) != len(prompts):
-            raise ValueError(
-                f"BlockingVLLMEngine: {len(prompts)} prompts, but {len(budgets)} max_new_tokens."
-            )
-
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         async def draw() -> list[Any]:
-            calls = [
-                self.engine.generate(prompt, params, max_new_tokens=budget)
-                for prompt, budget in zip(prompts, budgets, strict=True)
-            ]
+            calls = [self.engine.draw(row, params) for row in rows]
             return await asyncio.gather(*calls, return_exceptions=True)
 
         outcomes = self._wait(draw())
+        results = [_with_versions(one) for one in outcomes]
         error = next((one for one in outcomes if isinstance(one, BaseException)), None)
-        if error is None:
-            return [_with_figures(one, params) for one in outcomes]
         if isinstance(error, EngineDied):
-            error.results = [
-                None if isinstance(one, BaseException) else _with_figures(one, params)
-                for one in outcomes
-            ]
-        raise error
+            error.results = results
+        if error is not None:
+            raise error
+        return [result for result in results if result is not None]
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
     ) -> None:
-        """Replace the weights, all or none, between two tokens of what is in flight.
-
-        Args:
-            state_dict: as for `VLLMEngine.update_weights`.
-            version: as for `VLLMEngine.update_weights`.
-
-        Raises:
-            EngineDied: the engine ended.
-            TypeError: as for `VLLMEngine.update_weights`.
-            ValueError: as for `VLLMEngine.update_weights`.
-        """
+        """See :meth:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine.update_weights`."""
         self._wait(self.engine.update_weights(state_dict, version=version))
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
@@ -119,21 +66,23 @@ class BlockingVLLMEngine:
             raise
 
     def close(self) -> None:
-        """End the thread that waits; the engine goes on. May be called twice."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """End the thread that waits; the engine goes on. May be called twice.
 
-    def __enter__(self) -> Self:
-        return self
+        Raises:
+            RuntimeError: the thread does not end.
+        """
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise RuntimeError(
+                f"BlockingVLLMEngine: its thread has not ended within {_CLOSE_TIMEOUT_S:.0f} s."
+            )
+        self._loop.close()
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
-
-def _with_figures(result: VersionedGeneration, params: SamplingParameters) -> Generation:
-    generation = result.generation._replace(versions=result.versions)
-    if params.untempered_log_probs:  # the same, `check_reported` says
-        generation = generation._replace(untempered_log_probs=generation.log_probs)
-    return generation
+def _with_versions(outcome: VersionedGeneration | BaseException) -> Generation | None:
+    if isinstance(outcome, BaseException):
+        return None
+    return outcome.generation._replace(versions=outcome.versions)

@@ -1,133 +1,140 @@
 """vLLM in a process of its own on this machine, reached by URL: `VLLMServerEngine`."""
 
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from torch import Tensor
 
-from torchrl_modules.engines.process_state import is_stopped
+from torchrl_modules.engines.process_state import is_near, is_stopped
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.engines.watchdog import ProgressWatch
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.weights.clients import HTTPTransferClient
-from torchrl_modules.weights.state import next_version
-from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferClient
+from torchrl_modules.weights.handover import handed_over
+from torchrl_modules.weights.state import UpdateRefused, next_version
+from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
 
-from .http_client import AnswerTimeout, JSONClient
-from .http_codec import read_answer, request_body, version_number
-from .requests import check_prompt, check_reported
+from .base import Row, WholeBatchEngine
+from .http import AnswerTimeout, JSONClient
+from .requests import check_prompt, read_answer, sampling_fields, version_number
+
+_DRAWN = "vllm:generation_tokens_total"
+_READ = "vllm:prompt_tokens_total"
 
 
-class VLLMServerEngine:
-    """Draws tokens with a vLLM server that ``torchrl_modules.vllm.launch`` started on this machine.
+class VLLMServerEngine(WholeBatchEngine):
+    """Draws tokens with a vLLM server on this machine.
 
-    Any number of threads may call it. The server may be shared for generation; only one client may
-    update its weights.
+    Weights are updated where ``torchrl_modules.vllm.launch`` started it; a ``vllm serve
+    --enable-scale-out`` can be drawn from. Any number of threads may call it. The server may be
+    shared for generation; only one client may update its weights.
 
     Args:
         url: ``unix:///path/of/the/socket`` or ``http://host:port``.
+        token: what the server asks for on a TCP port; the environment's ``TORCHRL_VLLM_TOKEN`` when
+            not given.
+        wait_s: how long to wait for a server that is starting.
         timeout_s: a single request without an answer for so long means that the server is stuck.
         stall_timeout_s: a server that has requests and draws no token for so long is stuck, be its
-            connections open or not; and so is one that takes weights, if it is stopped.
+            connections open or not; and so is one that takes weights, if it is stopped. Before its
+            very first token it warms up, and ``timeout_s`` counts.
         num_connections: most requests at a time.
-        weights_directory: where weights are handed over; memory, where there is ``/dev/shm``.
+        weights_directory: where weights that are handed over take room; memory when not given.
 
     Raises:
         ConnectionError: nobody answers at the URL.
-        RuntimeError: the server was not started by ``torchrl_modules.vllm.launch``.
+        PermissionError: the server asks for another token.
+        RuntimeError: it is no vLLM server, or one that takes no token ids.
     """
 
     def __init__(
         self,
         url: str,
         *,
+        token: str | None = None,
+        wait_s: float = 0.0,
         timeout_s: float = 600.0,
         stall_timeout_s: float = 30.0,
         num_connections: int = 128,
         weights_directory: str | None = None,
     ) -> None:
-        self._client = JSONClient(url, timeout_s)
-        self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2))
+        self._client = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
+        self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
         self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
-        if weights_directory is None and Path("/dev/shm").is_dir():
-            weights_directory = "/dev/shm"
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
-        self._updating = self._mixed = False
+        self._updating = False
         self._num_probes = 0
         self._failure = ""
-        limits = self._rpc("torchrl_limits")
-        self.vocab_size: int = limits["vocab_size"]
-        """Token ids are below it."""
+        self._workers: list[Any] = []
+        self._labels: list[str] = ["default"]
+        self._missing = ""
+        self._is_processed = True
+        self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
+        status, answer = self._try_rpc("torchrl_limits")
+        if status == 200:
+            limits = answer["results"][0]
+            self._workers = self._rpc_all("torchrl_process")
+            self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
+        else:
+            limits = self._read_plain(status)
+        self._own_ends = frozenset(limits.get("own_ends", ()))
+        self.vocab_size: int | None = limits["vocab_size"]
+        """Token ids are below it; ``None`` where a plain server does not say."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
-        self._workers: list[Any] = self._rpc_all("torchrl_process")
-        self._labels: list[str] = [self._post("/weight_info", method="GET")["weight_version"]]
 
-    @property
-    def mixed(self) -> bool:
-        """An update failed in the middle, and no later one has succeeded."""
-        return self._mixed
+    def _read_plain(self, status: int) -> dict[str, Any]:
+        """The limits of a ``vllm serve``, and what it lacks to be updated."""
+        answer = self._post("/v1/models", method="GET")
+        self._missing = (
+            "the worker extension (--worker-extension-cls torchrl_modules.vllm.worker.vLLMWorker)"
+        )
+        if status == 404:
+            self._missing += " and the routes that update (VLLM_SERVER_DEV_MODE=1)"
+        # With one token left its log-prob is 0, unless it is the one of the model's own softmax.
+        fields = sampling_fields(SamplingParameters(top_k=1), budget=1, seed=None)
+        status, drawn = self._client.request(
+            "POST", "/inference/v1/generate", {"token_ids": [0], "sampling_params": fields}
+        )
+        if status != 200:
+            raise RuntimeError(
+                f"VLLMServerEngine: the server at {self._client.url} takes no token ids ({drawn}). "
+                "Start `vllm serve` with --enable-scale-out, or with the same options `python -m "
+                "torchrl_modules.vllm.launch`, whose weights can be updated too."
+            )
+        self._is_processed = read_answer(drawn, self._labels).log_probs == [0.0]
+        return {"vocab_size": None, "max_model_len": answer["data"][0]["max_model_len"]}
 
     @property
     def version(self) -> int:
         """Of the weights that serve; 0 before the first update."""
         return version_number(self._labels[-1])
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParameters,
-        *,
-        max_new_tokens: Sequence[int] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """Draw one response per prompt.
-
-        Args:
-            prompts: as for `VLLMEngine.generate`.
-            params: as for `VLLMEngine.generate`.
-            max_new_tokens: as for `VLLMEngine.generate`.
-            seeds: one per prompt; the same seed, prompt and weights give the same response.
-
-        Returns:
-            One generation per prompt, in order. Weights may be updated meanwhile: a response says
-            which version drew which token.
-
-        Raises:
-            EngineDied: the server is gone or stuck; ``results`` holds the rows that were finished.
-            StaleWeights: it serves other weights than it was given (a restarted one has those of
-                its directory).
-            RuntimeError: an update failed in the middle.
-            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
-        """
-        check_reported(params)
-        budgets = (
-            [params.max_new_tokens] * len(prompts) if max_new_tokens is None else max_new_tokens
-        )
-        row_seeds = [None] * len(prompts) if seeds is None else seeds
-        if not len(budgets) == len(row_seeds) == len(prompts):
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """See :meth:`~torchrl_modules.vllm.base.WholeBatchEngine.check_sampling`."""
+        super().check_sampling(params)
+        if self._missing and params.min_tokens:
             raise ValueError(
-                f"VLLMServerEngine: {len(prompts)} prompts, but {len(budgets)} max_new_tokens and "
-                f"{len(row_seeds)} seeds."
+                f"VLLMServerEngine: the server at {self._client.url} does not say which tokens "
+                "min_tokens leaves out. Start it by `python -m torchrl_modules.vllm.launch`."
             )
-        if self._mixed:
-            raise RuntimeError(
-                "VLLMServerEngine: an update failed in the middle, and the server's weights "
-                "are a mixture. Update them again."
+        if not (self._is_processed or params.is_own_softmax):
+            raise ValueError(
+                f"VLLMServerEngine: the server at {self._client.url} reports raw log-probs, which "
+                f"are not those of the distribution that is sampled from with {params}. Start it "
+                "with --logprobs-mode processed_logprobs, or by `python -m "
+                "torchrl_modules.vllm.launch`."
             )
+
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+        self._check_not_mixed()
         with self._watch.waiting():
-            calls = [
-                self._pool.submit(self._generate_row, prompt, params, budget, seed)
-                for prompt, budget, seed in zip(prompts, budgets, row_seeds, strict=True)
-            ]
+            calls = [self._pool.submit(self._draw_row, row, params) for row in rows]
             wait(calls)  # each has a deadline: `timeout_s`, and the watch
         return self._collected(calls)
 
@@ -148,23 +155,23 @@ class VLLMServerEngine:
             )
         return [call.result() for call in calls]
 
-    def _generate_row(
-        self, prompt: Sequence[int], params: SamplingParameters, budget: int, seed: int | None
-    ) -> Generation:
+    def _draw_row(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:
             raise ConnectionError(self._failure)
         try:
-            ids = check_prompt(prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+            body: dict[str, Any] = {
+                "token_ids": check_prompt(
+                    row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
+                ),
+                "sampling_params": sampling_fields(params, row.budget, row.seed),
+            }
         except ValueError as error:
             return Generation([], [], "error", str(error))
         first = len(self._labels) - 1
-        body = request_body(ids, params, budget=budget, label=self._labels[first], seed=seed)
+        body["cache_salt"] = self._labels[first]  # Cached prefixes of other weights are never met.
         status, answer = self._client.request("POST", "/inference/v1/generate", body)
         if status == 200:
-            generation = read_answer(answer, self._labels[first:])
-            if params.untempered_log_probs:  # the same, `check_reported` says
-                generation = generation._replace(untempered_log_probs=generation.log_probs)
-            return generation
+            return read_answer(answer, self._labels[first:])
         if status >= 500:
             self._check_health()
         message = f"the server answers {status}: {answer}"
@@ -188,16 +195,18 @@ class VLLMServerEngine:
     def _probe(self) -> object:
         try:
             self._check_health()
-            if self._updating:  # It draws no token meanwhile.
-                if any(is_stopped(worker) for worker in self._workers):
-                    return None
-                self._num_probes += 1
-                return self._num_probes
-            _, text = self._prober.request("GET", "/metrics")
+            text = "" if self._updating else str(self._prober.request("GET", "/metrics")[1])
         except AnswerTimeout:
             return None
-        counted = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-        return tuple(line for line in str(text).splitlines() if line.startswith(counted))
+        counts = tuple(line for line in text.splitlines() if line.startswith((_DRAWN, _READ)))
+        drawn = [line for line in counts if line.startswith(_DRAWN)]
+        if any(float(line.rpartition(" ")[2]) for line in drawn):
+            return counts
+        # It takes weights, or warms up: it draws no token meanwhile, but its processes do run.
+        if any(is_stopped(worker) for worker in self._workers):
+            return None
+        self._num_probes += 1
+        return self._num_probes
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
@@ -218,15 +227,17 @@ class VLLMServerEngine:
         Args:
             state_dict: as for `VLLMEngine.update_weights`.
             version: as for `VLLMEngine.update_weights`.
-            via: by which way they go, made with `transfer_client`; in a file when not given.
+            via: by which way they go, made with `transfer_control`; in memory when not given.
 
         Raises:
             EngineDied: the server is gone, stopped for ``stall_timeout_s``, or stuck for
                 ``timeout_s``.
-            ValueError: a name, type, shape or value is wrong; the old weights keep serving.
-            RuntimeError: vLLM failed in the middle of loading; the server stays paused and this
-                refuses to generate until an update succeeds.
+            UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
+            RuntimeError: the server is a plain ``vllm serve``; or vLLM failed in the middle of
+                loading: the server stays paused and this refuses to generate until an update
+                succeeds.
         """
+        self._check_updatable()
         with self._lock:
             version = next_version(version, self.version, who="VLLMServerEngine.update_weights")
             if self._failure:
@@ -244,10 +255,18 @@ class VLLMServerEngine:
             finally:
                 self._updating = False
 
+    def _check_updatable(self) -> None:
+        if self._missing:
+            raise RuntimeError(
+                f"VLLMServerEngine: the server at {self._client.url} can be drawn from, but its "
+                f"weights can't be updated: it lacks {self._missing}. Start it with the same "
+                "options by `python -m torchrl_modules.vllm.launch`, which adds both."
+            )
+
     def _load(
         self, state_dict: Mapping[str, Tensor], label: str, via: C10dWeightTransfer | None
     ) -> None:
-        with self._handing_over(state_dict, via) as load:
+        with self._sending(state_dict, via) as load:
             self._post("/pause", mode="keep")
             try:
                 outcome = load()
@@ -255,7 +274,7 @@ class VLLMServerEngine:
                     self._mixed = True
                     raise RuntimeError(f"VLLMServerEngine.update_weights: {outcome['failed']}")
                 if "refused" in outcome:
-                    raise ValueError(f"VLLMServerEngine.update_weights: {outcome['refused']}")
+                    raise UpdateRefused(f"VLLMServerEngine.update_weights: {outcome['refused']}")
                 self._post("/reset_prefix_cache", reset_running_requests="true")
                 self._post("/update_weight_version", {"new_version": label})
                 self._labels.append(label)
@@ -265,21 +284,27 @@ class VLLMServerEngine:
                     self._post("/resume")
 
     @contextmanager
-    def _handing_over(
+    def _sending(
         self, state_dict: Mapping[str, Tensor], via: C10dWeightTransfer | None
     ) -> Iterator[Callable[[], dict[str, str]]]:
         """Gives what is done while the server is paused."""
         if via is not None:
             yield lambda: via.send(state_dict)
             return
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=self._weights_directory) as folder:
-            path = Path(folder, "weights.safetensors")
-            _save(state_dict, path)
-            yield lambda: self._rpc("torchrl_load_weights", str(path))
+        with handed_over(
+            state_dict,
+            directory=self._weights_directory,
+            is_near=all(map(is_near, self._workers)),
+            who="VLLMServerEngine.update_weights",
+        ) as path:
+            yield lambda: self._rpc("torchrl_load_weights", path)
 
-    def transfer_client(self) -> TransferClient:
+    def transfer_control(self) -> TransferControl:
         """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
-        return HTTPTransferClient(self._post, self._rpc)
+        self._check_updatable()
+        return TransferControl(
+            call=lambda step, **body: self._post(f"/{step}", body or None), rpc=self._rpc
+        )
 
     def close(self) -> None:
         """End the connections; the server goes on."""
@@ -294,6 +319,14 @@ class VLLMServerEngine:
             return {"failed": f"the workers' answers to {method} differ: {results}"}
         return results[0]
 
+    def _try_rpc(self, method: str) -> tuple[int, Any]:
+        status, answer = self._client.request(
+            "POST", "/collective_rpc", {"method": method, "args": []}
+        )
+        if status in (401, 403):
+            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
+        return status, answer
+
     def _rpc_all(self, method: str, *args: str) -> list[Any]:
         return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
 
@@ -307,21 +340,3 @@ class VLLMServerEngine:
                 "the server started by `python -m torchrl_modules.vllm.launch`?"
             )
         return answer
-
-
-def _save(state_dict: Mapping[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    seen: set[int] = set()
-    weights: dict[str, Tensor] = {}
-    for name, value in state_dict.items():
-        if not isinstance(value, Tensor) or value.is_meta or hasattr(value, "full_tensor"):
-            raise ValueError(
-                f"VLLMServerEngine.update_weights: {name} is no whole torch.Tensor with data, but "
-                f"a {type(value).__name__}."
-            )
-        value = value.detach().cpu().contiguous()
-        # A file holds no tied tensors; the server checks that both values are equal.
-        weights[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
-    save_file(weights, path)

@@ -6,7 +6,7 @@ install them, and `torchrl_modules.vllm.runtime` for what an engine changes in t
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,17 +15,22 @@ from torch import Tensor
 
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.weights.clients import InProcessTransferClient
-from torchrl_modules.weights.state import next_version
-from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferClient
+from torchrl_modules.weights.state import ExpectedWeights, next_version
+from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
 
-from .requests import check_prompt, read_output, sampling_params
+from .base import Row, WholeBatchEngine
+from .requests import check_prompt, own_ends, read_output, sampling_fields
 from .runtime import import_vllm, preserved_globals
 from .settings import check_built, engine_settings
-from .weights import ExpectedWeights, load_weights
+from .weights import check_updatable, expected_weights, load_weights
+
+_NO_SEEDS = (
+    "VLLMEngine: on a CPU a seed ends an engine that was built with enable_chunked_prefill=True. "
+    "Build it with False, or leave the seed out."
+)
 
 
-class VLLMEngine:
+class VLLMEngine(WholeBatchEngine):
     """Draws tokens with vLLM, in this process.
 
     A row that cannot be served comes back as an error of its own; the others are generated. Not
@@ -87,12 +92,14 @@ class VLLMEngine:
         """Token ids are below it."""
         self.max_model_len: int = config.max_model_len
         """Most tokens of a prompt and its response together."""
+        chunked = llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
+        self._seeds_are_fatal: bool = chunked and self._names.current_platform.is_cpu()
+        self._own_ends = frozenset(own_ends(config))
         self._expected: ExpectedWeights | None = None
         self._version = 0
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._user = ""
-        self._mixed = False
         self._dead = ""
 
     def _warm_up(self, model: str) -> None:
@@ -111,84 +118,67 @@ class VLLMEngine:
         """How many updates the weights have seen, or the number that the last one was given."""
         return self._version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParameters,
-        *,
-        max_new_tokens: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """Draw one response per prompt.
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """See :meth:`~torchrl_modules.vllm.base.WholeBatchEngine.check_sampling`."""
+        super().check_sampling(params)
+        if params.seed is not None and self._seeds_are_fatal:
+            raise ValueError(_NO_SEEDS)
 
-        Args:
-            prompts: token ids of each row. A row that is empty, too long or holds an id outside
-                the vocabulary comes back with ``finish_reason="error"``.
-            params: the distribution. With ``stop_token_ids=None`` the model's own end token
-                stops a response, else these alone do. At temperature 0 the log-probs are those
-                at temperature 1.
-            max_new_tokens: a budget per row that overrides the one in ``params``. A response that
-                reaches ``max_model_len`` ends there, with ``"length"``.
-
-        Returns:
-            One generation per prompt, in order.
-
-        Raises:
-            EngineDied: the engine is closed or broken.
-            RuntimeError: it is in use elsewhere, or lost its weights.
-            ValueError: ``max_new_tokens`` has not one value per prompt.
-        """
-        budgets = max_new_tokens
-        if budgets is None:
-            budgets = [params.max_new_tokens] * len(prompts)
-        if len(budgets) != len(prompts):
-            raise ValueError(
-                f"VLLMEngine.generate: {len(prompts)} prompts, but {len(budgets)} max_new_tokens."
-            )
-        results: list[Generation | None] = [None] * len(prompts)
-        rows: dict[str, int] = {}
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+        results: dict[int, Generation] = {}
+        running: dict[str, int] = {}
         with self.used_by("generate"):
             try:
-                for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+                for index, row in enumerate(rows):
                     try:
-                        rows[self.submit(prompt, params, budget)] = index
+                        request_id = self.submit(row, params, stream=bool(params.stop))
                     except ValueError as error:
                         results[index] = Generation([], [], "error", str(error))
-                self._run(rows, results)
+                    else:
+                        running[request_id] = index
+                        results[index] = Generation([], [], "")
+                self._run(running, results, params)
             except BaseException:
-                self._llm.llm_engine.abort_request(list(rows))
+                self._llm.llm_engine.abort_request(list(running))
                 raise
-        return [result for result in results if result is not None]
+        return [results[index] for index in range(len(rows))]
 
-    def _run(self, rows: dict[str, int], results: list[Generation | None]) -> None:
-        while rows:
+    def _run(
+        self, running: dict[str, int], results: dict[int, Generation], params: SamplingParameters
+    ) -> None:
+        matcher = params.stop_matcher
+        while running:
             for output in self._llm.llm_engine.step():
-                if output.finished:
-                    results[rows.pop(output.request_id)] = read_output(output)
+                index = running.get(output.request_id)
+                if index is None:  # it had completed a stop string
+                    continue
+                results[index] = results[index].joined(read_output(output))
+                ended = matcher is not None and matcher.just_ended(results[index].ids)
+                if ended and not output.finished:
+                    self._llm.llm_engine.abort_request([output.request_id])
+                if ended or output.finished:
+                    del running[output.request_id]
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParameters,
-        max_new_tokens: int,
-        *,
-        stream: bool = False,
-    ) -> str:
-        """Queue one request; for whoever steps the engine.
+    def submit(self, row: Row, params: SamplingParameters, *, stream: bool = False) -> str:
+        """Queue one request and give its id; for whoever steps the engine.
 
         Args:
-            prompt: token ids.
+            row: what is asked for.
             params: the distribution.
-            max_new_tokens: the budget of the response.
             stream: report new tokens at every step, not all of them at the end.
-
-        Returns:
-            The id of the request.
 
         Raises:
             ValueError: the request cannot be served; the message says why.
         """
-        ids = check_prompt(prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
-        sampling = sampling_params(self._names, params, max_new_tokens, stream=stream)
+        if row.seed is not None and self._seeds_are_fatal:
+            raise ValueError(_NO_SEEDS)
+        ids = check_prompt(row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        kinds = self._names.RequestOutputKind
+        sampling = self._names.SamplingParams(
+            **sampling_fields(params, row.budget, row.seed),
+            flat_logprobs=True,
+            output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
+        )
         request_id = str(next(self._request_ids))
         # A prompt never meets cache blocks of other weights.
         prompt_input = self._names.tokens_input(ids, cache_salt=str(self._version))
@@ -214,11 +204,10 @@ class VLLMEngine:
             state_dict: parameter name (Transformers' names) to value, in any floating point
                 precision and on any device. Every parameter is there; of tied ones, one will do.
             version: the number of these weights, above the present one; ``None`` counts on.
-            via: by which way they go, made with `transfer_client`; by reference when not given.
+            via: by which way they go, made with `transfer_control`; by reference when not given.
 
         Raises:
-            TypeError: a value is no plain floating point tensor; the old weights keep serving.
-            ValueError: a name, shape or value is wrong; the old weights keep serving.
+            UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
             RuntimeError: the engine is closed or in use elsewhere; or vLLM failed in the middle
                 of loading, and the engine refuses to generate until an update succeeds.
         """
@@ -226,9 +215,12 @@ class VLLMEngine:
             self.load(state_dict, version, via)
             self._llm.reset_prefix_cache()
 
-    def transfer_client(self) -> TransferClient:
+    def transfer_control(self) -> TransferControl:
         """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
-        return InProcessTransferClient(self._llm)
+        return TransferControl(
+            call=lambda step, **body: getattr(self._llm, step)(*([body] if body else [])),
+            rpc=lambda method: self._llm.collective_rpc(method)[0],
+        )
 
     def load(
         self,
@@ -238,18 +230,14 @@ class VLLMEngine:
     ) -> None:
         """Check and load weights between two steps; for whoever steps the engine.
 
-        Args:
-            state_dict: as for `update_weights`.
-            version: as for `update_weights`.
-            via: as for `update_weights`.
-
-        Raises:
-            TypeError: as for `update_weights`.
-            ValueError: as for `update_weights`.
-            RuntimeError: vLLM failed in the middle of loading.
+        It takes and raises what `update_weights` does.
         """
         version = next_version(version, self._version, who="VLLMEngine.update_weights")
-        weights = self._expected_weights().check(state_dict)
+        if self._expected is None:
+            check_updatable(self._llm.llm_engine)
+            config = self._llm.llm_engine.vllm_config.model_config
+            self._expected = expected_weights(config)
+        weights = self._expected.check(state_dict, who="VLLMEngine.update_weights")
         self._mixed = True
         if via is None:
             self._llm.collective_rpc(load_weights, args=(self._names, weights))
@@ -259,23 +247,9 @@ class VLLMEngine:
         self._version = version
         self._mixed = False
 
-    def _expected_weights(self) -> ExpectedWeights:
-        if self._expected is None:
-            self._expected = ExpectedWeights.of_engine(self._llm.llm_engine)
-        return self._expected
-
     def fail(self, why: str) -> None:
-        """Refuse to serve for good; for whoever steps the engine and sees it break.
-
-        Args:
-            why: what happened, for the message that later callers get.
-        """
+        """Refuse to serve for good; for whoever steps the engine and sees it break."""
         self._dead = why
-
-    @property
-    def mixed(self) -> bool:
-        """An update failed in the middle, and no later one has succeeded."""
-        return self._mixed
 
     @contextmanager
     def used_by(self, user: str, *, repairs: bool = False) -> Iterator[Any]:
@@ -294,11 +268,8 @@ class VLLMEngine:
         """
         if self._dead:
             raise EngineDied(f"VLLMEngine cannot serve: {self._dead}. Build another one.")
-        if self._mixed and not repairs:
-            raise RuntimeError(
-                "VLLMEngine cannot serve: an update failed in the middle, and its weights are a "
-                "mixture. Update them again."
-            )
+        if not repairs:
+            self._check_not_mixed()
         self._acquire(user)
         try:
             yield self._llm.llm_engine
@@ -334,9 +305,3 @@ class VLLMEngine:
                 client.engine_core.model_executor.shutdown()
         finally:
             self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

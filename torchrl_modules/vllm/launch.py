@@ -1,12 +1,12 @@
 """A vLLM server of token ids that ends with its parent: ``python -m torchrl_modules.vllm.launch``.
 
 It takes the options of ``vllm serve`` and adds those that `VLLMServerEngine` needs. It is meant for
-one machine: the routes that update weights have no password, so it listens on a socket file in a
-private directory (``--uds``) or on the loopback address. `start_server` runs one.
+one machine: without ``--host``, ``--port`` or ``--uds`` it listens on a socket file in a directory
+that only this user can open, and prints its URL. On a TCP port every route asks for the token in
+the environment variable ``TORCHRL_VLLM_TOKEN``. `start_server` runs one.
 """
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -18,24 +18,29 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from .http_client import JSONClient
-from .runtime import PARENT_VARIABLE, import_vllm
+from .http import TOKEN_VARIABLE, JSONClient
+from .runtime import PARENT_VARIABLE, import_vllm, serve
 from .settings import CPU_DEFAULTS, FIXED, WORKER, as_options
 
 _PARENT: Final = PARENT_VARIABLE
-_OPTIONS: Final = as_options(
-    {"host": "127.0.0.1", "tokens_only": True, **FIXED, **WORKER},
-)
-_CPU_OPTIONS: Final = as_options(
-    # A seed of a request and a prefill in chunks end the engine.
-    {**CPU_DEFAULTS, "no_enable_chunked_prefill": True}
-)
+_OPTIONS: Final = {"host": "127.0.0.1", "tokens_only": True, **FIXED, **WORKER}
+_GUARD: Final = "torchrl_modules.vllm.http.AccessControl"
+_SHORTEST_TOKEN: Final = 16
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+_GUARDIAN: Final = """
+import os, signal, sys, time
+parent, group = map(int, sys.argv[1:])
+while os.getppid() == parent:
+    time.sleep(0.2)
+os.killpg(group, signal.SIGKILL)
+"""
+# vLLM counts ranks, which nobody reads, in a helper that is compiled as the first batch comes.
+_EAGER_ENVIRONMENT: Final = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def main() -> None:
@@ -43,16 +48,46 @@ def main() -> None:
     if _PARENT in os.environ:
         parent = int(os.environ[_PARENT])
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-        sys.argv.insert(1, "--model")  # as `vllm serve MODEL` has it; this entry would ignore it
-    given = {argument.partition("=")[0] for argument in sys.argv}
-    options = _OPTIONS | (_CPU_OPTIONS if is_cpu else {})
-    sys.argv += _words({name: value for name, value in options.items() if name not in given})
-    # The `vllm` command is broken in vllm-cpu 0.32; this module is what it would run.
-    runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__")
+        sys.argv.insert(1, "--model")  # as `vllm serve MODEL` has it; its server would ignore it
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        sys.argv += _access(_given(), folder)
+        environment = dict(_ENVIRONMENT)
+        is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
+        if is_cpu and "--no-enforce-eager" not in sys.argv:
+            environment |= _EAGER_ENVIRONMENT
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        options = as_options(_OPTIONS | (CPU_DEFAULTS if is_cpu else {}))
+        sys.argv += _words({n: v for n, v in options.items() if _plain(n) not in _given()})
+        serve()
+
+
+def _given() -> set[str]:
+    """The options of the command line, ``--no-x`` as ``--x``."""
+    return {_plain(word.partition("=")[0]) for word in sys.argv if word.startswith("--")}
+
+
+def _plain(option: str) -> str:
+    return option.replace("_", "-").replace("--no-", "--", 1)
+
+
+def _access(given: set[str], folder: str) -> list[str]:
+    """Options that say where the server listens and who may ask it."""
+    words = ["--middleware", _GUARD]
+    if not given & {"--host", "--port", "--uds"}:
+        path = Path(folder, "socket")
+        sys.stdout.write(f"unix://{path}\n")
+        sys.stdout.flush()
+        return [*words, "--uds", str(path)]
+    if "--uds" not in given and len(os.environ.get(TOKEN_VARIABLE, "")) < _SHORTEST_TOKEN:
+        raise SystemExit(
+            "torchrl_modules.vllm.launch: on a TCP port every user of this machine could replace "
+            f"the weights. Set {TOKEN_VARIABLE} to a secret of {_SHORTEST_TOKEN} letters or more, "
+            "here and where VLLMServerEngine runs, or listen on a socket file: --uds PATH, or "
+            "neither --host nor --port."
+        )
+    return words
 
 
 def _words(options: Mapping[str, str | None]) -> list[str]:
@@ -79,7 +114,8 @@ def start_server(
 ) -> Iterator[str]:
     """Run a vLLM server beside this process, and end it on leaving.
 
-    It listens on a socket file that only this user can open, and does not outlive this process.
+    It listens on a socket file that only this user can open, and does not outlive this process,
+    be it stopped.
 
     Args:
         model: a model's id on the hub, or a directory.
@@ -113,22 +149,31 @@ def start_server(
             )
         try:
             url = f"unix://{socket_path}"
-            _await_start(process, url, log_path, start_timeout_s)
-            yield url
+            with _guarded(process):
+                _await_start(process, url, log_path, start_timeout_s)
+                yield url
         finally:
             _end(process)
+
+
+@contextmanager
+def _guarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """A small process beside the server ends its group with this process, be the group stopped."""
+    words = [sys.executable, "-S", "-c", _GUARDIAN, str(os.getpid()), str(process.pid)]
+    guardian = subprocess.Popen(words, start_new_session=True)
+    try:
+        yield
+    finally:
+        guardian.kill()
+        guardian.wait()
 
 
 def _await_start(
     process: "subprocess.Popen[bytes]", url: str, log_path: Path, timeout_s: float
 ) -> None:
-    deadline = time.monotonic() + timeout_s
     with closing(JSONClient(url, timeout_s=5.0)) as client:
-        while time.monotonic() < deadline and process.poll() is None:
-            with suppress(ConnectionError):
-                if client.request("GET", "/health")[0] == 200:
-                    return
-            time.sleep(0.2)
+        if client.await_answer("/health", timeout_s, goes_on=lambda: process.poll() is None):
+            return
     printed = log_path.read_text(errors="replace")[-3000:]
     raise RuntimeError(f"The vLLM server did not start (exit code {process.poll()}):\n{printed}")
 

@@ -1,29 +1,23 @@
-"""One request to vLLM: checked token ids in, tokens and log-probs out."""
+"""One request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out."""
 
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from torchrl_modules.engines.protocol import Generation
+from torchrl_modules.engines.protocol import Generation, VersionSpan
 from torchrl_modules.sampling.params import SamplingParameters
 
-from .runtime import VLLMNames
+_ROUNDING = 1e-3
+"""A log-prob above 0 by less is one of 0, in the precision of the engine."""
 
 
-def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_model_len: int) -> list[int]:
-    """Check the token ids of one row.
+class StaleWeights(RuntimeError):
+    """Tokens were drawn by other weights than the engine was given."""
 
-    Args:
-        prompt: token ids.
-        vocab_size: ids are below it.
-        max_model_len: most tokens of a prompt and its response together.
 
-    Returns:
-        The ids as a list of ``int``.
-
-    Raises:
-        ValueError: there are none, too many, or one is no token of the model.
-    """
+def check_prompt(prompt: Sequence[int], *, vocab_size: int | None, max_model_len: int) -> list[int]:
+    """The token ids of one row; `ValueError` if there are none, too many, or one is no token."""
     try:
         ids = array("q", prompt).tolist()
     except (TypeError, OverflowError) as error:
@@ -36,47 +30,41 @@ def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_model_len: int) 
             f"max_model_len is {max_model_len}."
         )
     for token in (min(ids), max(ids)):
-        if not 0 <= token < vocab_size:
+        if not 0 <= token < (vocab_size or math.inf):
             raise ValueError(
                 f"The prompt holds the token id {token}; the vocabulary has {vocab_size}."
             )
     return ids
 
 
-def sampling_params(
-    names: VLLMNames, params: SamplingParameters, max_new_tokens: int, *, stream: bool
-) -> Any:
-    """Translate sampling parameters for vLLM.
+def sampling_fields(params: SamplingParameters, budget: int, seed: int | None) -> dict[str, Any]:
+    """The fields of vLLM's ``SamplingParams``; `ValueError` if the budget is below 1."""
+    if budget < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {budget}.")
+    return {
+        "max_tokens": budget,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "logit_bias": dict(params.logit_bias) or None,
+        # A smaller budget ends the turn before a stop token is allowed, as it should.
+        "min_tokens": min(params.min_tokens, budget),
+        "stop_token_ids": list(params.stop_token_ids or ()),
+        "ignore_eos": params.stop_token_ids is not None,
+        "seed": seed,
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
-    Args:
-        names: of vLLM.
-        params: the distribution.
-        max_new_tokens: the budget of the response.
-        stream: report new tokens at every step, not all of them at the end.
 
-    Returns:
-        vLLM's ``SamplingParams``.
-
-    Raises:
-        ValueError: the budget is below 1, or something is to be reported that vLLM can't.
-    """
-    check_reported(params)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-    kinds = names.RequestOutputKind
-    return names.SamplingParams(
-        max_tokens=max_new_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        stop_token_ids=list(params.stop_token_ids or ()),
-        ignore_eos=params.stop_token_ids is not None,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
-    )
+def own_ends(model_config: Any) -> list[int]:
+    """End tokens by a model's generation config, which vLLM reads whatever it is told."""
+    ends = model_config.try_get_generation_config().get("eos_token_id")
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def check_reported(params: SamplingParameters) -> None:
@@ -84,12 +72,9 @@ def check_reported(params: SamplingParameters) -> None:
 
     It gives one log-prob a token: that of the distribution that it drew from.
 
-    Args:
-        params: the distribution, and what to report of each token.
-
     Raises:
         ValueError: the entropy is asked for, or the untempered log-probs of a distribution that is
-            tempered or truncated.
+            tempered, truncated or penalised.
     """
     missing = ["entropy"] if params.entropy else []
     if params.untempered_log_probs and not params.is_own_softmax:
@@ -102,15 +87,37 @@ def check_reported(params: SamplingParameters) -> None:
         )
 
 
+def finished(generation: Generation, params: SamplingParameters) -> Generation:
+    """A response as it is handed on: cut at a stop string, refused with a log-prob that is none."""
+    if generation.error is None and (fault := _fault(generation)):
+        return Generation([], [], "error", fault)
+    matcher = params.stop_matcher
+    kept = matcher and matcher.num_kept(generation.ids)
+    if kept:
+        spans = [s._replace(end=min(s.end, kept)) for s in generation.versions if s.start < kept]
+        generation = generation._replace(
+            ids=generation.ids[:kept],
+            log_probs=generation.log_probs[:kept],
+            finish_reason="stop",
+            versions=spans,
+        )
+    if params.untempered_log_probs:  # the same, `check_reported` says
+        generation = generation._replace(untempered_log_probs=generation.log_probs)
+    return generation
+
+
+def _fault(generation: Generation) -> str | None:
+    log_probs = generation.log_probs
+    if len(log_probs) != len(generation.ids):
+        return f"the engine gave {len(log_probs)} log-probs for {len(generation.ids)} tokens"
+    wrong = [x for x in log_probs if not (math.isfinite(x) and x < _ROUNDING)]
+    if wrong:
+        return f"the engine gave a log-prob that is no finite number of at most 0: {wrong[0]}"
+    return None
+
+
 def read_output(output: Any) -> Generation:
-    """Read a request's output, or what is new in it.
-
-    Args:
-        output: vLLM's ``RequestOutput``.
-
-    Returns:
-        Tokens, log-probs and, once it is finished, why; the reason is empty before.
-    """
+    """What is new in a vLLM ``RequestOutput``; without a reason until the request is finished."""
     completion = output.outputs[0]
     ids = list(completion.token_ids)
     log_probs = list(completion.logprobs.logprobs) if ids else []
@@ -120,3 +127,34 @@ def read_output(output: Any) -> Generation:
         error = f"vLLM ended the request: {reason} {completion.stop_reason}."
         reason = "error"
     return Generation(ids, log_probs, reason, error)
+
+
+def version_number(label: str) -> int:
+    """The version that a server's label means; one that was given none has the first weights."""
+    return int(label) if label.isdecimal() else 0
+
+
+def read_answer(answer: Any, labels: Collection[str]) -> Generation:
+    """The answer of ``/inference/v1/generate``, by weights of one of the labels.
+
+    Raises:
+        StaleWeights: other weights drew it.
+    """
+    try:
+        choice = answer["choices"][0]
+        ids = [int(token) for token in choice["token_ids"]]
+        log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
+        reason = choice["finish_reason"]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        message = f"the server's answer is no generation ({error!r}): {str(answer)[:200]}"
+        return Generation([], [], "error", message)
+    other = sorted({version for version, _, _ in spans} - set(labels))
+    if other:
+        raise StaleWeights(
+            f"VLLMServerEngine: tokens were drawn by the weights {other}, not by "
+            f"{sorted(labels)}. The server was restarted, or another client updates it. Send "
+            "the weights again."
+        )
+    versions = [VersionSpan(version_number(label), start, end) for label, start, end in spans]
+    return Generation(ids, log_probs, reason, versions=versions)

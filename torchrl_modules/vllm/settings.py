@@ -26,21 +26,14 @@ CPU_DEFAULTS: Final = {
     # It would compile for minutes, and take nearly all memory for its cache.
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
+    # With it a request's seed ends the engine.
+    "enable_chunked_prefill": False,
 }
 """On a CPU, where the user has not said otherwise."""
 
 
 def engine_settings(given: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
-    """Everything that an engine of this process is built with.
-
-    Args:
-        given: by the user, for ``vllm.LLM``.
-        is_cpu: vLLM runs on a CPU.
-        who: named in the error.
-
-    Raises:
-        TypeError: a setting is given that is fixed.
-    """
+    """What an engine of this process is built with; `TypeError` if a fixed setting is given."""
     fixed = sorted(FIXED.keys() & given.keys())
     if fixed:
         raise TypeError(f"{who} sets {fixed} itself; leave them out.")
@@ -51,29 +44,22 @@ def engine_settings(given: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict
 def as_options(settings: Mapping[str, Any]) -> dict[str, str | None]:
     """Settings as options of ``vllm serve``; a flag has no value.
 
-    Args:
-        settings: by name.
-
     Example:
-        >>> as_options({"enforce_eager": True, "max_model_len": 8, "config": {"a": 1}})
-        {'--enforce-eager': None, '--max-model-len': '8', '--config': '{"a": 1}'}
+        >>> as_options({"eager": True, "chunked": False, "max_model_len": 8, "config": {"a": 1}})
+        {'--eager': None, '--no-chunked': None, '--max-model-len': '8', '--config': '{"a": 1}'}
     """
-    return {
-        f"--{name.replace('_', '-')}": None
-        if value is True
-        else json.dumps(value)
-        if isinstance(value, dict)
-        else str(value)
-        for name, value in settings.items()
-    }
+    options: dict[str, str | None] = {}
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            options[f"--{flag}" if value else f"--no-{flag}"] = None
+        else:
+            options[f"--{flag}"] = json.dumps(value) if isinstance(value, dict) else str(value)
+    return options
 
 
 def check_built(llm: Any, *, who: str) -> None:
     """Check that a ``vllm.LLM`` which somebody else built can be the engine of a policy.
-
-    Args:
-        llm: as it is.
-        who: named in the error.
 
     Raises:
         ValueError: it runs in a process of its own, where weights can't reach it and its death

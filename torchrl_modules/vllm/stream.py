@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Self
 
 from torchrl_modules.engines.protocol import Generation, VersionSpan
+from torchrl_modules.sampling.stop_strings import StopStrings
 
 
 class Delta(NamedTuple):
@@ -37,6 +38,7 @@ class GenerationStream:
         abort: aborts the request.
         check: raises if the engine is dead or stuck; called after waiting ``stall_timeout_s``.
         stall_timeout_s: how long to wait for a token before ``check``.
+        stops: finds stop strings, if there are any.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class GenerationStream:
         abort: Callable[["GenerationStream"], None],
         check: Callable[[], None],
         stall_timeout_s: float,
+        stops: StopStrings | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.request_id: str | None = None
@@ -51,16 +54,21 @@ class GenerationStream:
         self._check = check
         self._stall_timeout_s = stall_timeout_s
         self._queue: asyncio.Queue[Delta | Generation | BaseException] = asyncio.Queue()
+        self._stops = stops
+        self._drawn: list[int] = []  # the engine's side: what `stops` has been shown
         self._deltas: list[Delta] = []
         self._end: Generation | BaseException | None = None
 
     def deliver(self, item: "Delta | Generation | BaseException") -> None:
-        """Hand over new tokens or the end; called by the engine in the stream's event loop.
-
-        Args:
-            item: tokens; or why the response ended, without tokens; or what broke the engine.
-        """
+        """Hand over tokens, why it ended, or what broke the engine; in the stream's event loop."""
         self._queue.put_nowait(item)
+
+    def completes_stop_string(self, ids: list[int]) -> bool:
+        """Whether these next tokens end the response; called by the engine, in its thread."""
+        if self._stops is None:
+            return False
+        self._drawn += ids
+        return self._stops.just_ended(self._drawn)
 
     def abort(self) -> None:
         """Stop drawing. The result is then what there is, with ``finish_reason="abort"``."""
@@ -114,13 +122,7 @@ class GenerationStream:
 
 
 def version_spans(deltas: list[Delta]) -> list[VersionSpan]:
-    """Join neighbours of one version.
-
-    Args:
-        deltas: the parts of a response, in order.
-
-    Returns:
-        Spans over its tokens.
+    """Spans over the tokens of a response, given its parts in order; neighbours are joined.
 
     Example:
         >>> version_spans([Delta([5, 6], [0.0, 0.0], 0), Delta([7], [0.0], 1)])

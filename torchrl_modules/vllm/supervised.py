@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,13 @@ from torchrl_modules.engines.engine_state import Supervision
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
 
+from .base import EngineOver, Row, WholeBatchEngine
 from .client import VLLMServerEngine
+from .engine import VLLMEngine
+from .launch import start_server
 
 
-class SupervisedEngine:
+class SupervisedEngine(EngineOver, WholeBatchEngine):
     """An :class:`~torchrl_modules.engines.protocol.Engine` that outlives its processes.
 
     When the engine is killed, or draws no token for ``stall_timeout_s``, it is ended and another
@@ -50,7 +54,6 @@ class SupervisedEngine:
         self._lock = threading.RLock()
         self._pushing = threading.Lock()
         self._process = ExitStack()
-        self._engine: VLLMServerEngine
         self.url = ""
         """Of the present engine."""
         self._weights: dict[str, Tensor] | None = None
@@ -66,58 +69,28 @@ class SupervisedEngine:
         """Of the weights that serve, or that the engine gets before it serves again."""
         return self.supervision.wanted
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._engine.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its response together."""
-        return self._engine.max_model_len
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParameters,
-        *,
-        max_new_tokens: Sequence[int] | None = None,
-        seeds: Sequence[int] | None = None,
-    ) -> list[Generation]:
-        """Draw one response per prompt, by as many engines as it takes.
-
-        Args:
-            prompts: as for `VLLMServerEngine.generate`.
-            params: as for `VLLMServerEngine.generate`.
-            max_new_tokens: as for `VLLMServerEngine.generate`.
-            seeds: one per prompt; drawn from torch's generator when not given.
-
-        Raises:
-            EngineDied: too many engines died in a row; ``results`` holds the rows that were
-                finished.
-            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
-        """
-        if seeds is None:
-            seeds = torch.randint(1 << 31, (len(prompts),)).tolist()
-        budgets = (
-            [params.max_new_tokens] * len(prompts) if max_new_tokens is None else max_new_tokens
-        )
-        results: list[Generation | None] = [None] * len(prompts)
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+        seeds = torch.randint(1 << 31, (len(rows),)).tolist()  # A replacement draws the same.
+        results: list[Generation | None] = [None] * len(rows)
         while True:
-            rows = [row for row, result in enumerate(results) if result is None]
-            if not rows:
+            lost = [index for index, result in enumerate(results) if result is None]
+            if not lost:
                 return [result for result in results if result is not None]
             engine, incarnation = self._present()
+            asked = [rows[index] for index in lost]
             try:
                 drawn = engine.generate(
-                    [prompts[row] for row in rows],
+                    [row.prompt for row in asked],
                     params,
-                    max_new_tokens=[budgets[row] for row in rows],
-                    seeds=[seeds[row] for row in rows],
+                    max_new_tokens=[row.budget for row in asked],
+                    seeds=[
+                        seeds[index] if rows[index].seed is None else rows[index].seed
+                        for index in lost
+                    ],
                 )
             except EngineDied as error:
-                for row, result in zip(rows, error.results or [None] * len(rows), strict=True):
-                    results[row] = result
+                for index, result in zip(lost, error.results or [None] * len(lost), strict=True):
+                    results[index] = result
                 self._replace(incarnation, error, results)
             except RuntimeError as error:
                 if not engine.mixed:
@@ -125,8 +98,8 @@ class SupervisedEngine:
                 self._replace(incarnation, error, results)
             else:
                 self._failures = 0
-                for row, result in zip(rows, drawn, strict=True):
-                    results[row] = result
+                for index, result in zip(lost, drawn, strict=True):
+                    results[index] = result
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -141,7 +114,7 @@ class SupervisedEngine:
             EngineDied: too many engines died in a row.
             RuntimeError: the engine failed in the middle of loading; it is replaced by one that
                 serves the old weights.
-            ValueError: they are refused; the old weights keep serving.
+            UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
         """
         with self._pushing:
             while not self._push(state_dict, version):
@@ -168,7 +141,7 @@ class SupervisedEngine:
         with self._lock:
             if not self.supervision.may_serve:
                 raise EngineDied(f"SupervisedEngine: its engine is {self.supervision.state.value}.")
-            return self._engine, self.supervision.incarnation
+            return self._inside, self.supervision.incarnation
 
     def _replace(
         self, incarnation: int, error: Exception, results: "list[Generation | None] | None"
@@ -210,7 +183,7 @@ class SupervisedEngine:
                 engine.close()
                 raise
             self.supervision = known.acknowledged(known.incarnation, engine.version)
-            self.url, self._engine = url, engine
+            self.url, self._inside = url, engine
             self._process = stack.pop_all()
 
     def close(self) -> None:
@@ -221,10 +194,59 @@ class SupervisedEngine:
     def _end(self) -> None:
         self.supervision = self.supervision.died(self.supervision.incarnation)
         self._process.close()  # first, so that nobody waits for it any more
-        self._engine.close()
+        self._inside.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+class LLMOnDevice(SupervisedEngine):
+    """vLLM on chosen devices, in a process of its own, which is replaced when it dies.
+
+    TorchRL's class of this name was a ``vllm.LLM`` that could be placed when it ran as a Ray actor.
+    Here the process is one of this machine, and the class is an engine for
+    :class:`~torchrl_modules.vLLMWrapper`; inside a Ray actor it uses the devices of that one.
+
+    Args:
+        model: a model's id on the hub, or a directory.
+        devices: the GPUs that it uses, by number or UUID; those of this process when not given.
+        max_restarts: as for `SupervisedEngine`.
+        stall_timeout_s: as for :class:`~torchrl_modules.vllm.client.VLLMServerEngine`.
+        options: of :func:`~torchrl_modules.vllm.launch.start_server`.
+
+    Raises:
+        RuntimeError: the engine can't be started.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        devices: Sequence[int | str] | None = None,
+        max_restarts: int = 3,
+        stall_timeout_s: float = 30.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            partial(start_server, model, devices=devices, **options),
+            max_restarts=max_restarts,
+            stall_timeout_s=stall_timeout_s,
+        )
+
+
+def make_vllm_worker(
+    model_name: str, *, devices: Sequence[int | str] | None = None, **options: Any
+) -> VLLMEngine | LLMOnDevice:
+    """An engine whose weights a trainer can update, for :class:`~torchrl_modules.vLLMWrapper`.
+
+    Args:
+        model_name: a model's id on the hub, or a directory.
+        devices: the GPUs of an engine in a process of its own; without, it is built in this
+            process.
+        options: of :class:`~torchrl_modules.vllm.engine.VLLMEngine`, or of
+            :class:`LLMOnDevice` with ``devices``.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: the engine can't be started.
+    """
+    if devices is None:
+        return VLLMEngine(model_name, **options)
+    return LLMOnDevice(model_name, devices=devices, **options)

@@ -8,21 +8,18 @@ only. Nothing of the model is touched before all weights have come and were chec
 from dataclasses import dataclass
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 
 from torchrl_modules.weights.buckets import WeightLayout
 from torchrl_modules.weights.process_group import BroadcastGroup, stateless_init_process_group
 
-from .runtime import import_vllm
-from .weights import ExpectedWeights, load_into
+from .runtime import weight_transfer_base
+from .weights import take_whole
+
+_base = weight_transfer_base()
 
 
 @dataclass
-class C10dInitInfo(WeightTransferInitInfo):
+class C10dInitInfo(_base.WeightTransferInitInfo):
     """Where the trainer, rank 0, waits."""
 
     master_address: str
@@ -32,7 +29,7 @@ class C10dInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class C10dUpdateInfo(WeightTransferUpdateInfo):
+class C10dUpdateInfo(_base.WeightTransferUpdateInfo):
     """What comes: see :class:`~torchrl_modules.weights.buckets.WeightLayout`."""
 
     names: list[str]
@@ -41,7 +38,7 @@ class C10dUpdateInfo(WeightTransferUpdateInfo):
     bucket_bytes: int
 
 
-class C10dWeightTransferEngine(WeightTransferEngine[C10dInitInfo, C10dUpdateInfo]):
+class C10dWeightTransferEngine(_base.WeightTransferEngine):
     """Receives weights in buckets, keeps them until all are there, then loads them in one go."""
 
     init_info_cls = C10dInitInfo
@@ -51,14 +48,10 @@ class C10dWeightTransferEngine(WeightTransferEngine[C10dInitInfo, C10dUpdateInfo
     _group: BroadcastGroup | None = None
     _received: dict[str, torch.Tensor] | None = None
     outcome: dict[str, str] | None = None
-    """Of the last update: ``{}``, or what was ``refused`` or ``failed``; ``None`` until its end."""
+    """Of the last update: see `take_whole`; ``None`` until its end."""
 
     def init_transfer_engine(self, init_info: C10dInitInfo) -> None:
-        """Join the trainer's group; of an earlier trainer, leave it.
-
-        Args:
-            init_info: where it is.
-        """
+        """Join the trainer's group; of an earlier trainer, leave it."""
         self.shutdown()
         parallel = self.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -76,14 +69,7 @@ class C10dWeightTransferEngine(WeightTransferEngine[C10dInitInfo, C10dUpdateInfo
         self._received, self.outcome = None, None
 
     def receive_weights(self, update_info: C10dUpdateInfo) -> None:
-        """Receive all weights; the model stays as it is.
-
-        Args:
-            update_info: what comes.
-
-        Raises:
-            RuntimeError: there is no trainer, or it did not send all of them.
-        """
+        """Receive all weights; the model stays as it is."""
         if self._group is None:
             raise RuntimeError("C10dWeightTransferEngine: no trainer has been named yet.")
         layout = WeightLayout(
@@ -100,26 +86,7 @@ class C10dWeightTransferEngine(WeightTransferEngine[C10dInitInfo, C10dUpdateInfo
     def finish_weight_update(self) -> None:
         """Check what has come as a whole, and load it; `outcome` says how it went."""
         weights, self._received = self._received, None
-        config = self.model_config
-        try:
-            if weights is None:
-                raise ValueError("not all weights have come.")
-            if config.quantization is not None:
-                raise ValueError("the model is quantised, which cannot be updated.")
-            expected = ExpectedWeights.from_config(
-                config.hf_config, config.dtype, trust_remote_code=config.trust_remote_code
-            )
-            checked = expected.check(weights)
-        except (ValueError, TypeError) as error:
-            self.outcome = {"refused": f"{type(error).__name__}: {error}"}
-            return
-        try:
-            names = import_vllm(in_process=False)
-            load_into(self.model, self.vllm_config, config, names, checked)
-        except Exception as error:
-            self.outcome = {"failed": f"{type(error).__name__}: {error}"}
-        else:
-            self.outcome = {}
+        self.outcome = take_whole(self, self.model, lambda: weights or {})
 
     def shutdown(self) -> None:
         """Leave the trainer's group."""

@@ -5,23 +5,19 @@ vLLM takes it with ``worker_extension_cls="torchrl_modules.vllm.worker.vLLMWorke
 registers the weight transfer ``"c10d"``.
 """
 
-import ctypes
 import os
-import signal
-import sys
 from typing import Any
 
-from torchrl_modules.engines.process_state import this_process
+from safetensors.torch import load_file
 
-from .runtime import PARENT_VARIABLE, import_vllm, register_weight_transfer
-from .weights import ExpectedWeights, load_weights
+from torchrl_modules.engines.process_state import end_with_parent, this_process
 
-_PR_SET_PDEATHSIG = 1
+from .requests import own_ends
+from .runtime import PARENT_VARIABLE, register_weight_transfer
+from .weights import take_whole
 
-if PARENT_VARIABLE in os.environ and sys.platform == "linux":
-    # This process is the engine of a server that ends with its parent. If the server is killed, the
-    # kernel ends this one too, even while it is stopped.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+if PARENT_VARIABLE in os.environ:
+    end_with_parent()  # the engine of a server that ends with its own parent
 register_weight_transfer("c10d", "torchrl_modules.vllm.transfer", "C10dWeightTransferEngine")
 
 
@@ -33,24 +29,27 @@ class vLLMWorker:
     """
 
     model_config: Any
+    model_runner: Any
     vllm_config: Any
     weight_transfer_engine: Any
 
-    def torchrl_limits(self) -> dict[str, int]:
+    def torchrl_limits(self) -> dict[str, Any]:
         """What requests are checked against.
 
         Returns:
-            ``vocab_size``, ``max_model_len``, and how many workers there are, ``num_workers``.
+            ``vocab_size``, ``max_model_len``, the model's ``own_ends``, and how many workers there
+            are, ``num_workers``.
         """
         return {
             "num_workers": self.vllm_config.parallel_config.world_size_across_dp,
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
+            "own_ends": own_ends(self.model_config),
         }
 
     def torchrl_process(self) -> dict[str, Any]:
-        """Which process this is, see `this_process`."""
-        return this_process()
+        """Which process this is, see `this_process`; and the engine's, where it is another one."""
+        return this_process() | {"parent": os.getppid()}
 
     def torchrl_load_weights(self, path: str) -> dict[str, str]:
         """Check the weights of a file as a whole, then load them, between two steps.
@@ -62,23 +61,7 @@ class vLLMWorker:
             ``{}``; or what was wrong: ``refused``, and nothing was changed, or ``failed``, and the
             weights are a mixture.
         """
-        from safetensors.torch import load_file
-
-        config = self.model_config
-        try:
-            if config.quantization is not None:
-                raise ValueError("the model is quantised, which cannot be updated.")
-            expected = ExpectedWeights.from_config(
-                config.hf_config, config.dtype, trust_remote_code=config.trust_remote_code
-            )
-            weights = expected.check(load_file(path))
-        except Exception as error:
-            return {"refused": f"{type(error).__name__}: {error}"}
-        try:
-            load_weights(self, import_vllm(in_process=False), weights)
-        except Exception as error:
-            return {"failed": f"{type(error).__name__}: {error}"}
-        return {}
+        return take_whole(self, self.model_runner.get_model(), lambda: load_file(path))
 
     def torchrl_transfer_outcome(self) -> dict[str, str] | None:
         """How the last update by weight transfer went, as for `torchrl_load_weights`."""

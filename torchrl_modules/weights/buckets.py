@@ -11,13 +11,7 @@ _ALIGNMENT = 64  # bytes; a tensor of any type may begin there
 
 
 class WeightLayout:
-    """Where each tensor lies.
-
-    Args:
-        names: of the tensors.
-        dtype_names: such as ``"float32"``.
-        shapes: of the tensors.
-        bucket_bytes: tensors are sent together up to so many bytes; a larger one by itself.
+    """Where each tensor lies; those of up to ``bucket_bytes`` go together, a larger one alone.
 
     Raises:
         ValueError: the lists differ in length, a name comes twice, or a type is no type.
@@ -49,12 +43,7 @@ class WeightLayout:
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], bucket_bytes: int) -> "WeightLayout":
-        """The layout of some weights.
-
-        Args:
-            weights: name to value.
-            bucket_bytes: as for the class.
-        """
+        """The layout of some weights."""
         return cls(
             list(weights),
             [str(value.dtype).removeprefix("torch.") for value in weights.values()],
@@ -87,16 +76,7 @@ class WeightLayout:
         return slice(self.places[bucket[0]].start, self.places[bucket[-1]].end)
 
     def fill(self, buffer: Tensor, bucket: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
-        """Copy a bucket's tensors next to each other.
-
-        Args:
-            buffer: uint8, at least as long as the bucket.
-            bucket: names.
-            weights: name to value, on any device.
-
-        Returns:
-            The part of the buffer that is the bucket.
-        """
+        """Copy a bucket's tensors into a uint8 buffer, and give the part that is the bucket."""
         first = self.places[bucket[0]].start
         for name in bucket:
             place = self.places[name]
@@ -105,11 +85,7 @@ class WeightLayout:
         return buffer[: self.places[bucket[-1]].end - first]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors in the flat bytes, without a copy.
-
-        Args:
-            flat: uint8, ``[num_bytes]``.
-        """
+        """The tensors in the flat bytes, uint8 ``[num_bytes]``, without a copy."""
         return {
             name: flat[place.start : place.end].view(place.dtype).view(place.shape)
             for name, place in self.places.items()

@@ -12,13 +12,7 @@ dist: Any = torch.distributed  # it names little of what is used here as exporte
 
 
 class BroadcastGroup:
-    """Rank 0 sends, the others receive.
-
-    Args:
-        backend: c10d's, already joined.
-        store: where the ranks met; it has to live as long as the group.
-        timeout_s: for each broadcast.
-    """
+    """Rank 0 sends, the others receive; the store where they met has to live as long."""
 
     def __init__(self, backend: Any, store: Any, timeout_s: float) -> None:
         self._backend: Any = backend
@@ -26,11 +20,7 @@ class BroadcastGroup:
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor to all ranks, or receive it.
-
-        Args:
-            tensor: contiguous, of the same type and size on each rank; overwritten where it is
-                received.
+        """Send a contiguous tensor to all ranks, or receive it into one of its type and size.
 
         Raises:
             RuntimeError: another rank is gone, or did not take part in time.

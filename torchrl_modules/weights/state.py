@@ -1,72 +1,113 @@
 """Weights are taken as a whole or refused as a whole."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
 _SUMMED: Final = (torch.float32, torch.float64)
 _ROW: Final = 1 << 14
+_NO_VERSION: Final = 1 << 63
 
 
-def check_state_dict(
-    new: Mapping[str, Tensor], own: Mapping[str, Tensor], *, who: str, strict: bool = True
-) -> None:
-    """Check an update before any of it is applied.
+class UpdateRefused(ValueError, TypeError):
+    """Weights that an engine does not take; nothing was changed. Either kind of fault is one."""
+
+
+@dataclass(frozen=True)
+class ExpectedWeights:
+    """The one check of an update: what an engine must be given, by Transformers' names.
 
     Args:
-        new: parameter name to value.
-        own: the names and shapes that the receiver has.
-        who: the receiver, named in the error.
-        strict: every own entry must be there too, except one that shares its memory with an entry
-            that is (tied weights).
-
-    Raises:
-        ValueError: a name, shape or value is wrong; all faults are listed, nothing was applied.
+        own: the weights that it has, perhaps without memory; of tied ones the first alone.
+        aliases: the other names of tied weights, each to its name in ``own``.
+        dtype: what values are cast to before they serve; ``None``: they are kept as they are.
     """
-    faults = [f"{name} is not a weight of it" for name in new if name not in own]
-    for name, value in new.items():
-        if name in own and value.shape != own[name].shape:
-            faults.append(f"{name} has shape {tuple(value.shape)}, not {tuple(own[name].shape)}")
-        elif name in own and value.is_floating_point() != own[name].is_floating_point():
-            faults.append(f"{name} is {value.dtype}, not {own[name].dtype}")
-        elif value.is_floating_point() and not all_finite(value):
-            faults.append(f"{name} holds NaN or infinity")
-    faults += _contradictions(new, own)
-    if strict:
-        given = {own[name].data_ptr() for name in new if name in own}
-        faults += [
-            f"{name} is missing"
-            for name, value in own.items()
-            if name not in new and value.data_ptr() not in given
-        ]
+
+    own: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Self:
+        """Those of a model's entries; entries that share their memory are tied."""
+        first: dict[Any, str] = {}
+        canonical = {name: first.setdefault(_place(v), name) for name, v in named.items()}
+        own = {name: named[name] for name, known in canonical.items() if name == known}
+        return cls(own, {name: known for name, known in canonical.items() if name != known}, dtype)
+
+    def check(self, new: Mapping[str, Tensor], *, who: str) -> dict[str, Tensor]:
+        """Check an update as a whole, and give the values to load, aliases left out.
+
+        Raises:
+            UpdateRefused: a name, type, shape or value is wrong, or a weight is missing. All faults
+                are listed.
+        """
+        known = {name: self.aliases.get(name, name) for name in new}
+        faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
+        given: dict[str, Tensor] = {}
+        for name, value in new.items():
+            at = known[name]
+            fault = self._fault(name, value, self.own[at]) if at in self.own else None
+            if fault is not None:
+                faults.append(fault)
+            elif at in self.own:
+                given.setdefault(at, value.detach())
+            if at in given and not _same(given[at], value):
+                faults.append(f"{name} and {at} are tied, but are given different values")
+        named = set(known.values())
+        faults += [f"it lacks {name}" for name in self.own if name not in named]
+        refuse(faults, who=who)
+        return given
+
+    def _fault(self, name: str, value: Any, own: Tensor) -> str | None:
+        if fault := not_whole(name, value):
+            return fault
+        if value.is_floating_point() != own.is_floating_point():
+            return f"{name} is {value.dtype}, not {own.dtype}"
+        if value.shape != own.shape:
+            return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
+        dtype = self.dtype or value.dtype
+        if value.is_floating_point() and not all_finite(value.detach().to(dtype)):
+            return f"{name} holds NaN or infinity, is not finite in {dtype}. Did training diverge?"
+        return None
+
+
+def refuse(faults: Sequence[str], *, who: str) -> None:
+    """Raise `UpdateRefused` with what is wrong with an update, if anything is."""
     if faults:
         shown = "; ".join(faults[:8]) + ("; ..." if len(faults) > 8 else "")
-        raise ValueError(
+        raise UpdateRefused(
             f"{who} refuses the weight update and keeps its weights ({len(faults)} faults): {shown}"
         )
 
 
-def _contradictions(new: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    first: dict[int, str] = {}
-    faults = []
-    for name in new.keys() & own.keys():
-        other = first.setdefault(own[name].data_ptr(), name)
-        left, right = new[other], new[name]
-        if left.data_ptr() != right.data_ptr() and not torch.equal(left, right.to(left)):
-            faults.append(f"{other} and {name} are tied, but are given different values")
-    return faults
+def not_whole(name: str, value: Any) -> str | None:
+    """What keeps a value from being sent, or ``None``: a shard, no data, no tensor at all."""
+    if isinstance(value, Tensor) and not value.is_meta and not hasattr(value, "full_tensor"):
+        return None
+    found = f"a tensor on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+    return f"{name} is no whole torch.Tensor with data, but {found}"
+
+
+def _place(value: Tensor) -> Any:
+    """The same for weights that share their memory."""
+    at = 0 if value.is_meta else value.data_ptr()
+    return (at, value.shape, value.stride()) if at else id(value)
+
+
+def _same(left: Tensor, right: Any) -> bool:
+    if not_whole("", right):
+        return False
+    return _place(left) == _place(right) or torch.equal(left, right.to(left))
 
 
 def all_finite(value: Tensor) -> bool:
-    """Whether a floating point tensor holds neither NaN nor infinity.
-
-    Args:
-        value: of any shape.
-    """
+    """Whether a floating point tensor of any shape holds neither NaN nor infinity."""
     value = value.detach()
     if value.device.type == "cpu" and value.dtype in _SUMMED and value.is_contiguous():
         return _is_finite_in_one_pass(value.view(-1))
@@ -96,18 +137,15 @@ def _small(dtype: torch.dtype) -> Tensor:
 
 
 def next_version(version: int | None, present: int, *, who: str) -> int:
-    """The number of new weights.
-
-    Args:
-        version: what was asked for; ``None`` counts on.
-        present: of the weights that serve.
-        who: the receiver, named in the error.
+    """The number of new weights; ``None`` counts on.
 
     Raises:
-        ValueError: it is not above the present one.
+        UpdateRefused: it is not above the present one, or no 64-bit integer, as tokens carry it.
     """
     if version is None:
         return present + 1
+    if isinstance(version, bool) or not isinstance(version, int) or version >= _NO_VERSION:
+        raise UpdateRefused(f"{who}: a version is an integer below 2**63, got {version!r}.")
     if version <= present:
-        raise ValueError(f"{who}: version {version} is not above the present one, {present}.")
+        raise UpdateRefused(f"{who}: version {version} is not above the present one, {present}.")
     return version

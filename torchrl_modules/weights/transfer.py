@@ -4,56 +4,35 @@ See `torchrl_modules.vllm.transfer` for the worker's end.
 """
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .buckets import WeightLayout
 from .process_group import BroadcastGroup, stateless_init_process_group
+from .state import not_whole, refuse
 
 
-class TransferClient(Protocol):
+@dataclass(frozen=True)
+class TransferControl:
     """vLLM's control of a transfer, wherever the engine runs."""
 
-    def num_workers(self) -> int:
-        """How many workers receive the weights."""
-        ...
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let the workers join; returns when they have."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """Begin an update."""
-        ...
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Let the workers receive; returns when they have."""
-        ...
-
-    def finish_weight_update(self) -> None:
-        """Let the workers load what they have received."""
-        ...
-
-    def transfer_outcome(self) -> dict[str, str] | None:
-        """How it went, of the worker with the most trouble."""
-        ...
+    call: Callable[..., Any]
+    """One step of vLLM's protocol by its name, with what the step takes."""
+    rpc: Callable[[str], Any]
+    """A method of the workers by its name; gives the answer of the one with most trouble."""
 
 
 class C10dWeightTransfer:
     """Sends weights to the workers of an engine: gloo between CPUs, NCCL between GPUs.
 
-    Args:
-        client: of the engine.
-        master_address: of this process, as the workers reach it.
-        master_port: where they meet; a free one when not given.
-        device: what the workers compute on. NCCL needs a device for each rank: a trainer that
-            shares its only GPU with the engine sends by file instead.
-        bucket_bytes: most bytes of a broadcast, and of memory that this takes.
-        timeout_s: for joining and for each broadcast.
+    `vLLMUpdater` says what the arguments are; a broadcast, and the memory that this takes, have at
+    most ``bucket_bytes``. NCCL needs a device for each rank: a trainer that shares its only GPU
+    with the engine sends by file instead.
 
     Raises:
         RuntimeError: the workers did not join in time, or could not; nothing is left behind.
@@ -61,7 +40,7 @@ class C10dWeightTransfer:
 
     def __init__(
         self,
-        client: TransferClient,
+        control: TransferControl,
         *,
         master_address: str = "127.0.0.1",
         master_port: int | None = None,
@@ -69,7 +48,8 @@ class C10dWeightTransfer:
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 120.0,
     ) -> None:
-        self._client = client
+        self._control = control
+        self._timeout_s = timeout_s
         self._device = torch.device(device)
         self._bucket_bytes = bucket_bytes
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
@@ -77,11 +57,13 @@ class C10dWeightTransfer:
         meeting = {
             "master_address": master_address,
             "master_port": master_port or _free_port(master_address),
-            "world_size": 1 + client.num_workers(),
+            "world_size": 1 + control.rpc("torchrl_limits")["num_workers"],
             "timeout_s": timeout_s,
         }
         self._group: BroadcastGroup | None = None
-        joined = self._threads.submit(client.init_weight_transfer_engine, meeting)
+        joined = self._threads.submit(
+            control.call, "init_weight_transfer_engine", init_info=meeting
+        )
         try:
             self._group = stateless_init_process_group(
                 master_address,
@@ -104,28 +86,20 @@ class C10dWeightTransfer:
             raise
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
-        """Send whole weights, and let the workers check and load them.
-
-        Args:
-            weights: parameter name to value, on any device.
-
-        Returns:
-            ``{}``; or what was ``refused``, and nothing was changed; or what ``failed``, and the
-            weights are a mixture.
+        """Send whole weights, and let the workers check and load them; gives their outcome.
 
         Raises:
             RuntimeError: a worker is gone or did not take part in time; nothing was changed.
-            ValueError: a value is no tensor with data.
+            UpdateRefused: a value is no tensor with data.
         """
-        for name, value in weights.items():
-            if not isinstance(value, Tensor) or value.is_meta or hasattr(value, "full_tensor"):
-                raise ValueError(f"{name} is no whole torch.Tensor with data, but {type(value)}.")
-        group = self._group
+        faults = [not_whole(name, value) for name, value in weights.items()]
+        refuse([fault for fault in faults if fault], who="C10dWeightTransfer")
+        group, call = self._group, self._control.call
         if group is None:
             raise RuntimeError("C10dWeightTransfer is closed. Make another one.")
         layout = WeightLayout.of(weights, self._bucket_bytes)
-        self._client.start_weight_update()
-        received = self._threads.submit(self._client.update_weights, layout.message())
+        call("start_weight_update")
+        received = self._threads.submit(call, "update_weights", update_info=layout.message())
         try:
             for bucket in layout.buckets():
                 group.broadcast(layout.fill(self._room(layout, bucket), bucket, weights))
@@ -133,9 +107,14 @@ class C10dWeightTransfer:
             if received.done():
                 received.result()  # says more
             raise
-        received.result()
-        self._client.finish_weight_update()
-        outcome = self._client.transfer_outcome()
+        try:
+            received.result(self._timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"C10dWeightTransfer: no worker says within {self._timeout_s} s that it has all."
+            ) from error
+        call("finish_weight_update")
+        outcome = self._control.rpc("torchrl_transfer_outcome")
         return {"failed": "a worker gave no outcome"} if outcome is None else outcome
 
     def _room(self, layout: WeightLayout, bucket: list[str]) -> Tensor:

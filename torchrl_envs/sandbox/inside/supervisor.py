@@ -58,7 +58,6 @@ class _Supervisor:
         # opened a second time, from the other side, through /proc.
         self.link = self.workers_link = -1
         self.outgoing = b""
-        self.next_look = 0.0
         self.wake = (-1, -1)
         self.starting = -1
 
@@ -114,16 +113,13 @@ class _Supervisor:
             ended = self._reap()
             if ended is not None:
                 return f"exit {ended}"
-            now = time.monotonic()
-            if now > self.deadline:
+            if time.monotonic() > self.deadline:
                 return "timeout"
-            if now >= self.next_look:  # not at every message: it takes longer than all the rest
-                self.next_look = now + _BUSY_POLL_S
-                if self._memory_bytes() > self.config["memory_bytes"]:
-                    return "memory"
+            if self._memory_bytes() > self.config["memory_bytes"]:
+                return "memory"
             if 0 in readable and not self._take_request():
                 return "closed"
-            if self.outgoing and writable:
+            if writable:
                 self._write()
             if self.link in readable:
                 self._take_answer(listening)
@@ -136,7 +132,6 @@ class _Supervisor:
         self.deadline = time.monotonic() + request["timeout_s"]
         self.outgoing = pack(request)
         self._signal_all(signal.SIGCONT)
-        self._write()
         return True
 
     def _write(self):

@@ -15,6 +15,7 @@ import torch
 from torchrl_modules.engines.protocol import EngineDied
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.vllm.client import VLLMServerEngine
+from torchrl_modules.vllm.http import TOKEN_VARIABLE
 from torchrl_modules.vllm.launch import start_server
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
@@ -101,7 +102,10 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         pass
 
 
-def test_a_server_started_by_hand_serves_over_http(model_directory, model, other_model):
+def test_a_server_started_by_hand_serves_over_http(
+    model_directory, model, other_model, monkeypatch
+):
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret of many letters")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -109,7 +113,7 @@ def test_a_server_started_by_hand_serves_over_http(model_directory, model, other
     module = [sys.executable, "-m", "torchrl_modules.vllm.launch"]
     process = subprocess.Popen([*module, model_directory, f"--port={port}", *options])
     try:
-        engine = when_it_listens(f"http://127.0.0.1:{port}", process)
+        engine = VLLMServerEngine(f"http://127.0.0.1:{port}", wait_s=120, num_connections=8)
         assert_from(model, engine.generate(PROMPTS, PARAMS))
         engine.update_weights(other_model.state_dict())
         assert_from(other_model, engine.generate(PROMPTS, PARAMS))
@@ -119,17 +123,6 @@ def test_a_server_started_by_hand_serves_over_http(model_directory, model, other
             child.kill()
         process.kill()
         process.wait(timeout=30)
-
-
-def when_it_listens(url, process):
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            return VLLMServerEngine(url, num_connections=8)
-        except ConnectionError:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
 
 
 ORPHAN = """
@@ -174,7 +167,10 @@ def test_a_server_ends_with_its_parent_and_a_client_notices(model, model_directo
     assert time.monotonic() - begin < 8
     trainer.close()
 
-    # A stopped process is ended with the others.
+    # Stopped processes are ended with the others: the engine, its server and all of their group.
+    for child in children:
+        if os.getpgid(child.pid) == os.getpgid(engine.pid):
+            child.suspend()
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate()
     _, alive = psutil.wait_procs(children, timeout=5)
@@ -189,3 +185,36 @@ def test_seeds_make_a_response_repeat(engine):
     assert [row.ids for row in again] == [row.ids for row in first]
     other = engine.generate(PROMPTS, PARAMS, seeds=[5, 6, 7, 8])
     assert [row.ids for row in other] != [row.ids for row in first]
+
+
+def test_a_plain_server_can_be_drawn_from_but_not_updated(model_directory, model, tmp_path):
+    """`vllm serve --enable-scale-out`, and what this machine and a model without tokenizer need."""
+    options = ["--dtype=float32", "--max-model-len=128", f"--kv-cache-memory-bytes={16 << 20}"]
+    path = tmp_path / "socket"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
+            *("--model", model_directory, f"--uds={path}", "--skip-tokenizer-init"),
+            *("--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out", *options),
+        ],
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"},
+    )
+    try:
+        engine = VLLMServerEngine(f"unix://{path}", wait_s=240, num_connections=8)
+        plain = SamplingParameters(max_new_tokens=8, stop_token_ids=(3,))
+        rows = engine.generate(PROMPTS, plain)
+        assert all(len(row.ids) == len(row.log_probs) > 0 for row in rows)
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPTS[1] + rows[1].ids])).logits[0, 1:-1]
+        expected = logits.log_softmax(-1)[torch.arange(len(rows[1].ids)), rows[1].ids]
+        torch.testing.assert_close(torch.tensor(rows[1].log_probs), expected, atol=5e-5, rtol=0)
+        with pytest.raises(ValueError, match="reports raw log-probs"):
+            engine.generate(PROMPTS, PARAMS)
+        with pytest.raises(RuntimeError, match=r"worker-extension-cls .*VLLM_SERVER_DEV_MODE=1"):
+            engine.update_weights(model.state_dict())
+        engine.close()
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait(timeout=30)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,17 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchrl_modules.engines.engine_state import EngineState, Supervision
+from torchrl_modules.engines.engine_state import EngineState
 from torchrl_modules.engines.process_state import is_stopped, this_process
 from torchrl_modules.engines.protocol import EngineDied
 from torchrl_modules.engines.watchdog import StallClock
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.vllm.client import VLLMServerEngine
-from torchrl_modules.vllm.http_codec import StaleWeights
+from torchrl_modules.vllm.requests import StaleWeights
 from torchrl_modules.vllm.supervised import SupervisedEngine
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -111,7 +109,8 @@ def test_E01_a_killed_engine_is_noticed_at_once(start):
 
 def test_what_was_finished_before_is_handed_over(start):
     # The first rows are short; the process ends while the last one is drawn.
-    with connected(start({"die_after": 10})) as engine, pytest.raises(EngineDied) as error:
+    start_one = start({"die_after": 10, "token_s": 0.1})
+    with connected(start_one) as engine, pytest.raises(EngineDied) as error:
         engine.generate(PROMPTS, PARAMS, max_new_tokens=[1, 1, 1, 10], seeds=SEEDS)
     *finished, lost = error.value.results
     assert [len(row.ids) for row in finished] == [1, 1, 1]
@@ -131,6 +130,85 @@ def test_E02_a_stopped_engine_is_noticed_though_its_connections_are_open(start, 
         assert 1 <= time.monotonic() - begin < 5
 
 
+def test_the_first_batch_of_a_cold_engine_is_no_stall(start):
+    with connected(start({"cold_s": 2.5}), stall_timeout_s=1.0) as engine:
+        assert [len(row.ids) for row in engine.generate(PROMPTS, PARAMS)] == [10] * 4
+    start_one = start({"cold_s": 60})  # one that is stopped meanwhile is
+    with connected(start_one, stall_timeout_s=1.0) as engine:
+        timer = threading.Timer(0.3, start_one.processes[-1].send_signal, (signal.SIGSTOP,))
+        timer.start()
+        with pytest.raises(EngineDied, match="made no progress for"):
+            engine.generate(PROMPTS, PARAMS)
+        timer.join()
+
+
+def test_a_server_that_is_starting_is_waited_for(start, tmp_path):
+    path = tmp_path / "later"
+    with pytest.raises(ConnectionError, match="No answer"):
+        VLLMServerEngine(f"unix://{path}", wait_s=0.3)
+    processes = []
+
+    def start_later():
+        processes.append(subprocess.Popen([sys.executable, "-S", str(FAKE), str(path), "{}"]))
+
+    timer = threading.Timer(0.5, start_later)
+    timer.start()
+    try:
+        engine = VLLMServerEngine(f"unix://{path}", wait_s=20)
+        assert len(engine.generate(PROMPTS, PARAMS)) == 4
+    finally:
+        timer.join()
+        processes[0].kill()
+        processes[0].wait()
+    engine.close()
+
+
+def test_a_plain_server_can_be_drawn_from_and_an_update_says_what_it_lacks(start):
+    tempered = SamplingParameters(max_new_tokens=10, temperature=0.7, stop_token_ids=())
+    with connected(start({"plain": "raw"})) as engine:
+        rows = engine.generate(PROMPTS, PARAMS)
+        assert [len(row.ids) for row in rows] == [10] * 4
+        assert (engine.max_model_len, engine.vocab_size, engine.version) == (64, None, 0)
+        with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
+            engine.generate(PROMPTS, tempered)
+        with pytest.raises(RuntimeError, match=r"--worker-extension-cls .*VLLM_SERVER_DEV_MODE=1"):
+            engine.update_weights(FIRST)
+        with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):
+            engine.transfer_control()
+        assert engine.generate(PROMPTS, PARAMS, seeds=SEEDS)[0].ids
+    with pytest.raises(RuntimeError, match="--enable-scale-out"), start({"plain": "no"})() as url:
+        VLLMServerEngine(url)
+    with connected(start({"plain": "processed"})) as engine:
+        assert [len(row.ids) for row in engine.generate(PROMPTS, tempered)] == [10] * 4
+
+
+KILLED_IN_AN_UPDATE = """
+import os, signal, sys, torch
+from torchrl_modules.vllm.client import VLLMServerEngine
+engine = VLLMServerEngine(sys.argv[1])
+engine._post = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+engine.update_weights({"a": torch.ones(4, 3), "b": torch.zeros(3)})
+"""
+
+
+def test_a_kill_in_a_hand_over_leaves_no_file(start, pytestconfig, tmp_path):
+    places = [Path("/dev/shm"), tmp_path]
+    before = [set(place.iterdir()) for place in places]
+    with start()() as url:
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        run = subprocess.run(
+            [sys.executable, "-c", KILLED_IN_AN_UPDATE, url],
+            cwd=pytestconfig.rootpath,
+            env=environment,
+            check=False,
+        )
+        assert run.returncode == -signal.SIGKILL
+        left = [
+            set(place.glob("weights-*")) - was for place, was in zip(places, before, strict=True)
+        ]
+    assert left == [set(), set()]
+
+
 def test_a_slow_engine_is_not_taken_for_a_stopped_one(start):
     with connected(start({"token_s": 0.2}), stall_timeout_s=1.0) as engine:
         rows = engine.generate(PROMPTS, PARAMS)  # 2 s, a token every 0.2 s
@@ -143,6 +221,8 @@ def test_a_slow_engine_is_not_taken_for_a_stopped_one(start):
         pytest.param("poison", "poisoned", id="the engine fails on one request"),
         pytest.param("garbage", "no generation", id="an answer that is none"),
         pytest.param("nan", "no finite number", id="a log-prob that is no number"),
+        pytest.param("infinite", "no finite number", id="a log-prob of minus infinity"),
+        pytest.param("positive", "at most 0: 0.25", id="a log-prob above 0"),
     ],
 )
 def test_E09_one_bad_row_fails_alone(start, fault, message):
@@ -193,6 +273,7 @@ def test_a_process_is_stopped_or_not():
         deadline = time.monotonic() + 5
         while not is_stopped(process):
             assert time.monotonic() < deadline
+        assert is_stopped(this_process() | {"parent": child.pid})
         assert not is_stopped(process | {"machine": "another one"})
         assert not is_stopped(process | {"machine": None})
         child.kill()
@@ -332,87 +413,3 @@ def test_a_stall_is_counted_from_the_last_progress():
     assert clock.idle_s(1, 13.0) == 0.0
     assert clock.idle_s(None, 14.5) == 1.5  # nobody answered
     assert clock.idle_s(1, 15.0) == 2.0
-
-
-EVENTS = {
-    "started": lambda s: s.started(),
-    "acknowledged what is wanted": lambda s: s.acknowledged(s.incarnation, s.wanted),
-    "acknowledged something newer": lambda s: s.acknowledged(s.incarnation, s.wanted + 1),
-    "acknowledged something older": lambda s: s.acknowledged(s.incarnation, s.wanted - 1),
-    "an earlier engine acknowledged": lambda s: s.acknowledged(s.incarnation - 1, s.wanted),
-    "died": lambda s: s.died(s.incarnation),
-    "an earlier engine died": lambda s: s.died(s.incarnation - 1),
-}
-DEAD, STALE, HEALTHY = EngineState
-# Where each event leads from each state; None: it is refused.
-TRANSITIONS = {
-    "started": (STALE, None, None),
-    "acknowledged what is wanted": (DEAD, HEALTHY, HEALTHY),
-    "acknowledged something newer": (DEAD, HEALTHY, HEALTHY),
-    "acknowledged something older": (DEAD, STALE, STALE),
-    "an earlier engine acknowledged": (DEAD, STALE, HEALTHY),
-    "died": (DEAD, DEAD, DEAD),
-    "an earlier engine died": (DEAD, STALE, HEALTHY),
-}
-
-
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("state", EngineState, ids=lambda state: state.value)
-def test_E03_every_transition(state, event):
-    served = {DEAD: None, STALE: None, HEALTHY: 3}[state]
-    before = Supervision(state, incarnation=2, served=served, wanted=3)
-    expected = TRANSITIONS[event][list(EngineState).index(state)]
-    if expected is None:
-        with pytest.raises(RuntimeError, match="only after it died"):
-            EVENTS[event](before)
-        return
-    after = EVENTS[event](before)
-    assert after.state is expected
-    assert after.may_serve == (expected is HEALTHY)
-    if event.startswith("an earlier"):
-        assert after == before
-
-
-class Engines(RuleBasedStateMachine):
-    """Engines come and go, and the news of them arrive late; what serves has what is wanted."""
-
-    def __init__(self):
-        super().__init__()
-        self.known = Supervision()
-        self.real = {}  # incarnation to the version that it really has; gone when it is dead
-        self.newest = 0
-
-    @precondition(lambda self: self.known.state is EngineState.DEAD)
-    @rule()
-    def start(self):
-        self.known = self.known.started()
-        self.real = {self.known.incarnation: 0}
-
-    @precondition(lambda self: self.known.incarnation in self.real)
-    @rule(step=st.integers(0, 2))
-    def push(self, step):
-        self.newest = max(self.newest, self.known.wanted + step)
-        self.real[self.known.incarnation] = self.known.wanted + step
-        self.known = self.known.acknowledged(self.known.incarnation, self.known.wanted + step)
-
-    @rule(back=st.integers(1, 3), version=st.integers(0, 9))
-    def late_news(self, back, version):
-        before = self.known
-        self.known = self.known.acknowledged(before.incarnation - back, version)
-        self.known = self.known.died(before.incarnation - back)
-        assert self.known == before
-
-    @rule()
-    def die(self):
-        self.real.pop(self.known.incarnation, None)
-        self.known = self.known.died(self.known.incarnation)
-
-    @invariant()
-    def only_what_is_wanted_serves(self):
-        if self.known.may_serve:
-            assert self.real[self.known.incarnation] == self.known.served == self.known.wanted
-        assert self.known.wanted <= self.newest or self.newest == 0
-
-
-TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

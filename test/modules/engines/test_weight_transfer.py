@@ -1,15 +1,19 @@
 """Weights as one flat run of bytes, and the group that carries them."""
 
+import math
 import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from torchrl_modules.weights.buckets import WeightLayout
+from torchrl_modules.weights.handover import handed_over
 from torchrl_modules.weights.process_group import stateless_init_process_group
-from torchrl_modules.weights.transfer import C10dWeightTransfer, _free_port
+from torchrl_modules.weights.state import ExpectedWeights, next_version
+from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl, _free_port
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -116,18 +120,15 @@ def used_store():
     torch.distributed.TCPStore("127.0.0.1", _free_port("127.0.0.1"), 1, is_master=True)
 
 
-class LostWorkers:
+def lost_workers(fault):
     """Control of an engine whose workers do not join."""
 
-    def __init__(self, fault):
-        self.fault = fault
+    def call(step, init_info):
+        assert step == "init_weight_transfer_engine"
+        if fault is not None:
+            raise fault
 
-    def num_workers(self):
-        return 1
-
-    def init_weight_transfer_engine(self, init_info):
-        if self.fault is not None:
-            raise self.fault
+    return TransferControl(call=call, rpc={"torchrl_limits": {"num_workers": 1}}.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -142,4 +143,78 @@ def test_workers_that_do_not_join_leave_nothing_behind(fault, message):
     port = _free_port("127.0.0.1")
     for _ in range(2):  # the port is free again
         with pytest.raises(RuntimeError, match=message):
-            C10dWeightTransfer(LostWorkers(fault), master_port=port, timeout_s=0.5)
+            C10dWeightTransfer(lost_workers(fault), master_port=port, timeout_s=0.5)
+
+
+def test_an_update_is_refused_as_a_whole_and_every_fault_is_named():
+    own = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1), "d": torch.zeros(1)}
+    new = {"a": torch.zeros(3), "b": torch.tensor([1.0, math.nan, 0.0]), "e": torch.zeros(1)}
+    with pytest.raises(ValueError, match="refuses the weight update") as caught:
+        ExpectedWeights.of(own).check(new, who="Engine")
+    for words in (
+        "Engine refuses",
+        "5 faults",
+        "a has shape (3,), not (2,)",
+        "b holds NaN",
+        "it lacks c",
+        "it lacks d",
+        "it has no use for e",
+    ):
+        assert words in str(caught.value)
+
+
+def test_tied_weights_need_to_be_given_once_only():
+    table = torch.zeros(2, 2)
+    expected = ExpectedWeights.of({"embedding": table, "head": table, "norm": torch.zeros(1)})
+    norm = {"norm": torch.ones(1)}
+    for name in ("embedding", "head"):
+        taken = expected.check({name: torch.ones(2, 2), **norm}, who="Engine")
+        assert taken.keys() == {"embedding", "norm"}
+        assert torch.equal(taken["embedding"], torch.ones(2, 2))
+    with pytest.raises(ValueError, match="are tied"):
+        expected.check({"embedding": table, "head": torch.ones(2, 2), **norm}, who="Engine")
+    for nothing in ({}, norm):
+        with pytest.raises(ValueError, match="lacks embedding"):
+            expected.check(nothing, who="Engine")
+
+
+@pytest.mark.parametrize(
+    "version", [pytest.param(1 << 63, id="beyond 64 bits"), True, 1.0, -1, 0], ids=str
+)
+def test_a_version_that_no_token_could_carry_is_refused(version):
+    with pytest.raises(ValueError, match="version"):
+        next_version(version, 0, who="Engine")
+    assert next_version((1 << 63) - 1, 0, who="Engine") == (1 << 63) - 1
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_what_is_handed_over_is_read_again_and_leaves_nothing(tmp_path, is_near, in_memory):
+    generator = torch.Generator().manual_seed(0)
+    sent = {
+        f"w{i}": torch.randn(shape, generator=generator).to(dtype)
+        for i, (shape, dtype) in enumerate(
+            [
+                ((3, 2), torch.float32),
+                ((), torch.bfloat16),
+                ((0, 4), torch.float16),
+                ((5,), torch.int8),
+            ]
+        )
+    }
+    sent["of another order"] = sent["w0"].T
+    sent["tied"] = sent["w0"]
+    directory = None if in_memory else str(tmp_path)
+    with handed_over(sent, directory=directory, is_near=is_near, who="Engine") as path:
+        read = load_file(path)
+    assert not list(tmp_path.iterdir())
+    assert read.keys() == sent.keys()
+    for name, value in sent.items():
+        assert read[name].dtype == value.dtype
+        assert torch.equal(read[name], value), name
+    for wrong, message in [([1.0], "no whole"), (torch.ones(1, dtype=torch.complex64), "complex")]:
+        with (
+            pytest.raises(ValueError, match=f"Engine refuses .*{message}"),
+            handed_over({"a": wrong}, directory=directory, is_near=is_near, who="Engine"),
+        ):
+            pass

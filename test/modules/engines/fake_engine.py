@@ -8,10 +8,16 @@ the weights and the tokens before it, one every ``token_s`` seconds.
     {"poison": 7}      a prompt with this token is answered with status 500
     {"garbage": 7}     ... with something that is no generation
     {"nan": 7}         ... with a log-prob that is no number
+    {"infinite": 7}    ... with one of minus infinity
+    {"positive": 7}    ... with one above 0
     {"die_in_update": true}  it ends before it has taken new weights
     {"stop_in_update": true}  it stops
     {"fail_in_update": true}  it says that it failed in the middle
     {"token_s": 0.01}  seconds a token takes
+    {"cold_s": 3}      seconds before the very first one
+    {"plain": "raw"}   it has only the routes of `vllm serve`, and raw log-probs
+    {"plain": "processed"}  ... and processed ones
+    {"plain": "no"}    ... and takes no token ids
 """
 
 import hashlib
@@ -28,6 +34,12 @@ from urllib.parse import urlsplit
 
 VOCABULARY = 100
 SHAPES = {"a": [4, 3], "b": [3]}
+UPDATES = ("/collective_rpc", "/pause", "/weight_info")
+REFUSED = {
+    "raw": UPDATES,
+    "processed": UPDATES,
+    "no": (*UPDATES, "/inference/v1/generate"),
+}
 
 
 def this_process():
@@ -47,6 +59,8 @@ class Engine:
 
     def count_token(self):
         self.running.wait()
+        if self.num_tokens == 0:
+            time.sleep(self.faults.get("cold_s", 0))
         time.sleep(self.faults.get("token_s", 0.001))
         with self.lock:
             self.num_tokens += 1
@@ -71,8 +85,14 @@ class Engine:
             else:
                 spans.append({"version": self.label, "start": position, "end": position + 1})
         log_probs = [{"logprob": -0.5} for _ in drawn]
+        if sampling["top_k"] == 1 and self.faults.get("plain") == "processed":
+            log_probs = [{"logprob": 0.0} for _ in drawn]
         if self.faults.get("nan") in ids:
             log_probs[-1]["logprob"] = float("nan")
+        if self.faults.get("infinite") in ids:
+            log_probs[-1]["logprob"] = -float("inf")
+        if self.faults.get("positive") in ids:
+            log_probs[-1]["logprob"] = 0.25
         choice = {
             "token_ids": drawn,
             "logprobs": {"content": log_probs},
@@ -106,6 +126,10 @@ class Engine:
         return {}
 
     def answer(self, path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"max_model_len": 64}]}
+        if path in REFUSED.get(self.faults.get("plain"), ()):
+            return 404, {"error": {"message": "it has no such route"}}
         if path == "/inference/v1/generate":
             return self.generate(body)
         if path == "/collective_rpc":

@@ -1,0 +1,113 @@
+"""Penalties, bias, least tokens, seeds and stop strings with vLLM, against slow references."""
+
+import asyncio
+
+import pytest
+import torch
+from sampling_reference import OPTIONS, STOPS, turn_log_probs
+
+from torchrl_modules import AsyncVLLMEngine, SamplingParameters
+from torchrl_modules.vllm.blocking_engine import BlockingVLLMEngine
+
+PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(
+    params=["in process", "asynchronous", pytest.param("server", marks=pytest.mark.slow)]
+)
+def engine(request):
+    if request.param == "server":
+        yield request.getfixturevalue("server_engine")
+        return
+    inside = request.getfixturevalue("vllm_engine")
+    if request.param == "in process":
+        yield inside
+        return
+    served = AsyncVLLMEngine(inside)
+    blocking = BlockingVLLMEngine(served)
+    yield blocking
+    blocking.close()
+    served.close()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_log_probs_are_those_of_the_distribution_drawn_from(engine, model, options):
+    params = SamplingParameters(max_new_tokens=16, stop_token_ids=STOPS, **options)
+    rows = engine.generate(PROMPTS, params)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        expected = turn_log_probs(model, params, prompt, row.ids)
+        # vLLM's kernels sum in another order.
+        torch.testing.assert_close(
+            torch.tensor(row.log_probs).double(), expected.double(), rtol=0, atol=5e-5
+        )
+        stops = [i for i, token in enumerate(row.ids) if token in STOPS]
+        assert stops in ([], [len(row.ids) - 1])
+        assert all(i >= params.min_tokens for i in stops)
+
+
+def test_least_tokens_without_the_models_own_end_token_are_refused(engine):
+    params = SamplingParameters(min_tokens=4, stop_token_ids=(2, 7))
+    with pytest.raises(ValueError, match=r"own end tokens, \[3\] too.*Add them to stop_token_ids"):
+        engine.generate(PROMPTS, params)
+
+
+def test_a_seed_repeats_a_call_and_rows_of_one_prompt_differ(engine):
+    params = SamplingParameters(max_new_tokens=8, stop_token_ids=(), seed=3)
+    other = SamplingParameters(max_new_tokens=8, stop_token_ids=(), seed=4)
+    first, again, third = (
+        [row.ids for row in engine.generate([PROMPTS[1]] * 4, given)]
+        for given in (params, params, other)
+    )
+    assert first == again != third
+    assert len({tuple(ids) for ids in first}) == 4
+
+
+def test_a_budget_below_the_least_tokens(engine):
+    params = SamplingParameters(
+        max_new_tokens=8, min_tokens=6, stop_token_ids=STOPS, logit_bias={2: 100.0}
+    )
+    rows = engine.generate(PROMPTS, params, max_new_tokens=[3, 8, 3, 8])
+    assert [(row.finish_reason, len(row.ids)) for row in rows] == [("length", 3), ("stop", 7)] * 2
+
+
+def test_a_stop_string_ends_a_turn_and_the_ids_are_those_that_were_drawn(
+    engine, model, chatml_tokenizer
+):
+    free = SamplingParameters(max_new_tokens=12, temperature=0.0, stop_token_ids=())
+    whole = engine.generate(PROMPTS, free)
+    stop = chatml_tokenizer.decode(whole[1].ids[3:5])
+    params = SamplingParameters(max_new_tokens=12, temperature=0.0, stop_token_ids=(), stop=(stop,))
+    with pytest.raises(ValueError, match="with_tokenizer"):
+        engine.generate(PROMPTS, params)
+    rows = engine.generate(PROMPTS, params.with_tokenizer(chatml_tokenizer))
+    assert rows[1].finish_reason == "stop"
+    for row, all_of_it in zip(rows, whole, strict=True):
+        assert row.ids == all_of_it.ids[: len(row.ids)]
+        assert len(row.log_probs) == len(row.ids) == len(row.token_versions(otherwise=0))
+        text = chatml_tokenizer.decode(row.ids)
+        assert (stop in text) == (row.finish_reason == "stop")
+        assert stop not in chatml_tokenizer.decode(row.ids[:-1])
+    expected = turn_log_probs(model, params, PROMPTS[1], rows[1].ids)
+    torch.testing.assert_close(
+        torch.tensor(rows[1].log_probs).double(), expected.double(), rtol=0, atol=5e-5
+    )
+
+
+def test_a_stream_ends_at_a_stop_string(vllm_engine, chatml_tokenizer):
+    free = SamplingParameters(max_new_tokens=12, temperature=0.0, stop_token_ids=())
+    (whole,) = vllm_engine.generate([PROMPTS[1]], free)
+    stop = chatml_tokenizer.decode(whole.ids[3:5])
+    params = SamplingParameters(max_new_tokens=12, temperature=0.0, stop_token_ids=(), stop=(stop,))
+
+    async def main():
+        async with AsyncVLLMEngine(vllm_engine) as engine:
+            stream = engine.submit(PROMPTS[1], params.with_tokenizer(chatml_tokenizer))
+            return [token async for delta in stream for token in delta.ids], await stream.result()
+
+    ids, result = asyncio.run(main())
+    assert ids == result.generation.ids == whole.ids[: len(ids)]
+    assert result.generation.finish_reason == "stop"
+    assert stop in chatml_tokenizer.decode(ids)
+    assert stop not in chatml_tokenizer.decode(ids[:-1])

@@ -1,0 +1,232 @@
+"""JSON over HTTP with a token: the client's end, and the guard in front of a server's routes."""
+
+import json
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpcore2
+
+TOKEN_VARIABLE: Final = "TORCHRL_VLLM_TOKEN"
+"""Holds the secret that a server asks for, at both ends."""
+
+# A server closes a connection that was idle for some seconds (uvicorn: 5).
+_KEEP_IDLE_S: Final = 2.0
+
+
+class AnswerTimeout(ConnectionError):
+    """Somebody is there, but did not answer in time."""
+
+
+class JSONClient:
+    """Sends JSON and reads JSON, from any number of threads.
+
+    Args:
+        url: ``http://host:port`` or ``unix:///path/of/the/socket``.
+        timeout_s: for connecting, and for each answer.
+        token: sent with each request; the environment's ``TORCHRL_VLLM_TOKEN`` when not given.
+        num_connections: most requests at a time.
+
+    Raises:
+        ValueError: the URL is of another kind.
+    """
+
+    def __init__(
+        self, url: str, timeout_s: float, *, token: str | None = None, num_connections: int = 8
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "unix"):
+            raise ValueError(f"The URL must begin with http:// or unix://, got {url!r}.")
+        self.url = url
+        is_file = parts.scheme == "unix"
+        self._base = "http://localhost" if is_file else f"http://{parts.netloc}"
+        self._headers = {"Content-Type": "application/json"}
+        if token := token or os.environ.get(TOKEN_VARIABLE):
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)
+        self._sockets = _Sockets()
+        self._pool = httpcore2.ConnectionPool(
+            max_connections=num_connections,
+            max_keepalive_connections=num_connections,
+            keepalive_expiry=_KEEP_IDLE_S,
+            uds=parts.path if is_file else None,
+            network_backend=self._sockets,
+        )
+
+    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty.
+
+        Raises:
+            AnswerTimeout: there was no answer in time.
+            ConnectionError: nobody answers at the URL.
+        """
+        content = b"" if body is None else json.dumps(body).encode()
+        try:
+            response = self._pool.request(
+                method,
+                self._base + path,
+                headers=[*self._headers.items(), ("Content-Length", str(len(content)))],
+                content=content,
+                extensions={"timeout": self._timeouts},
+            )
+        except httpcore2.TimeoutException as error:
+            raise AnswerTimeout(f"No answer from {self.url}: it timed out ({error!r}).") from error
+        except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+            raise ConnectionError(f"No answer from {self.url}: {error!r}.") from error
+        return response.status, _parse(response.content.decode())
+
+    def await_answer(self, path: str, wait_s: float, *, goes_on: Callable[[], bool]) -> bool:
+        """Ask until the answer is 200, for at most ``wait_s`` and while ``goes_on()``."""
+        deadline = time.monotonic() + wait_s
+        while goes_on():
+            with suppress(ConnectionError):
+                if self.request("GET", path)[0] == 200:
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.2)
+        return False
+
+    def interrupt(self) -> None:
+        """Let everybody who waits for an answer go, with a ``ConnectionError``."""
+        self._sockets.shut_down()
+
+    def close(self) -> None:
+        """Close the connections of all threads; nobody may be waiting."""
+        self._pool.close()
+
+
+class _Sockets(httpcore2.NetworkBackend):
+    """Opens connections that can be interrupted from another thread."""
+
+    def __init__(self) -> None:
+        self._open: list[socket.socket] = []
+
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
+    ) -> "_Stream":
+        with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
+            connection = socket.create_connection((host, port), timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._kept(connection)
+
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, *_: Any, **__: Any
+    ) -> "_Stream":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
+                connection.settimeout(timeout)
+                connection.connect(path)
+        except BaseException:
+            connection.close()
+            raise
+        return self._kept(connection)
+
+    def _kept(self, connection: socket.socket) -> "_Stream":
+        self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
+        return _Stream(connection)
+
+    def shut_down(self) -> None:
+        """Whoever reads reads the end."""
+        for connection in self._open:
+            with suppress(OSError):  # it ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Stream(httpcore2.NetworkStream):
+    """A connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        with _as_error(httpcore2.ReadTimeout, httpcore2.ReadError):
+            self._socket.settimeout(timeout)
+            return self._socket.recv(max_bytes)
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        with _as_error(httpcore2.WriteTimeout, httpcore2.WriteError):
+            self._socket.settimeout(timeout)
+            self._socket.sendall(buffer)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        if info != "is_readable":
+            return None
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+@contextmanager
+def _as_error(timeout: type[Exception], other: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise timeout(str(error)) from error
+    except OSError as error:
+        raise other(str(error)) from error
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except json.JSONDecodeError:
+        return text
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class AccessControl:
+    """ASGI middleware in front of every route: who may ask, and how.
+
+    With a token in the environment every request needs it. A browser's page of another origin is
+    refused, and a body that is not JSON, which such a page could send unasked.
+
+    Args:
+        app: what is guarded.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._token = os.environ.get(TOKEN_VARIABLE, "")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        status, reason = self._refusal(scope, headers)
+        if not status:
+            return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        body = json.dumps({"error": {"message": reason}}).encode()
+        kind = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": kind})
+        return await send({"type": "http.response.body", "body": body})
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, str]) -> tuple[int, str]:
+        given = headers.get(b"authorization", "").encode()
+        if self._token and not secrets.compare_digest(given, f"Bearer {self._token}".encode()):
+            return 401, f"This server asks for its token: set {TOKEN_VARIABLE}, or token=..."
+        origin = headers.get(b"origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get(b"host"):
+            return 403, f"Pages of another origin, {origin}, may not use this server."
+        kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
+        if scope["type"] == "http" and has_body and kind != "application/json":
+            return 415, f"A body has to be application/json, not {kind or 'of no type'}."
+        return 0, ""
