@@ -357,5 +357,5 @@ def test_held_out_groups_have_seeds_of_their_own():
 
 def test_a_configuration_of_the_data_has_a_name_too(tmp_path):
     datasets.Dataset.from_list(DATA["gsm8k"]).save_to_disk(tmp_path / "data")
-    with pytest.raises(ValueError, match="name=.* do not apply"):
+    with pytest.raises(ValueError, match=r"name=.* do not apply"):
         make_task("gsm8k", dataset=str(tmp_path / "data"), name="main", num_held_out=2)
