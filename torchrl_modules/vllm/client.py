@@ -74,19 +74,25 @@ class VLLMServerEngine(WholeBatchEngine):
         self._labels: list[str] = ["default"]
         self._missing = ""
         self._is_processed = True
-        self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
-        status, answer = self._try_rpc("torchrl_limits")
-        if status == 200:
-            limits = answer["results"][0]
-            self._workers = self._rpc_all("torchrl_process")
-            self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
-        else:
-            limits = self._read_plain(status)
+        try:
+            self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
+            limits = self._read_limits()
+        except BaseException:
+            self.close()
+            raise
         self._own_ends = frozenset(limits.get("own_ends", ()))
         self.vocab_size: int | None = limits["vocab_size"]
         """Token ids are below it; ``None`` where a plain server does not say."""
         self.max_model_len: int = limits["max_model_len"]
         """Most tokens of a prompt and its response together."""
+
+    def _read_limits(self) -> dict[str, Any]:
+        status, answer = self._try_rpc("torchrl_limits")
+        if status != 200:
+            return self._read_plain(status)
+        self._workers = self._rpc_all("torchrl_process")
+        self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
+        return answer["results"][0]
 
     def _read_plain(self, status: int) -> dict[str, Any]:
         """The limits of a ``vllm serve``, and what it lacks to be updated."""
