@@ -79,11 +79,20 @@ def check_groups(
 
 
 def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> None:
-    """Check that something scores the episodes that advantages are computed of.
+    """Check that the buffer takes a batch, and that something scores what advantages are of.
 
     Raises:
-        ValueError: nothing does.
+        ValueError: its storage is smaller than a batch, or nothing does.
     """
+    num_rows, room = (
+        env.batch_size.numel(),
+        getattr(getattr(buffer, "storage", None), "max_size", None),
+    )
+    if room is not None and room < num_rows:
+        raise ValueError(
+            f"{who}: a batch has {num_rows} rows, and the storage of the buffer holds {room}: the "
+            f"later ones would take the place of the first. Give the storage at least {num_rows}."
+        )
     if REWARD not in set(env.full_reward_spec.keys()) and any(_advantages(buffer)):
         raise ValueError(
             f"{who}: MCAdvantage needs rewards, and no part of the environment gives any. Append "

@@ -365,6 +365,15 @@ def test_parts_that_do_not_fit_are_refused_when_composed(
         LLMCollector(make_env(), policy or model, replay_buffer=buffer)
 
 
+def test_a_storage_smaller_than_a_batch_is_refused_when_composed(make_policy):
+    """Half of the groups would be overwritten before anybody reads them."""
+    env = make_env()
+    too_small = env.batch_size.numel() - 1
+    buffer = ReplayBuffer(storage=LazyStackStorage(too_small), transform=MCAdvantage(2))
+    with pytest.raises(ValueError, match=rf"the storage of the buffer holds {too_small}"):
+        LLMCollector(env, make_policy(), replay_buffer=buffer)
+
+
 def test_an_environment_without_data_is_refused_when_composed(make_policy):
     env = ChatEnv(batch_size=2).append_transform(StepCounter(max_steps=2))
     with pytest.raises(ValueError, match="Append a DataLoadingPrimer"):

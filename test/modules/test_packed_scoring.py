@@ -244,6 +244,28 @@ def test_small_passes_without_a_gradient_give_the_same():
     torch.testing.assert_close(parts.entropy, whole.entropy.detach())
 
 
+@pytest.mark.parametrize("own_head", [False, True], ids=["chunked head", "the model's own head"])
+def test_shared_hidden_states_add_their_gradients_up_in_one_order(make_tiny_model, own_head):
+    """Rows that share a prompt read the same positions. The backward of plain indexing adds
+    repeated ones up atomically, so that two runs of one seed differ with two threads."""
+    scorer = PackedScorer(make_tiny_model())
+    if own_head:
+        scorer._head = None
+    prompt = torch.arange(1, 50)
+    ids, lengths = pack([torch.cat([prompt, torch.tensor([50 + i, 3])]) for i in range(8)])
+    mask = torch.cat([torch.arange(51) >= 49] * 8)
+    seen, queue = set(), [scorer.score_packed(ids, lengths, mask).log_prob.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            queue += [parent for parent, _ in node.next_functions]
+    names = {node.name() for node in seen}
+    assert "IndexSelectBackward0" in names
+    if not own_head:  # that of transformers indexes by itself, each position once
+        assert "IndexBackward0" not in names
+
+
 def test_a_model_generates_as_before_once_it_scores(chatml_tokenizer, make_tiny_model):
     plain, scored = make_tiny_model(), make_tiny_model()
     PackedScorer(scored)
