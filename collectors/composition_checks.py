@@ -88,7 +88,7 @@ def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> 
         env.batch_size.numel(),
         getattr(getattr(buffer, "storage", None), "max_size", None),
     )
-    if room is not None and room < num_rows:
+    if _advantages(buffer) and room is not None and room < num_rows:
         raise ValueError(
             f"{who}: a batch has {num_rows} rows, and the storage of the buffer holds {room}: the "
             f"later ones would take the place of the first. Give the storage at least {num_rows}."
