@@ -7,6 +7,8 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
 from torchrl_envs.openenv import OpenEnvConnectionError, OpenEnvSession, OpenEnvTools
+from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.task import TaskEnv
 
 SETTINGS = {"show_schemas": False}
 
@@ -288,3 +290,25 @@ def test_a_column_that_reset_reads_is_missing(servers, scripted):
     with pytest.raises(ValueError, match=r"reads the columns \['word'\]"):
         collector.collect()
     collector.shutdown()
+
+
+def test_a_server_is_a_task(servers, scripted, call_text):
+    """Its tools and rewards, with data whose columns reset gets; each group has its own seed."""
+    rows = [{"prompt": f"<{i}> play", "word": "crane"} for i in range(6)]
+    task = make_task(
+        "openenv",
+        base_url=f"{servers}/wordle",
+        dataset=rows,
+        reset_columns=["word"],
+        num_held_out=2,
+        max_turns=3,
+    )
+    assert [len(task.train_rows), len(task.held_out_rows)] == [4, 2]
+    env = TaskEnv(task, num_envs=4, repeats=2, shuffle=False, show_schemas=False)
+    (tool,) = next(iter(env.transforms_of(OpenEnvTools))).tool_names()
+    hit = call_text(tool, message="[crane]")
+    policy = scripted({"<2>": [hit, "done"], "<3>": [call_text(tool, message="[cargo]"), "done"]})
+    batch = LLMCollector(env, policy).collect()
+    env.close()
+    assert batch["reward"].flatten().tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert batch["group_id"].tolist() == [0, 0, 1, 1]

@@ -222,9 +222,8 @@ def test_a_data_set_of_ones_own_trains(result_of, tmp_path):
         cwd=tmp_path,
     )
     out = Path(result["output_dir"])
-    assert {"GSM8KRewardParser"} == {
-        n for r in lines_of(out / "rollouts.jsonl") for n in r["rewards"]
-    }
+    rollouts = lines_of(out / "rollouts.jsonl")
+    assert {name for r in rollouts for name in r["rewards"]} == {"GSM8KRewardParser"}
     trained = [m for m in lines_of(out / "metrics.jsonl") if m["optimizer_steps"]]
     assert trained
     assert all(m["kl_to_ref"] >= 0 for m in trained)

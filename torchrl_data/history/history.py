@@ -107,11 +107,8 @@ class History(TensorClass["nocast"]):
     def _from_nested(cls, chats: Sequence[Any], place: tuple[int, ...]) -> Self:
         row = place[0] if len(place) == 1 else place or None
         if not len(chats):
-            raise ValueError(
-                "from_chats needs at least one message, got none."
-                if row is None
-                else f"from_chats needs at least one message a row, row {row} has none."
-            )
+            none = "got none" if row is None else f"row {row} has none"
+            raise ValueError(f"from_chats needs at least one message a row, {none}.")
         if _is_batch(chats):
             rows = [cls._from_nested(chat, (*place, i)) for i, chat in enumerate(chats)]
             return lazy_stack(rows)  # type: ignore[return-value]
@@ -290,16 +287,7 @@ class History(TensorClass["nocast"]):
         return self._concatenate(_unbind(history, dim), dim, inplace)
 
     def _concatenate(self, items: Sequence["History"], dim: int, inplace: bool) -> "History":
-        if dim == 0:
-            parts: list[Any] = [*entries_of(self).unbind(0), *map(entries_of, items)]
-        else:
-            # A ragged batch is a stack of rows: each row grows by its share of every item.
-            others = [item.unbind(0) for item in items]
-            parts = [
-                entries_of(row._concatenate([other[i] for other in others], dim - 1, False))
-                for i, row in enumerate(self.unbind(0))
-            ]
-        joined = lazy_stack(parts)
+        joined = _joined(self, items, dim)
         if inplace:
             self.__dict__["_tensordict"] = joined
             return self
@@ -373,14 +361,23 @@ class History(TensorClass["nocast"]):
         Args:
             shape: of the history; -1 where it varies.
         """
-        from torchrl.data import Composite, NonTensor
+        return _spec(cls, torch.Size(shape))
 
-        size = torch.Size(shape)
-        examples = {"role": "user", "content": "", "is_complete": True}
-        leaves = {
-            field: NonTensor(example_data=examples.get(field), shape=size) for field in FIELDS
-        }
-        return Composite(leaves, shape=size[:-1], data_cls=cls)
+
+def _spec(kind: type[History], size: torch.Size) -> Any:
+    from torchrl.data import Composite, NonTensor
+
+    examples = {"role": "user", "content": "", "is_complete": True}
+    leaves = {field: NonTensor(example_data=examples.get(field), shape=size) for field in FIELDS}
+    return Composite(leaves, shape=size[:-1], data_cls=kind)
+
+
+def _joined(history: History, items: Sequence[History], dim: int) -> TensorDictBase:
+    if dim == 0:
+        return lazy_stack([*entries_of(history).unbind(0), *map(entries_of, items)])
+    # A ragged batch is a stack of rows: each row grows by its share of every item.
+    rows, others = history.unbind(0), [item.unbind(0) for item in items]
+    return lazy_stack([_joined(r, [o[i] for o in others], dim - 1) for i, r in enumerate(rows)])
 
 
 def _is_batch(chats: Sequence[Any]) -> bool:

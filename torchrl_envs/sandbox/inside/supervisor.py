@@ -58,6 +58,7 @@ class _Supervisor:
         # opened a second time, from the other side, through /proc.
         self.link = self.workers_link = -1
         self.outgoing = b""
+        self.next_look = 0.0
         self.wake = (-1, -1)
         self.starting = -1
 
@@ -113,13 +114,16 @@ class _Supervisor:
             ended = self._reap()
             if ended is not None:
                 return f"exit {ended}"
-            if time.monotonic() > self.deadline:
+            now = time.monotonic()
+            if now > self.deadline:
                 return "timeout"
-            if self._memory_bytes() > self.config["memory_bytes"]:
-                return "memory"
+            if now >= self.next_look:  # not at every message: it takes longer than all the rest
+                self.next_look = now + _BUSY_POLL_S
+                if self._memory_bytes() > self.config["memory_bytes"]:
+                    return "memory"
             if 0 in readable and not self._take_request():
                 return "closed"
-            if writable:
+            if self.outgoing and writable:
                 self._write()
             if self.link in readable:
                 self._take_answer(listening)
@@ -132,6 +136,7 @@ class _Supervisor:
         self.deadline = time.monotonic() + request["timeout_s"]
         self.outgoing = pack(request)
         self._signal_all(signal.SIGCONT)
+        self._write()
         return True
 
     def _write(self):
