@@ -91,7 +91,7 @@ def test_scores_and_gradients_are_the_models_own(make, chatml_tokenizer, name):
 def test_the_head_never_makes_all_logits(make, chatml_tokenizer, name):
     policy = TransformersWrapper(make(name), tokenizer=chatml_tokenizer)
     assert policy.scorer.packed
-    assert policy.scorer._head is not None
+    assert policy.scorer.reading.has_plain_head
 
 
 def test_turned_off_adapters_take_no_part(make, chatml_tokenizer, make_tiny_model):

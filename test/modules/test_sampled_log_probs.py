@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchrl_modules import SamplingParameters, TransformersEngine
+from torchrl_modules.sampling.logit_warping import warped_log_softmax
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [20, 21, 22], [40] * 12]
 
@@ -56,6 +57,11 @@ def keep_min_p(logits, p):
         pytest.param({"top_p": 0.8}, lambda x: keep_top_p(x, 0.8), id="top-p"),
         pytest.param({"min_p": 0.2}, lambda x: keep_min_p(x, 0.2), id="min-p"),
         pytest.param(
+            {"min_p": 0.2, "top_p": 0.8},
+            lambda x: keep_top_p(x.masked_fill(~keep_min_p(x, 0.2), -math.inf), 0.8),
+            id="min-p comes before top-p, which sees what is left",
+        ),
+        pytest.param(
             {"temperature": 0.7, "top_p": 0.8},
             lambda x: keep_top_p(x, 0.8),
             id="the temperature comes before top-p",
@@ -75,6 +81,13 @@ def test_every_token_has_the_log_prob_that_it_was_drawn_with(make_tiny_model, se
             torch.tensor(generation.log_probs), torch.stack(expected).float(), rtol=0, atol=1e-5
         )  # float32 model, sums in another order
         assert min(generation.log_probs) < -0.01, "nothing was drawn at random"
+
+
+def test_top_p_counts_what_min_p_has_left():
+    # min-p keeps 0.4 and 0.3, which are 4/7 and 3/7 then: the first is half of it already.
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    log_p = warped_log_softmax(logits, SamplingParameters(min_p=0.6, top_p=0.5))
+    assert log_p.exp().tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
 def test_tokens_are_drawn_from_the_model(make_tiny_model):
@@ -116,6 +129,30 @@ def test_a_turn_ends_with_its_stop_token_or_at_its_own_budget(make_tiny_model):
     assert stopped.ids == free[1].ids[:end], "the stop token is part of the response"
     assert len(stopped.log_probs) == end
     assert stopped.finish_reason == "stop"
+
+
+def test_every_stop_token_stops_and_what_an_ended_row_draws_on_is_not_counted(make_tiny_model):
+    model = make_tiny_model()
+    free = sample(model, temperature=0.0, stops=())
+    first, second = free[0].ids[3], free[1].ids[5]
+    stopped = sample(model, temperature=0.0, stops=(first, second))
+    ends = []
+    for row, alone in zip(stopped, free, strict=True):
+        ends.append(next((i for i, x in enumerate(alone.ids) if x in (first, second)), None))
+        assert row.ids == alone.ids[: len(alone.ids) if ends[-1] is None else ends[-1] + 1]
+        assert row.finish_reason == ("length" if ends[-1] is None else "stop")
+    assert ends[0] == 3
+    assert ends[1] == 5
+
+    # Rows whose budget has ended stay in the batch while few have: here beside three that run.
+    stop = free[0].ids[2]
+    budgets = [2, 12, 12, 12]
+    short = sample(
+        model, [PROMPTS[0], *PROMPTS[1:]], temperature=0.0, stops=(stop,), budgets=budgets
+    )
+    assert short[0].ids == free[0].ids[:2], "it would have drawn the stop token next"
+    assert short[0].finish_reason == "length"
+    assert len(short[0].log_probs) == 2
 
 
 def test_rows_that_can_not_be_served_are_marked_and_the_others_served(make_tiny_model):

@@ -1,22 +1,22 @@
 """Drawing tokens from a Transformers model, one step for the whole batch at a time.
 
 Beside what ``generate`` does, a prompt that many rows share is read once, rows that have ended cost
-nothing, and the log-probability of each sampled token is kept without keeping any logits.
+nothing where the model's cache can leave them out, and the log-probability of each sampled token is
+kept without keeping any logits.
 
-Shape legend: U different prompts, A rows that still run, T tokens so far, V vocabulary.
+Shape legend: A rows that still run, V vocabulary.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
-from torchrl_data.ragged.packed import pad
 from torchrl_modules.sampling.logit_warping import logits_warpers
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.sampling.token_history import TokenHistory, changed_logits, too_early
 
+from .prompt_readers import PromptReader
 from .protocol import Generation
 
 _COMPACT_BELOW = 0.75
@@ -27,7 +27,7 @@ class DecodeLoop:
     """One batch of prompts, read and continued until every row has ended.
 
     Args:
-        model: a causal language model in evaluation mode.
+        reader: of a model in evaluation mode.
         prompts: token ids of each row, none empty.
         params: the distribution and the stop tokens.
         budgets: most new tokens of each row.
@@ -35,12 +35,13 @@ class DecodeLoop:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        reader: PromptReader,
         prompts: Sequence[Sequence[int]],
         params: SamplingParameters,
         budgets: Sequence[int],
     ) -> None:
-        self._model = model
+        self._reader = reader
+        model = reader.model
         self._params = params
         self._warpers = logits_warpers(params)
         self._generator = None
@@ -60,7 +61,8 @@ class DecodeLoop:
         # Row of each batch element; elements leave the batch when their rows have ended.
         self._rows = torch.arange(len(prompts), device=model.device)
         self._running = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
-        self._read_prompts(prompts)
+        self._logits = reader.read(prompts)
+        self._count_prompts(prompts)
 
     def run(self) -> list[Generation]:
         """Draw until every row has drawn a stop token or used up its budget."""
@@ -74,9 +76,9 @@ class DecodeLoop:
             num_running = int(self._running.sum())
             if num_running == 0:
                 break
-            if num_running < _COMPACT_BELOW * len(self._rows):
+            if num_running < _COMPACT_BELOW * len(self._rows) and self._reader.can_drop:
                 tokens = self._drop_ended(tokens)
-            self._advance(tokens)
+            self._logits = self._reader.advance(tokens)
         return self._generations()
 
     def _generations(self) -> list[Generation]:
@@ -93,27 +95,9 @@ class DecodeLoop:
             for row, (ids, (n, stopped)) in enumerate(zip(drawn, ends, strict=True))
         ]
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Run the model over each different prompt once, and give every row its cache."""
-        device = self._model.device
-        unique = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        index = torch.tensor([unique[tuple(prompt)] for prompt in prompts], device=device)
-        rows = [torch.tensor(prompt, device=device) for prompt in unique]
-        mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
-        self._cache = DynamicCache(config=self._model.config)
-        output = self._model(
-            input_ids=pad(rows, value=0, side="left"),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        if len(unique) < len(prompts):
-            self._cache.batch_select_indices(index)
-        self._mask = mask[index]
-        self._lengths = self._mask.sum(1)
-        self._logits = output.logits[index, -1]
+    def _count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Penalties know which tokens a row holds, and how often it has drawn them."""
+        device = self._logits.device
         self._seen = self._counts = None
         if self._params.penalises:
             self._counts = torch.zeros(self._logits.shape, device=device)
@@ -168,20 +152,6 @@ class DecodeLoop:
         keep = self._running.nonzero().squeeze(1)
         if self._seen is not None and self._counts is not None:
             self._seen, self._counts = self._seen[keep], self._counts[keep]
-        self._cache.batch_select_indices(keep)
-        self._rows, self._mask = self._rows[keep], self._mask[keep]
-        self._lengths, self._running = self._lengths[keep], self._running[keep]
+        self._reader.keep(keep)
+        self._rows, self._running = self._rows[keep], self._running[keep]
         return tokens[keep]
-
-    def _advance(self, tokens: Tensor) -> None:
-        """Run the model over the tokens just drawn."""
-        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
-        output = self._model(
-            input_ids=tokens[:, None],
-            attention_mask=self._mask,
-            position_ids=self._lengths[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self._lengths = self._lengths + 1
-        self._logits = output.logits[:, -1]

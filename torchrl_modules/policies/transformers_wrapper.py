@@ -1,17 +1,12 @@
 """A policy over a Transformers model: generates, and scores what was generated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
 from torchrl_data.protocols import TokenScores
@@ -21,19 +16,37 @@ from torchrl_modules.sampling.logit_warping import warped_log_softmax
 from torchrl_modules.sampling.params import SamplingParameters, untruncated
 from torchrl_modules.sampling.token_history import TargetHistory
 from torchrl_modules.scoring.distribution import TokenDistribution
+from torchrl_modules.scoring.packed_attention import PACKED_SDPA
 from torchrl_modules.scoring.token_scoring import PackedScorer
 
 from .base import LLMWrapperBase
+from .model_loading import Loading
 from .outputs import write_scores
 
 
 class TransformersWrapper(LLMWrapperBase):
-    """Samples with ``generate`` of Transformers and scores packed sequences.
+    """Samples from a model of Transformers, and scores packed sequences with it.
+
+    Each is tried on a few short rows when the policy is built, beside the model's own logits of a
+    row alone: the fastest way that gives them is taken, and a model without one is refused.
 
     Args:
-        model: a causal language model, or a hub id or local path to load one from.
+        model: a causal language model, or a hub id or local path to load one from. One that is
+            built already may have adapters of PEFT, and be in `DistributedDataParallel` or sharded
+            by `fully_shard`; a sharded one scores, and does not sample.
         tokenizer: its tokenizer; loaded beside the model when ``model`` is a string.
         generate: ``True`` to sample in :meth:`forward`, ``False`` to score ``full``.
+        device: where a model is loaded to; the accelerator, if there is one, when not given.
+        dtype: of the parameters of a model that is loaded, or ``"auto"`` for the checkpoint's;
+            float32 when not given, because a step of a usual learning rate changes nothing in most
+            parameters of bfloat16.
+        attn_implementation: of a model that is loaded, as in Transformers. Another one than
+            ``"sdpa"`` is kept, and rows are padded then instead of packed.
+        model_kwargs: more arguments for ``from_pretrained``.
+        autocast_dtype: sample and score under ``torch.autocast`` of this type, such as bfloat16,
+            with parameters of float32.
+        head_dtype: of the products that make the logits when scoring, such as float32 for a model
+            that computes in bfloat16; ``None`` for the type that it computes in.
         max_model_len: most tokens of a row; the model's own limit when not given.
         micro_batch_tokens: most tokens of one scoring pass when no gradient is needed.
         score_truncated: scores are those of the distribution that is sampled from, top-k, top-p
@@ -43,33 +56,53 @@ class TransformersWrapper(LLMWrapperBase):
         **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
-        TypeError: ``model`` is a model and no tokenizer is given, or it has adapters of PEFT that
-            are not layers of it, such as prompts.
+        TypeError: ``model`` is a model and no tokenizer is given, or arguments of loading are; or
+            it has adapters of PEFT that are not layers of it, such as prompts.
+        ValueError: ``max_model_len`` is above the model's positions, SDPA is asked for where it
+            computes something else, or the model can't be scored or sampled from.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel | str,
+        model: nn.Module | str,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        attn_implementation: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        head_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         micro_batch_tokens: int | None = None,
         score_truncated: bool = True,
         **kwargs: Any,
     ) -> None:
         SamplingParameters.from_kwargs(dict(kwargs.get("generate_kwargs") or {}))  # before loading
+        loading = Loading(device, dtype, attn_implementation, model_kwargs)
         if isinstance(model, str):
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            model = AutoModelForCausalLM.from_pretrained(model)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model, **loading.for_tokenizer())
+            model = loading.load(model)
+        else:
+            loading.refuse(type(model).__name__)
         if tokenizer is None:
             raise TypeError("TransformersWrapper needs the tokenizer of the model: tokenizer=...")
-        engine = TransformersEngine(model, max_model_len=max_model_len)
+        engine = TransformersEngine(
+            model, max_model_len=max_model_len, autocast_dtype=autocast_dtype, check=generate
+        )
         super().__init__(engine, tokenizer=tokenizer, **kwargs)
         self.model = model
         self.generate = generate
         self.score_truncated = score_truncated
-        self.scorer = PackedScorer(model, micro_batch_tokens=micro_batch_tokens)
+        self.scorer = PackedScorer(
+            model,
+            micro_batch_tokens=micro_batch_tokens,
+            pack=attn_implementation in (None, "sdpa", PACKED_SDPA),
+            autocast_dtype=autocast_dtype,
+            head_dtype=head_dtype,
+            max_model_len=max_model_len,
+        )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sample a turn (``generate=True``) or score ``full`` (``generate=False``).

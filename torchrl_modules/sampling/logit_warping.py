@@ -5,6 +5,7 @@ They are applied in this order, which is vLLM's, each to what the one before has
 Shape legend: K positions, V vocabulary.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -96,11 +97,13 @@ def warped_head_log_prob(
     *,
     bias: Tensor | None = None,
     history: TargetHistory | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`warped_log_prob` of ``hidden @ weight.T``, a tile of about 32 MB of logits at a time.
 
     A truncation needs a position's whole vocabulary at once, sorted, and a penalty its history:
-    slower than the plain head. Hidden states are ``[K, D]``, the weight ``[V, D]``.
+    slower than the plain head. Hidden states are ``[K, D]``, the weight ``[V, D]``; the products
+    are computed in ``compute_dtype``, if one is given.
     """
     num_rows = max(1, _TILE_BYTES // (4 * len(weight)))
     if history is not None and params.penalises:
@@ -108,7 +111,11 @@ def warped_head_log_prob(
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
     def tile(start: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+        if compute_dtype is not None:
+            hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
+        own_bias = bias if bias is None or compute_dtype is None else bias.to(compute_dtype)
+        with torch.autocast(hidden.device.type, enabled=False) if compute_dtype else nullcontext():
+            logits = torch.nn.functional.linear(hidden, weight, own_bias).to(dtype)
         some = history and history.part(slice(start, start + len(hidden)))
         return warped_log_prob(logits, targets, params, some and some.read(len(weight), params))
 

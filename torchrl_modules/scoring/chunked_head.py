@@ -32,6 +32,7 @@ def chunked_log_prob(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
+    compute_dtype: torch.dtype | None = None,
 ) -> HeadScores:
     """Log-probability of each target under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -45,6 +46,8 @@ def chunked_log_prob(
         bias: ``[V]`` or ``None``.
         temperature: positive.
         entropy: also give the entropy of each distribution.
+        compute_dtype: of the products, such as float32 for weights of bfloat16, which are then
+            converted tile by tile; ``None`` for that of ``hidden``, or of ``torch.autocast``.
 
     Returns:
         Log-probabilities and entropies, float32 (float64 for such inputs), differentiable.
@@ -54,9 +57,15 @@ def chunked_log_prob(
     """
     if not temperature > 0:
         raise ValueError(f"chunked_log_prob: temperature must be positive, got {temperature!r}.")
-    log_prob, entropies = _ChunkedLogProb.apply(  # type: ignore[misc]
-        hidden, weight, bias, targets, temperature, entropy
-    )
+    kind = hidden.device.type
+    if compute_dtype is None and torch.is_autocast_enabled(kind):
+        compute_dtype = torch.get_autocast_dtype(kind)
+    hidden = hidden.to(compute_dtype or hidden.dtype)
+    # The tiles convert the weights themselves: forward and backward alike.
+    with torch.autocast(kind, enabled=False):
+        log_prob, entropies = _ChunkedLogProb.apply(  # type: ignore[misc]
+            hidden, weight, bias, targets, temperature, entropy
+        )
     return HeadScores(log_prob, entropies if entropy else None)
 
 
@@ -73,8 +82,9 @@ def _full_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """One tile, in full precision."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    """One tile: the product in the type of the hidden states, what follows in full precision."""
+    bias = None if bias is None else bias.to(hidden.dtype)
+    logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
     logits = logits.to(_full_precision(hidden.dtype))
     return logits if scale == 1.0 else logits.mul_(scale)
 
@@ -123,35 +133,40 @@ class _ChunkedLogProb(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_log_prob, grad_entropy = grads
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None else None
-        given = grad_log_prob != 0
-        use_entropy = bool((grad_entropy != 0).any())
-        if use_entropy:
-            given |= grad_entropy != 0
-        # A token without gradient (a clipped one, say) costs nothing.
-        live = given.nonzero().squeeze(1)
-        if len(live) == 0:
-            return grad_hidden, grad_weight, grad_bias, None, None, None
-        some = _Live(
-            hidden[live],
-            lse[live],
-            grad_log_prob[live] / ctx.temperature,
-            grad_entropy[live] / ctx.temperature if use_entropy else None,
-            entropy[live],
-        )
-        found = _softmax_part(some, weight, bias, ctx.temperature, grad_weight, grad_bias)
-        at = targets[live]
-        g = some.grad_log_prob.to(hidden.dtype)
-        grad_hidden[live] = found.addcmul_(weight[at], g[:, None]).to(hidden.dtype)
-        if grad_weight is not None:
-            grad_weight.index_add_(0, at, some.hidden * g[:, None])
-        if grad_bias is not None:
-            grad_bias.index_add_(0, at, g)
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _gradients(ctx, *grads)
+
+
+def _gradients(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+    grad_hidden = torch.zeros_like(hidden)
+    grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    grad_bias = torch.zeros_like(bias) if bias is not None else None
+    given = grad_log_prob != 0
+    use_entropy = bool((grad_entropy != 0).any())
+    if use_entropy:
+        given |= grad_entropy != 0
+    # A token without gradient (a clipped one, say) costs nothing.
+    live = given.nonzero().squeeze(1)
+    if len(live) == 0:
         return grad_hidden, grad_weight, grad_bias, None, None, None
+    some = _Live(
+        hidden[live],
+        lse[live],
+        grad_log_prob[live] / ctx.temperature,
+        grad_entropy[live] / ctx.temperature if use_entropy else None,
+        entropy[live],
+    )
+    found = _softmax_part(some, weight, bias, ctx.temperature, grad_weight, grad_bias)
+    at = targets[live]
+    g = some.grad_log_prob.to(hidden.dtype)
+    own = weight[at].to(found.dtype)
+    grad_hidden[live] = found.addcmul_(own, g[:, None].to(found.dtype)).to(hidden.dtype)
+    if grad_weight is not None:
+        grad_weight.index_add_(0, at, (some.hidden * g[:, None]).to(grad_weight.dtype))
+    if grad_bias is not None:
+        grad_bias.index_add_(0, at, g.to(grad_bias.dtype))
+    return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 class _Live(NamedTuple):
@@ -194,9 +209,9 @@ def _softmax_part(
                 tile.mul_(some.grad_entropy[rows, None]).add_(some.grad_log_prob[rows, None])
                 grad = p.mul_(tile).neg_()
             if grad_bias is not None:
-                grad_bias[columns] += grad.sum(0)
+                grad_bias[columns] += grad.sum(0).to(grad_bias.dtype)
             grad = grad.to(some.hidden.dtype)
-            _add_product(grad_hidden[rows], grad, weight[columns])
+            _add_product(grad_hidden[rows], grad, weight[columns].to(grad.dtype))
             if total is not None:
                 _add_product(total, grad.T, some.hidden[rows])
         if grad_weight is not None and total is not None:

@@ -3,26 +3,45 @@
 Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden size.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from torchrl_data.protocols import TokenScores
-from torchrl_data.ragged.packed import cumulative_lengths, pad, sequence_index, unpack
-from torchrl_modules.adapters import is_linear, model_inside
+from torchrl_data.ragged.packed import cumulative_lengths, pack, sequence_index
 from torchrl_modules.sampling.logit_warping import warped_head_log_prob, warped_log_prob
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
 
 from .chunked_head import chunked_log_prob
-from .packed_attention import PackedInputLost, can_share, packed_input, use_packed_attention
-from .prefix_trie import PrefixTrie, build_trie
+from .model_reader import Layout, ModelReader, plain_head, targets_of
+from .packed_attention import use_packed_attention
+from .rope_factors import settle_rope_factors
+from .self_test import Difference, find_first, run_trial
+from .wrapped_models import run_inside, unwrapped
 
-# Settings by which some models change the logits after the head; those use the model's own head.
-_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _uncompiled(method: Method) -> Method:
+    return torch.compiler.disable(method)  # type: ignore[return-value]
+
+
+class Reading(NamedTuple):
+    """How a model is read, found by :mod:`~torchrl_modules.scoring.self_test`."""
+
+    layout: Layout
+    has_plain_head: bool
+    """The logits are the product of the last hidden states with the head, so tiles of it do."""
+    difference: Difference
+    """From the model's own log-probs of a row alone, on a few short rows, in nats."""
+    rejected: tuple[str, ...]
+    """Faster ways that do not give the model's log-probs, and why."""
 
 
 class PackedScorer:
@@ -30,34 +49,62 @@ class PackedScorer:
 
     Args:
         model: a causal language model of Transformers, with or without adapters of PEFT that are
-            layers of it. Switched to the packed attention where it supports registered attentions;
-            scored padded otherwise.
+            layers of it, in `DistributedDataParallel` or not, sharded by `fully_shard` or not. It
+            is read packed where that gives its own log-probs, which is tried on a few short rows;
+            otherwise padded; otherwise rows of one length at a time.
         micro_batch_tokens: most tokens of one forward pass when no gradient is needed; ``None``
             for no limit.
         share_prefixes: run what sequences of a pass begin with in common through the model once,
             where the model's attention allows it. Values and gradients are the same.
+        pack: ``False`` keeps the model's own attention, and reads rows padded.
+        autocast_dtype: compute in this type, with the parameters as they are.
+        head_dtype: of the logits' sums, such as float32 for a model of bfloat16; ``None`` for the
+            type that the model computes in.
+        max_model_len: most tokens of a row; for models whose rotary factors depend on it.
 
     Raises:
-        ValueError: ``micro_batch_tokens`` is not positive.
+        TypeError: a wrapper around the model can't be gone through.
+        ValueError: ``micro_batch_tokens`` is not positive, or the model is none that can be scored:
+            it has no weights, its own forward fails, or it sees what comes after a token.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         *,
         micro_batch_tokens: int | None = None,
         share_prefixes: bool = True,
+        pack: bool = True,
+        autocast_dtype: torch.dtype | None = None,
+        head_dtype: torch.dtype | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         if micro_batch_tokens is not None and micro_batch_tokens < 1:
             raise ValueError(
                 f"PackedScorer: micro_batch_tokens must be at least 1, got {micro_batch_tokens}."
             )
-        self.model = model_inside(model)
-        self.packed = use_packed_attention(self.model)
+        self.model = unwrapped(model, who="PackedScorer")
         self.micro_batch_tokens = micro_batch_tokens
-        self.share_prefixes = share_prefixes
-        self._head = _plain_head(self.model)
+        self._given = model
+        self._autocast_dtype = autocast_dtype
+        self._head_dtype = head_dtype
+        self._longest = settle_rope_factors(self.model, max_model_len, who="PackedScorer")
+        self.reading = find_reading(self._given, self.model, pack=pack)
+        """How the model is read, and how far its scores are from its own."""
+        self._reader = ModelReader(
+            self.model,
+            layout=self.reading.layout,
+            head=plain_head(self.model) if self.reading.has_plain_head else None,
+            share_prefixes=share_prefixes,
+        )
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows are read without padding, beside each other."""
+        return self.reading.layout is Layout.PACKED
+
+    # Rows become a trie on the host, and no two batches have the same one: nothing to compile.
+    @_uncompiled
     def score_packed(
         self,
         ids: Tensor,
@@ -89,6 +136,7 @@ class PackedScorer:
         _check_packed(ids, lengths, target_mask)
         table = next(self.model.get_input_embeddings().parameters())
         _check_ids(ids, lengths, table.shape[0])
+        self._check_lengths(lengths)
         device = self.model.device
         lengths = lengths.to(device)
         ids, target_mask = ids.to(device), target_mask.to(device)
@@ -110,6 +158,7 @@ class PackedScorer:
             _cat([part.untempered_log_prob for part in parts]),
         )
 
+    @_uncompiled
     def logits(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
         """The model's logits for each target: memory of K x V.
 
@@ -125,19 +174,34 @@ class PackedScorer:
             ValueError: as for :meth:`score_packed`.
         """
         _check_packed(ids, lengths, target_mask)
+        self._check_lengths(lengths)
         device = self.model.device
         ids, lengths, target_mask = ids.to(device), lengths.to(device), target_mask.to(device)
-        predictors = target_mask.nonzero().squeeze(1) - 1
-        if len(predictors) == 0:
+        if not bool(target_mask.any()):
             return torch.zeros(0, self.model.config.get_text_config().vocab_size, device=device)
-        outputs = self._read(ids, lengths, target_mask, predictors)
-        return (outputs if self._head is None else self._head(outputs)).float()
+
+        def read() -> Tensor:
+            with self._precision():
+                outputs = self._reader.read(targets_of(ids, lengths, target_mask))
+                head = self._reader.head
+                if head is None:
+                    return outputs.float()
+                if self._head_dtype is None:
+                    return head(outputs).float()
+                bias = None if head.bias is None else head.bias.to(self._head_dtype)
+            weight = head.weight.to(self._head_dtype)
+            return nn.functional.linear(outputs.to(self._head_dtype), weight, bias).float()
+
+        return run_inside(self._given, read)
+
+    def _precision(self) -> Any:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, dtype=self._autocast_dtype)
 
     def _score(
         self, ids: Tensor, lengths: Tensor, target_mask: Tensor, drawn_from: SamplingParameters
     ) -> TokenScores:
-        # The token at position t is predicted by the hidden state at t - 1.
-        predictors = target_mask.nonzero().squeeze(1) - 1
         targets = ids[target_mask]
         if len(targets) == 0:
             empty = torch.zeros(0, device=ids.device)
@@ -146,10 +210,24 @@ class PackedScorer:
                 empty if drawn_from.entropy else None,
                 empty if drawn_from.untempered_log_probs else None,
             )
-        outputs = self._read(ids, lengths, target_mask, predictors)
-        history = None
-        if drawn_from.changes_logits:
-            history = TargetHistory.of(ids, lengths, target_mask)
+
+        def score() -> TokenScores:
+            history = None
+            if drawn_from.changes_logits:
+                history = TargetHistory.of(ids, lengths, target_mask)
+            with self._precision():
+                outputs = self._reader.read(targets_of(ids, lengths, target_mask))
+                return self._scores(outputs, targets, drawn_from, history)
+
+        return run_inside(self._given, score)
+
+    def _scores(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        drawn_from: SamplingParameters,
+        history: TargetHistory | None,
+    ) -> TokenScores:
         log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history)
         untempered = None
         if drawn_from.untempered_log_probs:
@@ -166,13 +244,19 @@ class PackedScorer:
         history: TargetHistory | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """From hidden states ``[K, D]``, or from logits ``[K, V]`` of a head of another kind."""
-        head = self._head
+        head = self._reader.head
         if head is None:
             tokens = history and history.read(outputs.shape[1], drawn_from)
             return warped_log_prob(outputs, targets, drawn_from, tokens)
         if drawn_from.truncates or drawn_from.changes_logits:
             return warped_head_log_prob(
-                outputs, head.weight, targets, drawn_from, bias=head.bias, history=history
+                outputs,
+                head.weight,
+                targets,
+                drawn_from,
+                bias=head.bias,
+                history=history,
+                compute_dtype=self._head_dtype,
             )
         return chunked_log_prob(
             outputs,
@@ -181,86 +265,83 @@ class PackedScorer:
             bias=head.bias,
             temperature=drawn_from.temperature,
             entropy=drawn_from.entropy,
+            compute_dtype=self._head_dtype,
         )
 
-    def _read(
-        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
-    ) -> Tensor:
-        """Hidden states ``[K, D]``, or logits ``[K, V]`` of a head of another kind."""
-        read = self._hidden if self._head is not None else self._own_logits
-        try:
-            return read(ids, lengths, target_mask, predictors)
-        except PackedInputLost:  # by the first layer, the first time
-            self.packed = False
-            return read(ids, lengths, target_mask, predictors)
-
-    def _hidden(
-        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
-    ) -> Tensor:
-        """Last hidden states at some packed positions, ``[K, D]``."""
-        decoder = self.model.base_model
-        if not self.packed:
-            inputs, keep = _padded_inputs(ids, lengths)
-            return decoder(**inputs, use_cache=False).last_hidden_state[keep][predictors]
-        trie = self._trie(ids, lengths, target_mask)
-        with packed_input():
-            output = decoder(**_packed_inputs(trie), use_cache=False)
-        # Shared positions repeat: the backward of indexing would add them up in any order.
-        return output.last_hidden_state[0].index_select(0, trie.node[predictors])
-
-    def _own_logits(
-        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, predictors: Tensor
-    ) -> Tensor:
-        """Float32 logits of the model's own head at some packed positions, ``[K, V]``."""
-        if not self.packed:
-            inputs, keep = _padded_inputs(ids, lengths)
-            return self.model(**inputs, use_cache=False).logits[keep][predictors].float()
-        trie = self._trie(ids, lengths, target_mask)
-        nodes, shared = trie.node[predictors].unique(return_inverse=True)
-        with packed_input():
-            output = self.model(**_packed_inputs(trie), use_cache=False, logits_to_keep=nodes)
-        return output.logits[0].float().index_select(0, shared)
-
-    def _trie(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> PrefixTrie:
-        # What comes after the predictor of the last target of a sequence is needed by nobody.
-        ends = _last_targets(lengths, target_mask)
-        share = self.share_prefixes and can_share(self.model, int(ends.max()))
-        return build_trie(ids, lengths, ends, share=share)
+    def _check_lengths(self, lengths: Tensor) -> None:
+        if self._longest is None or not len(lengths):
+            return
+        longest = int(lengths.max())
+        if longest > self._longest:
+            raise ValueError(
+                f"score_packed: a row has {longest} tokens, but {type(self.model).__name__} "
+                f"computes with the rotary factors of rows of at most {self._longest}. Give the "
+                "policy a larger max_model_len."
+            )
 
 
-def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The head, if the logits are this product with the decoder's output and nothing else."""
-    head = model.get_output_embeddings()
-    is_changed = any(
-        getattr(model.config, name, None) not in (None, 1, 1.0) for name in _LOGIT_SETTINGS
+_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKeyDictionary()
+
+
+def find_reading(given: nn.Module, model: Any, *, pack: bool) -> Reading:
+    """The fastest way to read a model that gives its own log-probs; tried once per model.
+
+    Args:
+        given: the model with its wrappers.
+        model: the one inside; switched to the packed attention where that is right.
+        pack: whether it may be.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    head = plain_head(model)
+    state = (pack, type(head), model.dtype, model.device, model.config._attn_implementation)
+    earlier = _found.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
+    own_attention = use_packed_attention(model) if pack else None
+    trial = run_inside(given, lambda: run_trial(model, who="PackedScorer"))
+    layouts = [x for x in Layout if x is not Layout.PACKED or own_attention is not None]
+    ways = [(layout, x) for layout in layouts for x in (head, None) if x is not None or x is None]
+    ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
+    names = [f"{layout.value}{'' if x is not None else ', its own logits'}" for layout, x in ways]
+
+    def compute(layout: Layout, head: nn.Linear | None) -> Sequence[Tensor]:
+        return run_inside(given, lambda: _trial_log_probs(model, layout, head, trial.rows))
+
+    at, difference, wrong = find_first(
+        model,
+        trial,
+        [(name, lambda way=way: compute(*way)) for name, way in zip(names, ways, strict=True)],
     )
-    # A head inside another module comes after something else; a model may be its own base.
-    is_last = any(child is head for child in model.children()) and model.base_model is not model
-    return head if is_linear(head) and is_last and not is_changed else None
+    if at is None or difference is None:
+        raise ValueError(
+            f"PackedScorer: {type(model).__name__} can't be scored: no way to read several rows "
+            f"gives what its forward says of one row alone ({'; '.join(wrong)})."
+        )
+    if ways[at][0] is not Layout.PACKED and own_attention is not None:
+        model.set_attn_implementation(own_attention)
+    reading = Reading(ways[at][0], ways[at][1] is not None, difference, tuple(wrong))
+    _found[model] = ((*state[:-1], model.config._attn_implementation), reading)
+    return reading
+
+
+def _trial_log_probs(
+    model: Any, layout: Layout, head: nn.Linear | None, rows: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    ids, lengths = pack(rows)
+    lengths = lengths.to(ids.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[cumulative_lengths(lengths)[:-1]] = False
+    outputs = ModelReader(model, layout=layout, head=head).read(targets_of(ids, lengths, mask))
+    logits = outputs if head is None else head(outputs)
+    log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
+    return log_p.split((lengths - 1).tolist())
 
 
 def _cat(parts: list[Tensor | None]) -> Tensor | None:
     found = [part for part in parts if part is not None]
     return torch.cat(found) if found else None
-
-
-def _last_targets(lengths: Tensor, target_mask: Tensor) -> Tensor:
-    """Position of the last target in each sequence, 0 where there is none; int64 ``[B]``."""
-    starts = cumulative_lengths(lengths)[:-1]
-    at = target_mask.nonzero().squeeze(1)
-    row = sequence_index(lengths)[at]
-    last = torch.zeros_like(lengths)
-    return last.scatter_reduce(0, row, at - starts[row], "amax")
-
-
-def _packed_inputs(trie: PrefixTrie) -> dict[str, Any]:
-    return {"input_ids": trie.ids[None], "position_ids": trie.positions[None], "trie": trie}
-
-
-def _padded_inputs(ids: Tensor, lengths: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    rows = unpack(ids, lengths)
-    keep = pad([torch.ones_like(row, dtype=torch.bool) for row in rows], value=False)
-    return {"input_ids": pad(rows, value=0), "attention_mask": keep.long()}, keep
 
 
 def _token_budget_splits(lengths: Tensor, budget: int) -> list[tuple[int, int, int, int]]:

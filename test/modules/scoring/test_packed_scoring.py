@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from torchrl_data.ragged.packed import pack
-from torchrl_modules import chunked_log_prob
+from torchrl_modules import TransformersEngine, chunked_log_prob
 from torchrl_modules.scoring import chunked_head
 from torchrl_modules.scoring.token_scoring import PackedScorer
 
@@ -44,6 +44,15 @@ SMALL = {
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+
+BERT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
 }
 
 
@@ -96,21 +105,8 @@ MODELS = {
             v_head_dim=6,
         )
     ),
-    "a layer before the head": lambda: BertLMHeadModel(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            initializer_range=0.3,
-            is_decoder=True,
-        )
-    ),
+    "a layer before the head": lambda: BertLMHeadModel(BertConfig(**BERT, is_decoder=True)),
     "attention is not told": lambda: NemotronForCausalLM(NemotronConfig(**SMALL)),
-    "sees what comes after": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SMALL, use_bidirectional_attention=True, query_pre_attn_scalar=8)
-    ),
 }
 
 
@@ -169,7 +165,26 @@ def test_values_and_gradients_are_those_of_one_row_at_a_time(name):
 
 def test_a_model_is_packed_unless_more_than_plain_attention_joins_its_tokens(scorers):
     padded = {name for name, scorer in scorers.items() if not scorer.packed}
-    assert padded == {"attention scores capped", "convolutions", "sees what comes after"}
+    assert padded == {"convolutions", "attention is not told"}
+
+
+@pytest.mark.parametrize(
+    "build_model",
+    [
+        pytest.param(
+            lambda: Gemma3ForCausalLM(
+                Gemma3TextConfig(**SMALL, use_bidirectional_attention=True, query_pre_attn_scalar=8)
+            ),
+            id="Gemma3ForCausalLM",
+        ),
+        pytest.param(lambda: BertLMHeadModel(BertConfig(**BERT)), id="BertLMHeadModel"),
+    ],
+)
+def test_a_model_that_sees_what_comes_after_is_refused_by_name(build_model, request):
+    name = request.node.callspec.id
+    for build_on in (PackedScorer, TransformersEngine):
+        with pytest.raises(ValueError, match=rf"{name} is no policy.*the tokens after it, by \d"):
+            build_on(build_model())
 
 
 @settings(max_examples=40, deadline=None)
@@ -217,6 +232,22 @@ def test_a_sliding_window_hides_what_is_outside_it(scorers):
         scores.append(scorers["sliding window"].score_packed(ids, lengths, mask).log_prob.item())
     assert scores[0] == scores[1]
     assert scores[0] != scores[3]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("length", [4, 5, 6])
+def test_a_window_hides_from_the_first_token_that_is_outside_it(length, share):
+    # The window is 4: of 5 tokens the last one does not see the first.
+    rows = [torch.arange(1, length + 2)]
+    rows += [torch.cat([rows[0][:-1], torch.tensor([40])])] if share else []
+    mask = torch.arange(length + 1) > 0
+    model = build("sliding window")
+    scorer = PackedScorer(model)
+    ids, lengths = pack(rows)
+    found = scorer.score_packed(ids, lengths, mask.repeat(len(rows))).log_prob
+    model.set_attn_implementation("eager")
+    expected, _ = reference(model, rows, [mask] * len(rows))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_small_passes_without_a_gradient_give_the_same():
@@ -350,6 +381,18 @@ def test_tiles_give_the_value_and_gradient_of_all_logits(monkeypatch, tile, temp
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-4)  # float32 against float64
         assert x.dtype == torch.float32
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_each_tile_counts_in_the_entropy_by_what_it_holds(monkeypatch, width):
+    monkeypatch.setattr(chunked_head, "_CPU_TILE", (1, width))
+    probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    bias = probabilities.log() + 7.0  # a constant changes nothing
+    _, entropy = chunked_log_prob(
+        torch.ones(1, 1), torch.zeros(4, 1), torch.tensor([2]), bias=bias, entropy=True
+    )
+    # -(0.1 ln 0.1 + 0.2 ln 0.2 + 0.3 ln 0.3 + 0.4 ln 0.4)
+    torch.testing.assert_close(entropy, torch.tensor([1.279854]))
 
 
 @pytest.mark.parametrize("width", [1, 3])

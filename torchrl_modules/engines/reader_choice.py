@@ -1,0 +1,136 @@
+"""Which way of continuing rows gives a model's own log-probs.
+
+Shape legend: L tokens of a row.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchrl_modules.scoring.packed_attention import cap_attention
+from torchrl_modules.scoring.self_test import find_first, run_trial
+
+from .prompt_readers import (
+    OwnCachePositionsReader,
+    OwnCacheReader,
+    PaddedReader,
+    PromptReader,
+    WholeRowReader,
+)
+
+_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]" = (
+    WeakKeyDictionary()
+)
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Most tokens that a model has positions for; ``None`` where it names no limit.
+
+    Args:
+        model: a causal language model.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        # Learnt positions that begin behind the padding index have that many fewer.
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            behind = 0 if module.padding_idx is None else module.padding_idx + 1
+            limit = module.num_embeddings - behind
+    return limit
+
+
+def group_rows(
+    prompts: Sequence[Sequence[int]], rows: Sequence[int], *, by_length: bool
+) -> list[list[int]]:
+    """Rows that are drawn together.
+
+    Args:
+        prompts: of all rows.
+        rows: those that are drawn.
+        by_length: only prompts of one length go together.
+    """
+    if not by_length:
+        return [list(rows)]
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(len(prompts[row]), []).append(row)
+    return list(groups.values())
+
+
+def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
+    """The fastest way to continue rows that gives the model's own log-probs; tried once per model.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    cap_attention(model)
+    state = (model.dtype, model.device, model.config._attn_implementation)
+    earlier = _found.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
+    trial = run_trial(model, who="TransformersEngine")
+    readers: list[type[PromptReader]] = [
+        PaddedReader,
+        OwnCacheReader,
+        OwnCachePositionsReader,
+        WholeRowReader,
+    ]
+    if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
+        readers.remove(PaddedReader)
+    at, _, wrong = find_first(
+        model,
+        trial,
+        [
+            (reader.__name__, lambda reader=reader: _continued(reader, model, trial.rows))
+            for reader in readers
+        ],
+    )
+    if at is None:
+        raise ValueError(
+            f"TransformersEngine: {type(model).__name__} can't be sampled from: no way to continue "
+            f"rows gives what its forward says of a whole row ({'; '.join(wrong)}). Sample with "
+            "vLLM."
+        )
+    if readers[at] is WholeRowReader:
+        warnings.warn(
+            f"TransformersEngine: what {type(model).__name__} keeps of a row does not give the "
+            f"log-probs of its own forward ({'; '.join(wrong)}), so every token reads its whole "
+            "row again. That is slow for long rows: sample with vLLM where it knows the model.",
+            stacklevel=2,
+        )
+    _found[model] = (state, readers[at])
+    return readers[at]
+
+
+def _continued(
+    cls: type[PromptReader], model: PreTrainedModel, rows: Sequence[Tensor]
+) -> list[Tensor]:
+    """Log-probs of the last tokens of rows, read one by one; rows leave on the way."""
+    prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]
+    results: list[list[Tensor]] = [[] for _ in rows]
+    for group in group_rows(prompts, range(len(rows)), by_length=cls.needs_one_length):
+        reader, here = cls(model), list(group)
+        logits = reader.read([prompts[i] for i in here])
+        for step in range(max(len(rows[i]) - len(prompts[i]) for i in group)):
+            tokens = [rows[i][min(len(prompts[i]) + step, len(rows[i]) - 1)] for i in here]
+            drawn = torch.stack(tokens)
+            log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
+            for i, value in zip(here, log_p, strict=True):
+                if len(prompts[i]) + step < len(rows[i]):
+                    results[i].append(value)
+            left = [k for k, i in enumerate(here) if len(prompts[i]) + step + 1 < len(rows[i])]
+            if not left:
+                break
+            if len(left) < len(here) and reader.can_drop:
+                at = torch.tensor(left, device=drawn.device)
+                reader.keep(at)
+                drawn, here = drawn[at], [here[k] for k in left]
+            logits = reader.advance(drawn)
+    return [torch.stack(values) for values in results]

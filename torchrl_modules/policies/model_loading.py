@@ -1,0 +1,80 @@
+"""A model from a hub id or a path, as it is trained: where, in which type, with which attention."""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
+"""Arguments that say where files are, for the tokenizer too."""
+
+
+class Loading(NamedTuple):
+    """What a user says of a model that is to be loaded."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | str | None
+    attn_implementation: str | None
+    model_kwargs: Mapping[str, Any] | None
+
+    def refuse(self, name: str) -> None:
+        """A model is given that is built already.
+
+        Raises:
+            TypeError: something was said all the same.
+        """
+        said = [key for key, value in self._asdict().items() if value is not None]
+        if said:
+            raise TypeError(
+                f"TransformersWrapper: {', '.join(said)} say how a model is loaded, but "
+                f"{name} is built already. Give its hub id or path, or build it like that."
+            )
+
+    def for_tokenizer(self) -> dict[str, Any]:
+        """Those of the arguments that load the tokenizer too."""
+        return {k: v for k, v in (self.model_kwargs or {}).items() if k in _OF_BOTH}
+
+    def load(self, path: str) -> nn.Module:
+        """Load a model in evaluation mode.
+
+        Args:
+            path: hub id or local path.
+
+        Raises:
+            TypeError: an argument is given twice.
+            ValueError: SDPA is asked for, and the model's attention scores are capped.
+        """
+        more = dict(self.model_kwargs or {})
+        twice = {"device_map", "torch_dtype", "dtype", "attn_implementation", "device"} & set(more)
+        if twice:
+            raise TypeError(
+                f"TransformersWrapper: model_kwargs has {sorted(twice)}. The wrapper's own "
+                "device, dtype and attn_implementation say that."
+            )
+        attention = self.attn_implementation
+        if attention is not None:
+            self._check_attention(path, attention)
+            more["attn_implementation"] = attention
+        dtype = torch.float32 if self.dtype is None else self.dtype
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **more)
+        return model.to(accelerator() if self.device is None else self.device)
+
+    def _check_attention(self, path: str, attention: str) -> None:
+        config = AutoConfig.from_pretrained(path, **self.for_tokenizer()).get_text_config()
+        cap = getattr(config, "attn_logit_softcapping", None)
+        if cap is not None and attention == "sdpa":
+            raise ValueError(
+                f"TransformersWrapper: {path} caps its attention scores at {cap}, which "
+                "attn_implementation='sdpa' leaves out and vLLM does not. Leave it away, or give "
+                "'eager'."
+            )
+
+
+def accelerator() -> torch.device:
+    """The device of this process: the accelerator, if there is one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())

@@ -1,0 +1,166 @@
+"""How packed rows go through a model: which tokens it reads together.
+
+Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden size,
+V vocabulary.
+"""
+
+import inspect
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchrl_data.ragged.packed import cumulative_lengths, pad, sequence_index
+from torchrl_modules.peft_support import is_linear
+
+from .packed_attention import can_share, packed_input
+from .prefix_trie import build_trie
+from .wrapped_models import call
+
+
+class Layout(Enum):
+    """Which tokens a model reads together, the fastest first."""
+
+    PACKED = "packed"
+    """All rows one after the other, what they begin with in common once."""
+    PADDED = "padded"
+    """Rows padded on the right, with a mask."""
+    BY_LENGTH = "by length"
+    """Rows of one length at a time, as the model computes a row alone."""
+
+
+class Targets(NamedTuple):
+    """What is to be predicted, and from where."""
+
+    ids: Tensor
+    """int64 ``[N]``."""
+    starts: Tensor
+    """int64 ``[B]``, of each row in the packed tokens."""
+    ends: Tensor
+    """int64 ``[B]``: this many tokens of each row have to be read."""
+    rows: Tensor
+    """int64 ``[K]``: the row of each target."""
+    positions: Tensor
+    """int64 ``[K]``, in the row, of the token that predicts each target."""
+    lengths: Tensor
+    """int64 ``[B]``."""
+
+
+def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
+    """The targets of packed rows.
+
+    Args:
+        ids: int64 ``[N]``.
+        lengths: int64 ``[B]``.
+        target_mask: bool ``[N]``; no first token of a row.
+    """
+    starts = cumulative_lengths(lengths)[:-1]
+    at = target_mask.nonzero().squeeze(1)
+    rows = sequence_index(lengths)[at]
+    # The token at position t is predicted by the hidden state at t - 1, and what comes after the
+    # predictor of a row's last target is needed by nobody.
+    positions = at - starts[rows] - 1
+    ends = torch.zeros_like(lengths).scatter_reduce(0, rows, positions + 1, "amax")
+    return Targets(ids, starts, ends, rows, positions, lengths)
+
+
+class ModelReader:
+    """Reads packed rows with a model, and gives what predicts their targets.
+
+    Args:
+        model: a causal language model.
+        layout: which tokens it reads together.
+        head: makes the logits from the last hidden states; ``None`` for the model's own logits.
+        share_prefixes: with the packed layout, read what rows begin with in common once.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        layout: Layout,
+        head: nn.Linear | None,
+        share_prefixes: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.head = head
+        self._model = model
+        self._share = share_prefixes
+        self._no_cache = {"use_cache": False} if _takes(model, "use_cache") else {}
+        self._picks_logits = _takes(model, "logits_to_keep")
+
+    def read(self, targets: Targets) -> Tensor:
+        """Hidden states ``[K, D]`` that predict the targets, or float32 logits ``[K, V]``."""
+        if self.layout is Layout.PACKED:
+            return self._read_packed(targets)
+        if self.layout is Layout.PADDED:
+            return self._read_padded(targets)
+        return self._read_by_length(targets)
+
+    def _read_packed(self, targets: Targets) -> Tensor:
+        share = self._share and can_share(self._model, int(targets.ends.max()))
+        trie = build_trie(targets.ids, targets.lengths, targets.ends, share=share)
+        at = trie.node[targets.starts[targets.rows] + targets.positions]
+        inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None], "trie": trie}
+        with packed_input():
+            return self._pick(inputs, torch.zeros_like(at), at)
+
+    def _read_padded(self, targets: Targets) -> Tensor:
+        used = targets.ends.nonzero().squeeze(1)
+        place = torch.zeros_like(targets.ends).scatter(
+            0, used, torch.arange(len(used), device=used.device)
+        )
+        rows = list(_beginnings(targets, used))
+        mask = pad([torch.ones_like(row) for row in rows], value=0)
+        inputs = {"input_ids": pad(rows, value=0), "attention_mask": mask}
+        return self._pick(inputs, place[targets.rows], targets.positions)
+
+    def _read_by_length(self, targets: Targets) -> Tensor:
+        parts, order = [], []
+        for end in targets.ends.unique().tolist():
+            if end == 0:
+                continue
+            used = (targets.ends == end).nonzero().squeeze(1)
+            rows = torch.stack(list(_beginnings(targets, used)))
+            mine = torch.isin(targets.rows, used).nonzero().squeeze(1)
+            place = torch.searchsorted(used, targets.rows[mine])
+            parts.append(self._pick({"input_ids": rows}, place, targets.positions[mine]))
+            order.append(mine)
+        return torch.cat(parts)[torch.cat(order).argsort()]
+
+    def _pick(self, inputs: dict[str, Any], rows: Tensor, columns: Tensor) -> Tensor:
+        """What the model gives at some rows and columns of its input, ``[K, ...]``."""
+        if self.head is not None:
+            outputs = self._model.base_model(**inputs, **self._no_cache).last_hidden_state
+        elif self._picks_logits:
+            kept, columns = columns.unique(return_inverse=True)
+            outputs = call(
+                self._model, **inputs, **self._no_cache, logits_to_keep=kept
+            ).logits.float()
+        else:
+            outputs = call(self._model, **inputs, **self._no_cache).logits.float()
+        # One index and not two: its backward pass adds in a fixed order.
+        return outputs.flatten(0, 1).index_select(0, rows * outputs.shape[1] + columns)
+
+
+def plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The head, if the logits may be this product with the decoder's output and nothing else."""
+    head = model.get_output_embeddings()
+    # A head inside another module comes after something else; a model may be its own base.
+    is_last = any(child is head for child in model.children()) and model.base_model is not model
+    return head if is_linear(head) and is_last else None
+
+
+def _beginnings(targets: Targets, used: Tensor) -> Iterator[Tensor]:
+    starts, ends = targets.starts[used].tolist(), targets.ends[used].tolist()
+    return (targets.ids[a : a + n] for a, n in zip(starts, ends, strict=True))
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    any_name = inspect.Parameter.VAR_KEYWORD
+    own = name in parameters
+    return own or (name == "use_cache" and any(p.kind is any_name for p in parameters.values()))

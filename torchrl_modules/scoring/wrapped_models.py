@@ -1,0 +1,127 @@
+"""Models inside wrappers: PEFT, `DistributedDataParallel`, `fully_shard`, `replicate`.
+
+What a wrapper does (gather shards, reduce gradients) happens in the hooks of the outermost module's
+forward. Scoring runs parts of a model, so for such a model it runs them inside that forward.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from torchrl_modules.peft_support import model_inside
+
+T = TypeVar("T")
+_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
+
+
+def unwrapped(model: Any, *, who: str) -> PreTrainedModel:
+    """The causal language model inside.
+
+    Args:
+        model: with or without wrappers.
+        who: the component, named in errors.
+
+    Raises:
+        TypeError: a wrapper's forward can't be gone through, or adapters are no layers.
+    """
+    if isinstance(model, nn.DataParallel) or _is(model, "FullyShardedDataParallel"):
+        raise TypeError(
+            f"{who}: {type(model).__name__} cuts the inputs or the parameters of a model up in a "
+            "way that can't be scored. Use DistributedDataParallel(model) or fully_shard(model)."
+        )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            f"{who}: torch.compile(model) would take no effect, because rows go through the "
+            "model's decoder and not through its forward. Give the model itself."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return unwrapped(model.module, who=who)
+    return model_inside(model)
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The module inside `DistributedDataParallel`; another one is given back."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether a model's forward does what other processes take part in.
+
+    Args:
+        model: as it was given, with its wrappers.
+    """
+    return (
+        isinstance(model, nn.parallel.DistributedDataParallel)
+        or is_sharded(model)
+        or _is_replicated(model)
+    )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a model as a whole."""
+    return _is(model, "FSDPModule")
+
+
+def run_inside(model: nn.Module, function: Callable[[], T]) -> T:
+    """Call a function within the forward of a model, so that the forward's hooks see it.
+
+    Args:
+        model: as it was given, with its wrappers.
+        function: what to do; it gives tensors, in tuples perhaps.
+    """
+    if not is_distributed(model):
+        return function()
+    inside = without_ddp(model)
+    own = vars(inside).get("forward")
+
+    def forward(*_: Any, **__: Any) -> T:
+        with _forward_is(inside, own):
+            token = _is_inside.set(True)
+            try:
+                return function()
+            finally:
+                _is_inside.reset(token)
+
+    with _forward_is(inside, forward):
+        return model()
+
+
+def call(model: nn.Module, **inputs: Any) -> Any:
+    """Call a model; within its own forward (:func:`run_inside`) its hooks have been called already.
+
+    Args:
+        model: the causal language model inside the wrappers.
+        **inputs: of its forward.
+    """
+    return model.forward(**inputs) if _is_inside.get() else model(**inputs)
+
+
+@contextmanager
+def _forward_is(module: nn.Module, function: Callable[..., Any] | None) -> Iterator[None]:
+    """Within, a module has this forward; ``None`` for that of its class."""
+    own = vars(module)
+    before = own.pop("forward", None)
+    if function is not None:
+        own["forward"] = function
+    try:
+        yield
+    finally:
+        own.pop("forward", None)
+        if before is not None:
+            own["forward"] = before
+
+
+def _is(model: Any, name: str) -> bool:
+    """Of a class of FSDP, which is not imported: a model that is sharded has done it."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+    return cls is not None and isinstance(model, cls)
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    composable: Any = sys.modules.get("torch.distributed._composable.replicate")
+    return composable is not None and composable.replicate.state(model) is not None
