@@ -63,9 +63,13 @@ class TemplateRenderer:
         )
         self._check_mask()
 
-    @cached_property
+    @property
     def rendering(self) -> RenderingIdentity:
         """What decides how messages become tokens; equal for encoders that give the same."""
+        return self._rendering
+
+    @cached_property
+    def _rendering(self) -> RenderingIdentity:
         backend = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
         return rendering_identity(
             self.template, self._variables, self._reasoning_in_content, backend
