@@ -9,7 +9,7 @@ from objectives.advantages.mc_advantage import MCAdvantage
 from torchrl_data.keys import REWARD
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.episode.episode_transform import overrides
 from torchrl_modules.policies.base import LLMWrapperBase
 
 
@@ -54,8 +54,7 @@ def check_data(env: EpisodeEnv, *, who: str) -> None:
     Raises:
         ValueError: nothing does.
     """
-    own = EpisodeTransform.draw_rows
-    if not any(type(part).draw_rows is not own for part in env.episode_transforms()):
+    if not any(overrides(part, "draw") for part in env.episode_transforms()):
         raise ValueError(
             f"{who}: no transform of the environment draws data. Append a DataLoadingPrimer(rows)."
         )

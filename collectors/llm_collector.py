@@ -3,69 +3,32 @@
 Shape legend: B rows of the environment, T tokens of a trajectory (ragged).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import ReplayBuffer
 
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects
-from torchrl_data.keys import (
-    DONE,
-    FULL,
-    GROUP_ID,
-    NUM_TOOL_CALLS,
-    NUM_TOOL_ERRORS,
-    POLICY_VERSION,
-    PROMPT,
-    REWARD,
-    REWARDS,
-    ROW,
-    SCORABLE,
-    STEP_MASK,
-    STOP_REASON,
-    TERMINATED,
-    TOKEN_POLICY_VERSION,
-    TRUNCATED,
-)
-from torchrl_data.layout.conversation_io import (
-    one_dimension,
-    read_conversations,
-    write_conversations,
-)
-from torchrl_data.layout.export import row_tensordicts
+from torchrl_data.keys import DONE, POLICY_VERSION, STEP_MASK, STOP_REASON
+from torchrl_data.layout.conversation_io import one_dimension
 from torchrl_data.stop_reasons import NO_DATA
-from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
-from torchrl_envs.entries.padded import token_entries_of_row
-from torchrl_envs.entries.rewards import REWARD_ERRORS, REWARD_KEYS
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries.rewards import REWARD_KEYS
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
+from .base import Collector, PostProcessing
 from .composition_checks import check_data, check_groups, check_policy, check_rewards
-from .weight_update.in_process import InProcessUpdater
+from .trajectory_rows import trajectory_rows
 from .weight_update.interface import WeightUpdater
 
-_DENSE = (
-    REWARD,
-    SCORABLE,
-    DONE,
-    TERMINATED,
-    TRUNCATED,
-    GROUP_ID,
-    NUM_TOOL_CALLS,
-    NUM_TOOL_ERRORS,
-)
 
-
-class LLMCollector:
+class LLMCollector(Collector):
     """Runs an environment's batch of episodes to their ends, again and again.
 
-    A trajectory is one row: all of its turns in one token sequence. A row that is done waits for
-    the others of its batch without costing any generation.
+    A trajectory is one row: all of its turns in one token sequence; where a transform rewrote the
+    past (:meth:`~torchrl_envs.Episode.rewrite`) it is several, each sampled token in exactly one.
+    A row that is done waits for the others of its batch without costing any generation.
 
     Args:
         env: a :class:`~torchrl_envs.ChatEnv` with its transforms.
@@ -92,7 +55,7 @@ class LLMCollector:
         *,
         replay_buffer: ReplayBuffer | None = None,
         total_trajectories: int | None = None,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        postproc: PostProcessing | None = None,
         weight_updater: WeightUpdater | None = None,
         track_policy_version: bool | PolicyVersion = False,
         max_turns: int = 1000,
@@ -117,58 +80,27 @@ class LLMCollector:
         for transform in env.episode_transforms():
             transform.check_policy(policy)
         self.env = env
-        self._loaders = list(env.transforms_of(DataLoadingPrimer))
+        loaders = list(env.transforms_of(DataLoadingPrimer))
         if postproc is None:  # which may make groups and rewards of its own
-            check_groups(self._loaders, replay_buffer, who="LLMCollector")
+            check_groups(loaders, replay_buffer, who="LLMCollector")
             check_rewards(env, replay_buffer, who="LLMCollector")
-        self.policy = policy
-        self.replay_buffer = replay_buffer
+        super().__init__(
+            policy,
+            loaders,
+            replay_buffer=replay_buffer,
+            total_episodes=total_trajectories,
+            postproc=postproc,
+            weight_updater=weight_updater,
+        )
         self.total_trajectories = total_trajectories
-        self.postproc = postproc
-        self.weight_updater = weight_updater or InProcessUpdater()
-        self.weight_updater.attach(policy)
         self.max_turns = max_turns
-        self.num_collected = 0
         self._track_version()
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Batches of trajectories until the data or the budget is used up."""
-        while self.total_trajectories is None or self.num_collected < self.total_trajectories:
-            try:
-                yield self.collect()
-            except DataExhaustedError:
-                return
-
-    @property
-    def policy_version(self) -> int:
-        """The version that new tokens are stamped with."""
-        return self.weight_updater.version
-
-    def update_policy_weights_(
-        self,
-        source: nn.Module | Mapping[str, Tensor] | None = None,
-        *,
-        state_dict: Mapping[str, Tensor] | None = None,
-        version: int | None = None,
-    ) -> int:
-        """Push the trainer's weights to the policy.
-
-        Args:
-            source: the trained model, or its state dict.
-            state_dict: the same under TorchRL's name; give one of the two.
-            version: the number of these weights, above the present one; ``None`` counts on.
-
-        Returns:
-            The new policy version, acknowledged by the policy.
-
-        Raises:
-            TypeError: neither or both of ``source`` and ``state_dict`` are given.
-            ValueError: the policy refuses the update and goes on with its old weights.
-        """
-        weights = one_source(source, state_dict, who=type(self).__name__)
-        new_version = self.weight_updater.push(weights, version=version)
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> int:
+        """See :meth:`Collector.update_policy_weights_`; a version tracker hears of it."""
+        version = super().update_policy_weights_(*args, **kwargs)
         self._track_version()
-        return new_version
+        return version
 
     def _track_version(self) -> None:
         if self.policy_version_tracker is not None:
@@ -183,25 +115,27 @@ class LLMCollector:
             ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
             ``policy_version`` (when the trajectory began; as the tracker writes it, if there is
             one), ``num_turns``, ``num_tool_calls`` and ``num_tool_errors`` ``[1]`` where there are
-            tools, ``("rewards", source)``, ``stop_reason``, ``reward_errors`` and ``("history",
+            tools, ``episode_id``, ``segment`` and ``num_segments``, ``("rewards", source)``,
+            ``stop_reason``, ``reward_errors`` and ``("history",
             "full")``. The same rows are in the replay buffer.
         """
         self._track_version()
-        with drawn_again_after_an_error(self._loaders):
-            try:
-                trajectories = self._run_episodes()
-            except BaseException:
-                self.env.release_episodes()  # nothing stays open
-                raise
-            num_rows = len(trajectories)
-            trajectories = handed_on(trajectories, self.postproc, self.replay_buffer)
-        self.num_collected += num_rows
-        return trajectories
+        return super().collect()
 
-    def _run_episodes(self) -> TensorDictBase:
+    def _run_batch(self) -> tuple[TensorDictBase, int]:
+        try:
+            episodes = self._run_episodes()
+        except BaseException:
+            self.env.close_episodes()  # nothing stays open
+            raise
+        rows = [self._labelled(row) for rows in episodes for row in rows]
+        return lazy_stack(rows), len(episodes)
+
+    def _run_episodes(self) -> list[list[Any]]:
+        """The rows of each episode, in the environment's order."""
         shape = self.env.batch_size
         size = shape.numel()
-        rows: list[TensorDictBase | None] = [None] * size
+        rows: list[list[Any]] = [[]] * size
         active = torch.ones(size, dtype=torch.bool)
         batch = self.env.reset()
         for _ in range(self.max_turns):
@@ -210,8 +144,8 @@ class LLMCollector:
             finished = active & batch.get(DONE).view(-1)
             indices = finished.nonzero().squeeze(-1).tolist()
             ended = trajectory_rows(one_dimension(batch), indices, further=self.env.reward_entries)
-            for index, row in zip(indices, ended, strict=True):
-                rows[index] = row
+            for index, own in zip(indices, ended, strict=True):
+                rows[index] = own
             active = active & ~finished
             if not bool(active.any()):
                 break
@@ -221,9 +155,7 @@ class LLMCollector:
                 f"LLMCollector: {int(active.sum())} episodes did not end within {self.max_turns} "
                 "turns. Append a StepCounter(max_steps=...)."
             )
-        return lazy_stack(
-            [self._labelled(row) for row in rows if row is not None and row[STOP_REASON] != NO_DATA]
-        )
+        return [own for own in rows if own and own[-1][STOP_REASON] != NO_DATA]
 
     def _labelled(self, row: TensorDictBase) -> TensorDictBase:
         tracker = self.policy_version_tracker
@@ -236,107 +168,7 @@ class LLMCollector:
         self.env.close(raise_if_closed=False)
 
 
-def one_source(
-    source: nn.Module | Mapping[str, Tensor] | None,
-    state_dict: Mapping[str, Tensor] | None,
-    *,
-    who: str,
-) -> nn.Module | Mapping[str, Tensor]:
-    """The weights that were given under one of two names.
-
-    Raises:
-        TypeError: neither or both are given.
-    """
-    given = [weights for weights in (source, state_dict) if weights is not None]
-    if len(given) != 1:
-        raise TypeError(
-            f"{who}.update_policy_weights_ takes a model or a state dict, got {len(given)} of them."
-        )
-    return given[0]
-
-
-def handed_on(
-    trajectories: TensorDictBase,
-    postproc: Callable[[TensorDictBase], TensorDictBase] | None,
-    replay_buffer: ReplayBuffer | None,
-) -> TensorDictBase:
-    """A batch as a collector gives it: changed by ``postproc``, and in the buffer.
-
-    Args:
-        trajectories: as they were collected.
-        postproc: changes them, if there is one.
-        replay_buffer: is extended with them, if there is one.
-    """
-    if postproc is not None:
-        trajectories = postproc(trajectories)
-    if replay_buffer is not None:
-        replay_buffer.extend(trajectories)
-    return trajectories
-
-
-@contextlib.contextmanager
-def drawn_again_after_an_error(loaders: Sequence[DataLoadingPrimer]) -> Iterator[None]:
-    """Rows that are drawn inside are drawn again if anything goes wrong there.
-
-    Args:
-        loaders: what draws them.
-    """
-    states = [loader.get_extra_state() for loader in loaders]
-    try:
-        yield
-    except DataExhaustedError:
-        raise
-    except BaseException:
-        for loader, state in zip(loaders, states, strict=True):
-            loader.set_extra_state(state)
-        raise
-
-
 def _tracker(track: bool | PolicyVersion) -> PolicyVersion | None:
     if isinstance(track, bool):
         return PolicyVersion() if track else None
     return track
-
-
-def trajectory_rows(
-    batch: TensorDictBase, rows: list[int], *, further: Sequence[str] = ()
-) -> list[TensorDict]:
-    """Finished episodes as rows, see :meth:`LLMCollector.collect`.
-
-    Args:
-        batch: the ``next`` of the step in which they finished.
-        rows: which.
-        further: entries of the scoring to keep, see
-            :attr:`~torchrl_envs.EpisodeEnv.reward_entries`.
-    """
-    if not rows:
-        return []
-    conversations = read_conversations(batch, PROMPT, who="LLMCollector")
-    exported = row_tensordicts(conversations[rows])
-    kept = (*_DENSE, *further)
-    dense = {key: batch.get(key) for key in kept if batch.get(key, None) is not None}
-    rewards = batch.get(REWARDS, None)
-    reasons = read_objects(batch, STOP_REASON, "")
-    errors = read_objects(batch, REWARD_ERRORS, "")
-    data = read_objects(batch, ROW)
-    for out, row in zip(exported, rows, strict=True):
-        write_conversations(out, FULL, conversations[row])
-        for key, value in dense.items():
-            out.set(key, value[row])
-        for key, value in token_entries_of_row(batch, row, conversations.num_tokens(row)).items():
-            out.set(key, value)
-        if rewards is not None:
-            out.set(REWARDS, TensorDict({name: value[row] for name, value in rewards.items()}))
-        versions = out.get(TOKEN_POLICY_VERSION)
-        sampled = versions[versions >= 0]
-        out.set(POLICY_VERSION, sampled[0] if len(sampled) else torch.tensor(-1))
-        out.set("num_turns", torch.tensor(_num_turns(conversations, row)))
-        out.set_non_tensor(STOP_REASON, reasons[row])
-        out.set_non_tensor(REWARD_ERRORS, errors[row])
-        if data[row] is not None:
-            out.set_non_tensor(ROW, data[row])
-    return exported
-
-
-def _num_turns(conversations: Conversations, row: int) -> int:
-    return sum(message["role"] == "assistant" for message in conversations.messages(row))

@@ -3,13 +3,12 @@
 Shape legend: B rollouts, T tokens of a rollout (ragged).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.data import ReplayBuffer
 from transformers import PreTrainedTokenizerBase
 
@@ -20,30 +19,26 @@ from torchrl_data.conversation.conversations import (
     Source,
 )
 from torchrl_data.conversation.messages import Message
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import (
-    DONE,
-    PROMPT,
-    QUERY,
-    ROW,
-    STOP_REASON,
-    TERMINATED,
-    TRUNCATED,
-)
+from torchrl_data.keys import PROMPT
 from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
 from torchrl_envs.concurrency.calls import ConcurrentCalls, Outcome
-from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
-from torchrl_envs.entries.rewards import add_rewards, close_rewards
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.episode.entries import write_episodes, write_flags, write_results
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.runner import EpisodeRunner
+from torchrl_envs.episode.tool_dispatcher import ToolDispatcher
 from torchrl_envs.rewards.calls import RewardFunction
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 
-from .llm_collector import drawn_again_after_an_error, handed_on, one_source, trajectory_rows
+from .base import Collector, PostProcessing
 from .rollout_checks import RolloutRow, check_rollouts
-from .weight_update.in_process import InProcessUpdater
+from .trajectory_rows import trajectory_rows
 from .weight_update.interface import WeightUpdater
 
+_FIELDS: Final = "rollout_func"
+"""Where an episode keeps the further fields that the function returned."""
 RolloutFunction = Callable[[list[Any], "RolloutFunctionCollector"], Mapping[str, Any]]
 
 
@@ -54,7 +49,7 @@ class PolicyOwner(Protocol):
     """A policy, usually an ``LLMWrapperBase``."""
 
 
-class RolloutFunctionCollector:
+class RolloutFunctionCollector(Collector):
     """Collects what a user's own rollout function returns; TRL's ``rollout_func``.
 
     ``rollout_func(prompts, collector)`` gets one prompt per rollout (the rollouts of a group come
@@ -92,7 +87,7 @@ class RolloutFunctionCollector:
         reward_field: str | None = None,
         replay_buffer: ReplayBuffer | None = None,
         total_rollouts: int | None = None,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        postproc: PostProcessing | None = None,
         weight_updater: WeightUpdater | None = None,
     ) -> None:
         if num_rollouts < 1 or num_rollouts % data.group_size:
@@ -108,7 +103,6 @@ class RolloutFunctionCollector:
                 "reward_field= the field of rollout_func's result that is the reward."
             )
         self.rollout_func = rollout_func
-        self.policy = policy
         self.data = data
         self.num_rollouts = num_rollouts
         self.reward_field = reward_field
@@ -117,31 +111,23 @@ class RolloutFunctionCollector:
             self.reward_functions = reward_functions
         elif reward_functions:
             self.reward_functions = RewardFunctions(reward_functions)
-        self.replay_buffer = replay_buffer
+        super().__init__(
+            policy,
+            [data],
+            replay_buffer=replay_buffer,
+            total_episodes=total_rollouts,
+            postproc=postproc,
+            weight_updater=weight_updater,
+        )
         self.total_rollouts = total_rollouts
-        self.postproc = postproc
-        self.weight_updater = weight_updater or InProcessUpdater()
-        self.weight_updater.attach(policy)
-        self.num_collected = 0
-        self._calls = ConcurrentCalls()
+        calls = ConcurrentCalls()
+        self._runner = EpisodeRunner(calls, ToolDispatcher())
+        self._runner.set_transforms([data])
 
     @property
     def processing_class(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer, by the name that TRL's trainers have for it."""
         return self.policy.tokenizer
-
-    @property
-    def policy_version(self) -> int:
-        """The version that new tokens are stamped with."""
-        return self.weight_updater.version
-
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Batches until the data or the budget is used up."""
-        while self.total_rollouts is None or self.num_collected < self.total_rollouts:
-            try:
-                yield self.collect()
-            except DataExhaustedError:
-                return
 
     def collect(self) -> TensorDictBase:
         """One batch of rollouts; after an error its rows are drawn again by the next call.
@@ -155,69 +141,74 @@ class RolloutFunctionCollector:
             ValueError: a key is missing, a length is wrong or a value is out of range; the message
                 names the key and the row. A reward function's wrong shape, too.
         """
-        with drawn_again_after_an_error([self.data]):
-            trajectories = self._roll_out()
-            num_rows = len(trajectories)
-            trajectories = handed_on(trajectories, self.postproc, self.replay_buffer)
-        self.num_collected += num_rows
-        return trajectories
+        return super().collect()
 
-    def _roll_out(self) -> TensorDictBase:
-        batch = TensorDict({}, batch_size=[self.num_rollouts])
-        self.data.draw_rows(batch, range(self.num_rollouts))
-        reasons = read_objects(batch, STOP_REASON)
-        rows = [row for row, reason in enumerate(reasons) if reason != NO_DATA]
-        batch = batch[: len(rows)]  # finite data may end inside a batch
-        prompts = read_objects(batch, QUERY)
+    def _run_batch(self) -> tuple[TensorDictBase, int]:
+        drawn = [Episode(row) for row in range(self.num_rollouts)]
+        self._runner.begin(drawn)
+        try:
+            # Finite data may end inside a batch.
+            episodes = [episode for episode in drawn if episode.stop_reason != NO_DATA]
+            self._roll_out(episodes)
+            self._score(episodes)
+        finally:
+            self._runner.close(drawn)
+        batch = TensorDict({}, batch_size=[len(episodes)])
+        write_conversations(batch, PROMPT, Conversations.cat([e.conversation for e in episodes]))
+        write_flags(batch, episodes)
+        write_results(batch, episodes, self._reward_names, dense=False)
+        write_episodes(batch, episodes, loads_data=True, has_tools=False)
+        rows = trajectory_rows(batch, range(len(episodes)))
+        return lazy_stack([row for own in rows for row in own]), len(episodes)
+
+    def _roll_out(self, episodes: Sequence[Episode]) -> None:
+        """Let the function fill the episodes."""
+        prompts = [episode.query for episode in episodes]
         version = self.policy_version
         rollouts = check_rollouts(
             self.rollout_func(list(prompts), self),
-            len(rows),
+            len(episodes),
             vocab_size=getattr(self.policy, "vocab_size", None),
         )
         conversations = rollout_conversations(
             rollouts, prompts, self.processing_class, policy_version=version
         )
-        write_conversations(batch, PROMPT, conversations)
-        _write_ends(batch, rollouts)
-        self._score(batch, rollouts, conversations)
-        self.data.record_ends(rows)
-        return lazy_stack(list(trajectory_rows(batch, rows)))
+        for episode, rollout, conversation in zip(
+            episodes, rollouts, conversations.split(), strict=True
+        ):
+            episode.conversation = conversation
+            if rollout.truncated:
+                episode.truncate(ROLLOUT_TRUNCATED)
+            else:
+                episode.terminate(ANSWERED)
+            episode.memory = {_FIELDS: rollout.extra}
 
-    def _score(
-        self, batch: TensorDictBase, rollouts: Sequence[RolloutRow], conversations: Conversations
-    ) -> None:
-        rows = list(range(len(rollouts)))
+    @property
+    def _reward_names(self) -> list[str]:
+        own = [] if self.reward_field is None else [self.reward_field]
+        return own if self.reward_functions is None else own + self.reward_functions.reward_names
+
+    def _score(self, episodes: Sequence[Episode]) -> None:
+        fields = [episode.memory[_FIELDS] for episode in episodes]
         if self.reward_field is not None:
-            if self.reward_field not in rollouts[0].extra:
+            if self.reward_field not in fields[0]:
                 raise ValueError(
                     f"rollout_func did not return {self.reward_field!r}, the reward field; it "
-                    f"returned the fields {sorted(rollouts[0].extra)}."
+                    f"returned the fields {sorted(fields[0])}."
                 )
-            given = [Outcome(rollout.extra[self.reward_field]) for rollout in rollouts]
-            add_rewards(batch, self.reward_field, rows, given, who=self.reward_field)
+            for episode, own in zip(episodes, fields, strict=True):
+                outcome = Outcome(own[self.reward_field])
+                episode.score.add_outcome(self.reward_field, outcome, who=self.reward_field)
         if self.reward_functions is not None:
-            columns = read_objects(batch, ROW)
-            data = [{**columns[row], **rollouts[row].extra} for row in rows]
-            self.reward_functions.score(
-                batch, conversations, rows, data, [None] * len(rows), self._calls
-            )
-        close_rewards(batch, rows, conversations)
-
-    def update_policy_weights_(
-        self,
-        source: nn.Module | Mapping[str, Tensor] | None = None,
-        *,
-        state_dict: Mapping[str, Tensor] | None = None,
-        version: int | None = None,
-    ) -> int:
-        """Push the trainer's weights to the policy, as :class:`~collectors.LLMCollector` does."""
-        weights = one_source(source, state_dict, who=type(self).__name__)
-        return self.weight_updater.push(weights, version=version)
+            # Functions get the returned fields by their names, like columns of the data.
+            scored = [episode.fork() for episode in episodes]
+            for episode, own in zip(scored, fields, strict=True):
+                episode.example = {**(episode.example or {}), **own}
+            self.reward_functions.score(scored, self._runner.calls)
 
     def shutdown(self) -> None:
         """Stop the threads of the reward functions."""
-        self._calls.close()
+        self._runner.calls.close()
 
 
 def generate_rollout_completions(
@@ -335,12 +326,3 @@ def rollout_conversations(
             )
         )
     return Conversations(records, positions)
-
-
-def _write_ends(batch: TensorDictBase, rollouts: Sequence[RolloutRow]) -> None:
-    truncated = torch.tensor([rollout.truncated for rollout in rollouts]).view(-1, 1)
-    batch.set(TRUNCATED, truncated)
-    batch.set(TERMINATED, ~truncated)
-    batch.set(DONE, torch.ones_like(truncated))
-    reasons = [ROLLOUT_TRUNCATED if rollout.truncated else ANSWERED for rollout in rollouts]
-    write_objects(batch, STOP_REASON, reasons)

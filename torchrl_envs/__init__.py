@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from .datasets.primer import DataExhaustedError, DataLoadingPrimer
     from .entries.stacking import as_nested_tensor, as_padded_tensor
     from .episode.chat_env import ChatEnv
+    from .episode.episode import Episode
     from .episode.episode_env import EpisodeEnv
-    from .episode.episode_transform import EpisodeTransform
+    from .episode.episode_transform import EpisodeStartError, EpisodeTransform
     from .episode.error_limit import RewardErrorLimit, TooManyRewardErrors
     from .episode.tool_source import Answer, Job, ToolSource
     from .errors import EpisodeLostError
@@ -57,7 +58,9 @@ _HOMES = {
     "DatasetChatEnv": "torchrl_envs.datasets.dataset_chat_env",
     "EnvironmentRuleError": "torchrl_envs.testing.check_env",
     "EnvironmentTools": "torchrl_envs.tools.environment_tools",
+    "Episode": "torchrl_envs.episode.episode",
     "EpisodeEnv": "torchrl_envs.episode.episode_env",
+    "EpisodeStartError": "torchrl_envs.episode.episode_transform",
     "EpisodeLostError": "torchrl_envs.errors",
     "EpisodeTransform": "torchrl_envs.episode.episode_transform",
     "FunctionTools": "torchrl_envs.tools.function_tools",
@@ -118,8 +121,10 @@ __all__ = [
     "DatasetChatEnv",
     "EnvironmentRuleError",
     "EnvironmentTools",
+    "Episode",
     "EpisodeEnv",
     "EpisodeLostError",
+    "EpisodeStartError",
     "EpisodeTransform",
     "FunctionTools",
     "GSM8KEnv",

@@ -106,9 +106,9 @@ class WrongType(Transform):
 class DoneAlone(EpisodeTransform):
     """Says done, and neither terminated nor truncated; at the end of the step, so it is kept."""
 
-    def finish_episodes(self, batch, next_batch, rows):
+    def export(self, batch, episodes):
         for key in ("terminated", "truncated"):
-            next_batch.set(key, torch.zeros(2, 1, dtype=torch.bool))
+            batch.set(key, torch.zeros(2, 1, dtype=torch.bool))
 
 
 class Rewrites(Answer):

@@ -18,6 +18,7 @@ from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
     EnvironmentTools,
+    Episode,
     FunctionTools,
     RewardFunctions,
 )
@@ -318,7 +319,7 @@ def test_functions_by_another_name_and_methods_of_an_object():
             """
 
     tools = FunctionTools({"load": Store().read, "f": tool_with()})
-    assert list(tools.tools_of(0)) == ["load", "f"]
+    assert list(tools.tools_of(Episode())) == ["load", "f"]
     assert tools.tools["load"].schema["function"]["name"] == "load"
     assert tools.tool_names() == {"load": "FunctionTools", "f": "FunctionTools"}
 

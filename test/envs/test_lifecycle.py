@@ -262,7 +262,7 @@ def test_the_environment_that_a_function_makes_to_be_looked_at_is_closed(recorde
 
 def test_a_reset_that_fails_at_its_end_leaves_nothing_open(recorder):
     class Limit(EpisodeTransform):
-        def limit_turns(self, batch, next_batch, rows):
+        def before_turn(self, episode):
             raise ValueError("no budget")
 
     arena = recorder(Recorder, "")
@@ -274,12 +274,16 @@ def test_a_reset_that_fails_at_its_end_leaves_nothing_open(recorder):
     env.close()
 
 
-def test_closing_goes_on_after_an_error(recorder):
+def test_closing_goes_on_after_an_error(recorder, caplog):
     closed = []
 
     class Fails(EpisodeTransform):
-        def release_episodes(self, rows):
-            raise OSError("release")
+        def begin(self, episode):
+            episode.resources.add(self, "held", close=self.give_back)
+
+        def give_back(self):
+            closed.append("held")
+            raise OSError("resource")
 
         def close(self):
             raise OSError("transform")
@@ -306,13 +310,16 @@ def test_closing_goes_on_after_an_error(recorder):
     for transform in (Fails(), functions, Works()):
         env.append_transform(transform)
     threads = set(threading.enumerate())
-    with pytest.raises(OSError, match="release"):
-        env.reset()
+    env.reset()
+    env.reset()
+    assert closed == ["held"] * 2
+    assert "str.close failed" in caplog.text
+    assert "OSError: resource" in caplog.text
     assert env.calls.run([[lambda: 1]]) == [[(1, None)]]
     with pytest.raises(ExceptionGroup, match="could not be closed") as raised:
         env.close()
-    assert list(map(str, raised.value.exceptions)) == ["release", "transform", "function"]
-    assert sorted(closed) == ["first", "second", "transform"]
+    assert list(map(str, raised.value.exceptions)) == ["transform", "function"]
+    assert sorted(closed) == ["first", *["held"] * 4, "second", "transform"]
     for thread in set(threading.enumerate()) - threads:
         thread.join(timeout=20)
         assert not thread.is_alive()

@@ -22,6 +22,7 @@ from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
+    Episode,
     MCPToolTransform,
     RewardFunctions,
     StepCounter,
@@ -154,7 +155,7 @@ def test_allowed_tools_and_prefixes():
         {"a": build_server(), "b": build_server()}, prefix_names=True, allow=["a_add", "b_pid"]
     )
     assert tools.tool_names() == {"a_add": "the MCP server 'a'", "b_pid": "the MCP server 'b'"}
-    assert list(tools.tools_of(0)) == ["a_add", "b_pid"]
+    assert list(tools.tools_of(Episode())) == ["a_add", "b_pid"]
     tools.close()
 
 

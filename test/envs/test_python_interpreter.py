@@ -13,6 +13,7 @@ from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
+    Episode,
     PythonInterpreter,
     RewardFunctions,
     Sandbox,
@@ -120,7 +121,7 @@ def test_the_conversation_as_a_chat_template_shows_it(chatml_tokenizer):
 )
 def test_how_a_run_is_put(code, expected):
     interpreter = PythonInterpreter(timeout_s=1.0, tool_role="user", max_result_bytes=100)
-    (job,) = interpreter.read_turn(0, block(code))
+    (job,) = interpreter.read_turn(Episode(), block(code))
     try:
         outcome = job.phrase(_outcome(job.call))
     finally:

@@ -38,12 +38,12 @@ class Tools(ToolSource):
     def tool_names(self):
         return {name: f"Tools({','.join(self.functions)})" for name in self.functions}
 
-    def tools_of(self, row):
+    def tools_of(self, episode):
         return self.offered
 
-    def bind(self, row, call):
+    def bind(self, episode, call):
         def run():
-            self.ran.append((row, call.name))
+            self.ran.append((episode.row, call.name))
             return self.functions[call.name](**call.arguments)
 
         return self.job(call, run, lane=self.lane)
@@ -52,13 +52,13 @@ class Tools(ToolSource):
 class Requests(ToolSource):
     """Reads ``<ask>...</ask>``, ``<bad>`` and ``<submit>`` in the text itself."""
 
-    def read_turn(self, row, text):
+    def read_turn(self, episode, text):
         items = [
             Job(
                 functools.partial(str.upper, found.group(1)),
                 lambda outcome: Answer({"role": "user", "content": outcome.value}),
                 timeout_s=5.0,
-                lane=row,
+                lane=episode.id,
                 position=found.start(),
             )
             for found in re.finditer("<ask>(.*?)</ask>", text)

@@ -232,6 +232,27 @@ class Conversations:
             [position for part in parts for position in part._positions],
         )
 
+    def split(self) -> list[Self]:
+        """A snapshot of each row by itself."""
+        new, kind = object.__new__, type(self)
+        rows = []
+        for record, position in zip(self._records, self._positions, strict=True):
+            row = new(kind)
+            row._records, row._positions = [record], [position]
+            rows.append(row)
+        return rows
+
+    def is_split_into(self, rows: "Sequence[Conversations]") -> bool:
+        """Whether these are exactly the rows of this snapshot, in order.
+
+        Args:
+            rows: snapshots of one row each.
+        """
+        return len(rows) == len(self) and all(
+            row._records[0] is record and row._positions[0] is position
+            for row, record, position in zip(rows, self._records, self._positions, strict=True)
+        )
+
     # What is in a row ---------------------------------------------------------------------------
 
     @property
@@ -276,6 +297,24 @@ class Conversations:
     def num_tokens(self, row: int) -> int:
         """Tokens of a row."""
         return self._positions[row].num_tokens
+
+    def was_sampled(self, row: int) -> bool:
+        """Whether the policy sampled any token of a row."""
+        return self._records[row].sources.find(bytes([Source.MODEL]), 0, self.num_tokens(row)) >= 0
+
+    def continues(self, row: int, earlier: "Conversations", other: int) -> bool:
+        """Whether a row goes on from another one: all tokens of that one stand at its beginning.
+
+        Args:
+            row: of this snapshot.
+            earlier: a snapshot.
+            other: a row of that one.
+        """
+        old, new = earlier._records[other], self._records[row]
+        n = earlier._positions[other].num_tokens
+        if self._positions[row].num_tokens < n:
+            return False
+        return new is old or (new.ids[:n] == old.ids[:n] and new.sources[:n] == old.sources[:n])
 
     def num_tokens_before_policy(self, row: int) -> int:
         """Tokens of a row before the first one that the policy sampled; all, if it has none."""

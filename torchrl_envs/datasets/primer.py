@@ -10,12 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import torch
-from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import GROUP_ID, QUERY, ROW, SEED, STOP_REASON
 from torchrl_data.stop_reasons import NO_DATA
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 
 from .checks import (
@@ -41,9 +38,8 @@ from .stream import Item, PrepareRow, RowStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_envs.episode.episode_env import EpisodeEnv
+    from torchrl_envs.episode.protocols import EpisodeEnvironment
 
-CARRIED: Final = (GROUP_ID, SEED, ROW)
 IDS_PER_EPOCH: Final = 1 << 40
 """``group_id`` is ``epoch * IDS_PER_EPOCH + row id``."""
 _SAMPLE_ROWS: Final = 16
@@ -176,6 +172,7 @@ class DataLoadingPrimer(EpisodeTransform):
         if max_prompt_tokens is not None and tokenizer is not None:
             self._prompt_limit = PromptLimit(max_prompt_tokens, tokenizer, chat_template_name)
         self._system_prompt: str | None = None
+        self._num_rows = 1
         self.columns = columns_of(self._source, self._prepare, num_checked_rows)
         self.prompt_column = find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
@@ -186,7 +183,6 @@ class DataLoadingPrimer(EpisodeTransform):
     def _start(self) -> None:
         self._frontier = Frontier()
         self._members: deque[Draw] = deque()
-        self._running: dict[int, Place] = {}
         self._last_good_epoch = 0
 
     # What the data are --------------------------------------------------------------------------
@@ -221,7 +217,7 @@ class DataLoadingPrimer(EpisodeTransform):
         if not self._skip_bad_rows:
             refuse_bad_rows(sample_rows(self._source, self._prepare, self._num_checked_rows), check)
 
-    def check(self, env: "EpisodeEnv") -> None:
+    def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups.
 
         Raises:
@@ -233,6 +229,7 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"DataLoadingPrimer: a batch of {size} rows does not hold whole "
                 f"groups of {self.group_size}. Make the batch size a multiple of group_size."
             )
+        self._num_rows = size
         self._system_prompt = getattr(env.base_env, "system_prompt", None)
 
     # Drawing ------------------------------------------------------------------------------------
@@ -285,55 +282,39 @@ class DataLoadingPrimer(EpisodeTransform):
         prompt = item.row[self.prompt_column]
         return "too_long", self._prompt_limit.error(prompt, self._system_prompt)
 
-    def draw_rows(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Write ``query``, ``row``, ``group_id`` and ``seed`` for some rows.
+    def draw(self, episodes: Sequence[Episode]) -> None:
+        """Give episodes their ``example``, ``query``, ``group_id`` and ``seed``.
 
-        Rows for which there are no data left get ``stop_reason`` instead, and -1 as their group.
+        Those for which there are no data left get a ``stop_reason`` instead, and -1 as their group.
 
         Raises:
-            DataExhaustedError: there are none left for any row of the batch.
+            DataExhaustedError: there are none left for any of them, and no other one is running.
         """
-        size = batch.batch_size[0]
-        for row in rows:
-            if row in self._running:
-                self._frontier.close(self._running.pop(row), "abandoned")
-        queries = read_objects(batch, QUERY, "")
-        held = read_objects(batch, ROW, {})
-        reasons = read_objects(batch, STOP_REASON, "")
-        group_id = _held(batch, GROUP_ID, size)
-        seed = _held(batch, SEED, size)
-        for i in rows:
+        num_drawn = 0
+        for episode in episodes:
             draw = self._next()
             if draw is None:
-                queries[i], held[i], group_id[i], seed[i], reasons[i] = "", {}, -1, 0, NO_DATA
+                episode.query, episode.example, episode.stop_reason = "", {}, NO_DATA
                 continue
+            num_drawn += 1
             self._frontier.draw()
-            self._running[i] = draw.place
-            queries[i], held[i] = draw.row[self.prompt_column], draw.row
-            group_id[i], seed[i] = draw.group_id, draw.seed
-        if len(rows) == size and not self._running:
+            self._hold(episode, draw.place)
+            episode.query, episode.example = draw.row[self.prompt_column], draw.row
+            episode.group_id, episode.seed = draw.group_id, draw.seed
+        everything = len(episodes) >= self._num_rows
+        if everything and not num_drawn and not self._frontier.num_in_flight:
             raise DataExhaustedError(
                 f"DataLoadingPrimer: all rows of the data were drawn {self.num_epochs} times."
             )
-        write_objects(batch, QUERY, queries)
-        write_objects(batch, ROW, held)
-        write_objects(batch, STOP_REASON, reasons)
-        batch.set(GROUP_ID, group_id)
-        batch.set(SEED, seed)
 
-    def record_ends(self, rows: Sequence[int]) -> None:
-        """These rows' rollouts have ended."""
-        for row in rows:
-            if row in self._running:
-                self._frontier.close(self._running.pop(row), "ended")
+    def _hold(self, episode: Episode, place: Place) -> None:
+        """Note how the rollout of a draw ends, when it is over."""
+        frontier = self._frontier  # that of now: after a restart nobody waits for it any more
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        return _carry(tensordict, tensordict_reset)
+        def close(has_ended: bool) -> None:
+            frontier.close(place, "ended" if has_ended else "abandoned")
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return _carry(tensordict, next_tensordict)
+        episode.resources.add(self, place, closing=close)
 
     def close(self) -> None:
         """Stop the workers."""
@@ -365,16 +346,3 @@ class DataLoadingPrimer(EpisodeTransform):
         self.skipped.counts.update(
             {k: v - self.skipped.counts[k] for k, v in state["skipped"].items()}
         )
-
-
-def _held(batch: TensorDictBase, key: str, size: int) -> torch.Tensor:
-    value = batch.get(key, None)
-    return torch.zeros(size, dtype=torch.int64) if value is None else value.clone()
-
-
-def _carry(source: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-    for key in CARRIED:
-        value = source.get(key, None)
-        if value is not None:
-            target.set(key, value)
-    return target

@@ -6,14 +6,14 @@ Shape legend: B rows, T tokens of a row.
 import math
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects, write_objects
+from torchrl_data.conversation.object_entries import write_objects
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_envs.concurrency.calls import Outcome
 
@@ -21,15 +21,11 @@ from .padded import TOKEN_ENTRIES, write_token_entry
 
 REWARD_ERRORS: Final = "reward_errors"
 """What went wrong, a string per row; empty where nothing did."""
-TOKEN_REWARDS: Final = "token_rewards"
-"""Rewards by token that wait for :func:`close_rewards`: a tensor ``[T]`` or ``None`` per row."""
 
 MOST_REWARD: Final = 1e30
 """What lies beyond it is an error: float32, in which rewards are added up, ends at 3e38."""
 
-REWARD_KEYS: Final = frozenset(
-    {REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_REWARDS, TOKEN_ENTRIES}
-)
+REWARD_KEYS: Final = frozenset({REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_ENTRIES})
 """Entries that say how an episode was scored; every step has its own."""
 
 
@@ -51,103 +47,108 @@ class RowReward(NamedTuple):
     """What went wrong."""
 
 
-def add_rewards(
-    batch: TensorDictBase,
-    name: str,
-    rows: Sequence[int],
-    outcomes: Sequence[Outcome],
-    *,
-    weight: float = 1.0,
-    who: str,
-    nan_applies: bool = True,
-) -> None:
-    """Add one source's rewards, one number per row, to the sum.
+@dataclass(slots=True)
+class Score:
+    """What the sources of rewards gave one episode.
 
-    ``reward`` is the weighted sum of the sources that apply. A row is ``scorable`` when at least
-    one applies and none failed: a reward that raised, is NaN or infinite, or is not a number makes
-    its row unscorable and is recorded in ``reward_errors``.
-
-    Args:
-        batch: written to: ``reward``, ``scorable``, ``("rewards", name)`` and ``reward_errors``.
-        name: of the source.
-        rows: the rows that it scored.
-        outcomes: what it gave for each; ``None`` means that it does not apply.
-        weight: of this source in the sum.
-        who: named in the errors.
-        nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
+    An episode is ``scorable`` when at least one source applies and none failed: a reward that
+    raised, is NaN or infinite, or is not a number makes it unscorable, and its ``error`` says why.
     """
-    given = [_row_reward(outcome, who, nan_applies) for outcome in outcomes]
-    record_rewards(batch, name, rows, given, weight=weight)
+
+    by_source: dict[str, float] = field(default_factory=dict)
+    """The reward of each source that applies; the sum where it gave one per token."""
+    total: float = 0.0
+    """The weighted sum of the rewards of whole episodes."""
+    by_token: Tensor | None = None
+    """The weighted sum of the rewards per token, float32 ``[T]`` over all tokens of all rows."""
+    error: str = ""
+    """What went wrong, of all sources."""
+    is_scored: bool = False
+    """Whether a source applies that scores, rather than punishes."""
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether it was scored, and nothing failed."""
+        return self.is_scored and not self.error
+
+    def add(self, name: str, given: RowReward, *, weight: float = 1.0, scores: bool = True) -> None:
+        """Add what a source gave, already checked.
+
+        Args:
+            name: of the source.
+            given: a finite reward, or an error.
+            weight: of this source in the sum.
+            scores: whether an episode that has only this reward is scored; ``False`` for a penalty.
+        """
+        value, error = given
+        if error:
+            self.error = f"{self.error}\n{error}".strip()
+        if value is None or error:
+            return
+        self.is_scored |= scores
+        if isinstance(value, Tensor):
+            self.by_source[name] = float(value.sum())
+            self.by_token = weight * value + (0 if self.by_token is None else self.by_token)
+        else:
+            self.by_source[name] = value
+            self.total += weight * value
+
+    def add_outcome(
+        self,
+        name: str,
+        outcome: Outcome,
+        *,
+        weight: float = 1.0,
+        who: str,
+        nan_applies: bool = True,
+    ) -> None:
+        """Add what a source's call gave: a number, ``None`` (it does not apply), or an error.
+
+        Args:
+            name: of the source.
+            outcome: of its call.
+            weight: of this source in the sum.
+            who: named in the errors.
+            nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
+        """
+        self.add(name, _row_reward(outcome, who, nan_applies), weight=weight)
 
 
-def record_rewards(
+def write_scores(
     batch: TensorDictBase,
-    name: str,
     rows: Sequence[int],
-    given: Sequence[RowReward],
-    *,
-    weight: float = 1.0,
-    scores: bool = True,
+    scores: Sequence[Score],
+    dense: Sequence[Tensor] | None,
+    names: Sequence[str],
 ) -> None:
-    """Add what a source gave, already checked, to the sum.
+    """Write the rewards of finished episodes: once, when all sources have scored.
 
     Args:
-        batch: see :func:`add_rewards`.
-        name: of the source; its entry is the row's sum where it gave a reward per token.
-        rows: the rows that it scored.
-        given: finite rewards and errors.
-        weight: of this source in the sum.
-        scores: whether a row that has only this reward is scored; ``False`` for a penalty.
+        batch: of B rows; gets ``reward``, ``[B, 1, 1]`` or ``[B, T, 1]``, 0 outside ``rows``;
+            ``scorable``, ``("rewards", name)`` and ``reward_errors``.
+        rows: those that were scored.
+        scores: of each.
+        dense: of each the reward by token, ``[T, 1]``, or ``None`` if no source gave it so.
+        names: of all sources; NaN where one does not apply.
     """
     size = batch.batch_size[0]
-    reward = _entry(batch, REWARD, torch.zeros(size, 1, 1))
-    scorable = _entry(batch, SCORABLE, torch.zeros(size, 1, dtype=torch.bool))
-    own = _entry(batch, (REWARDS, name), torch.full((size, 1, 1), math.nan))
-    errors = read_objects(batch, REWARD_ERRORS, "")
-    by_token = read_objects(batch, TOKEN_REWARDS)
-    for row, (value, error) in zip(rows, given, strict=True):
-        if error:
-            errors[row] = f"{errors[row]}\n{error}".strip()
-        if value is None or error:
-            continue
-        scorable[row] |= scores
-        if isinstance(value, Tensor):
-            own[row] = value.sum()
-            by_token[row] = weight * value + (0 if by_token[row] is None else by_token[row])
-        else:
-            own[row] = value
-            reward[row] += weight * value
-    for row in rows:
-        scorable[row] &= not errors[row]
-    batch.set(REWARD, reward)
+    reward = torch.zeros(size, 1, 1)
+    scorable = torch.zeros(size, 1, dtype=torch.bool)
+    by_source = {name: torch.full((size, 1, 1), math.nan) for name in names}
+    errors = [""] * size
+    for row, score in zip(rows, scores, strict=True):
+        reward[row] = score.total
+        scorable[row] = score.is_scorable
+        errors[row] = score.error
+        for name, value in score.by_source.items():
+            by_source[name][row] = value
     batch.set(SCORABLE, scorable)
-    batch.set((REWARDS, name), own)
+    batch.set(REWARDS, TensorDict(dict(by_source), batch_size=batch.batch_size))
     write_objects(batch, REWARD_ERRORS, errors)
-    if any(value is not None for value in by_token):
-        write_objects(batch, TOKEN_REWARDS, by_token)
-
-
-def close_rewards(batch: TensorDictBase, rows: Sequence[int], conversations: Conversations) -> None:
-    """Once all sources have scored: one ``reward``, dense if any source gave it by token.
-
-    A number for the whole trajectory then belongs to its last sampled token (to its last token, if
-    nothing was sampled), so that the sum over tokens is what it was.
-
-    Args:
-        batch: what the sources wrote to. ``reward`` stays ``[B, 1, 1]``, or becomes ``[B, T, 1]``,
-            0 outside ``rows``.
-        rows: the rows that were scored.
-        conversations: of the batch.
-    """
-    if batch.get(TOKEN_REWARDS, None) is None:
-        return
-    by_token = read_objects(batch, TOKEN_REWARDS)
-    total = batch.get(REWARD)
-    dense = [
-        dense_reward(total[row], by_token[row], conversations.assistant_mask(row)) for row in rows
-    ]
-    batch.pop(TOKEN_REWARDS)
-    write_token_entry(batch, REWARD, rows, dense)
+    if dense is None:
+        batch.set(REWARD, reward)
+    else:
+        write_token_entry(batch, REWARD, rows, dense)
 
 
 def dense_reward(total: Tensor, by_token: Tensor | None, assistant_mask: Tensor) -> Tensor:
@@ -224,8 +225,3 @@ def _row_reward(outcome: Outcome, who: str, nan_applies: bool) -> RowReward:
     if outcome.error is not None:
         return RowReward(error=raised_text(outcome.error, who))
     return RowReward(*number_or_error(outcome.value, who, nan_applies))
-
-
-def _entry(batch: TensorDictBase, key: str | tuple[str, str], default: Tensor) -> Tensor:
-    value = batch.get(key, None)
-    return default if value is None else value.clone()

@@ -1,4 +1,4 @@
-"""A chat environment with transforms, and the order of events in its episodes.
+"""A chat environment with transforms: TorchRL's face of the loop through episodes.
 
 Shape legend: B rows.
 """
@@ -12,43 +12,42 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 
+from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
-    DONE,
     FINISH_REASON,
-    MAX_NEW_TOKENS,
-    NO_LIMIT,
+    GROUP_ID,
     PROMPT,
-    STOP_REASON,
-    TERMINATED,
-    TRUNCATED,
+    QUERY,
+    REWARD,
+    ROW,
+    SEED,
+    TOOLS,
 )
-from torchrl_data.layout.conversation_io import active_rows, one_dimension, read_conversations
-from torchrl_data.stop_reasons import (
-    ANSWERED,
-    CUT_REASONS,
-    ERROR,
-    MAX_STEPS,
-    RESPONSE_LENGTH,
-    UNSCORABLE_REASONS,
-    kind_of,
+from torchrl_data.layout.conversation_io import (
+    active_rows,
+    one_dimension,
+    read_conversations,
+    write_conversations,
 )
 from torchrl_data.tool_calls.parse import parse_tool_calls
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.concurrency.cleanup import run_all
-from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import (
-    REWARD_ERRORS,
-    REWARD_KEYS,
-    RewardSource,
-    RowReward,
-    close_rewards,
-    record_rewards,
-)
+from torchrl_envs.entries.rewards import REWARD_KEYS, RewardSource
 
-from .episode_transform import EpisodeTransform
+from .entries import (
+    EpisodeEntries,
+    read_episodes,
+    read_flags,
+    write_episodes,
+    write_flags,
+    write_results,
+)
+from .episode import Episode
+from .episode_transform import EpisodeTransform, overrides
 from .error_limit import RewardErrorLimit
-from .export import EpisodeEntries
+from .resources import Resources
+from .runner import EpisodeRunner, take_over
 from .tool_dispatcher import ToolDispatcher
 from .tool_source import ToolSource, check_tool_names
 
@@ -62,7 +61,8 @@ class EpisodeEnv(TransformedEnv):
     anybody else), when a transform such as ``StepCounter`` truncates it, or when it could not be
     generated. Then it is scored, whatever the order in which the transforms were appended, and what
     it held is given back. ``stop_reason`` says why it ended. A row that could not begin gets no
-    turn: its first step ends it, truncated and unscorable.
+    turn: its first step ends it, truncated and unscorable. Transforms that read ``reward``, such as
+    TorchRL's ``RewardScaling`` and ``RewardSum``, run once the episodes are scored.
 
     Args:
         env: the base environment.
@@ -70,17 +70,19 @@ class EpisodeEnv(TransformedEnv):
     """
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
-        dispatcher = ToolDispatcher(getattr(env, "parse_turn", parse_tool_calls))
-        parts = list(transform) if type(transform) is Compose else [transform]
-        for part in parts:
-            part.reset_parent()
+        parts = _flat(transform)
         entries = EpisodeEntries()
-        super().__init__(env, Compose(dispatcher, entries, *parts))  # type: ignore[arg-type]
+        super().__init__(env, _StepOrder(entries, *parts))  # type: ignore[arg-type]
         self._calls = ConcurrentCalls()
         self._checked = False
         self._error_limit = RewardErrorLimit()
-        self._dispatcher = dispatcher
+        self._runner = EpisodeRunner(
+            self._calls, ToolDispatcher(getattr(env, "parse_turn", parse_tool_calls))
+        )
         self._entries = entries
+        self._episodes: list[Episode] = []
+        self._turns: list[Episode] = []
+        self._shown = Conversations([])
         self._find_parts()
 
     @property
@@ -89,29 +91,39 @@ class EpisodeEnv(TransformedEnv):
         return self._calls
 
     def append_transform(self, transform: Transform) -> Self:  # type: ignore[override]
-        """Add a transform.
+        """Add a transform, or those of a ``Compose``.
 
         Raises:
             ValueError: it offers a tool whose name another source's has.
         """
-        super().append_transform(transform)
+        for part in _flat(transform):
+            super().append_transform(part)
         self._find_parts()
         self._checked = False
         return self
 
     def _find_parts(self) -> None:
-        """Tell the transforms of our own what the others are."""
-        self._dispatcher.sources = list(self.transforms_of(ToolSource))
-        check_tool_names(self._dispatcher.sources)
+        """Tell the parts of our own what the others are."""
+        dispatcher = self._runner.dispatcher
+        dispatcher.sources = list(self.transforms_of(ToolSource))
+        check_tool_names(dispatcher.sources)
         transforms = list(self.episode_transforms())
-        self._entries.sources = [part for part in transforms if isinstance(part, RewardSource)]
+        self._runner.set_transforms(transforms)
+        self._entries.reward_names = self.reward_names
         self._entries.dense = any(part.by_token for part in transforms)
-        self._entries.loads_data = any(True for _ in self.transforms_of(DataLoadingPrimer))
+        self._entries.loads_data = any(overrides(part, "draw") for part in transforms)
+        self._entries.has_tools = bool(dispatcher.sources)
         self.empty_cache()
 
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
         """The transforms that take part in episodes, in order."""
         return self.transforms_of(EpisodeTransform)
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The names of the rewards of all sources, in order."""
+        sources = [part for part in self.episode_transforms() if isinstance(part, RewardSource)]
+        return [name for source in sources for name in source.reward_names]
 
     @property
     def reward_entries(self) -> list[str]:
@@ -129,6 +141,14 @@ class EpisodeEnv(TransformedEnv):
             elif isinstance(transform, kind):
                 yield transform
 
+    def resources_in(self, row: int) -> Resources:
+        """What the episode holds that runs in a row; nothing if none does.
+
+        Args:
+            row: of the batch, counted in one dimension.
+        """
+        return self._runner.resources_in(row)
+
     def check(self) -> None:
         """Check that the composition can work: data, tools and a reward fit together.
 
@@ -141,7 +161,10 @@ class EpisodeEnv(TransformedEnv):
             transform.check(self)
         self._checked = True
         # Checking gives sources of rewards their final names.
+        self._entries.reward_names = self.reward_names
         self.empty_cache()
+
+    # Reset --------------------------------------------------------------------------------------
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         if not self._checked:
@@ -152,133 +175,199 @@ class EpisodeEnv(TransformedEnv):
         )
         mask = batch.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().squeeze(-1).tolist()
-        reasons = read_objects(batch, STOP_REASON, "")
+        self.close_episodes(rows)
+        episodes = read_episodes(batch)
         for row in rows:
-            reasons[row] = ""
-        write_objects(batch, STOP_REASON, reasons)
-        self.release_episodes(rows)
+            episodes[row] = Episode(row)
+        new = [episodes[row] for row in rows]
         try:
-            reset = one_dimension(self._begin(batch, rows, **kwargs))
-            reasons = read_objects(batch, STOP_REASON)
-            write_objects(reset, STOP_REASON, reasons)
-            self._limit_turns(batch, reset, [row for row in rows if not reasons[row]])
+            reset = one_dimension(self._begin(batch, episodes, new, **kwargs))
+            self._take_over_prompts(reset, episodes)
+            for episode in new:
+                if episode.stop_reason:
+                    episode.max_new_tokens = 0
+            running = [episode for episode in new if not episode.stop_reason]
+            self._runner.before_turn(running)
+            for episode in running:
+                if episode.stop_reason:
+                    episode.max_new_tokens = 0
+            self._write_prompts(reset, episodes)
         except BaseException:
-            self.release_episodes(rows)
+            self.close_episodes(rows)
             raise
-        reasons = read_objects(reset, STOP_REASON)
-        _no_turn(reset, [row for row in rows if reasons[row]])
+        self._write_values(reset, episodes)
         return _in_shape(reset, self.batch_size)
 
-    def _begin(self, batch: TensorDictBase, rows: Sequence[int], **kwargs: Any) -> TensorDictBase:
-        for transform in self.episode_transforms():
-            transform.draw_rows(batch, rows)
-        for transform in self.episode_transforms():
-            reasons = read_objects(batch, STOP_REASON)
-            transform.begin_episodes(batch, [row for row in rows if not reasons[row]])
-        self._dispatcher.show_tools(batch, rows)
+    def _begin(
+        self,
+        batch: TensorDictBase,
+        episodes: Sequence[Episode],
+        new: Sequence[Episode],
+        **kwargs: Any,
+    ) -> TensorDictBase:
+        queries = read_objects(batch, QUERY)
+        examples = read_objects(batch, ROW)
+        for episode in new:
+            episode.query, episode.example = queries[episode.row], examples[episode.row]
+        for key in (GROUP_ID, SEED):
+            value = batch.get(key, None)
+            if value is not None:
+                for episode in new:
+                    setattr(episode, key, int(value.view(-1)[episode.row]))
+        self._runner.begin(new)
+        for episode in new:
+            queries[episode.row] = episode.query
+        if any(query is not None for query in queries):
+            write_objects(batch, QUERY, queries)
+        if self._entries.loads_data:
+            self._write_values(batch, episodes)
+        if any(episode.tools for episode in new):
+            tools = read_objects(batch, TOOLS)
+            for episode in new:
+                tools[episode.row] = episode.tools
+            write_objects(batch, TOOLS, tools)
         batch = _in_shape(batch, self.batch_size)
         reset = self.base_env._reset(batch, **kwargs)
         self.base_env._complete_done(self.base_env.full_done_spec, reset)
         return self.transform._reset(batch, reset)
 
+    # Step ---------------------------------------------------------------------------------------
+
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        next_batch = one_dimension(super()._step(tensordict))
-        self._end_step(one_dimension(tensordict), next_batch)
-        return _in_shape(next_batch, self.batch_size)
+        try:
+            return super()._step(tensordict)
+        finally:
+            self._episodes, self._turns, self._shown = [], [], Conversations([])
 
-    def _end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
-        """End episodes, score them, and give back what they hold."""
-        active = active_rows(tensordict)
-        if not bool(active.all()):
-            _keep_flags(tensordict, next_batch, ~active)
-        began = [not reason for reason in read_objects(tensordict, STOP_REASON, "")]
-        self._end_unanswered(next_batch, active)
-        part = active & torch.tensor(began)
-        self._limit_turns(tensordict, next_batch, part.nonzero().squeeze(-1).tolist())
-        over = [bool(reason) for reason in read_objects(next_batch, STOP_REASON, "")]
-        over = torch.tensor(over) & ~next_batch.get(DONE).view(-1)
-        _truncate(next_batch, active & (over | ~torch.tensor(began)))
-        finished = next_batch.get(DONE).view(-1) & active
-        rows = finished.nonzero().squeeze(-1).tolist()
-        self._write_stop_reasons(tensordict, next_batch, rows)
-        if rows:
-            reasons = read_objects(next_batch, STOP_REASON)
-            scored = [r for r in rows if began[r] and kind_of(reasons[r]) not in UNSCORABLE_REASONS]
-            self._score(tensordict, next_batch, scored)
-            self._mark_unscorable(next_batch, [row for row in rows if row not in scored])
-            for transform in self.episode_transforms():
-                transform.record_ends(rows)
-            self.release_episodes(rows)
-            limit = next(self.transforms_of(RewardErrorLimit), self._error_limit)
-            limit.record(next_batch, rows)
+    def begin_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
+        """Read the episodes of a step, and answer the turns that call tools.
 
-    def _limit_turns(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        next_batch.set(MAX_NEW_TOKENS, torch.full(next_batch.batch_size, NO_LIMIT))
+        Args:
+            tensordict: what the step started from.
+            next_batch: what the base environment made of it.
+        """
+        self._episodes = episodes = read_episodes(tensordict)
+        self._take_over_prompts(next_batch, episodes)
+        active = active_rows(tensordict).tolist()
+        reasons = read_objects(tensordict, FINISH_REASON, "")
+        before, after = read_flags(tensordict), read_flags(next_batch)
+        self._turns = []
+        for row, episode in enumerate(episodes):
+            episode.row = row
+            flags = after[row] if active[row] else before[row]
+            _, episode.is_terminated, episode.is_truncated = flags
+            if not active[row]:
+                continue
+            episode.resources = self._runner.resources_of(episode)
+            episode.finish_reason = reasons[row]
+            if not (episode.stop_reason or episode.is_done):
+                self._turns.append(episode)
+        if self._entries.has_tools:
+            self._runner.answer([each for each in self._turns if each.awaits_answer])
+        self._write_prompts(next_batch, episodes)
+        write_flags(next_batch, episodes)
+
+    def run_after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
+        """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
+
+        Args:
+            transform: which.
+            next_batch: read before and written after, for the transforms of TorchRL's.
+        """
+        self._read_changes(next_batch)
+        self._runner.after_turn(transform, self._turns)
+        self._write_prompts(next_batch, self._episodes)
+        write_flags(next_batch, self._episodes)
+
+    def end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> TensorDictBase:
+        """End episodes, score them, and give back what they hold.
+
+        Args:
+            tensordict: what the step started from.
+            next_batch: what all transforms but those of rewards made of it.
+        """
+        flat = one_dimension(next_batch)
+        self._read_changes(flat)
+        active = active_rows(tensordict).tolist()
+        taking_part = [e for e, is_active in zip(self._episodes, active, strict=True) if is_active]
+        for episode in self._turns:
+            if not episode.is_done and not episode.stop_reason and episode.awaits_answer:
+                # A conversation goes on only if somebody spoke after the policy.
+                episode.terminate()
+        self._runner.before_turn([episode for episode in self._turns if not episode.is_done])
+        ended = []
+        for episode in taking_part:
+            if episode.stop_reason and not episode.is_done:
+                episode.truncate()
+            if episode.is_done:
+                episode.settle()
+                ended.append(episode)
+        self._runner.finish(ended)
+        self._write_prompts(flat, self._episodes)
+        write_flags(flat, self._episodes)
+        self._write_results(flat, ended)
+        self._write_values(flat, self._episodes, given=one_dimension(tensordict))
+        self._runner.close(ended)
+        next(self.transforms_of(RewardErrorLimit), self._error_limit).record(ended)
+        return _in_shape(flat, next_batch.batch_size)
+
+    def _write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
+        write_results(batch, ended, self._entries.reward_names, dense=self._entries.dense)
         for transform in self.episode_transforms():
-            transform.limit_turns(batch, next_batch, rows)
+            if overrides(transform, "export"):
+                transform.export(batch, ended)
 
-    def _score(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        if rows:
-            for transform in self.episode_transforms():
-                transform.finish_episodes(batch, next_batch, rows)
-            final = read_conversations(next_batch, PROMPT, who="EpisodeEnv.step")
-            close_rewards(next_batch, rows, final)
+    # Between episodes and entries ---------------------------------------------------------------
 
-    def _mark_unscorable(self, next_batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Rows that failed, or never began, have no reward: their error says why."""
-        if not rows:
+    def _take_over_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
+        self._shown = read_conversations(batch, PROMPT, who="EpisodeEnv")
+        for episode, conversation in zip(episodes, self._shown.split(), strict=True):
+            episode.conversation = conversation
+
+    def _read_changes(self, batch: TensorDictBase) -> None:
+        """What TorchRL's transforms did to the episodes since they were last written."""
+        shown = read_conversations(batch, PROMPT, who="EpisodeEnv.step")
+        if shown is not self._shown:
+            for episode, conversation in zip(self._episodes, shown.split(), strict=True):
+                take_over(episode, conversation)
+            self._shown = shown
+        for episode, flags in zip(self._episodes, read_flags(batch), strict=True):
+            is_done, episode.is_terminated, episode.is_truncated = flags
+            episode.is_terminated |= is_done and not episode.is_truncated
+
+    def _write_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
+        conversations = [episode.conversation for episode in episodes]
+        if self._shown.is_split_into(conversations):
             return
-        for source in self.episode_transforms():
-            for name in source.reward_names if isinstance(source, RewardSource) else ():
-                record_rewards(next_batch, name, rows, [RowReward()] * len(rows))
-        reasons = read_objects(next_batch, STOP_REASON)
-        errors = read_objects(next_batch, REWARD_ERRORS, "")
-        for row in rows:
-            errors[row] = reasons[row] if kind_of(reasons[row]) in UNSCORABLE_REASONS else ""
-        write_objects(next_batch, REWARD_ERRORS, errors)
+        self._shown = Conversations.cat(conversations)
+        write_conversations(batch, PROMPT, self._shown)
 
-    def release_episodes(self, rows: Sequence[int] | None = None) -> None:
-        """Give back what some rows hold, or all; their episodes are over, finished or not."""
-        rows = range(self.batch_size.numel()) if rows is None else rows
-        run_all(
-            functools.partial(transform.release_episodes, rows)
-            for transform in self.episode_transforms()
-        )
-
-    def _end_unanswered(self, next_batch: TensorDictBase, active: torch.Tensor) -> None:
-        """A conversation goes on only if somebody spoke after the policy."""
-        prompt = read_conversations(next_batch, PROMPT, who="EpisodeEnv.step")
-        silent = torch.tensor(
-            [prompt.last_message(i).get("role") == "assistant" for i in range(len(prompt))]
-        )
-        ended = (silent & active).view(-1, 1) & ~next_batch.get(DONE)
-        if bool(ended.any()):
-            next_batch.set(TERMINATED, next_batch.get(TERMINATED) | ended)
-            next_batch.set(DONE, next_batch.get(DONE) | ended)
-
-    def _write_stop_reasons(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
+    def _write_values(
+        self,
+        batch: TensorDictBase,
+        episodes: Sequence[Episode],
+        given: TensorDictBase | None = None,
     ) -> None:
-        reasons = read_objects(batch, STOP_REASON, "")
-        held = read_objects(next_batch, STOP_REASON, "")
-        finish = read_objects(batch, FINISH_REASON, "")
-        truncated = next_batch.get(TRUNCATED).view(-1).tolist()
-        for row in rows:
-            reasons[row] = reasons[row] or held[row] or _stop_reason(finish[row], truncated[row])
-        # A turn cut at its budget did not end by itself.
-        _truncate(next_batch, torch.tensor([reason in CUT_REASONS for reason in reasons]))
-        write_objects(next_batch, STOP_REASON, reasons)
+        write_episodes(
+            batch,
+            episodes,
+            loads_data=self._entries.loads_data,
+            has_tools=self._entries.has_tools,
+            given=given,
+        )
+
+    # The end ------------------------------------------------------------------------------------
+
+    def close_episodes(self, rows: Sequence[int] | None = None) -> None:
+        """Give up the episodes that run in some rows, or all: what they hold is given back."""
+        self._runner.close_rows(rows)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Give back what all rows hold, and close; an error on the way stops none of it."""
         self.is_closed = True
         run_all(
             [
-                self.release_episodes,
+                self.close_episodes,
                 functools.partial(self.base_env.close, raise_if_closed=raise_if_closed),
                 *[transform.close for transform in self.transforms_of(Transform)],
                 self._calls.close,
@@ -286,37 +375,28 @@ class EpisodeEnv(TransformedEnv):
         )
 
 
-def _keep_flags(batch: TensorDictBase, next_batch: TensorDictBase, rows: torch.Tensor) -> None:
-    """Rows that took no part in the step are as done as they were."""
-    for key in (DONE, TERMINATED, TRUNCATED):
-        held = batch.get(key, None)
-        if held is not None:
-            next_batch.set(key, torch.where(rows.view(-1, 1), held, next_batch.get(key)))
+class _StepOrder(Compose):
+    """The transforms of an environment; those that read the reward come once it is there."""
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        transforms: list[Transform] = list(self.transforms)  # type: ignore[arg-type]
+        late = [transform for transform in transforms if REWARD in (transform.in_keys or ())]
+        for transform in transforms:
+            if transform not in late:
+                next_tensordict = transform._step(tensordict, next_tensordict)
+        env: Any = self.container
+        next_tensordict = env.end_step(tensordict, next_tensordict)
+        for transform in late:
+            next_tensordict = transform._step(tensordict, next_tensordict)
+        return next_tensordict
 
 
-def _truncate(batch: TensorDictBase, rows: torch.Tensor) -> None:
-    """Some rows are done without having ended by themselves."""
-    if bool(rows.any()):
-        rows = rows.view(-1, 1)
-        batch.set(TRUNCATED, batch.get(TRUNCATED) | rows)
-        batch.set(DONE, batch.get(DONE) | rows)
-        batch.set(TERMINATED, batch.get(TERMINATED) & ~rows)
-
-
-def _stop_reason(finish_reason: str, truncated: bool) -> str:
-    if kind_of(finish_reason) == ERROR:
-        return finish_reason
-    if truncated:
-        return MAX_STEPS
-    return RESPONSE_LENGTH if finish_reason == "length" else ANSWERED
-
-
-def _no_turn(batch: TensorDictBase, rows: Sequence[int]) -> None:
-    """The policy says nothing in some rows, which end at the next step."""
-    if rows:
-        budget = batch.get(MAX_NEW_TOKENS).clone()
-        budget[list(rows)] = 0
-        batch.set(MAX_NEW_TOKENS, budget)
+def _flat(transform: Transform) -> list[Transform]:
+    """A transform by itself, or those of a plain ``Compose``."""
+    parts: list[Any] = list(transform) if type(transform) is Compose else [transform]  # type: ignore[arg-type]
+    for part in parts:
+        part.reset_parent()
+    return parts
 
 
 def _in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:

@@ -3,41 +3,42 @@
 Shape legend: B rows.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import STOP_REASON
-from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
-from torchrl_envs.concurrency.calls import ConcurrentCalls
-from torchrl_envs.tool_calls.results import error_line
+from torchrl_envs.concurrency.calls import Call, ConcurrentCalls, Outcome
+
+from .driving import PendingCall, PendingCalls
+from .episode import Episode
 
 T = TypeVar("T", bound=Transform)
-_log = logging.getLogger(__name__)
+Event = Awaitable[None] | None
+"""What an event returns: nothing, or a coroutine that awaits ``self.call(...)``."""
 
 if TYPE_CHECKING:
-    from .episode_env import EpisodeEnv
+    from .protocols import EpisodeEnvironment
 
 
 class EpisodeTransform(Transform):
     """A transform that an :class:`~torchrl_envs.EpisodeEnv` tells about its episodes.
 
-    The order of events is fixed, whatever the order in which transforms were appended:
+    The events of an :class:`~torchrl_envs.Episode`, in this order, whatever the order in which
+    transforms were appended:
 
-    1. ``draw_rows``: data is drawn for the rows that are reset;
-    2. ``begin_episodes``: their environments start and may add to the query; a row that can't
-       begin (:meth:`refuse_rows`) takes part in nothing more, and its first step ends it;
-    3. the base environment resets, and the transforms' ``_reset`` runs;
-    4. each step, the base environment steps, the jobs of all :class:`ToolSource` run, and the
-       transforms' ``_step`` runs;
-    5. ``limit_turns``, also after a reset: the next turn is bounded, or is not to be;
-    6. ``finish_episodes``: rows that are done are scored;
-    7. ``record_ends``: they are over, scored or not;
-    8. ``release_episodes``: what a row held is given back.
+    1. ``draw``: the episode gets its example, group and seed;
+    2. ``begin``: it starts, and may add to the query; an episode in which that raises takes part
+       in nothing more, and its first step ends it;
+    3. ``before_turn``: the next turn is bounded, or is not to be;
+    4. ``after_turn``: the policy has spoken, and the calls of all :class:`ToolSource` have run;
+       it may answer, end the episode, or let it go on;
+    5. ``finish``: an episode that is over is scored. Then what it held is given back.
+
+    An event works on one episode. It may be ``async`` and ``await self.call(...)``: what many
+    episodes wait for runs at once. What is cheaper for many at once overrides the plural:
+    ``before_turns``, ``finish_batch``.
     """
 
     @property
@@ -45,13 +46,89 @@ class EpisodeTransform(Transform):
         """Whether it can make ``reward`` dense, ``[B, T, 1]``, at the end of an episode."""
         return False
 
+    # Events -------------------------------------------------------------------------------------
+
+    def check(self, env: "EpisodeEnvironment") -> None:
+        """Raise if the composition can't work; called before the first reset."""
+
+    def check_policy(self, policy: Any) -> None:
+        """Raise if what the policy says would be misread; called by a collector at construction."""
+
+    def draw(self, episodes: Sequence[Episode]) -> None:
+        """Give some episodes their ``example``, ``query``, ``group_id`` and ``seed``, in order."""
+
+    def begin(self, episode: Episode) -> Event:
+        """Start an episode; may change its ``query`` and ``tools``, and add to its resources.
+
+        Raises:
+            Exception: it can't begin: it ends by itself, with ``stop_reason``
+                ``"environment_error: <where>: <type>: <message>"``.
+        """
+
+    def before_turn(self, episode: Episode) -> Event:
+        """Bound the next turn of an episode (``max_new_tokens``), or truncate it."""
+
+    def before_turns(self, episodes: Sequence[Episode]) -> None:
+        """The same for several episodes, where that is cheaper."""
+
+    def after_turn(self, episode: Episode) -> Event:
+        """The policy has spoken: answer, end the episode, or let it go on."""
+
+    def finish(self, episode: Episode) -> Event:
+        """Score an episode that is over."""
+
+    def finish_batch(self, episodes: Sequence[Episode]) -> None:
+        """The same for several episodes, where that is cheaper."""
+
+    def export(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
+        """Write further entries of a step, of the episodes that have just ended in it.
+
+        Args:
+            batch: ``[B]``; what is written is declared in ``transform_reward_spec``.
+            episodes: their ``row`` is that of the batch; may be none.
+        """
+
+    # What it works with -------------------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        """Its name in the environment: where it keeps what it remembers of an episode."""
+        return self.__dict__.get("_key", type(self).__name__)
+
+    @key.setter
+    def key(self, name: str) -> None:
+        self.__dict__["_key"] = name
+
+    def call(
+        self, *functions: Call, timeout_s: float, lane: Hashable = None
+    ) -> Awaitable[list[Outcome]]:
+        """Run functions without arguments, sync or ``async``, one after the other.
+
+        Args:
+            *functions: sync ones run on the environment's threads, async ones on its loop.
+            timeout_s: deadline of each, in seconds from when it starts; none starts after one that
+                missed its own.
+            lane: calls of this transform with equal lanes run one after the other, also those of
+                several episodes; the episode's own when not given.
+
+        Returns:
+            An outcome for each.
+        """
+        own = lane if lane is not None else object()
+        return PendingCalls([PendingCall(f, timeout_s, (id(self), own)) for f in functions])
+
+    def call_all(self, *functions: Call, timeout_s: float) -> Awaitable[list[Outcome]]:
+        """Run functions without arguments, sync or ``async``, all at once; see :meth:`call`.
+
+        Returns:
+            An outcome for each.
+        """
+        return PendingCalls([PendingCall(f, timeout_s, None) for f in functions])
+
     @property
     def calls(self) -> ConcurrentCalls:
         """Runs calls, sync and async, on the threads and the one loop of the environment."""
-        container = self.container
-        if container is None or not hasattr(container, "calls"):
-            raise self._misplaced()
-        return container.calls  # type: ignore[union-attr]
+        return self._environment().calls
 
     @property
     def in_environment(self) -> bool:
@@ -63,10 +140,26 @@ class EpisodeTransform(Transform):
 
     def env_transforms(self, kind: type[T]) -> list[T]:
         """The transforms of a class in the environment that this one belongs to."""
-        container = self.container
-        if container is None or not hasattr(container, "transforms_of"):
+        return list(self._environment().transforms_of(kind))
+
+    def _environment(self) -> "EpisodeEnvironment":
+        container: Any = self.container
+        if container is None or not hasattr(container, "run_after_turn"):
             raise self._misplaced()
-        return list(container.transforms_of(kind))  # type: ignore[union-attr]
+        return container
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Where it stands among TorchRL's transforms, its ``after_turn`` runs."""
+        del tensordict
+        if type(self).after_turn is not EpisodeTransform.after_turn:
+            self._environment().run_after_turn(self, next_tensordict)
+        return next_tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        del tensordict
+        return tensordict_reset
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Called by a plain ``TransformedEnv`` only, which would leave the episodes out.
@@ -83,54 +176,24 @@ class EpisodeTransform(Transform):
             "ChatEnv(...).append_transform(...) instead of TransformedEnv(...)."
         )
 
-    def check(self, env: "EpisodeEnv") -> None:
-        """Raise if the composition can't work; called before the first reset."""
 
-    def check_policy(self, policy: Any) -> None:
-        """Raise if what the policy says would be misread; called by a collector at construction."""
+def overrides(transform: EpisodeTransform, event: str) -> bool:
+    """Whether a transform takes part in an event.
 
-    def draw_rows(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Write data for some rows into the batch that the reset starts from."""
+    Args:
+        transform: any.
+        event: the name of the method.
+    """
+    return getattr(type(transform), event) is not getattr(EpisodeTransform, event)
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Start the episodes of some rows; may change ``query`` and ``tools``."""
 
-    def refuse_rows(
-        self, batch: TensorDictBase, failures: Mapping[int, tuple[str, BaseException]]
-    ) -> None:
-        """Say in ``begin_episodes`` that some rows can't begin; it is logged, and ends them alone.
+class EpisodeStartError(Exception):
+    """An episode can't begin.
 
-        Args:
-            batch: gets ``stop_reason``: ``"environment_error: <where>: <type>: <message>"``.
-            failures: where it failed and the error, by row.
-        """
-        if not failures:
-            return
-        reasons = read_objects(batch, STOP_REASON, "")
-        for row, (where, error) in failures.items():
-            _log.warning("Row %d does not begin: %s failed", row, where, exc_info=error)
-            reasons[row] = f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}"
-        write_objects(batch, STOP_REASON, reasons)
+    Args:
+        where: what failed: an environment and what was called, a server.
+    """
 
-    def limit_turns(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """Bound the next turn of some rows, or end them.
-
-        Args:
-            batch: what a step or a reset started from.
-            next_batch: what came out. ``max_new_tokens`` bounds a turn; a ``stop_reason`` ends a
-                row, truncated (after a reset: at its first step, in which the policy says nothing).
-            rows: those that took part, whether done or not.
-        """
-
-    def finish_episodes(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """Score some rows that are done; may write to ``next_batch``."""
-
-    def record_ends(self, rows: Sequence[int]) -> None:
-        """Note that the episodes of some rows have ended, rather than been given up."""
-
-    def release_episodes(self, rows: Sequence[int]) -> None:
-        """Give back what some rows held."""
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.where = where

@@ -3,11 +3,9 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.conversation.object_entries import read_objects
-from torchrl_envs.entries.rewards import REWARD_ERRORS
+from .episode import Episode
 
 
 class TooManyRewardErrors(RuntimeError):
@@ -40,18 +38,16 @@ class RewardErrorLimit(Transform):
         self.max_error_fraction = max_error_fraction
         self._recent: deque[str] = deque(maxlen=window)
 
-    def record(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Take note of rollouts that were just scored.
+    def record(self, episodes: Sequence[Episode]) -> None:
+        """Take note of rollouts that have just ended.
 
         Args:
-            batch: with their ``reward_errors``.
-            rows: which rows they are.
+            episodes: with their scores.
 
         Raises:
             TooManyRewardErrors: the limit is exceeded; the message counts the kinds of errors.
         """
-        errors = read_objects(batch, REWARD_ERRORS, "")
-        self._recent.extend(errors[row] for row in rows)
+        self._recent.extend(episode.score.error for episode in episodes)
         failed = [error for error in self._recent if error]
         window = self._recent.maxlen or 1
         if len(failed) <= self.max_error_fraction * window:

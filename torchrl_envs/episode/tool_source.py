@@ -14,6 +14,7 @@ from torchrl_envs.concurrency.calls import Call, Outcome
 from torchrl_envs.errors import EpisodeLostError
 from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES, as_text, error_line, result_text
 
+from .episode import Episode
 from .episode_transform import EpisodeTransform
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Job(NamedTuple):
     lane: Hashable = None
     """Jobs of one source with equal lanes run in the order in which they were written, and none
     starts after one that missed its deadline; those of different lanes, and those without one,
-    run at the same time. A source whose state belongs to the row uses the row's number."""
+    run at the same time. A source whose state belongs to the episode uses its ``id``."""
     position: int = 0
     """Where in the turn's text it was asked for, in characters: answers are in this order."""
 
@@ -72,17 +73,16 @@ class ToolSource(EpisodeTransform):
     environment). Override :meth:`read_turn`: given the text of the policy's turn, which jobs, and
     how is each outcome put (role, content, whether the episode ends).
 
-    The dispatcher runs the jobs of all rows and sources at once, each with its deadline, and
-    appends the answers of a row in the order of ``position``. Only the policy's turn is ever read,
+    The dispatcher runs the jobs of all episodes and sources at once, each with its deadline, and
+    appends the answers of an episode in the order of ``position``. Only the policy's turn is read,
     never an answer. Jobs run on the threads and the event loop of ``self.calls``, which all parts
     of the environment share: what an async ``reset`` opened there, an async tool can use. The jobs
     of a turn run before the other transforms see the step, even if the turn is the last one.
 
-    Lifecycle, beside the events of :class:`EpisodeTransform`: make what a row needs in
-    ``begin_episodes`` (use ``self.calls.run`` for what blocks), give it back in
-    ``release_episodes``, which is called for a row when its episode has been scored, when the row
-    is reset and when the environment is closed, and must not mind a row that holds nothing. What
-    belongs to all rows is given back in ``close``.
+    Lifecycle: make what an episode needs in ``begin`` (``await self.call(...)`` for what blocks)
+    and add it to ``episode.resources`` with what gives it back: that happens once, when the episode
+    has been scored, given up or the environment is closed. What belongs to all episodes is given
+    back in ``close``.
 
     Args:
         timeout_s: deadline of one call, in seconds.
@@ -113,16 +113,16 @@ class ToolSource(EpisodeTransform):
     # Tools that are called in the model's format --------------------------------------------------
 
     def tool_names(self) -> Mapping[str, str]:
-        """Every tool that any row may have, and who owns it, as an error would name it."""
+        """Every tool that any episode may have, and who owns it, as an error would name it."""
         return {}
 
-    def tools_of(self, row: int) -> Mapping[str, "Tool"]:
-        """The tools that a row has now, by name; called for every turn, so it must be cheap."""
-        del row
+    def tools_of(self, episode: Episode) -> Mapping[str, "Tool"]:
+        """An episode's tools, by name; called for every turn, so it must be cheap."""
+        del episode
         return {}
 
-    def bind(self, row: int, call: ToolCall) -> Job:
-        """A call of one of the row's tools, ready to run; its arguments fit the schema."""
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
+        """A call of one of the episode's tools, ready to run; its arguments fit the schema."""
         raise NotImplementedError(f"{type(self).__name__} offers tools but has no bind().")
 
     def job(self, call: ToolCall, function: Callable[..., Any], *, lane: Hashable = None) -> Job:
@@ -147,17 +147,17 @@ class ToolSource(EpisodeTransform):
 
     # What is in the text --------------------------------------------------------------------------
 
-    def read_turn(self, row: int, text: str) -> Sequence[Job | Answer]:
+    def read_turn(self, episode: Episode, text: str) -> Sequence[Job | Answer]:
         """What a turn asks for by its text.
 
         Must be total: any text gives jobs and answers (an :class:`Answer` needs nothing to run,
         for instance a complaint about a malformed request), never an exception.
 
         Args:
-            row: whose turn it is.
+            episode: whose turn it is.
             text: what the policy wrote, without the stop token.
         """
-        del row, text
+        del episode, text
         return ()
 
 

@@ -10,13 +10,12 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 
 from torchrl_data.errors import MissingEntryError
-from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, PROMPT, REWARD
-from torchrl_data.layout.conversation_io import read_conversations
+from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.layout.token_entries import TokenEntries
-from torchrl_envs.entries.padded import read_token_entry, write_token_entry
-from torchrl_envs.entries.rewards import RowReward, dense_reward, record_rewards
+from torchrl_envs.entries.rewards import RowReward, dense_reward
 from torchrl_envs.entries.trajectory_batches import copied_rows, joined_rows
 
+from .episode import Episode
 from .episode_transform import EpisodeTransform
 
 
@@ -94,37 +93,26 @@ class TrajectoryTransform(EpisodeTransform):
 
     # In an environment --------------------------------------------------------------------------
 
-    def finish_episodes(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """Work on the trajectories that have just ended."""
-        del batch
-        final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
-
-        def finder(row: int) -> Callable[[NestedKey], Tensor | None]:
-            def find(key: NestedKey) -> Tensor | None:
-                if key == LOG_PROBS_FULL:
-                    return final.log_probs(row)
-                return read_token_entry(next_batch, key, row, final.num_tokens(row))
-
-            return find
-
+    def finish_batch(self, episodes: Sequence[Episode]) -> None:
+        """Work on the trajectories that have just ended, every row of each."""
         found = [
-            TokenRow(final.token_ids(row), final.assistant_mask(row), finder(row), self._get_name())
-            for row in rows
+            [_token_row(episode, i, self._get_name()) for i in range(len(episode.rows))]
+            for episode in episodes
         ]
-        self.score(found)
-        for key in self.results:
-            values = [row.results[key].detach() for row in found]
-            write_token_entry(next_batch, key, rows, values, row_key=_next(key))
-        if found and found[0].penalty is not None:
-            given = [RowReward(self._penalty(row)) for row in found]
-            record_rewards(next_batch, self.penalty_name, rows, given, scores=False)
+        self.score([row for rows in found for row in rows])
+        for episode, rows in zip(episodes, found, strict=True):
+            for key in self.results:
+                episode.token_entries[key] = torch.cat([row.results[key].detach() for row in rows])
+            penalty = self._penalty(rows)
+            if penalty is not None:
+                episode.score.add(self.penalty_name, RowReward(penalty), scores=False)
 
-    def _penalty(self, row: TokenRow) -> float | Tensor | None:
-        if row.penalty is None:
+    def _penalty(self, rows: Sequence[TokenRow]) -> float | Tensor | None:
+        penalties = [row.penalty.detach() for row in rows if row.penalty is not None]
+        if not penalties:
             return None
-        return row.penalty.detach() if self.dense else float(row.penalty.sum())
+        total = torch.cat(penalties)
+        return total if self.dense else float(total.sum())
 
     # On a batch of trajectories -----------------------------------------------------------------
 
@@ -190,6 +178,20 @@ class TrajectoryTransform(EpisodeTransform):
         if keep is not None and reward.numel() == len(keep):
             reward = reward[keep]
         row.set(key, _padded(dense_reward(reward, penalty, tokens.assistant_mask), keep))
+
+
+def _token_row(episode: Episode, number: int, who: str) -> TokenRow:
+    """One row of an episode that has ended."""
+    rows = episode.rows
+    row, start = rows[number], sum(earlier.num_tokens(0) for earlier in rows[:number])
+
+    def find(key: NestedKey) -> Tensor | None:
+        if key == LOG_PROBS_FULL:
+            return row.log_probs(0)
+        value = episode.token_entries.get(key)
+        return None if value is None else value[start : start + row.num_tokens(0)]
+
+    return TokenRow(row.token_ids(0), row.assistant_mask(0), find, who)
 
 
 def _next(key: NestedKey) -> NestedKey:

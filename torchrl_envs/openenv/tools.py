@@ -5,24 +5,25 @@ Shape legend: B rows.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from tensordict import TensorDictBase
-
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import QUERY, ROW, SEED
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE
 from torchrl_data.tool_calls.parse import ToolCall
 from torchrl_envs.concurrency.calls import Call, ConcurrentCalls, Outcome
-from torchrl_envs.concurrency.cleanup import close_all
+from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.observations import with_observation
-from torchrl_envs.entries.rewards import RewardSource, add_rewards
+from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_transform import EpisodeStartError
 from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
 from torchrl_envs.tool_calls.schemas import Tool
 
 from .actions import Action, actions_of_functions, actions_of_server, observation_text
 from .messages import EnvResult
 from .session import MAX_ATTEMPTS, OpenEnvSession
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode.protocols import EpisodeEnvironment
 
 RewardOf = Literal["sum", "last"]
 REWARDS_OF: Final[tuple[RewardOf, ...]] = ("sum", "last")
@@ -101,7 +102,6 @@ class OpenEnvTools(ToolSource, RewardSource):
             found = actions_of_functions(actions)
         self.actions: dict[str, Action] = {action.tool.name: action for action in found}
         self._tools = {tool: action.tool for tool, action in self.actions.items()}
-        self._episodes: dict[int, _Episode] = {}
 
     @property
     def reward_names(self) -> list[str]:
@@ -110,43 +110,43 @@ class OpenEnvTools(ToolSource, RewardSource):
 
     # Lifecycle ----------------------------------------------------------------------------------
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Open and reset a session per row; add what the server says to the query."""
-        columns = read_objects(batch, ROW, {})
-        seeds = batch.get(SEED, None)
-        own = [row for row in rows if self._is_own(columns[row] or {})]
-        chains: list[list[Call]] = []
-        for row in own:
-            arguments = {name: columns[row][name] for name in self.reset_columns}
-            if seeds is not None:
-                arguments.setdefault("seed", int(seeds.view(-1)[row]))
-            self._episodes[row] = _Episode(self._session(), self.text_of)
-            chains.append([functools.partial(self._episodes[row].reset, arguments)])
-        queries = read_objects(batch, QUERY, [])
-        failures: dict[int, tuple[str, BaseException]] = {}
-        for row, (outcome,) in zip(own, self.calls.run(chains, self._reset_timeout_s), strict=True):
-            if outcome.error is not None:
-                failures[row] = (f"{self.name}: reset", outcome.error)
-            else:
-                queries[row] = with_observation(queries[row], outcome.value)
-        self.release_episodes(list(failures))
-        self.refuse_rows(batch, failures)
-        write_objects(batch, QUERY, queries)
+    def check(self, env: "EpisodeEnvironment") -> None:
+        """The data have the columns that are named.
+
+        Raises:
+            ValueError: they lack some.
+        """
+        for loader in env.transforms_of(DataLoadingPrimer):
+            missing = [c for c in (*self.where, *self.reset_columns) if c not in loader.columns]
+            if missing:
+                raise ValueError(
+                    f"OpenEnvTools reads the columns {missing}, which the data lacks; its columns "
+                    f"are {sorted(loader.columns)}."
+                )
+
+    async def begin(self, episode: Episode) -> None:
+        """Open and reset a session; add what the server says to the query.
+
+        Raises:
+            EpisodeStartError: the server did not answer, or refused.
+        """
+        columns = episode.example or {}
+        if not self._is_own(columns):
+            return
+        own = _Session(self._session(), self.text_of)
+        episode.resources.add(self, own, close=own.session.close, timeout_s=_MARGIN_S)
+        arguments = {name: columns[name] for name in self.reset_columns}
+        arguments.setdefault("seed", episode.seed)
+        (outcome,) = await self.call(
+            functools.partial(own.reset, arguments), timeout_s=self._reset_timeout_s
+        )
+        if outcome.error is not None:
+            raise EpisodeStartError(f"{self.name}: reset") from outcome.error
+        query = [] if episode.query is None else episode.query
+        episode.query = with_observation(query, outcome.value)
 
     def _is_own(self, row: Mapping[str, Any]) -> bool:
-        missing = [name for name in (*self.where, *self.reset_columns) if name not in row]
-        if missing:
-            raise ValueError(
-                f"OpenEnvTools reads the columns {missing}, which the data lacks; its columns are "
-                f"{sorted(row)}."
-            )
         return all(row[name] == value for name, value in self.where.items())
-
-    def release_episodes(self, rows: Sequence[int]) -> None:
-        """Give the sessions of some rows back to the server."""
-        held = [self._episodes.pop(row) for row in rows if row in self._episodes]
-        if held:
-            close_all([episode.session for episode in held], self.calls, _MARGIN_S)
 
     # Tools --------------------------------------------------------------------------------------
 
@@ -154,19 +154,19 @@ class OpenEnvTools(ToolSource, RewardSource):
         """Every action, and the server that has it."""
         return dict.fromkeys(self._tools, f"the OpenEnv server {self.base_url}")
 
-    def tools_of(self, row: int) -> Mapping[str, Tool]:
-        """The actions, in a row with a session."""
-        return self._tools if row in self._episodes else {}
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """The actions, in an episode with a session."""
+        return self._tools if self in episode.resources else {}
 
-    def bind(self, row: int, call: ToolCall) -> Job:
-        """A call of a tool is a step of the row's session."""
-        episode = self._episodes[row]
-        step = functools.partial(episode.step, self.actions[call.name], call)
-        job = self.job(call, step, lane=row)
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
+        """A call of a tool is a step of the episode's session."""
+        own: _Session = episode.resources.get(self)
+        step = functools.partial(own.step, self.actions[call.name], call)
+        job = self.job(call, step, lane=episode.id)
 
         def phrase(outcome: Outcome) -> Answer:
             answer = job.phrase(outcome)
-            if answer.stop_reason or not episode.is_done:
+            if answer.stop_reason or not own.is_done:
                 return answer
             return answer._replace(stop_reason=ENVIRONMENT_DONE)
 
@@ -174,20 +174,15 @@ class OpenEnvTools(ToolSource, RewardSource):
 
     # Reward -------------------------------------------------------------------------------------
 
-    def finish_episodes(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
+    def finish(self, episode: Episode) -> None:
         """Add up what the server gave."""
-        del batch
-        outcomes = [
-            self._episodes[row].outcome(self.reward) if row in self._episodes else Outcome()
-            for row in rows
-        ]
-        add_rewards(next_batch, self.name, rows, outcomes, who=self.name)
+        own: _Session | None = episode.resources.get(self)
+        outcome = Outcome() if own is None else own.outcome(self.reward)
+        episode.score.add_outcome(self.name, outcome, who=self.name)
 
 
-class _Episode:
-    """One row's session, and what it has given so far."""
+class _Session:
+    """One episode's session, and what it has given so far."""
 
     def __init__(self, session: OpenEnvSession, text_of: Callable[[EnvResult], str | None]) -> None:
         self.session = session

@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
-from torchrl_data.keys import DONE, FULL, PROMPT, REWARD, ROW, TERMINATED
-from torchrl_data.layout.conversation_io import active_rows, read_conversations
+from torchrl_data.keys import FULL, REWARD, ROW
+from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs.concurrency.calls import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import RewardSource, add_rewards
+from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.entries.trajectory_batches import copied_rows, joined_rows
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.graders.answers import final_text, message_text, read_tags
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.episode_env import EpisodeEnv
+    from torchrl_envs.episode.protocols import EpisodeEnvironment
 
 
 class AnswerReward(EpisodeTransform, RewardSource):
@@ -73,7 +75,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
         """The class's name."""
         return [self._get_name()]
 
-    def check(self, env: "EpisodeEnv") -> None:
+    def check(self, env: "EpisodeEnvironment") -> None:
         """The data have the columns.
 
         Raises:
@@ -89,51 +91,54 @@ class AnswerReward(EpisodeTransform, RewardSource):
 
     # In an environment --------------------------------------------------------------------------
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+    def after_turn(self, episode: Episode) -> None:
+        """End an episode whose turn has an ``<answer>`` block, whatever else might answer it."""
         if not self.set_done_if_answer:
-            return next_tensordict
-        prompt = read_conversations(next_tensordict, PROMPT, who=self._get_name())
-        turn = read_conversations(tensordict, FULL, who=self._get_name())
-        said = [final_text(turn.messages(i)[-1:]) for i in range(len(turn))]
-        answered = torch.tensor([read_tags(text).num_answer > 0 for text in said])
-        assert len(prompt) == len(answered)
-        answered = (answered & active_rows(tensordict)).view(next_tensordict.get(DONE).shape)
-        for key in (TERMINATED, DONE):
-            next_tensordict.set(key, next_tensordict.get(key) | answered)
-        return next_tensordict
+            return
+        said = next(m for m in reversed(episode.messages) if m["role"] == "assistant")
+        if read_tags(final_text([said])).num_answer:
+            episode.terminate()
 
-    def finish_episodes(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """Score the rows."""
-        final = read_conversations(next_batch, PROMPT, who=self._get_name())
-        data = read_objects(batch, ROW)
-        found = [
-            self.score_messages(final.messages(i), final.first_response(i), data[i]) for i in rows
-        ]
+    def finish(self, episode: Episode) -> None:
+        """Score an episode."""
+        messages, first = episode.messages, episode.first_response
+        found = self.score_messages(messages, first, episode.example)
         name = self._get_name()
-        outcomes = [
-            Outcome(error=p) if isinstance(p, Exception) else Outcome(p[REWARD]) for p in found
-        ]
-        add_rewards(next_batch, name, rows, outcomes, weight=self.weight, who=name)
-        self.write_parts(next_batch, rows, found)
+        if isinstance(found, Exception):
+            outcome = Outcome(error=found)
+        else:
+            outcome = Outcome(found[REWARD])
+            episode.metrics[self.key] = found
+        episode.score.add_outcome(name, outcome, weight=self.weight, who=name)
 
-    def write_parts(self, batch: TensorDictBase, rows: Sequence[int], found: Sequence[Any]) -> None:
-        """Write the further entries of some rows of an environment's batch.
+    def export(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
+        """Write the further entries."""
+        for key in self.part_keys:
+            value = self.empty_part(key, batch.batch_size)
+            for episode in episodes:
+                if self.key in episode.metrics:
+                    value[episode.row] = episode.metrics[self.key][key]
+            batch.set(key, value)
+
+    def empty_part(self, key: str, shape: torch.Size) -> torch.Tensor:
+        """What a further entry is where a row was not scored, ``[*B, 1, 1]``.
 
         Args:
-            batch: B rows.
-            rows: those that were scored.
-            found: what :meth:`parts` gave for each, or an exception.
+            key: its name.
+            shape: of the batch.
         """
+        if key == "success":
+            return torch.zeros(*shape, 1, 1, dtype=torch.bool)
+        return torch.full((*shape, 1, 1), math.nan)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:  # type: ignore[override]
+        """Declares the further entries."""
         for key in self.part_keys:
-            value = torch.full((batch.batch_size[0], 1, 1), math.nan)
-            if key == "success":
-                value = torch.zeros(value.shape, dtype=torch.bool)
-            for row, parts in zip(rows, found, strict=True):
-                if not isinstance(parts, Exception):
-                    value[row] = parts[key]
-            batch.set(key, value)
+            example = self.empty_part(key, reward_spec.shape)
+            is_flag = example.dtype == torch.bool
+            kind = Binary(n=1, shape=example.shape, dtype=torch.bool) if is_flag else None
+            reward_spec[key] = kind or Unbounded(shape=example.shape, dtype=example.dtype)
+        return reward_spec
 
     def row_entry(self, key: str, value: Any) -> Any:
         """A further entry of one finished trajectory.

@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from torchrl_data.conversation.conversations import Conversations
 from torchrl_envs.concurrency.calls import Call, Outcome
 from torchrl_envs.entries.rewards import RowReward, number_or_error, raised_text, turn_ends
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.tool_calls.signatures import accepted_arguments
 
 RewardFunction = Callable[..., Any]
@@ -88,32 +88,25 @@ def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[
     ]
 
 
-def reward_inputs(
-    conversations: Conversations,
-    rows: Sequence[int],
-    data: Sequence[Mapping[str, Any] | None],
-    environments: Sequence[Any],
-) -> dict[str, list[Any]]:
+def reward_inputs(episodes: Sequence[Episode], environments: Sequence[Any]) -> dict[str, list[Any]]:
     """Everything that a function of many rollouts may get, one item per rollout.
 
     Args:
-        conversations: of the whole batch.
-        rows: the rollouts to be scored.
-        data: the data row of every rollout of the batch.
-        environments: of each of ``rows``.
+        episodes: the rollouts to be scored.
+        environments: of each.
     """
     prompts, completions, prompt_ids, completion_ids = [], [], [], []
-    for row in rows:
-        messages, first = conversations.messages(row), conversations.first_response(row)
+    for episode in episodes:
+        messages, first = episode.messages, episode.first_response
         prompts.append(messages[:first])
         completions.append(messages[first:])
-        ids, sampled = conversations.ids(row), conversations.assistant_mask(row).nonzero()
-        start = int(sampled[0]) if len(sampled) else len(ids)
+        ids = episode.conversation.ids(0)
+        start = episode.conversation.num_tokens_before_policy(0)
         prompt_ids.append(ids[:start])
         completion_ids.append(ids[start:])
     values = (prompts, completions, prompt_ids, completion_ids, list(environments))
     inputs: dict[str, list[Any]] = dict(zip(LISTS, values, strict=True))
-    own = [data[row] or {} for row in rows]
+    own = [episode.example or {} for episode in episodes]
     for column in dict.fromkeys(name for row in own for name in row):
         inputs.setdefault(column, [row.get(column) for row in own])
     return inputs
@@ -144,8 +137,7 @@ class Given(NamedTuple):
 def read_outcomes(
     name: str,
     outcomes: Sequence[Outcome],
-    conversations: Conversations,
-    rows: Sequence[int],
+    episodes: Sequence[Episode],
     *,
     by_turn: bool,
     nan_applies: bool,
@@ -156,31 +148,30 @@ def read_outcomes(
     Args:
         name: of the function.
         outcomes: one for all rollouts, or one each.
-        conversations: of the whole batch.
-        rows: the rollouts.
+        episodes: the rollouts.
         by_turn: whether a reward is a list of one number per turn of the policy.
         nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
         one_each: whether there is one outcome per rollout.
     """
     if not one_each:
         (outcome,) = outcomes
-        outcomes = [outcome] * len(rows)
+        outcomes = [outcome] * len(episodes)
         if outcome.error is None:
             items = _items(outcome.value)
-            if items is None or len(items) != len(rows):
+            if items is None or len(items) != len(episodes):
                 wrong = (
                     f"{name} must return one reward per completion: expected a list of "
-                    f"{len(rows)}, got {outcome.value!r:.80}."
+                    f"{len(episodes)}, got {outcome.value!r:.80}."
                 )
-                return Given([RowReward(error=wrong)] * len(rows), wrong)
+                return Given([RowReward(error=wrong)] * len(episodes), wrong)
             outcomes = [_outcome(item) for item in items]
     rewards, wrong_shape = [], ""
-    for row, outcome in zip(rows, outcomes, strict=True):
+    for episode, outcome in zip(episodes, outcomes, strict=True):
         if outcome.error is not None:
             rewards.append(RowReward(error=raised_text(outcome.error, name)))
             continue
         if by_turn:
-            reward, wrong = _turn_reward(name, outcome.value, conversations, row, nan_applies)
+            reward, wrong = _turn_reward(name, outcome.value, episode, nan_applies)
         else:
             reward = RowReward(*number_or_error(outcome.value, name, nan_applies))
             wrong = reward.error if "not a number" in reward.error else ""
@@ -204,12 +195,13 @@ def _outcome(item: Any) -> Outcome:
 
 
 def _turn_reward(
-    name: str, value: Any, conversations: Conversations, row: int, nan_applies: bool
+    name: str, value: Any, episode: Episode, nan_applies: bool
 ) -> tuple[RowReward, str]:
     """One reward per turn becomes one per token, at the ends of the turns."""
     if value is None:
         return RowReward(), ""
-    ends = turn_ends(conversations.assistant_mask(row))
+    mask = episode.assistant_mask
+    ends = turn_ends(mask)
     items = _items(value)
     if items is None or len(items) != len(ends):
         wrong = (
@@ -217,7 +209,7 @@ def _turn_reward(
             f"{len(ends)}, got {value!r:.80}."
         )
         return RowReward(error=wrong), wrong
-    by_token = torch.zeros(conversations.num_tokens(row))
+    by_token = torch.zeros(len(mask))
     for end, item in zip(ends.tolist(), items, strict=True):
         number, error = number_or_error(item, name, nan_applies)
         if error:

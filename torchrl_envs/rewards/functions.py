@@ -4,19 +4,14 @@ Shape legend: B rows, T tokens of a row.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal
 
-from tensordict import TensorDictBase
-
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects
-from torchrl_data.keys import PROMPT, ROW
-from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.concurrency.cleanup import run_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import RewardSource, record_rewards
+from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.tools.environment_tools import EnvironmentTools
 
@@ -31,7 +26,7 @@ from .calls import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.episode_env import EpisodeEnv
+    from torchrl_envs.episode.protocols import EpisodeEnvironment
 
 Level = Literal["trajectory", "turn"]
 LEVELS: Final[tuple[Level, ...]] = ("trajectory", "turn")
@@ -97,7 +92,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         """Whether the functions score turns."""
         return self.level == "turn"
 
-    def check(self, env: "EpisodeEnv") -> None:
+    def check(self, env: "EpisodeEnvironment") -> None:
         """Functions get what they require, and have names of their own.
 
         Raises:
@@ -119,51 +114,39 @@ class RewardFunctions(EpisodeTransform, RewardSource):
                         "Rename it, or give it a default."
                     )
 
-    def finish_episodes(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """Score the rows, see :meth:`score`."""
-        final = read_conversations(next_batch, PROMPT, who=type(self).__name__)
-        tools = self.env_transforms(EnvironmentTools)
-        environments = [_environment(tools, row) for row in rows]
-        data = read_objects(batch, ROW)
-        self.score(next_batch, final, rows, data, environments, self.calls)
+    def finish_batch(self, episodes: Sequence[Episode]) -> None:
+        """Score episodes, see :meth:`score`."""
+        self.score(episodes, self.calls, self.env_transforms(EnvironmentTools))
 
     def score(
         self,
-        batch: TensorDictBase,
-        conversations: Conversations,
-        rows: Sequence[int],
-        data: Sequence[Mapping[str, Any] | None],
-        environments: Sequence[Any],
+        episodes: Sequence[Episode],
         calls: ConcurrentCalls,
+        environments: Sequence[EnvironmentTools] = (),
     ) -> None:
-        """Score finished conversations; a function that fails makes them unscorable.
+        """Score finished episodes; a function that fails makes them unscorable.
 
         Args:
-            batch: the rewards are written to it, see :func:`~.rewards.add_rewards`.
-            conversations: of the whole batch.
-            rows: which are scored.
-            data: the data row of every conversation of the batch.
-            environments: of each of ``rows``.
+            episodes: get the rewards.
             calls: runs the functions.
+            environments: what gives episodes environments.
 
         Raises:
             ValueError: a function that is used for the first time returned a wrong shape; the
                 message says what it returned and what is expected.
         """
-        inputs = reward_inputs(conversations, rows, data, environments)
+        own = [_environment(environments, episode) for episode in episodes]
+        inputs = reward_inputs(episodes, own)
         chains = {
-            name: chains_of_calls(function, inputs, len(rows))
+            name: chains_of_calls(function, inputs, len(episodes))
             for name, function in self.functions.items()
         }
-        results = iter(calls.run([c for own in chains.values() for c in own], self.timeout_s))
+        results = iter(calls.run([c for each in chains.values() for c in each], self.timeout_s))
         for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
             given = read_outcomes(
                 name,
                 [next(results)[0] for _ in chains[name]],
-                conversations,
-                rows,
+                episodes,
                 by_turn=self.level == "turn",
                 nan_applies=self.nan_applies,
                 one_each=scores_one_rollout(function),
@@ -171,7 +154,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             if given.wrong_shape and name not in self._used:
                 raise ValueError(f"The reward function {given.wrong_shape}")
             self._used.add(name)
-            record_rewards(batch, name, rows, given.rewards, weight=weight)
+            for episode, reward in zip(episodes, given.rewards, strict=True):
+                episode.score.add(name, reward, weight=weight)
 
     def close(self) -> None:
         """Close the functions that can be, all of them; an error is raised at the end."""
@@ -200,9 +184,9 @@ def _check_settings(
         raise ValueError(f"RewardFunctions: level must be one of {LEVELS}, got {level!r}.")
 
 
-def _other_sources(env: "EpisodeEnv", own: RewardFunctions) -> list[RewardSource]:
+def _other_sources(env: "EpisodeEnvironment", own: RewardFunctions) -> list[RewardSource]:
     """Sources whose names come first: earlier functions, and everything that is no function."""
-    transforms = list(env.episode_transforms())
+    transforms = list(env.transforms_of(EpisodeTransform))
     before = transforms[: next(i for i, t in enumerate(transforms) if t is own)]
     return [
         source
@@ -213,6 +197,6 @@ def _other_sources(env: "EpisodeEnv", own: RewardFunctions) -> list[RewardSource
     ]
 
 
-def _environment(tools: Sequence[EnvironmentTools], row: int) -> object:
-    found = [tool.instance(row) for tool in tools]
+def _environment(sources: Sequence[EnvironmentTools], episode: Episode) -> object:
+    found = [source.instance(episode) for source in sources]
     return next((environment for environment in found if environment is not None), None)

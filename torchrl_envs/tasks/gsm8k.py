@@ -4,13 +4,11 @@ Cobbe et al., 2021, arXiv:2110.14168. A row has ``question`` and ``answer``; the
 ``#### `` and the number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
-from tensordict import TensorDictBase
-
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import QUERY, REWARD
+from torchrl_data.keys import REWARD
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.graders.answers import hash_answer, normalize_number, read_tags
 from torchrl_envs.rewards.answer import AnswerReward
@@ -93,21 +91,18 @@ class GSM8KPrepareQuestion(EpisodeTransform):
             )
         self.template = template
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Change the queries of the rows that begin.
+    def begin(self, episode: Episode) -> None:
+        """Change the query of an episode that begins.
 
         Raises:
-            TypeError: a query is no string.
+            TypeError: it is no string.
         """
-        queries = read_objects(batch, QUERY)
-        for row in rows:
-            if not isinstance(queries[row], str):
-                raise TypeError(
-                    "GSM8KPrepareQuestion takes questions that are strings, got "
-                    f"{type(queries[row]).__name__}."
-                )
-            queries[row] = self.template.replace("{question}", queries[row])
-        write_objects(batch, QUERY, queries)
+        if not isinstance(episode.query, str):
+            raise TypeError(
+                "GSM8KPrepareQuestion takes questions that are strings, got "
+                f"{type(episode.query).__name__}."
+            )
+        episode.query = self.template.replace("{question}", episode.query)
 
 
 def gsm8k_task(

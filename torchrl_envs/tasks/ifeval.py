@@ -13,8 +13,10 @@ from typing import Any, Final
 import torch
 from tensordict import TensorClass, TensorDictBase
 from torch import Tensor
+from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.keys import REWARD
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.graders.answers import read_blocks
 from torchrl_envs.graders.instructions import INSTRUCTIONS, follows, loose_variants
 from torchrl_envs.rewards.answer import AnswerReward
@@ -169,13 +171,29 @@ class IfEvalScorer(AnswerReward):
         reward += ANSWER_BONUS * (len(blocks["answer_blocks"]) == 1)
         return reward + THINK_BONUS * (len(blocks["think_blocks"]) == 1)
 
-    def write_parts(self, batch: TensorDictBase, rows: Sequence[int], found: Sequence[Any]) -> None:
-        """Write the scores of some rows of an environment's batch."""
+    def export(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
+        """Write the scores."""
         scores: list[tuple[Sequence[bool], Sequence[bool]]] = [([], [])] * batch.batch_size[0]
-        for row, parts in zip(rows, found, strict=True):
-            if not isinstance(parts, Exception):
-                scores[row] = parts[SCORE]
+        for episode in episodes:
+            if self.key in episode.metrics:
+                scores[episode.row] = episode.metrics[self.key][SCORE]
         batch.set(SCORE, IFEvalScoreData.of(scores))
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:  # type: ignore[override]
+        """Declares the scores; as many as the row with the most instructions has."""
+        shape = reward_spec.shape
+        one = Binary(n=1, shape=torch.Size((*shape, 1)), dtype=torch.bool)
+        many = Binary(n=-1, shape=torch.Size((*shape, -1)), dtype=torch.bool)
+        reward_spec[SCORE] = Composite(
+            prompt_level_strict_acc=one,
+            inst_level_strict_acc=many,
+            prompt_level_loose_acc=one.clone(),
+            inst_level_loose_acc=many.clone(),
+            num_instructions=Unbounded(shape=one.shape, dtype=torch.int64),
+            shape=shape,
+            data_cls=IFEvalScoreData,
+        )
+        return reward_spec
 
     def row_entry(self, key: str, value: Any) -> Any:
         """The score of one row."""

@@ -12,6 +12,7 @@ from torchrl_data.tool_calls.parse import ToolCall
 from torchrl_envs.browser.actions import BrowserActionError, PageActions, browser_schema
 from torchrl_envs.browser.allowed_hosts import AllowedHosts
 from torchrl_envs.browser.chromium import Chromium, check_chromium_sandbox, find_chromium
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.tool_calls.schemas import Tool, schema_tool
 
@@ -86,7 +87,6 @@ class BrowserTransform(ToolSource):
         self._tools = {tool.name: tool}
         self._num_screenshots = 0
         self._browser: Chromium | None = None
-        self._contexts: dict[int, BrowserContext] = {}
 
     # Tool ---------------------------------------------------------------------------------------
 
@@ -94,26 +94,32 @@ class BrowserTransform(ToolSource):
         """``browser``."""
         return dict.fromkeys(self._tools, "BrowserTransform")
 
-    def tools_of(self, row: int) -> Mapping[str, Tool]:
-        """``browser``, for every row."""
-        del row
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """``browser``, for every episode."""
+        del episode
         return self._tools
 
-    def bind(self, row: int, call: ToolCall) -> Job:
+    def begin(self, episode: Episode) -> None:
+        """Have a context for the episode, which is opened when it is first needed."""
+        visit = _Visit()
+        episode.resources.add(self, visit, close=visit.close, timeout_s=_START_S)
+
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of ``browser``."""
+        visit: _Visit = episode.resources.get(self)
 
         async def act() -> dict[str, Any] | str:
-            page = await self._page(row)
+            page = await self._page(visit)
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    return await self._act(page, row, call.arguments)
+                    return await self._act(page, episode.row, call.arguments)
             except TimeoutError as error:
-                await self._drop(row)
+                await visit.close()
                 raise BrowserActionError(
                     f"the page did not answer within {self.timeout_s:g} s and was closed"
                 ) from error
 
-        job = self.job(call, _brief_errors(act), lane=row)
+        job = self.job(call, _brief_errors(act), lane=episode.id)
         return job._replace(timeout_s=self.timeout_s + _START_S + _CLOSE_S)
 
     async def _act(
@@ -135,13 +141,13 @@ class BrowserTransform(ToolSource):
             self.screenshot_dir / f"{self._num_screenshots:06d}-row{row}.png"
         )
 
-    async def _page(self, row: int) -> "Page":
-        """The page that a row sees: the one that was opened last."""
+    async def _page(self, visit: "_Visit") -> "Page":
+        """The page that an episode sees: the one that was opened last."""
         if self._browser is None:
             self._browser = Chromium(self.allowed, **self._settings)
-        context = self._contexts.get(row)
+        context = visit.context
         if context is None or not _is_alive(context):
-            context = self._contexts[row] = await self._browser.new_context()
+            context = visit.context = await self._browser.new_context()
         pages = context.pages
         for extra in pages[1 : len(pages) - _MAX_PAGES + 1]:
             await extra.close()
@@ -149,31 +155,9 @@ class BrowserTransform(ToolSource):
 
     # Lifecycle ----------------------------------------------------------------------------------
 
-    async def _drop(self, row: int) -> None:
-        context = self._contexts.pop(row, None)
-        if context is None:
-            return
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await context.close()
-        except Exception:
-            if _is_alive(context):  # else it went with its browser
-                raise
-
-    def release_episodes(self, rows: Sequence[int]) -> None:
-        """Close the contexts of some rows."""
-        held = [row for row in rows if row in self._contexts]
-        if held:
-
-            async def drop_all() -> None:
-                await asyncio.gather(*map(self._drop, held))
-
-            self._run(drop_all)
-
     def close(self) -> None:
         """End the browser."""
         browser, self._browser = self._browser, None
-        self._contexts.clear()
         if browser is not None:
             self._run(browser.close)
 
@@ -186,6 +170,24 @@ class BrowserTransform(ToolSource):
         ((outcome,),) = self.calls.run([[call]], _START_S)
         if outcome.error is not None:
             raise RuntimeError("The browser could not be closed") from outcome.error
+
+
+class _Visit:
+    """The context of one episode, while there is one."""
+
+    def __init__(self) -> None:
+        self.context: BrowserContext | None = None
+
+    async def close(self) -> None:
+        context, self.context = self.context, None
+        if context is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await context.close()
+        except Exception:
+            if _is_alive(context):  # else it went with its browser
+                raise
 
 
 def _is_alive(context: "BrowserContext") -> bool:

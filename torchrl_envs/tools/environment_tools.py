@@ -1,38 +1,27 @@
-"""An environment per rollout: its methods are tools, and it owns its state and its reward.
-
-Shape legend: B rows.
-"""
+"""An environment per rollout: its methods are tools, and it owns its state and its reward."""
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDictBase
-
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import PROMPT, QUERY, ROW, SEED
-from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_data.tool_calls.parse import ToolCall
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.concurrency.cleanup import close_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.observations import with_observation
-from torchrl_envs.entries.rewards import RewardSource, add_rewards
+from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_transform import EpisodeStartError, EpisodeTransform
 from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES
 from torchrl_envs.tool_calls.schemas import Tool, environment_tools
 from torchrl_envs.tool_calls.signatures import accepted_arguments
 
-from .instances import (
-    Beginning,
-    EnvironmentInstances,
-    Factory,
-    Started,
-)
+from .instances import Factory, Instance, start_instance
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.episode_env import EpisodeEnv
+    from torchrl_envs.episode.protocols import EpisodeEnvironment
 
 
 class EnvironmentTools(ToolSource, RewardSource):
@@ -94,9 +83,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         self.tools: dict[str, dict[str, Tool]] = {
             name: environment_tools(cls) for name, cls in self.types.items()
         }
-        self._instances = EnvironmentInstances(
-            self.factories, self.types, start_timeout_s=start_timeout_s, timeout_s=timeout_s
-        )
+        self.start_timeout_s = start_timeout_s
 
     # Composition --------------------------------------------------------------------------------
 
@@ -105,7 +92,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         """Environments that own a reward."""
         return [name for name, cls in self.types.items() if hasattr(cls, "get_reward")]
 
-    def check(self, env: "EpisodeEnv") -> None:
+    def check(self, env: "EpisodeEnvironment") -> None:
         """Data and environments fit together, and somebody gives a reward.
 
         Raises:
@@ -115,7 +102,7 @@ class EnvironmentTools(ToolSource, RewardSource):
         loaders = list(env.transforms_of(DataLoadingPrimer))
         if loaders:
             self._check_columns(loaders[0])
-        sources = [s for s in env.episode_transforms() if isinstance(s, RewardSource)]
+        sources = [s for s in env.transforms_of(EpisodeTransform) if isinstance(s, RewardSource)]
         if not any(source.reward_names for source in sources):
             raise ValueError(
                 f"No reward: neither {', '.join(self.types)} has a get_reward() method, nor are "
@@ -148,48 +135,45 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     # Lifecycle ----------------------------------------------------------------------------------
 
-    def instance(self, row: int) -> Any:
-        """The environment of a row that is running, or being scored."""
-        return self._instances[row][1] if row in self._instances else None
+    def instance(self, episode: Episode | int) -> Any:
+        """The environment of an episode that is running, or being scored; ``None`` if it has none.
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Make and reset an environment per row; add what it says to the query.
-
-        A row whose environment fails gets ``stop_reason``, which ends it; no other row is touched.
+        Args:
+            episode: any, or the number of the row in which it runs.
         """
-        columns = read_objects(batch, ROW, {})
-        names = {row: self._route(columns[row]) for row in rows}
-        seeds = batch.get(SEED, None)
-        if seeds is not None:
-            columns = [
-                {"seed": s, **(c or {})} for c, s in zip(columns, seeds.tolist(), strict=True)
-            ]
-        known = [row for row in rows if names[row] in self.factories]
-        beginnings = {row: Beginning(names[row], columns[row]) for row in known}
-        started = self._instances.start(beginnings, self.calls)
-        queries = read_objects(batch, QUERY, [])
-        failures: dict[int, tuple[str, BaseException]] = {}
-        for row in rows:
-            start = started.get(row) or Started(error=self._unknown(), failed_in="route")
-            try:
-                queries[row] = with_observation(queries[row], start.observation)
-            except TypeError as error:
-                start = Started(error=error, failed_in="reset")
-            if start.error is not None:
-                failures[row] = (f"{names[row]}: {start.failed_in}", start.error)
-        self.release_episodes(list(failures))
-        self.refuse_rows(batch, failures)
-        write_objects(batch, QUERY, queries)
+        if isinstance(episode, int):
+            held = self._environment().resources_in(episode).get(self)
+        else:
+            held = episode.resources.get(self)
+        return None if held is None else held.environment
 
-    def _route(self, columns: dict[str, Any]) -> Any:
-        return columns.get(self.route_column) if self.is_routed else next(iter(self.factories))
+    async def begin(self, episode: Episode) -> None:
+        """Make and reset an environment; add what it says to the query.
 
-    def _unknown(self) -> ValueError:
-        return ValueError(f"there is no such environment; there are {sorted(self.factories)}")
-
-    def release_episodes(self, rows: Sequence[int]) -> None:
-        """Close the environments of some rows."""
-        self._instances.release(rows, lambda: self.calls)
+        Raises:
+            EpisodeStartError: it can't be made or reset; that ends this episode alone.
+        """
+        columns = dict(episode.example or {})
+        name = columns.get(self.route_column) if self.is_routed else next(iter(self.factories))
+        if name not in self.factories:
+            known = sorted(self.factories)
+            raise EpisodeStartError(f"{name}: route") from ValueError(
+                f"there is no such environment; there are {known}"
+            )
+        observation = await start_instance(
+            self,
+            episode,
+            Instance(name, self.factories[name]),
+            self.types[name],
+            {"seed": episode.seed, **columns},
+            start_timeout_s=self.start_timeout_s,
+            timeout_s=self.timeout_s,
+        )
+        try:
+            query = [] if episode.query is None else episode.query
+            episode.query = with_observation(query, observation)
+        except TypeError as error:
+            raise EpisodeStartError(f"{name}: reset") from error
 
     # Tools --------------------------------------------------------------------------------------
 
@@ -199,35 +183,30 @@ class EnvironmentTools(ToolSource, RewardSource):
             tool: f"the environment {name}" for name, tools in self.tools.items() for tool in tools
         }
 
-    def tools_of(self, row: int) -> Mapping[str, Tool]:
-        """The tools of the environment that a row has."""
-        return self.tools[self._instances[row][0]] if row in self._instances else {}
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """The tools of the environment that an episode has."""
+        held = episode.resources.get(self)
+        return {} if held is None else self.tools[held.name]
 
-    def bind(self, row: int, call: ToolCall) -> Job:
-        """A call of a method of the row's environment."""
-        method = getattr(self._instances[row][1], call.name)
-        lane = None if self.overlap_calls else row
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
+        """A call of a method of the episode's environment."""
+        method = getattr(self.instance(episode), call.name)
+        lane = None if self.overlap_calls else episode.id
         return self.job(call, functools.partial(method, **call.arguments), lane=lane)
 
     # Reward -------------------------------------------------------------------------------------
 
-    def finish_episodes(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """Ask the environments for their rewards."""
-        del batch
-        prompt = read_conversations(next_batch, PROMPT, who=type(self).__name__)
-        for name in self.reward_names:
-            own = [row for row in rows if self._instances.get(row, ("",))[0] == name]
-            chains = []
-            for row in own:
-                get_reward = self._instances[row][1].get_reward
-                given = {"messages": prompt.messages(row)}
-                chains.append(
-                    [functools.partial(get_reward, **accepted_arguments(get_reward, given))]
-                )
-            outcomes = [chain[0] for chain in self.calls.run(chains, self.timeout_s)]
-            add_rewards(next_batch, name, own, outcomes, who=f"{name}.get_reward")
+    async def finish(self, episode: Episode) -> None:
+        """Ask the environment for its reward."""
+        held: Instance | None = episode.resources.get(self)
+        if held is None or held.name not in self.reward_names:
+            return
+        get_reward = held.environment.get_reward
+        given = accepted_arguments(get_reward, {"messages": episode.messages})
+        (outcome,) = await self.call(
+            functools.partial(get_reward, **given), timeout_s=self.timeout_s
+        )
+        episode.score.add_outcome(held.name, outcome, who=f"{held.name}.get_reward")
 
 
 def _environment_type(factory: Factory, timeout_s: float) -> type:

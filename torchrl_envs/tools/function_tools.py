@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchrl_data.tool_calls.parse import ToolCall
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.processes import ToolProcesses
 from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES
@@ -89,14 +90,14 @@ class FunctionTools(ToolSource):
         """Every function, and that it belongs to this source."""
         return dict.fromkeys(self.tools, "FunctionTools")
 
-    def tools_of(self, row: int) -> Mapping[str, Tool]:
-        """All functions, for every row."""
-        del row
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """All functions, for every episode."""
+        del episode
         return self.tools
 
-    def bind(self, row: int, call: ToolCall) -> Job:
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of a function."""
-        del row
+        del episode
         if self._processes is None:
             return self.job(call, functools.partial(self.functions[call.name], **call.arguments))
         run = functools.partial(self._processes.call, call.name, call.arguments)

@@ -5,14 +5,15 @@ Shape legend: B rows.
 
 import asyncio
 import functools
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, Literal
 
 from jsonschema import SchemaError
-from tensordict import TensorDictBase
 
 from torchrl_data.tool_calls.parse import ToolCall
 from torchrl_envs.concurrency.event_loop import LoopThread
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_transform import EpisodeStartError
 from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES
 from torchrl_envs.tool_calls.schemas import Tool, offered_name, schema_tool
@@ -76,7 +77,6 @@ class MCPToolTransform(ToolSource):
             name: MCPConnection(f"the MCP server {name!r}", server, timeout_s=timeout_s)
             for name, server in servers.items()
         }
-        self._rows: dict[int, dict[str, MCPConnection]] = {}
         try:
             for server, connection in self._shared.items():
                 for tool, schema in self._run(connection.tools()).items():
@@ -126,38 +126,34 @@ class MCPToolTransform(ToolSource):
 
     # Lifecycle ----------------------------------------------------------------------------------
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Open a session for each row, if each has its own; a row that gets none is refused."""
+    async def begin(self, episode: Episode) -> None:
+        """Open a session for an episode, if each has its own.
+
+        Raises:
+            EpisodeStartError: a server can't be reached.
+        """
         if self.session == "shared":
             for connection in self._shared.values():
                 connection.recheck()
             return
-        failures = self._run(self._begin(rows))
-        self.release_episodes(list(failures))
-        self.refuse_rows(batch, failures)
+        own = {name: connection.another() for name, connection in self._shared.items()}
+        episode.resources.add(self, own, close=functools.partial(self._close, own.values()))
+        opened = await self.call_all(
+            *(functools.partial(self._open, connection) for connection in own.values()),
+            timeout_s=2 * self.timeout_s + _GRACE_S,
+        )
+        for server, outcome in zip(own, opened, strict=True):
+            if outcome.error is not None:
+                raise EpisodeStartError(f"MCP server {server}") from outcome.error
 
-    async def _begin(self, rows: Sequence[int]) -> dict[int, tuple[str, BaseException]]:
-        waiting: list[tuple[int, str, Any]] = []
-        for row in rows:
-            self._rows[row] = {name: c.another() for name, c in self._shared.items()}
-            for server, connection in self._rows[row].items():
-                waiting.append((row, server, connection.tools()))
-        results = await asyncio.gather(*(w[2] for w in waiting), return_exceptions=True)
-        return {
-            row: (f"MCP server {server}", result)
-            for (row, server, _), result in zip(waiting, results, strict=True)
-            if isinstance(result, BaseException)
-        }
+    async def _open(self, connection: MCPConnection) -> None:
+        await asyncio.wrap_future(self._loop.submit(connection.tools()))
 
-    def release_episodes(self, rows: Sequence[int]) -> None:
-        """Close the sessions that rows have of their own."""
-        held = [self._rows.pop(row) for row in rows if row in self._rows]
-        if held:
-            self._run(_close_all([c for connections in held for c in connections.values()]))
+    async def _close(self, connections: Collection[MCPConnection]) -> None:
+        await asyncio.wrap_future(self._loop.submit(_close_all(connections)))
 
     def close(self) -> None:
         """Close all sessions and stop the servers' processes."""
-        self.release_episodes(list(self._rows))
         if self._shared:
             self._run(_close_all(self._shared.values()))
         self._loop.close()
@@ -168,14 +164,14 @@ class MCPToolTransform(ToolSource):
         """Every tool, and whose it is."""
         return {name: f"the MCP server {self._homes[name][0]!r}" for name in self.tools}
 
-    def tools_of(self, row: int) -> Mapping[str, Tool]:
-        """All tools, for every row that has a session."""
-        return self.tools if self.session == "shared" or row in self._rows else {}
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """All tools, for every episode that has a session."""
+        return self.tools if self.session == "shared" or self in episode.resources else {}
 
-    def bind(self, row: int, call: ToolCall) -> Job:
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of a server's tool."""
         server, tool = self._homes[call.name]
-        connections = self._shared if self.session == "shared" else self._rows[row]
+        connections = self._shared if self.session == "shared" else episode.resources.get(self)
         return self.job(
             call, functools.partial(self._ask, connections[server], tool, call.arguments)
         )

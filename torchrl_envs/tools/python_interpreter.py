@@ -3,14 +3,12 @@
 Shape legend: B rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
-
-from tensordict import TensorDictBase
 
 from torchrl_data.tool_calls.parse import ToolCall
 from torchrl_envs.concurrency.calls import Outcome
-from torchrl_envs.concurrency.cleanup import close_all
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Answer, Job, ToolSource, tool_message
 from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxSession
 from torchrl_envs.tool_calls.code_blocks import PYTHON, CodeBlock, code_blocks
@@ -85,21 +83,14 @@ class PythonInterpreter(ToolSource):
         self.read_code_blocks = read_code_blocks
         self.sandbox = Sandbox(limits=SandboxLimits()) if sandbox is None else sandbox
         self._tools = {"python": function_tool(python)} if offer_tool else {}
-        self._sessions: dict[int, SandboxSession] = {}
 
     # Lifecycle ----------------------------------------------------------------------------------
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Give each row an interpreter of its own, which starts when it is first needed."""
-        del batch
+    def begin(self, episode: Episode) -> None:
+        """Give an episode an interpreter of its own, which starts when it is first needed."""
         if self.persistent:
-            self._sessions.update({row: SandboxSession(self.sandbox) for row in rows})
-
-    def release_episodes(self, rows: Sequence[int]) -> None:
-        """End the interpreters of some rows."""
-        held = [self._sessions.pop(row) for row in rows if row in self._sessions]
-        if held:
-            close_all(held, self.calls)
+            session = SandboxSession(self.sandbox)
+            episode.resources.add(self, session, close=session.close)
 
     # Called as a tool ---------------------------------------------------------------------------
 
@@ -107,30 +98,30 @@ class PythonInterpreter(ToolSource):
         """``python``, if it is offered."""
         return dict.fromkeys(self._tools, "PythonInterpreter")
 
-    def tools_of(self, row: int) -> Mapping[str, Tool]:
-        """``python``, for every row, if it is offered."""
-        del row
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """``python``, for every episode, if it is offered."""
+        del episode
         return self._tools
 
-    def bind(self, row: int, call: ToolCall) -> Job:
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of ``python``."""
 
         def phrase(outcome: Outcome) -> Answer:
             text, failed = self._put(outcome)
             return Answer(tool_message(call, text), is_error=failed)
 
-        return self._job(row, call.arguments["code"], phrase)
+        return self._job(episode, call.arguments["code"], phrase)
 
     # Code blocks --------------------------------------------------------------------------------
 
-    def read_turn(self, row: int, text: str) -> list[Job | Answer]:
+    def read_turn(self, episode: Episode, text: str) -> list[Job | Answer]:
         """The blocks of Python code in a turn."""
         if not self.read_code_blocks:
             return []
         blocks = [block for block in code_blocks(text) if block.language in PYTHON]
-        return [self._run_block(row, number, block) for number, block in enumerate(blocks, 1)]
+        return [self._run_block(episode, number, block) for number, block in enumerate(blocks, 1)]
 
-    def _run_block(self, row: int, number: int, block: CodeBlock) -> Job | Answer:
+    def _run_block(self, episode: Episode, number: int, block: CodeBlock) -> Job | Answer:
         def answer(text: str, failed: bool) -> Answer:
             ended = "failed" if failed else "executed successfully"
             content = f"Code block {number} {ended}:\n{text}"
@@ -139,18 +130,19 @@ class PythonInterpreter(ToolSource):
 
         if not block.is_closed:
             return answer("It is not closed with ```, so it was not run.", True)
-        job = self._job(row, block.code, lambda outcome: answer(*self._put(outcome)))
+        job = self._job(episode, block.code, lambda outcome: answer(*self._put(outcome)))
         return job._replace(position=block.position)
 
     # Running ------------------------------------------------------------------------------------
 
-    def _job(self, row: int, code: str, phrase: Callable[[Outcome], Answer]) -> Job:
-        runner = self._sessions[row] if self.persistent else self.sandbox
+    def _job(self, episode: Episode, code: str, phrase: Callable[[Outcome], Answer]) -> Job:
+        runner = episode.resources.get(self, self.sandbox)
 
         def run() -> SandboxResult:
             return runner.run(code, timeout_s=self.timeout_s)
 
-        return Job(run, phrase, self.timeout_s + _START_S, lane=row if self.persistent else None)
+        lane = episode.id if self.persistent else None
+        return Job(run, phrase, self.timeout_s + _START_S, lane=lane)
 
     def _put(self, outcome: Outcome) -> tuple[str, bool]:
         """What the model reads about a run, and whether it failed."""

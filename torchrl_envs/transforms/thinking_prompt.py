@@ -1,20 +1,21 @@
-"""A second thought: the policy is asked to go on where it would have stopped.
-
-Shape legend: B rows.
-"""
+"""A second thought: the policy is asked to go on where it would have stopped."""
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import StepCounter
 
-from torchrl_data.conversation.object_entries import read_objects
-from torchrl_data.keys import DONE, PROMPT, REWARD, ROW, TERMINATED, TRUNCATED
-from torchrl_data.layout.conversation_io import active_rows, read_conversations, write_conversations
+from torchrl_data.keys import HISTORY, PROMPT, REWARD, ROW
+from torchrl_data.layout.conversation_io import write_conversations
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.rewards.answer import AnswerReward
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode.protocols import EpisodeEnvironment
 
 
 class AddThinkingPrompt(EpisodeTransform):
@@ -87,43 +88,43 @@ class AddThinkingPrompt(EpisodeTransform):
         self.undo_done = undo_done
         self.max_prompts = max_prompts
         self._rng = random.Random(seed)
-        self._given: dict[int, int] = {}
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Count from 0 again."""
-        del batch
-        for row in rows:
-            self._given[row] = 0
+    def check(self, env: "EpisodeEnvironment") -> None:
+        """There must be room for another turn.
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        prompt = read_conversations(next_tensordict, PROMPT, who=self._get_name())
-        done = next_tensordict.get(DONE).view(-1)
-        stays = next_tensordict.get(TRUNCATED).view(-1) | (done & (not self.undo_done))
-        open_rows = active_rows(tensordict) & ~stays
-        data = read_objects(tensordict, ROW)
-        messages: list[list[dict[str, str]]] = [[] for _ in range(len(prompt))]
-        for row in open_rows.nonzero().view(-1).tolist():
-            ends = bool(done[row]) or prompt.last_message(row)["role"] == "assistant"
-            if not ends or self._given.get(row, 0) >= self.max_prompts:
-                continue
-            if self.cond(self._shown(next_tensordict, row, data[row])):
-                self._given[row] = self._given.get(row, 0) + 1
-                messages[row] = [{"role": self.role, "content": self._words()}]
-        asked = torch.tensor([bool(m) for m in messages]).view(next_tensordict.get(DONE).shape)
-        for key in (DONE, TERMINATED):
-            next_tensordict.set(key, next_tensordict.get(key) & ~asked)
-        write_conversations(next_tensordict, PROMPT, prompt.append_messages(messages))
-        return next_tensordict
+        Raises:
+            ValueError: every episode ends with its first turn.
+        """
+        limits = [part.max_steps for part in env.transforms_of(StepCounter)]
+        if any(limit is not None and limit < 2 for limit in limits):
+            raise ValueError(
+                "AddThinkingPrompt: the environment ends every episode after one turn, so nobody "
+                "would ever think again. Allow more: max_steps=2, say."
+            )
 
-    def _shown(self, batch: TensorDictBase, row: int, data: dict | None) -> TensorDictBase:
-        """What the condition sees of a row."""
-        flat = batch if batch.ndim == 1 else batch.reshape(-1)
-        one: Any = flat[row]
-        shown = TensorDict(dict(one.items()), batch_size=[])
-        shown.set_non_tensor(ROW, data)
-        prompt = read_conversations(batch, PROMPT, who=self._get_name())
+    def after_turn(self, episode: Episode) -> None:
+        """Ask an episode that would end to think again."""
+        ends = episode.is_done or episode.awaits_answer
+        stays = episode.is_truncated or (episode.is_done and not self.undo_done)
+        num_asked = episode.memory.get(self.key, 0)
+        if stays or not ends or num_asked >= self.max_prompts:
+            return
+        if self.cond(self._shown(episode)):
+            episode.memory = {**episode.memory, self.key: num_asked + 1}
+            episode.resume()
+            episode.say({"role": self.role, "content": self._words()})
+
+    def _shown(self, episode: Episode) -> TensorDictBase:
+        """What the condition sees of an episode."""
+        shown = TensorDict({}, batch_size=[])
+        base: Any = self._environment().base_env
+        encoder = None if base.input_mode == HISTORY else base.encoder
+        write_conversations(
+            shown, PROMPT, episode.conversation, mode=base.input_mode, encoder=encoder
+        )
+        shown.set_non_tensor(ROW, None if episode.example is None else dict(episode.example))
         for scorer in self.env_transforms(AnswerReward):
-            parts = scorer.score_messages(prompt.messages(row), prompt.first_response(row), data)
+            parts = scorer.score_messages(episode.messages, episode.first_response, episode.example)
             if not isinstance(parts, Exception) and parts[REWARD] is not None:
                 shown.set(REWARD, torch.tensor([[float(parts[REWARD])]]))
         return shown

@@ -6,24 +6,14 @@ Shape legend: B rows.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from tensordict import TensorDictBase
-
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import (
-    DONE,
-    FINISH_REASON,
-    MAX_NEW_TOKENS,
-    PROMPT,
-    STOP_REASON,
-)
-from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_data.stop_reasons import CONTEXT_LENGTH, TOKEN_BUDGET
 from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.episode_env import EpisodeEnv
+    from torchrl_envs.episode.protocols import EpisodeEnvironment
 
 CUT_MARK = "\n[... cut: out of tokens]"
 """Ends an observation that was cut."""
@@ -73,7 +63,7 @@ class TokenBudget(EpisodeTransform):
         self.min_turn_tokens = min_turn_tokens
         self.encoder: ConversationEncoder | None = encoder
 
-    def check(self, env: "EpisodeEnv") -> None:
+    def check(self, env: "EpisodeEnvironment") -> None:
         """There must be something that counts tokens.
 
         Raises:
@@ -87,31 +77,23 @@ class TokenBudget(EpisodeTransform):
                 )
             self.encoder = cast(ConversationEncoder, env.base_env.encoder)
 
-    def limit_turns(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """Write ``max_new_tokens``; cut what does not fit, and end rows that have nothing left."""
-        done = next_batch.get(DONE).view(-1).tolist()
-        prompt = read_conversations(next_batch, PROMPT, who=type(self).__name__)
-        running = [row for row in rows if not done[row]]
-        fitting = self._fit(prompt[running])
-        order = list(range(len(prompt)))
-        budgets = next_batch.get(MAX_NEW_TOKENS).clone()
-        ends: dict[int, str] = {}
-        for i, row in enumerate(running):
+    def before_turns(self, episodes: Sequence[Episode]) -> None:
+        """Say how many tokens are left; cut what does not fit, and end what has none left."""
+        fitting = self._fit(Conversations.cat([episode.conversation for episode in episodes]))
+        for i, (episode, fitted) in enumerate(zip(episodes, fitting.split(), strict=True)):
             left, reason = self._left(fitting, i)
             if left < self.min_turn_tokens:
-                ends[row] = reason
+                episode.stop_reason = reason
             else:
-                order[row] = len(prompt) + i
-                budgets[row] = left
-        ends |= self._cut_turns(batch, prompt, [row for row in rows if done[row]])
-        write_conversations(next_batch, PROMPT, Conversations.cat([prompt, fitting])[order])
-        next_batch.set(MAX_NEW_TOKENS, budgets)
-        reasons = read_objects(next_batch, STOP_REASON, "")
-        for row, reason in ends.items():
-            reasons[row] = reasons[row] or reason
-        write_objects(next_batch, STOP_REASON, reasons)
+                episode.conversation = fitted
+                episode.limit_turn(left)
+
+    def after_turn(self, episode: Episode) -> None:
+        """A turn that was cut for want of tokens ends its episode for that reason."""
+        if episode.finish_reason == "length" and not episode.stop_reason:
+            left, reason = self._left(episode.conversation, 0)
+            if left <= 0:
+                episode.stop_reason = reason
 
     def _left(self, conversations: Conversations, row: int) -> tuple[int, str]:
         """Tokens that are left, and the reason to stop when there are none."""
@@ -123,14 +105,6 @@ class TokenBudget(EpisodeTransform):
         if self.max_model_len is not None:
             bounds.append((self.max_model_len - total, CONTEXT_LENGTH))
         return min(bounds)
-
-    def _cut_turns(
-        self, batch: TensorDictBase, final: Conversations, rows: Sequence[int]
-    ) -> dict[int, str]:
-        """Rows that are done because their turn was cut at the budget."""
-        finish = read_objects(batch, FINISH_REASON, "")
-        left = {row: self._left(final, row) for row in rows if finish[row] == "length"}
-        return {row: reason for row, (tokens, reason) in left.items() if tokens <= 0}
 
     # What does not fit --------------------------------------------------------------------------
 

@@ -10,21 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_objects, write_objects
-from torchrl_data.keys import QUERY, ROW
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_envs.concurrency.calls import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import RewardSource, add_rewards
+from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.chat_env import ChatEnv
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
 from torchrl_envs.tool_calls.code_blocks import code_blocks
 from torchrl_envs.tool_calls.results import clean_text, error_line
-from torchrl_envs.tools.instances import Beginning, EnvironmentInstances
+from torchrl_envs.tools.instances import Instance, start_instance
 
 from .session import MLGymSession, Reply, ScoreOf, score_gain
 
@@ -61,51 +59,43 @@ class MLGymActions(ToolSource, RewardSource):
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self.reward_wrong_format = reward_wrong_format
-        self._num_wrong: dict[int, int] = {}
-        self._instances = EnvironmentInstances(
-            {
-                task: functools.partial(MLGymSession, make, score=score)
-                for task, make in environments.items()
-            },
-            dict.fromkeys(environments, MLGymSession),
-            start_timeout_s=start_timeout_s,
-            timeout_s=timeout_s,
-        )
+        self.start_timeout_s = start_timeout_s
+        self._factories = {
+            task: functools.partial(MLGymSession, make, score=score)
+            for task, make in environments.items()
+        }
 
     @property
     def reward_names(self) -> list[str]:
         """One."""
         return ["MLGym"]
 
-    def begin_episodes(self, batch: TensorDictBase, rows: Sequence[int]) -> None:
-        """Start an environment per row; what it says is the query."""
-        tasks = [str((row or {}).get("task")) for row in read_objects(batch, ROW)]
-        started = self._instances.start({r: Beginning(tasks[r], {}) for r in rows}, self.calls)
-        queries = read_objects(batch, QUERY)
-        for row, start in started.items():
-            queries[row] = queries[row] if start.error is not None else start.observation
-            self._num_wrong[row] = 0
-        write_objects(batch, QUERY, queries)
-        self.refuse_rows(
-            batch,
-            {
-                row: (f"MLGym {tasks[row]}: {start.failed_in}", start.error)
-                for row, start in started.items()
-                if start.error is not None
-            },
+    async def begin(self, episode: Episode) -> None:
+        """Start an environment; what it says is the query."""
+        task = str((episode.example or {}).get("task"))
+        episode.query = await start_instance(
+            self,
+            episode,
+            Instance(f"MLGym {task}", self._factories[task]),
+            MLGymSession,
+            {},
+            start_timeout_s=self.start_timeout_s,
+            timeout_s=self.timeout_s,
         )
 
-    def read_turn(self, row: int, text: str) -> list[Job | Answer]:
+    def read_turn(self, episode: Episode, text: str) -> list[Job | Answer]:
         """The command of a turn."""
-        if row not in self._instances:
+        held: Instance | None = episode.resources.get(self)
+        if held is None:
             return []
         blocks = [block for block in code_blocks(text) if block.is_closed and block.code.strip()]
         if not blocks:
-            self._num_wrong[row] += 1
+            num_wrong = episode.memory.get(self.key, 0) + 1
+            episode.memory = {**episode.memory, self.key: num_wrong}
             return [Answer({"role": "user", "content": NO_ACTION}, is_error=True)]
-        session: MLGymSession = self._instances[row][1]
-        step = functools.partial(session.step, blocks[-1].code)
-        return [Job(step, self._phrase, self.timeout_s, lane=row, position=blocks[-1].position)]
+        step = functools.partial(held.environment.step, blocks[-1].code)
+        position = blocks[-1].position
+        return [Job(step, self._phrase, self.timeout_s, lane=episode.id, position=position)]
 
     def _phrase(self, outcome: Outcome) -> Answer:
         if outcome.error is not None:
@@ -115,26 +105,16 @@ class MLGymActions(ToolSource, RewardSource):
         message = {"role": "user", "content": clean_text(reply.text, self.max_result_bytes)}
         return Answer(message, stop_reason=ENVIRONMENT_DONE if reply.is_over else "")
 
-    def finish_episodes(
-        self, batch: TensorDictBase, next_batch: TensorDictBase, rows: Sequence[int]
-    ) -> None:
-        """What the environments measured."""
-        del batch
-        own = [row for row in rows if row in self._instances]
-        chains = [[self._instances[row][1].get_reward] for row in own]
-        outcomes = []
-        for row, (outcome,) in zip(own, self.calls.run(chains, self.timeout_s), strict=True):
-            if outcome.error is None:
-                wrong = self.reward_wrong_format * self._num_wrong[row]
-                outcome = Outcome(outcome.value + wrong)
-            outcomes.append(outcome)
-        add_rewards(next_batch, self.reward_names[0], own, outcomes, who="MLGym")
-
-    def release_episodes(self, rows: Sequence[int]) -> None:
-        """Stop the containers of some rows."""
-        self._instances.release(rows, lambda: self.calls)
-        for row in rows:
-            self._num_wrong.pop(row, None)
+    async def finish(self, episode: Episode) -> None:
+        """What the environment measured."""
+        held: Instance | None = episode.resources.get(self)
+        if held is None:
+            return
+        (outcome,) = await self.call(held.environment.get_reward, timeout_s=self.timeout_s)
+        if outcome.error is None:
+            wrong = self.reward_wrong_format * episode.memory.get(self.key, 0)
+            outcome = Outcome(outcome.value + wrong)
+        episode.score.add_outcome(self.reward_names[0], outcome, who="MLGym")
 
 
 class MLGymWrapper(EpisodeEnv):

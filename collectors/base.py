@@ -1,0 +1,126 @@
+"""What all collectors share: batches that are drawn again if they are lost, and weight updates."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.data import ReplayBuffer
+
+from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
+
+from .weight_update.in_process import InProcessUpdater
+from .weight_update.interface import WeightUpdater
+
+PostProcessing = Callable[[TensorDictBase], TensorDictBase]
+
+
+class Collector(ABC):
+    """Collects batches of finished episodes with a policy, and fills a replay buffer.
+
+    Args:
+        policy: what acts.
+        loaders: what draws the data; a batch that is lost on the way is drawn again.
+        replay_buffer: extended with every batch.
+        total_episodes: stop after this many; ``None`` goes on while there is data.
+        postproc: changes a batch before it goes into the buffer.
+        weight_updater: how :meth:`update_policy_weights_` reaches the policy; in process when not
+            given.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        loaders: Sequence[DataLoadingPrimer],
+        *,
+        replay_buffer: ReplayBuffer | None,
+        total_episodes: int | None,
+        postproc: PostProcessing | None,
+        weight_updater: WeightUpdater | None,
+    ) -> None:
+        self.policy = policy
+        self.replay_buffer = replay_buffer
+        self.postproc = postproc
+        self.weight_updater = weight_updater or InProcessUpdater()
+        self.weight_updater.attach(policy)
+        self.num_collected = 0
+        """Episodes so far."""
+        self._loaders = list(loaders)
+        self._total = total_episodes
+
+    @abstractmethod
+    def _run_batch(self) -> tuple[TensorDictBase, int]:
+        """Finished episodes as rows, and how many episodes they are."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give back everything that it holds."""
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches until the data or the budget is used up."""
+        while self._total is None or self.num_collected < self._total:
+            try:
+                yield self.collect()
+            except DataExhaustedError:
+                return
+
+    def collect(self) -> TensorDictBase:
+        """One batch; after an error its data are drawn again by the next call."""
+        with drawn_again_after_an_error(self._loaders):
+            batch, num_episodes = self._run_batch()
+            if self.postproc is not None:
+                batch = self.postproc(batch)
+            if self.replay_buffer is not None:
+                self.replay_buffer.extend(batch)
+        self.num_collected += num_episodes
+        return batch
+
+    @property
+    def policy_version(self) -> int:
+        """The version that new tokens are stamped with."""
+        return self.weight_updater.version
+
+    def update_policy_weights_(
+        self,
+        source: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        version: int | None = None,
+    ) -> int:
+        """Push the trainer's weights to the policy.
+
+        Args:
+            source: the trained model, or its state dict.
+            state_dict: the same under TorchRL's name; give one of the two.
+            version: the number of these weights, above the present one; ``None`` counts on.
+
+        Returns:
+            The new policy version, acknowledged by the policy.
+
+        Raises:
+            TypeError: neither or both of ``source`` and ``state_dict`` are given.
+            ValueError: the policy refuses the update and goes on with its old weights.
+        """
+        given = [weights for weights in (source, state_dict) if weights is not None]
+        if len(given) != 1:
+            raise TypeError(
+                f"{type(self).__name__}.update_policy_weights_ takes a model or a state dict, got "
+                f"{len(given)} of them."
+            )
+        return self.weight_updater.push(given[0], version=version)
+
+
+@contextlib.contextmanager
+def drawn_again_after_an_error(loaders: Sequence[DataLoadingPrimer]) -> Iterator[None]:
+    """Rows that are drawn inside are drawn again if anything goes wrong there."""
+    states = [loader.get_extra_state() for loader in loaders]
+    try:
+        yield
+    except DataExhaustedError:
+        raise
+    except BaseException:
+        for loader, state in zip(loaders, states, strict=True):
+            loader.set_extra_state(state)
+        raise

@@ -1,0 +1,110 @@
+"""Events of many episodes at once: what they wait for runs together.
+
+An event of an episode is a plain method, or a coroutine that awaits calls
+(:meth:`~torchrl_envs.EpisodeTransform.call`). A coroutine never waits for anything else, so any
+loop can drive it: here one that takes all episodes as far as they get, runs what all of them ask
+for at once, and goes on.
+"""
+
+import inspect
+from collections.abc import Coroutine, Generator, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchrl_envs.concurrency.calls import Call, ConcurrentCalls, Outcome
+
+EventCoroutine = Coroutine["PendingCalls", list[Outcome], None]
+
+
+class PendingCall(NamedTuple):
+    """A call that an event waits for."""
+
+    call: Call
+    """Takes no arguments; sync, or ``async``."""
+    timeout_s: float
+    """Deadline, in seconds from when it starts."""
+    lane: Hashable
+    """Calls of one lane run one after the other, also those of several episodes; none starts after
+    one that missed its deadline."""
+
+
+class PendingCalls(NamedTuple):
+    """Calls that an event waits for, all of them; awaiting it gives an outcome for each."""
+
+    calls: Sequence[PendingCall]
+
+    def __await__(self) -> Generator["PendingCalls", list[Outcome], list[Outcome]]:
+        return (yield self)
+
+
+def drive(events: Mapping[int, Any], calls: ConcurrentCalls) -> dict[int, Exception]:
+    """Run the coroutines of events to their ends.
+
+    Args:
+        events: by number; what an event returned: a coroutine, or ``None`` where it is over.
+        calls: runs what they wait for.
+
+    Returns:
+        What was raised, by number.
+
+    Raises:
+        TypeError: an event awaits something else than calls.
+    """
+    errors: dict[int, Exception] = {}
+    running: dict[int, EventCoroutine] = {
+        number: event for number, event in events.items() if inspect.iscoroutine(event)
+    }
+    answers: Mapping[int, list[Outcome] | None] = dict.fromkeys(running)
+    try:
+        while running:
+            asked: dict[int, PendingCalls] = {}
+            for number, coroutine in list(running.items()):
+                try:
+                    asked[number] = _checked(coroutine.send(answers[number]))  # type: ignore[arg-type]
+                except StopIteration:
+                    del running[number]
+                except Exception as error:
+                    errors[number] = error
+                    del running[number]
+            answers = run_pending(asked, calls)
+    finally:
+        for coroutine in running.values():
+            coroutine.close()
+    return errors
+
+
+def _checked(asked: Any) -> PendingCalls:
+    if not isinstance(asked, PendingCalls):
+        raise TypeError(
+            f"An event of an episode awaits self.call(...) only, got {type(asked).__name__}. Put "
+            "what it waits for into a function, sync or async, and await self.call(function)."
+        )
+    return asked
+
+
+def run_pending(
+    asked: Mapping[int, PendingCalls], calls: ConcurrentCalls
+) -> dict[int, list[Outcome]]:
+    """Run what several events wait for at once.
+
+    Args:
+        asked: by number of the event.
+        calls: runs them.
+
+    Returns:
+        An outcome per call, by number of the event.
+    """
+    lanes: dict[Hashable, list[PendingCall]] = {}
+    places: dict[int, list[tuple[Hashable, int]]] = {}
+    for number, pending in asked.items():
+        places[number] = []
+        for i, each in enumerate(pending.calls):
+            key = ("alone", number, i) if each.lane is None else ("lane", each.lane)
+            lane = lanes.setdefault(key, [])
+            places[number].append((key, len(lane)))
+            lane.append(each)
+    if not lanes:
+        return {number: [] for number in asked}
+    chains = [[each.call for each in lane] for lane in lanes.values()]
+    limits = [[each.timeout_s for each in lane] for lane in lanes.values()]
+    outcomes = dict(zip(lanes, calls.run(chains, limits), strict=True))
+    return {number: [outcomes[key][place] for key, place in own] for number, own in places.items()}

@@ -1,0 +1,238 @@
+"""Episodes as entries of a batch, and back: read once, written once.
+
+Shape legend: B rows, in whatever batch shape; T tokens of the longest row.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from tensordict import NonTensorData, TensorDictBase, unravel_key
+from torch import Tensor
+from torchrl.data import Binary, Composite, NonTensor, Unbounded
+from torchrl.envs import Transform
+
+from torchrl_data.conversation.object_entries import read_objects, write_objects
+from torchrl_data.keys import (
+    DONE,
+    GROUP_ID,
+    MAX_NEW_TOKENS,
+    NO_LIMIT,
+    NUM_TOOL_CALLS,
+    NUM_TOOL_ERRORS,
+    REWARD,
+    REWARDS,
+    ROW,
+    SCORABLE,
+    SEED,
+    STOP_REASON,
+    TERMINATED,
+    TRUNCATED,
+)
+from torchrl_envs.entries.padded import TOKEN_ENTRIES, write_token_entry
+from torchrl_envs.entries.rewards import REWARD_ERRORS, dense_reward, write_scores
+
+from .episode import Episode
+
+EPISODE: Final = "episode"
+"""The values of each row's :class:`Episode`: one opaque object for the whole batch."""
+FLAGS: Final = (DONE, TERMINATED, TRUNCATED)
+
+
+def read_episodes(batch: TensorDictBase) -> list[Episode]:
+    """The episodes of a batch, to go on from; made of its entries where it holds none.
+
+    Args:
+        batch: of B rows.
+    """
+    held = read_objects(batch, EPISODE)
+    if all(isinstance(each, Episode) for each in held):
+        return [each.fork() for each in held]
+    episodes = [Episode(row) for row in range(len(held))]
+    reasons = read_objects(batch, STOP_REASON, "")
+    examples = read_objects(batch, ROW)
+    for episode, reason, example in zip(episodes, reasons, examples, strict=True):
+        episode.stop_reason, episode.example = reason, example
+    for key in (GROUP_ID, SEED, NUM_TOOL_CALLS, NUM_TOOL_ERRORS):
+        value = batch.get(key, None)
+        if value is not None:
+            for episode, number in zip(episodes, value.view(-1).tolist(), strict=True):
+                setattr(episode, key, number)
+    return episodes
+
+
+def read_flags(batch: TensorDictBase) -> list[tuple[bool, bool, bool]]:
+    """Whether each row is done, terminated and truncated; False where an entry is absent.
+
+    Args:
+        batch: of B rows.
+    """
+    columns = []
+    for key in FLAGS:
+        value = batch.get(key, None)
+        columns.append([False] * batch.numel() if value is None else value.view(-1).tolist())
+    return list(zip(*columns, strict=True))
+
+
+def write_flags(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
+    """Write which episodes are over, and how.
+
+    Args:
+        batch: of B rows.
+        episodes: B.
+    """
+    shape = (*batch.batch_size, 1)
+    terminated = torch.tensor([episode.is_terminated for episode in episodes]).view(shape)
+    truncated = torch.tensor([episode.is_truncated for episode in episodes]).view(shape)
+    batch.set(TERMINATED, terminated)
+    batch.set(TRUNCATED, truncated)
+    batch.set(DONE, terminated | truncated)
+
+
+def write_episodes(
+    batch: TensorDictBase,
+    episodes: Sequence[Episode],
+    *,
+    loads_data: bool,
+    has_tools: bool,
+    given: TensorDictBase | None = None,
+) -> None:
+    """Write the values of episodes, and what is seen of them in entries of their own.
+
+    Args:
+        batch: of B rows; gets ``stop_reason`` and ``max_new_tokens``, with data ``group_id``,
+            ``seed`` and ``row``, with tools ``num_tool_calls`` and ``num_tool_errors``.
+        episodes: B.
+        loads_data: whether they were drawn from data.
+        has_tools: whether there are tools.
+        given: a batch whose data entries are the same, to be taken over.
+    """
+    write_objects(batch, EPISODE, episodes)
+    write_objects(batch, STOP_REASON, [episode.stop_reason for episode in episodes])
+    budgets = [NO_LIMIT if e.max_new_tokens is None else e.max_new_tokens for e in episodes]
+    _write_int(batch, MAX_NEW_TOKENS, budgets)
+    if has_tools:
+        _write_int(batch, NUM_TOOL_CALLS, [e.num_tool_calls for e in episodes], 1)
+        _write_int(batch, NUM_TOOL_ERRORS, [e.num_tool_errors for e in episodes], 1)
+    if not loads_data:
+        return
+    if given is not None and all(given.get(key, None) is not None for key in (GROUP_ID, SEED, ROW)):
+        for key in (GROUP_ID, SEED, ROW):
+            batch.set(key, given.get(key))
+        return
+    _write_int(batch, GROUP_ID, [episode.group_id for episode in episodes])
+    _write_int(batch, SEED, [episode.seed for episode in episodes])
+    write_objects(batch, ROW, [episode.example for episode in episodes])
+
+
+def _write_int(batch: TensorDictBase, key: str, values: Sequence[int], *shape: int) -> None:
+    batch.set(key, torch.tensor(values, dtype=torch.int64).view(*batch.batch_size, *shape))
+
+
+def write_results(
+    batch: TensorDictBase, episodes: Sequence[Episode], names: Sequence[str], *, dense: bool
+) -> None:
+    """Write what episodes were given at their ends; what every step has, if there are none.
+
+    Args:
+        batch: ``[B]``.
+        episodes: that have just ended.
+        names: of all sources of rewards.
+        dense: whether a transform can make the reward dense.
+    """
+    rows = [episode.row for episode in episodes]
+    if names:
+        scores = [episode.score for episode in episodes]
+        values = None
+        if dense:
+            batch.set(TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
+        if any(score.by_token is not None for score in scores):
+            for episode in episodes:
+                episode.token_entries[REWARD] = _dense_reward(episode)
+            values = [last_row(episode, episode.token_entries[REWARD]) for episode in episodes]
+        write_scores(batch, rows, scores, values, names)
+    for key in dict.fromkeys(key for episode in episodes for key in episode.token_entries):
+        own = [episode for episode in episodes if key in episode.token_entries]
+        if key != REWARD:
+            values = [last_row(episode, episode.token_entries[key]) for episode in own]
+            row_key: Any = unravel_key(("next", key))
+            write_token_entry(batch, key, [e.row for e in own], values, row_key=row_key)
+
+
+def _dense_reward(episode: Episode) -> Tensor:
+    score = episode.score
+    return dense_reward(torch.tensor(score.total), score.by_token, episode.assistant_mask)
+
+
+def last_row(episode: Episode, values: Tensor) -> Tensor:
+    """Values of all tokens of an episode at those of its last row.
+
+    Args:
+        episode: any.
+        values: ``[sum of T, ...]``.
+    """
+    if not episode.segments:
+        return values
+    return values[len(values) - episode.conversation.num_tokens(0) :]
+
+
+class EpisodeEntries(Transform):
+    """Declares the entries of every step, and answers the policy's turns before all others see one.
+
+    ``stop_reason``, ``max_new_tokens``, what data loading carries, the counts of tools, and the
+    rewards. Before the end of an episode ``reward`` is 0, ``("rewards", source)`` is NaN and
+    ``scorable`` is False.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward_names: Sequence[str] = ()
+        """Of all sources of rewards; the environment keeps them up to date."""
+        self.dense = False
+        """Whether a transform can make the reward dense; the environment keeps it up to date."""
+        self.loads_data = False
+        """Whether data is loaded; the environment keeps it up to date."""
+        self.has_tools = False
+        """Whether there are tools; the environment keeps it up to date."""
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:  # type: ignore[override]
+        """Declares the entries of every observation."""
+        shape = observation_spec.shape
+        observation_spec[EPISODE] = NonTensor(shape=shape, example_data=Episode())
+        observation_spec[STOP_REASON] = NonTensor(shape=shape, example_data="")
+        observation_spec[MAX_NEW_TOKENS] = Unbounded(shape=shape, dtype=torch.int64)
+        if self.has_tools:
+            counts = torch.Size((*shape, 1))
+            for key in (NUM_TOOL_CALLS, NUM_TOOL_ERRORS):
+                observation_spec[key] = Unbounded(shape=counts, dtype=torch.int64)
+        if self.loads_data:
+            for key in (GROUP_ID, SEED):
+                observation_spec[key] = Unbounded(shape=shape, dtype=torch.int64)
+            observation_spec[ROW] = NonTensor(shape=shape, example_data={})
+        return observation_spec
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:  # type: ignore[override]
+        """Declares the rewards of all sources; ``[*B, -1, 1]`` if it can be dense."""
+        if not self.reward_names:
+            return reward_spec
+        shape = reward_spec.shape
+        reward_spec[REWARD] = Unbounded(shape=torch.Size((*shape, -1 if self.dense else 1, 1)))
+        reward_spec[SCORABLE] = Binary(n=1, shape=torch.Size((*shape, 1)), dtype=torch.bool)
+        single = Unbounded(shape=torch.Size((*shape, 1, 1)))
+        named = {name: single.clone() for name in self.reward_names}
+        reward_spec[REWARDS] = Composite(named, shape=shape)
+        reward_spec[REWARD_ERRORS] = NonTensor(shape=shape, example_data="")
+        if self.dense:
+            reward_spec[TOKEN_ENTRIES] = NonTensor(shape=shape, example_data={})
+        return reward_spec
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        env: Any = self.container
+        env.begin_step(tensordict, next_tensordict)
+        return next_tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        del tensordict
+        return tensordict_reset

@@ -1,0 +1,217 @@
+"""One rollout, from its draw to its reward.
+
+Shape legend: T tokens of a row of an episode.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.messages import Message
+from torchrl_data.stop_reasons import ANSWERED, CUT_REASONS, MAX_STEPS, UNSCORABLE_REASONS, kind_of
+from torchrl_envs.entries.rewards import Score
+
+from .resources import Resources
+
+_NOTHING: Final = Conversations.from_messages([[]])
+_ids = itertools.count()
+
+
+class Episode:
+    """One rollout. Everything that happens to it is here.
+
+    Transforms work on it in their events, see :class:`~torchrl_envs.EpisodeTransform`. Its values
+    travel with the batch as one object per row; what it holds (``resources``) stays in the
+    environment.
+
+    Args:
+        row: which row of the environment's batch it runs in.
+    """
+
+    def __init__(self, row: int = 0) -> None:
+        self.id: int = next(_ids)
+        """Of this episode alone, in this process."""
+        self.row: int = row
+        """Which row of the environment's batch it runs in."""
+        self.example: Mapping[str, Any] | None = None
+        """The data set's row that it started from."""
+        self.group_id: int = -1
+        """Equal for the episodes of one draw."""
+        self.seed: int = 0
+        """Equal for the episodes of one draw."""
+        self.query: Any = None
+        """What opens the conversation: a string, messages or token ids; for ``begin``."""
+        self.tools: Sequence[dict[str, Any]] | None = None
+        """JSON schemas that the prompt shows."""
+        self.conversation: Conversations = _NOTHING
+        """One conversation: an append-only record and how far it has got."""
+        self.segments: tuple[Conversations, ...] = ()
+        """What was said before the past was rewritten, see :meth:`rewrite`; one of a row each."""
+        self.max_new_tokens: int | None = None
+        """Most tokens of the next turn; ``None`` leaves it to the policy."""
+        self.finish_reason: str = ""
+        """Why the newest turn ended: ``"stop"``, ``"length"`` or ``"error: ..."``."""
+        self.stop_reason: str = ""
+        """Why the episode is over, see ``torchrl_data.stop_reasons``; empty while it runs."""
+        self.is_terminated: bool = False
+        """It has come to its own end."""
+        self.is_truncated: bool = False
+        """It was cut."""
+        self.num_tool_calls: int = 0
+        self.num_tool_errors: int = 0
+        self.score: Score = Score()
+        """What it was given at its end."""
+        self.metrics: dict[str, Any] = {}
+        """What transforms measured at its end, by their ``key``."""
+        self.token_entries: dict[Any, Tensor] = {}
+        """Values by token, ``[T, ...]`` over all tokens of all its rows, by entry."""
+        self.memory: Mapping[str, Any] = {}
+        """What transforms remember of it, by their ``key``; replace it, don't write into it."""
+        self.resources: Resources = Resources()
+        """What it holds; given back when it is over."""
+
+    def fork(self) -> "Episode":
+        """The same episode, to go on from here: what happens to one is not seen by the other."""
+        fork = object.__new__(Episode)
+        fork.__dict__.update(self.__dict__)
+        return fork
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its values; what it holds does not travel."""
+        return {**self.__dict__, "resources": Resources()}
+
+    def __repr__(self) -> str:
+        state = self.stop_reason or "running"
+        return f"Episode(id={self.id}, group_id={self.group_id}, {state})"
+
+    # What was said ------------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation as it stands."""
+        return self.conversation.messages(0)
+
+    @property
+    def last_message(self) -> Message:
+        """The newest message."""
+        return self.conversation.last_message(0)
+
+    @property
+    def first_response(self) -> int:
+        """Messages before the policy's first turn."""
+        return self.conversation.first_response(0)
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the policy spoke last."""
+        return self.conversation.last_message(0).get("role") == "assistant"
+
+    @property
+    def rows(self) -> list[Conversations]:
+        """The rows that are trained: each sampled token is in exactly one of them.
+
+        One for each segment, and one for the conversation as it stands.
+        """
+        return [*self.segments, self.conversation]
+
+    @property
+    def assistant_mask(self) -> Tensor:
+        """True on the tokens that the policy sampled, of all rows one after the other, ``[T]``."""
+        if not self.segments:
+            return self.conversation.assistant_mask(0)
+        return torch.cat([row.assistant_mask(0) for row in self.rows])
+
+    def say(self, *messages: Message) -> None:
+        """Add messages of anybody but the policy to the conversation.
+
+        Args:
+            messages: they get their tokens before the next turn.
+        """
+        self.conversation = self.conversation.append_messages([messages])
+
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """Go on from another past: a summary, a history without reasoning or old results.
+
+        What the policy has sampled so far stays as it is, in a row of its own that shares group,
+        reward and advantage with the rest (:attr:`segments`). Nothing in ``messages`` is trained
+        again, whoever said it.
+
+        Args:
+            messages: the whole conversation from now on; they get their tokens before the next
+                turn.
+        """
+        tools = self.conversation.tools(0)
+        self.replace_conversation(Conversations.from_messages([list(messages)], [tools]))
+
+    def replace_conversation(self, conversation: Conversations) -> None:
+        """Go on with another record; the old one is a segment if the policy sampled any of it.
+
+        Args:
+            conversation: one; none of its tokens is trained again.
+        """
+        if self.conversation.was_sampled(0):
+            self.segments = (*self.segments, self.conversation)
+        self.conversation = conversation
+
+    def limit_turn(self, max_new_tokens: int) -> None:
+        """Bound the next turn; the tightest bound counts.
+
+        Args:
+            max_new_tokens: most tokens of it.
+        """
+        held = self.max_new_tokens
+        self.max_new_tokens = max_new_tokens if held is None else min(held, max_new_tokens)
+
+    # How it ends --------------------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        return self.is_terminated or self.is_truncated
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether what it got says anything about the policy: it did not fail by itself."""
+        return kind_of(self.stop_reason) not in UNSCORABLE_REASONS
+
+    def terminate(self, reason: str = "") -> None:
+        """It has come to its own end.
+
+        Args:
+            reason: why; the first one stays.
+        """
+        self.is_terminated = True
+        self.stop_reason = self.stop_reason or reason
+
+    def truncate(self, reason: str = "") -> None:
+        """It is cut here; what it came to by itself does not count.
+
+        Args:
+            reason: why; the first one stays.
+        """
+        self.is_truncated, self.is_terminated = True, False
+        self.stop_reason = self.stop_reason or reason
+
+    def resume(self) -> None:
+        """It is not over after all."""
+        self.is_terminated = self.is_truncated = False
+        self.stop_reason = ""
+
+    def settle(self) -> None:
+        """Say why it is over, if nobody has."""
+        if not self.stop_reason:
+            self.stop_reason = self._default_reason()
+        # A turn cut at its budget did not end by itself.
+        if self.stop_reason in CUT_REASONS:
+            self.truncate()
+
+    def _default_reason(self) -> str:
+        if kind_of(self.finish_reason) == "error":
+            return self.finish_reason
+        if self.is_truncated:
+            return MAX_STEPS
+        return "response_length" if self.finish_reason == "length" else ANSWERED

@@ -1,0 +1,230 @@
+"""The one loop through an episode: begin, turns, finish, close.
+
+:class:`EpisodeRunner` runs the events of many episodes at once; who drives it decides when.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
+from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.entries.rewards import Score
+from torchrl_envs.tool_calls.results import error_line
+
+from .driving import drive
+from .episode import Episode
+from .episode_transform import EpisodeStartError, EpisodeTransform, overrides
+from .resources import Resources, close_left_open, close_resources
+from .tool_dispatcher import ToolDispatcher
+
+_log = logging.getLogger(__name__)
+
+
+class EpisodeRunner:
+    """Runs events of episodes, of all transforms in order.
+
+    ``begin -> (before_turn -> the policy's turn -> after_turn)* -> finish -> close``
+
+    Args:
+        calls: runs what events wait for.
+        dispatcher: answers turns that call tools; the first to see one.
+    """
+
+    def __init__(self, calls: ConcurrentCalls, dispatcher: ToolDispatcher) -> None:
+        self.calls = calls
+        self.dispatcher = dispatcher
+        self._transforms: list[EpisodeTransform] = []
+        self._open: dict[int, Resources] = {}
+        self._rows: dict[int, int] = {}
+        weakref.finalize(self, close_left_open, self._open)
+
+    def set_transforms(self, transforms: Sequence[EpisodeTransform]) -> None:
+        """Who takes part, in order.
+
+        Args:
+            transforms: without the dispatcher.
+        """
+        self._transforms = list(transforms)
+        for number, transform in enumerate(self._transforms):
+            transform.key = f"{type(transform).__name__}.{number}"
+
+    def _of(self, event: str) -> list[EpisodeTransform]:
+        return [part for part in self._transforms if overrides(part, event)]
+
+    # Events -------------------------------------------------------------------------------------
+
+    def begin(self, episodes: Sequence[Episode]) -> None:
+        """Draw and start episodes; one that can't start gets a ``stop_reason``.
+
+        Args:
+            episodes: new ones.
+        """
+        for episode in episodes:
+            self._open[episode.id] = episode.resources
+            self._rows[episode.id] = episode.row
+        for transform in self._of("draw"):
+            transform.draw(episodes)
+        for transform in self._of("begin"):
+            running = [episode for episode in episodes if not episode.stop_reason]
+            errors = self._each(transform.begin, running)
+            for number, error in errors.items():
+                _refuse(running[number], transform, error)
+            # What it holds of others stays until its first step, which ends it.
+            failed = [(running[number].resources, False) for number in errors]
+            close_resources(failed, self.calls, owner=transform)
+        for episode in episodes:
+            if not episode.stop_reason:
+                self.dispatcher.show_tools(episode)
+
+    def before_turn(self, episodes: Sequence[Episode]) -> None:
+        """Bound the next turn of episodes that go on.
+
+        Args:
+            episodes: that a transform truncates has its ``stop_reason`` afterwards.
+        """
+        for episode in episodes:
+            episode.max_new_tokens = None
+        for transform in self._transforms:
+            running = [e for e in episodes if not e.stop_reason and not e.is_done]
+            if running:
+                self._both(transform, "before_turn", "before_turns", running)
+
+    def answer(self, episodes: Sequence[Episode]) -> None:
+        """Run the calls of the turns that episodes have just taken, and append the answers.
+
+        Args:
+            episodes: whose newest message is the policy's.
+        """
+        _raise_first(self._each(self.dispatcher.after_turn, episodes))
+
+    def after_turn(self, transform: EpisodeTransform, episodes: Sequence[Episode]) -> None:
+        """Run one transform's ``after_turn``.
+
+        Args:
+            transform: which.
+            episodes: that have just taken a turn.
+        """
+        _raise_first(self._each(transform.after_turn, episodes))
+
+    def finish(self, episodes: Sequence[Episode]) -> None:
+        """Score episodes that are over; those that failed, or never began, get no reward.
+
+        Args:
+            episodes: their ``stop_reason`` says why they are over.
+        """
+        for episode in episodes:
+            episode.score = Score()
+            episode.metrics, episode.token_entries = {}, {}
+        scored = [episode for episode in episodes if episode.is_scorable]
+        if scored:
+            for transform in self._transforms:
+                self._both(transform, "finish", "finish_batch", scored)
+        for episode in episodes:
+            if not episode.is_scorable:
+                episode.score = Score(error=episode.stop_reason)
+
+    def close(self, episodes: Sequence[Episode]) -> None:
+        """Give back what episodes hold, once; they are over, finished or given up.
+
+        Args:
+            episodes: those that are closed already are left out.
+        """
+        held = [
+            (resources, episode.is_done)
+            for episode in episodes
+            if (resources := self._open.pop(episode.id, None)) is not None
+        ]
+        for episode in episodes:
+            self._rows.pop(episode.id, None)
+        if any(len(resources) for resources, _ in held):
+            close_resources(held, self.calls)
+
+    def close_rows(self, rows: Sequence[int] | None = None) -> None:
+        """Give up the episodes that run in some rows, or all.
+
+        Args:
+            rows: of the environment's batch.
+        """
+        wanted = None if rows is None else set(rows)
+        ids = [i for i, row in self._rows.items() if wanted is None or row in wanted]
+        held = [(self._open.pop(i), False) for i in ids]
+        for i in ids:
+            del self._rows[i]
+        if any(len(resources) for resources, _ in held):
+            close_resources(held, self.calls)
+
+    def resources_in(self, row: int) -> Resources:
+        """What the episode holds that runs in a row; nothing if none does.
+
+        Args:
+            row: of the environment's batch.
+        """
+        found = [self._open[i] for i, own in self._rows.items() if own == row]
+        return found[0] if found else Resources()
+
+    def resources_of(self, episode: Episode) -> Resources:
+        """What an episode holds; nothing if it is closed.
+
+        Args:
+            episode: any.
+        """
+        held = self._open.get(episode.id)
+        return Resources() if held is None else held
+
+    # How ----------------------------------------------------------------------------------------
+
+    def _both(
+        self, transform: EpisodeTransform, single: str, plural: str, episodes: Sequence[Episode]
+    ) -> None:
+        """An event of one transform, in its form for many and in that for one."""
+        if overrides(transform, plural):
+            getattr(transform, plural)(episodes)
+        if overrides(transform, single):
+            _raise_first(self._each(getattr(transform, single), episodes))
+
+    def _each(
+        self, event: Callable[[Episode], Any], episodes: Sequence[Episode]
+    ) -> dict[int, Exception]:
+        """Run an event of each episode; what was raised, by number."""
+        errors: dict[int, Exception] = {}
+        waiting: dict[int, Any] = {}
+        for number, episode in enumerate(episodes):
+            try:
+                coroutine = event(episode)
+            except Exception as error:
+                errors[number] = error
+            else:
+                if coroutine is not None:
+                    waiting[number] = coroutine
+        if waiting:
+            errors |= drive(waiting, self.calls)
+        return errors
+
+
+def take_over(episode: Episode, conversation: Conversations) -> None:
+    """Go on with a conversation that somebody else wrote; where it rewrites the past, in a new row.
+
+    Args:
+        episode: whose it is.
+        conversation: one.
+    """
+    if conversation.continues(0, episode.conversation, 0):
+        episode.conversation = conversation
+    else:
+        episode.replace_conversation(conversation)
+
+
+def _refuse(episode: Episode, transform: EpisodeTransform, error: Exception) -> None:
+    where = error.where if isinstance(error, EpisodeStartError) else type(transform).__name__
+    cause = error.__cause__ if isinstance(error, EpisodeStartError) else error
+    cause = error if cause is None else cause
+    _log.warning("Row %d does not begin: %s failed", episode.row, where, exc_info=cause)
+    episode.stop_reason = f"{ENVIRONMENT_ERROR}: {where}: {error_line(cause)}"
+
+
+def _raise_first(errors: dict[int, Exception]) -> None:
+    if errors:
+        raise errors[min(errors)]
