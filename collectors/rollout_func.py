@@ -24,7 +24,7 @@ from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
 from torchrl_envs.concurrency.calls import ConcurrentCalls, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.episode.entries import write_episodes, write_flags, write_results
+from torchrl_envs.episode.entries import write_episodes, write_flags, write_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner
 from torchrl_envs.episode.tool_dispatcher import ToolDispatcher
@@ -156,7 +156,7 @@ class RolloutFunctionCollector(Collector):
         batch = TensorDict({}, batch_size=[len(episodes)])
         write_conversations(batch, PROMPT, Conversations.cat([e.conversation for e in episodes]))
         write_flags(batch, episodes)
-        write_results(batch, episodes, self._reward_names, dense=False)
+        write_rewards(batch, episodes, self._reward_names, dense=False)
         write_episodes(batch, episodes, loads_data=True, has_tools=False)
         rows = trajectory_rows(batch, range(len(episodes)))
         return lazy_stack([row for own in rows for row in own]), len(episodes)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from .tools.function_tools import FunctionTools
     from .tools.mcp_tools import MCPToolTransform
     from .tools.python_interpreter import PythonInterpreter
+    from .transforms.drop_reasoning import DropReasoning
+    from .transforms.fold_context import FoldContext
     from .transforms.policy_version import PolicyVersion
     from .transforms.thinking_prompt import AddThinkingPrompt
     from .transforms.token_budget import TokenBudget
@@ -58,11 +60,13 @@ _HOMES = {
     "DatasetChatEnv": "torchrl_envs.datasets.dataset_chat_env",
     "EnvironmentRuleError": "torchrl_envs.testing.check_env",
     "EnvironmentTools": "torchrl_envs.tools.environment_tools",
+    "DropReasoning": "torchrl_envs.transforms.drop_reasoning",
     "Episode": "torchrl_envs.episode.episode",
     "EpisodeEnv": "torchrl_envs.episode.episode_env",
     "EpisodeStartError": "torchrl_envs.episode.episode_transform",
     "EpisodeLostError": "torchrl_envs.errors",
     "EpisodeTransform": "torchrl_envs.episode.episode_transform",
+    "FoldContext": "torchrl_envs.transforms.fold_context",
     "FunctionTools": "torchrl_envs.tools.function_tools",
     "GSM8KEnv": "torchrl_envs.tasks.gsm8k",
     "GSM8KPrepareQuestion": "torchrl_envs.tasks.gsm8k",
@@ -119,6 +123,7 @@ __all__ = [
     "DataExhaustedError",
     "DataLoadingPrimer",
     "DatasetChatEnv",
+    "DropReasoning",
     "EnvironmentRuleError",
     "EnvironmentTools",
     "Episode",
@@ -126,6 +131,7 @@ __all__ = [
     "EpisodeLostError",
     "EpisodeStartError",
     "EpisodeTransform",
+    "FoldContext",
     "FunctionTools",
     "GSM8KEnv",
     "GSM8KPrepareQuestion",

@@ -13,6 +13,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from torchrl_data.validation import check_counts
 
+from .segments import num_rows
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -85,7 +87,7 @@ class GroupQueue:
     @property
     def num_rows(self) -> int:
         """Rows that wait."""
-        return sum(map(len, self._pending.values()))
+        return sum(num_rows(row) for rows in self._pending.values() for row in rows)
 
     def missing(self) -> dict[Hashable, int]:
         """How many rows each incomplete group still lacks, oldest group first."""
@@ -101,7 +103,7 @@ class GroupQueue:
         Returns:
             The group's rows in the order of their arrival once it is complete, else None.
         """
-        self.stats.rows_in += 1
+        self.stats.rows_in += num_rows(row)
         rows = self._pending.get(group)
         if rows is None:
             rows = self._pending[group] = []
@@ -154,7 +156,7 @@ class GroupQueue:
         """Everything that a resumed run needs, as plain containers of tensors and values."""
         return {
             "pending": [
-                (group, self._first_row[group], [_row_state(row) for row in rows])
+                (group, self._first_row[group], [row_state(row) for row in rows])
                 for group, rows in self._pending.items()
             ],
             "stats": asdict(self.stats),
@@ -168,14 +170,14 @@ class GroupQueue:
             state: what :meth:`state` gave.
         """
         self._pending = {
-            group: [_row_from_state(row) for row in rows] for group, _, rows in state["pending"]
+            group: [row_from_state(row) for row in rows] for group, _, rows in state["pending"]
         }
         self._first_row = {group: first for group, first, _ in state["pending"]}
         self.stats = GroupStats(**state["stats"])
         self.expired = deque(map(tuple, state["expired"]), maxlen=self.expired.maxlen)
 
 
-def _row_state(row: TensorDictBase) -> dict[str, Any]:
+def row_state(row: TensorDictBase) -> dict[str, Any]:
     """A row as plain containers: tensors, values, and rows within it."""
     tensors, values, lists, nested = {}, {}, {}, {}
     for key, value in row.items():
@@ -184,7 +186,7 @@ def _row_state(row: TensorDictBase) -> dict[str, Any]:
         elif isinstance(value, NonTensorStack):
             lists[key] = value.tolist()
         elif isinstance(value, TensorDictBase):
-            nested[key] = _row_state(value)
+            nested[key] = row_state(value)
         else:
             tensors[key] = value
     return {
@@ -196,12 +198,13 @@ def _row_state(row: TensorDictBase) -> dict[str, Any]:
     }
 
 
-def _row_from_state(state: dict[str, Any]) -> TensorDictBase:
+def row_from_state(state: dict[str, Any]) -> TensorDictBase:
+    """The row of which :func:`row_state` made plain containers."""
     row = TensorDict({}, batch_size=state["batch_size"])
     for key, value in (state["tensors"] | state["lists"]).items():
         row.set(key, value)
     for key, value in state["values"].items():
         row.set_non_tensor(key, value)
     for key, value in state["nested"].items():
-        row.set(key, _row_from_state(value))
+        row.set(key, row_from_state(value))
     return row

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, Final, Literal
 
 from tensordict import NestedKey, TensorDictBase, lazy_stack
@@ -28,7 +29,7 @@ from .estimators import (
     RewardedGroup,
     TurnCredit,
 )
-from .group_queue import GroupQueue, GroupStats
+from .group_queue import GroupQueue, GroupStats, row_from_state, row_state
 from .returns import (
     TRAJECTORY_RETURNS,
     TrajectoryReturn,
@@ -36,6 +37,7 @@ from .returns import (
     read_group,
     trajectory_return,
 )
+from .segments import SegmentQueue, num_rows, place_of, rows_of
 
 Estimator = Literal["group", "rloo", "gdpo"]
 Credit = Literal["trajectory", "turn"]
@@ -150,6 +152,7 @@ class MCAdvantage(Transform):
         self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY)
         self._check_together()
         self._refills: Counter[Hashable] = Counter()
+        self._segments = SegmentQueue()
         self._lock = threading.Lock()
 
     def _check_together(self) -> None:
@@ -220,18 +223,23 @@ class MCAdvantage(Transform):
 
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
-        refills = self._refills.copy()
+        refills, segments = self._refills.copy(), self._segments.copy()
         try:
             with self.queue.unchanged_on_error():
                 yield
         except BaseException:
-            self._refills = refills
+            self._refills, self._segments = refills, segments
             raise
 
     def get_extra_state(self) -> dict[str, Any]:
         """Incomplete groups, counts and pending refills, for ``state_dict``."""
         with self._lock:
-            return {"queue": self.queue.state(), "refills": dict(self._refills)}
+            segments = [(*place, row_state(row)) for *place, row in self._segments.items()]
+            return {
+                "queue": self.queue.state(),
+                "refills": dict(self._refills),
+                "segments": segments,
+            }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go back to a state.
@@ -242,6 +250,8 @@ class MCAdvantage(Transform):
         with self._lock:
             self.queue.load_state(state["queue"])
             self._refills = Counter(state["refills"])
+            waiting = state.get("segments", ())
+            self._segments.load([(*place, row_from_state(row)) for *place, row in waiting])
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -257,25 +267,35 @@ class MCAdvantage(Transform):
         complete: list[RewardedGroup] = []
         for row in rows:
             group_id = read_group(row, self.group_key, "MCAdvantage")
+            self._check_segments(row)
             if self.unscorable == "refill" and math.isnan(self._return(row)):
                 self.stats.rows_in += 1
                 self.stats.rows_dropped_unscorable += 1
-                self._refills[group_id] += 1
+                # An episode is asked for once, however many rows it has.
+                self._refills[group_id] += place_of(row)[0] == 0
                 continue
-            members = self.queue.add(group_id, row)
+            member = self._segments.add(group_id, row)
+            members = None if member is None else self.queue.add(group_id, member)
             if members is not None:
                 complete.append(self._group(group_id, members))
         for group_id, late in self.queue.expire():
             if self.on_expiry == "release":
                 complete.append(self._group(group_id, late))
             else:
-                self.stats.rows_expired += len(late)
+                self.stats.rows_expired += sum(map(num_rows, late))
         return complete
 
     def _return(self, row: TensorDictBase) -> float:
         reward = read_entry(row, self.reward_key, "MCAdvantage")
         scorable = row.get(self.scorable_key, None)
         return trajectory_return(reward, scorable, self.trajectory_return)
+
+    def _check_segments(self, row: TensorDictBase) -> None:
+        if self.credit == "turn" and place_of(row)[1] > 1:
+            raise ValueError(
+                "MCAdvantage: credit='turn' needs the turns of an episode in one row, and an "
+                "episode whose past was rewritten has several. Use credit='trajectory'."
+            )
 
     def _group(self, group_id: Hashable, rows: list[TensorDictBase]) -> RewardedGroup:
         return RewardedGroup(group_id, rows, [self._return(row) for row in rows])
@@ -289,29 +309,29 @@ class MCAdvantage(Transform):
         keep = [kept for group in groups for kept in self._kept(group)]
         released = []
         for row, advantage, kept in zip(rows, advantages, keep, strict=True):
-            if kept:
-                row.set(self.advantage_key, advantage)
-                released.append(row)
+            for part in rows_of(row) if kept else ():
+                part.set(self.advantage_key, advantage)
+                released.append(part)
         self.stats.rows_released += len(released)
         return released
 
     def _kept(self, group: RewardedGroup) -> list[bool]:
         """Which rows of a complete group go on; counts those that do not."""
         valid = [value for value in group.returns if not math.isnan(value)]
-        size = len(group.rows)
+        size, sizes = len(group.rows), list(map(num_rows, group.rows))
         if self.estimator.is_flat(group):
             self.stats.groups_zero_variance += 1
             if self.zero_variance != "keep":
-                self.stats.rows_dropped_zero_variance += size
+                self.stats.rows_dropped_zero_variance += sum(sizes)
                 if self.zero_variance == "refill":
                     self._refills[group.group_id] += self.group_size
                 return [False] * size
         bounds = self.keep_return_bounds
         if bounds is not None and not (valid and bounds[0] < sum(valid) / len(valid) < bounds[1]):
-            self.stats.rows_dropped_bounds += size
+            self.stats.rows_dropped_bounds += sum(sizes)
             return [False] * size
         if self.unscorable == "keep":
             return [True] * size
         keep = [not math.isnan(value) for value in group.returns]
-        self.stats.rows_dropped_unscorable += size - sum(keep)
+        self.stats.rows_dropped_unscorable += sum(sizes) - sum(compress(sizes, keep))
         return keep

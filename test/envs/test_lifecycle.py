@@ -274,6 +274,22 @@ def test_a_reset_that_fails_at_its_end_leaves_nothing_open(recorder):
     env.close()
 
 
+class Scores:
+    """A reward function that notes when it is closed; the first one fails then."""
+
+    def __init__(self, name, closed):
+        self.__name__ = self.name = name
+        self.closed = closed
+
+    def __call__(self, completions):
+        return [0.0] * len(completions)
+
+    def close(self):
+        self.closed.append(self.name)
+        if self.name == "first":
+            raise OSError("function")
+
+
 def test_closing_goes_on_after_an_error(recorder, caplog):
     closed = []
 
@@ -292,21 +308,9 @@ def test_closing_goes_on_after_an_error(recorder, caplog):
         def close(self):
             closed.append("transform")
 
-    class Scores:
-        def __init__(self, name):
-            self.__name__ = self.name = name
-
-        def __call__(self, completions):
-            return [0.0] * len(completions)
-
-        def close(self):
-            closed.append(self.name)
-            if self.name == "first":
-                raise OSError("function")
-
     arena = recorder(Recorder, "")
     env = make_env(arena, 2)
-    functions = RewardFunctions([Scores("first"), Scores("second")])
+    functions = RewardFunctions([Scores("first", closed), Scores("second", closed)])
     for transform in (Fails(), functions, Works()):
         env.append_transform(transform)
     threads = set(threading.enumerate())

@@ -190,17 +190,17 @@ def test_closing_ends_the_interpreters(scripted, own_children):
 
 
 def test_an_interpreter_that_does_not_close_is_logged(caplog):
-    class Stubborn(SandboxSession):
-        def close(self):
-            super().close()
-            raise OSError("stays")
+    def close():
+        raise OSError("stays")
 
     interpreter = PythonInterpreter(persistent=True)
     env = make_env(interpreter)
     env.reset()
-    interpreter._sessions[0] = Stubborn(interpreter.sandbox)
+    session = env.resources_in(0).get(interpreter)
+    assert isinstance(session, SandboxSession)
+    env.resources_in(0).add("test", session, close=close)
     env.close()
-    assert "Stubborn.close failed" in caplog.text
+    assert "SandboxSession.close failed" in caplog.text
     assert "OSError: stays" in caplog.text
 
 

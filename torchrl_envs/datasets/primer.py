@@ -295,6 +295,7 @@ class DataLoadingPrimer(EpisodeTransform):
             draw = self._next()
             if draw is None:
                 episode.query, episode.example, episode.stop_reason = "", {}, NO_DATA
+                episode.group_id, episode.seed = -1, 0
                 continue
             num_drawn += 1
             self._frontier.draw()

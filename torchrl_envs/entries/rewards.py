@@ -134,6 +134,7 @@ def write_scores(
     size = batch.batch_size[0]
     reward = torch.zeros(size, 1, 1)
     scorable = torch.zeros(size, 1, dtype=torch.bool)
+    names = dict.fromkeys([*names, *(name for score in scores for name in score.by_source)])
     by_source = {name: torch.full((size, 1, 1), math.nan) for name in names}
     errors = [""] * size
     for row, score in zip(rows, scores, strict=True):

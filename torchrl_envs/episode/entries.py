@@ -129,10 +129,10 @@ def _write_int(batch: TensorDictBase, key: str, values: Sequence[int], *shape: i
     batch.set(key, torch.tensor(values, dtype=torch.int64).view(*batch.batch_size, *shape))
 
 
-def write_results(
+def write_rewards(
     batch: TensorDictBase, episodes: Sequence[Episode], names: Sequence[str], *, dense: bool
 ) -> None:
-    """Write what episodes were given at their ends; what every step has, if there are none.
+    """Write the rewards of episodes that have just ended; what every step has, if there are none.
 
     Args:
         batch: ``[B]``.
@@ -140,17 +140,24 @@ def write_results(
         names: of all sources of rewards.
         dense: whether a transform can make the reward dense.
     """
-    rows = [episode.row for episode in episodes]
-    if names:
-        scores = [episode.score for episode in episodes]
-        values = None
-        if dense:
-            batch.set(TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
-        if any(score.by_token is not None for score in scores):
-            for episode in episodes:
-                episode.token_entries[REWARD] = _dense_reward(episode)
-            values = [last_row(episode, episode.token_entries[REWARD]) for episode in episodes]
-        write_scores(batch, rows, scores, values, names)
+    scores = [episode.score for episode in episodes]
+    values = None
+    if dense:
+        batch.set(TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
+    if any(score.by_token is not None for score in scores):
+        for episode in episodes:
+            episode.token_entries[REWARD] = _dense_reward(episode)
+        values = [last_row(episode, episode.token_entries[REWARD]) for episode in episodes]
+    write_scores(batch, [episode.row for episode in episodes], scores, values, names)
+
+
+def write_token_entries(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
+    """Write what transforms computed by token of episodes that have just ended.
+
+    Args:
+        batch: ``[B]``.
+        episodes: that have just ended.
+    """
     for key in dict.fromkeys(key for episode in episodes for key in episode.token_entries):
         own = [episode for episode in episodes if key in episode.token_entries]
         if key != REWARD:

@@ -61,6 +61,8 @@ class Episode:
         """It has come to its own end."""
         self.is_truncated: bool = False
         """It was cut."""
+        self.num_turns: int = 0
+        """Turns that the policy has taken."""
         self.num_tool_calls: int = 0
         self.num_tool_errors: int = 0
         self.score: Score = Score()
@@ -104,6 +106,37 @@ class Episode:
     def first_response(self) -> int:
         """Messages before the policy's first turn."""
         return self.conversation.first_response(0)
+
+    @property
+    def prompt_messages(self) -> list[Message]:
+        """What came before the policy's first turn."""
+        first = self.rows[0]
+        return first.messages(0)[: first.first_response(0)]
+
+    @property
+    def completion_messages(self) -> list[Message]:
+        """Everything from the policy's first turn on, of all rows, each message once."""
+        if not self.segments:
+            return self.messages[self.first_response :]
+        return [
+            message
+            for row in self.rows
+            if row.was_sampled(0)
+            for message in row.messages(0)[row.first_response(0) :]
+        ]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens before the first one that the policy sampled."""
+        first = self.rows[0]
+        return first.ids(0)[: first.num_tokens_before_policy(0)]
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """The tokens from the first one on that the policy sampled, of all rows."""
+        return [
+            token for row in self.rows for token in row.ids(0)[row.num_tokens_before_policy(0) :]
+        ]
 
     @property
     def awaits_answer(self) -> bool:
@@ -175,8 +208,8 @@ class Episode:
 
     @property
     def is_scorable(self) -> bool:
-        """Whether what it got says anything about the policy: it did not fail by itself."""
-        return kind_of(self.stop_reason) not in UNSCORABLE_REASONS
+        """Whether what it got says anything about the policy: it began, and did not fail."""
+        return self.num_turns > 0 and kind_of(self.stop_reason) not in UNSCORABLE_REASONS
 
     def terminate(self, reason: str = "") -> None:
         """It has come to its own end.

@@ -41,7 +41,8 @@ from .entries import (
     read_flags,
     write_episodes,
     write_flags,
-    write_results,
+    write_rewards,
+    write_token_entries,
 )
 from .episode import Episode
 from .episode_transform import EpisodeTransform, overrides
@@ -81,6 +82,7 @@ class EpisodeEnv(TransformedEnv):
         )
         self._entries = entries
         self._episodes: list[Episode] = []
+        self._active: list[Episode] = []
         self._turns: list[Episode] = []
         self._shown = Conversations([])
         self._find_parts()
@@ -237,7 +239,8 @@ class EpisodeEnv(TransformedEnv):
         try:
             return super()._step(tensordict)
         finally:
-            self._episodes, self._turns, self._shown = [], [], Conversations([])
+            self._episodes, self._active, self._turns = [], [], []
+            self._shown = Conversations([])
 
     def begin_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
         """Read the episodes of a step, and answer the turns that call tools.
@@ -251,17 +254,20 @@ class EpisodeEnv(TransformedEnv):
         active = active_rows(tensordict).tolist()
         reasons = read_objects(tensordict, FINISH_REASON, "")
         before, after = read_flags(tensordict), read_flags(next_batch)
-        self._turns = []
+        self._active, self._turns = [], []
         for row, episode in enumerate(episodes):
             episode.row = row
             flags = after[row] if active[row] else before[row]
             _, episode.is_terminated, episode.is_truncated = flags
             if not active[row]:
                 continue
+            self._active.append(episode)
             episode.resources = self._runner.resources_of(episode)
             episode.finish_reason = reasons[row]
-            if not (episode.stop_reason or episode.is_done):
-                self._turns.append(episode)
+            if not episode.stop_reason:
+                episode.num_turns += 1
+                if not episode.is_done:
+                    self._turns.append(episode)
         if self._entries.has_tools:
             self._runner.answer([each for each in self._turns if each.awaits_answer])
         self._write_prompts(next_batch, episodes)
@@ -288,15 +294,13 @@ class EpisodeEnv(TransformedEnv):
         """
         flat = one_dimension(next_batch)
         self._read_changes(flat)
-        active = active_rows(tensordict).tolist()
-        taking_part = [e for e, is_active in zip(self._episodes, active, strict=True) if is_active]
         for episode in self._turns:
             if not episode.is_done and not episode.stop_reason and episode.awaits_answer:
                 # A conversation goes on only if somebody spoke after the policy.
                 episode.terminate()
         self._runner.before_turn([episode for episode in self._turns if not episode.is_done])
         ended = []
-        for episode in taking_part:
+        for episode in self._active:
             if episode.stop_reason and not episode.is_done:
                 episode.truncate()
             if episode.is_done:
@@ -312,7 +316,10 @@ class EpisodeEnv(TransformedEnv):
         return _in_shape(flat, next_batch.batch_size)
 
     def _write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
-        write_results(batch, ended, self._entries.reward_names, dense=self._entries.dense)
+        entries = self._entries
+        if entries.reward_names or (ended and any(self.transforms_of(RewardSource))):
+            write_rewards(batch, ended, entries.reward_names, dense=entries.dense)
+        write_token_entries(batch, ended)
         for transform in self.episode_transforms():
             if overrides(transform, "export"):
                 transform.export(batch, ended)
@@ -331,8 +338,9 @@ class EpisodeEnv(TransformedEnv):
             for episode, conversation in zip(self._episodes, shown.split(), strict=True):
                 take_over(episode, conversation)
             self._shown = shown
-        for episode, flags in zip(self._episodes, read_flags(batch), strict=True):
-            is_done, episode.is_terminated, episode.is_truncated = flags
+        flags = read_flags(batch)
+        for episode in self._active:
+            is_done, episode.is_terminated, episode.is_truncated = flags[episode.row]
             episode.is_terminated |= is_done and not episode.is_truncated
 
     def _write_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:

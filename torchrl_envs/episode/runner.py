@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
+from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, UNSCORABLE_REASONS, kind_of
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.entries.rewards import Score
 from torchrl_envs.tool_calls.results import error_line
@@ -124,7 +124,8 @@ class EpisodeRunner:
                 self._both(transform, "finish", "finish_batch", scored)
         for episode in episodes:
             if not episode.is_scorable:
-                episode.score = Score(error=episode.stop_reason)
+                is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS
+                episode.score = Score(error=episode.stop_reason if is_failed else "")
 
     def close(self, episodes: Sequence[Episode]) -> None:
         """Give back what episodes hold, once; they are over, finished or given up.

@@ -4,8 +4,9 @@ Shape legend: B rows.
 """
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from tensordict import TensorDictBase
@@ -25,6 +26,10 @@ from torchrl_envs.graders.answers import final_text, message_text, read_tags
 
 if TYPE_CHECKING:
     from torchrl_envs.episode.protocols import EpisodeEnvironment
+
+
+SCORED_BY: Final = "scored_by"
+"""Which transform scored a finished trajectory, so that it does so once."""
 
 
 class AnswerReward(EpisodeTransform, RewardSource):
@@ -56,6 +61,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
         self.set_done_if_answer = set_done_if_answer
         self.weight = weight
         self.add_to_reward = add_to_reward
+        self._id = uuid.uuid4().hex
 
     def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """Score a message.
@@ -181,13 +187,13 @@ class AnswerReward(EpisodeTransform, RewardSource):
 
         Returns:
             A batch of the same size with ``reward`` and the further entries, ``[1, 1]`` each; the
-            batch itself if it has the further entries already.
+            batch itself if this transform has scored it already.
         """
         who = self._get_name()
         full = read_conversations(tensordict, FULL, who=who)
         out = copied_rows(tensordict)
-        if all(out[0].get(key, None) is not None for key in self.part_keys):
-            return tensordict
+        if all(read_objects(row, SCORED_BY)[0] == self._id for row in out):
+            return tensordict  # on the way into this replay buffer, say
         for i, row in enumerate(out):
             data = read_objects(row, ROW)[0]
             if data is None:
@@ -203,6 +209,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
                 row.set(REWARD, value + held if self.add_to_reward and held is not None else value)
             for key in self.part_keys:
                 row.set(key, self.row_entry(key, parts[key]))
+            row.set_non_tensor(SCORED_BY, self._id)
         return joined_rows(out, tensordict.batch_size)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:

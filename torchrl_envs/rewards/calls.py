@@ -95,16 +95,13 @@ def reward_inputs(episodes: Sequence[Episode], environments: Sequence[Any]) -> d
         episodes: the rollouts to be scored.
         environments: of each.
     """
-    prompts, completions, prompt_ids, completion_ids = [], [], [], []
-    for episode in episodes:
-        messages, first = episode.messages, episode.first_response
-        prompts.append(messages[:first])
-        completions.append(messages[first:])
-        ids = episode.conversation.ids(0)
-        start = episode.conversation.num_tokens_before_policy(0)
-        prompt_ids.append(ids[:start])
-        completion_ids.append(ids[start:])
-    values = (prompts, completions, prompt_ids, completion_ids, list(environments))
+    values = (
+        [episode.prompt_messages for episode in episodes],
+        [episode.completion_messages for episode in episodes],
+        [episode.prompt_ids for episode in episodes],
+        [episode.completion_ids for episode in episodes],
+        list(environments),
+    )
     inputs: dict[str, list[Any]] = dict(zip(LISTS, values, strict=True))
     own = [episode.example or {} for episode in episodes]
     for column in dict.fromkeys(name for row in own for name in row):

@@ -1,0 +1,107 @@
+"""Episodes of several rows: one member of their group, one advantage for all their rows.
+
+An episode has several rows where its past was rewritten (a summary, dropped reasoning). They come
+with ``episode_id``, ``segment`` and ``num_segments``. The last row stands for the episode; the
+others travel inside it until the group is complete.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Final
+
+from tensordict import TensorDictBase
+
+from torchrl_data.keys import EPISODE_ID, NUM_SEGMENTS, SEGMENT
+
+_EARLIER: Final = "earlier_segments"
+
+
+def place_of(row: TensorDictBase) -> tuple[int, int]:
+    """Which row of its episode it is, and how many there are."""
+    count = row.get(NUM_SEGMENTS, None)
+    return (0, 1) if count is None else (int(row.get(SEGMENT)), int(count))
+
+
+def num_rows(member: TensorDictBase) -> int:
+    """How many rows an episode has.
+
+    Args:
+        member: a row, with the episode's other rows inside it.
+    """
+    earlier = member.get(_EARLIER, None)
+    return 1 if earlier is None else 1 + len(list(earlier.keys()))
+
+
+def rows_of(member: TensorDictBase) -> Iterator[TensorDictBase]:
+    """The rows of an episode, in order; its last row is as it came.
+
+    Args:
+        member: a row, with the episode's other rows inside it.
+    """
+    earlier = member.get(_EARLIER, None)
+    if earlier is not None:
+        member = member.exclude(_EARLIER)
+        yield from (earlier.get(str(number)) for number in range(len(list(earlier.keys()))))
+    yield member
+
+
+class SegmentQueue:
+    """Rows of episodes that wait for the other rows of their episode."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[Hashable, int], dict[int, TensorDictBase]] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, group: Hashable, row: TensorDictBase) -> TensorDictBase | None:
+        """Add a row.
+
+        Args:
+            group: its group's id.
+            row: kept as it is.
+
+        Returns:
+            One row for the whole episode once all are there, else ``None``.
+
+        Raises:
+            ValueError: the episode has such a row already.
+        """
+        segment, count = place_of(row)
+        if count == 1:
+            return row
+        episode = int(row.get(EPISODE_ID))
+        rows = self._waiting.setdefault((group, episode), {})
+        if segment in rows:
+            raise ValueError(
+                f"MCAdvantage: row {segment} of episode {episode} in group {group!r} came twice."
+            )
+        rows[segment] = row
+        if len(rows) < count:
+            return None
+        del self._waiting[group, episode]
+        member = rows[count - 1].copy()
+        for number in range(count - 1):
+            member.set((_EARLIER, str(number)), rows[number])
+        return member
+
+    def copy(self) -> "SegmentQueue":
+        """The same rows, waiting."""
+        copy = SegmentQueue()
+        copy._waiting = {key: dict(rows) for key, rows in self._waiting.items()}
+        return copy
+
+    def items(self) -> list[tuple[Hashable, int, int, TensorDictBase]]:
+        """Group, episode, segment and row of each row that waits."""
+        return [
+            (group, episode, segment, row)
+            for (group, episode), rows in self._waiting.items()
+            for segment, row in rows.items()
+        ]
+
+    def load(self, items: Sequence[tuple[Hashable, int, int, Any]]) -> None:
+        """Go back to what :meth:`items` gave."""
+        self._waiting = {}
+        for group, episode, segment, row in items:
+            self._waiting.setdefault((group, episode), {})[segment] = row
