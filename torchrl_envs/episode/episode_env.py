@@ -124,8 +124,11 @@ class EpisodeEnv(TransformedEnv):
     @property
     def reward_names(self) -> list[str]:
         """The names of the rewards of all sources, in order."""
-        sources = [part for part in self.episode_transforms() if isinstance(part, RewardSource)]
-        return [name for source in sources for name in source.reward_names]
+        return [name for source in self._reward_sources for name in source.reward_names]
+
+    @property
+    def _reward_sources(self) -> list[RewardSource]:
+        return [part for part in self.episode_transforms() if isinstance(part, RewardSource)]
 
     @property
     def reward_entries(self) -> list[str]:
@@ -317,7 +320,7 @@ class EpisodeEnv(TransformedEnv):
 
     def _write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
         entries = self._entries
-        if entries.reward_names or (ended and any(self.transforms_of(RewardSource))):
+        if entries.reward_names or (ended and self._reward_sources):
             write_rewards(batch, ended, entries.reward_names, dense=entries.dense)
         write_token_entries(batch, ended)
         for transform in self.episode_transforms():
