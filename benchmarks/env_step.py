@@ -28,6 +28,7 @@ from torchrl.envs.transforms import Compose
 from trl_tool_turn import tokenizer_of_both, trl_turn
 
 from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import FULL, PROMPT
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_envs import (
@@ -125,11 +126,11 @@ def ours_with_ids(batch: int, turns: int) -> Callable[[], Any]:
     prompt = grown(read_conversations(start, PROMPT, who="benchmark"), turns - 1)
     held = [encoder.encode_waiting(prompt)]
     ids = tokenizer.encode(f"{CALL}<|im_end|>", add_special_tokens=False)
-    said = (ids, [0.0] * len(ids), {"role": "assistant", "content": CALL})
+    said = Turn(ids, [0.0] * len(ids), {"role": "assistant", "content": CALL})
 
     def step() -> Any:
         given = start.copy()
-        write_conversations(given, FULL, held[0].append_responses([said] * batch))
+        write_conversations(given, FULL, held[0].append_turns([said] * batch))
         after = read_conversations(env.step(given)["next"], PROMPT, who="benchmark")
         held[0] = encoder.encode_waiting(after)
         return held[0]

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "test" / "openenv_servers"
 from process import ServerProcess
 from typed_clients import EchoEnv
 
+from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import FULL, PROMPT, STEP_MASK
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -86,8 +87,8 @@ class InEnvironment:
     def prepare(self) -> None:
         prompt = self.encoder.encode_waiting(read_conversations(self.batch, PROMPT, who="here"))
         end = self.encoder.end_of_turn_id
-        said = [([end], [-0.1], {"role": "assistant", "content": t}) for t in self.turns]
-        write_conversations(self.batch, FULL, prompt.append_responses(said))
+        said = [Turn([end], [-0.1], {"role": "assistant", "content": t}) for t in self.turns]
+        write_conversations(self.batch, FULL, prompt.append_turns(said))
         self.batch.set(STEP_MASK, torch.ones(NUM_ROWS, dtype=torch.bool))
 
     def step(self) -> list[str]:

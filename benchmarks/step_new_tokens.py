@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_data import ConversationEncoder, Conversations, builtin_template
+from torchrl_data.conversation.record import Turn
 
 BATCHES, TURNS = (1, 16, 64), (1, 8, 32, 64)
 WORDS = (  # noqa: SIM905
@@ -68,7 +69,7 @@ class Scenario:
             news = [sentence(words, 60) for _ in range(batch)]
             self.state = conversations
             self.responses = [
-                (row, [-0.5] * len(row), {"role": "assistant", "content": text})
+                Turn(row, [-0.5] * len(row), {"role": "assistant", "content": text})
                 for row, text in zip(ids, answers, strict=True)
             ]
             self.news = [[{"role": "user", "content": text}] for text in news]
@@ -82,7 +83,7 @@ class Scenario:
         ]
 
     def step(self) -> Conversations:
-        grown = self.state.append_responses(self.responses).append_messages(self.news)
+        grown = self.state.append_turns(self.responses).append_messages(self.news)
         return self.encoder.encode_waiting(grown)
 
     def forget(self) -> None:

@@ -17,6 +17,7 @@ import time
 from torchrl.envs.llm.transforms import SimpleToolTransform
 from torchrl.envs.transforms import Compose
 
+from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import FULL, PROMPT
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -87,9 +88,10 @@ class Ours:
         batch = self.env.reset()
         prompt = self.encoder.encode_waiting(read_conversations(batch, PROMPT, who="benchmark"))
         said = [
-            ([1], [0.0], {"role": "assistant", "content": turn(i)}) for i in range(self.num_rows)
+            Turn([1], [0.0], {"role": "assistant", "content": turn(i)})
+            for i in range(self.num_rows)
         ]
-        write_conversations(batch, FULL, prompt.append_responses(said))
+        write_conversations(batch, FULL, prompt.append_turns(said))
         return batch
 
     def step(self, turn=lambda i: call("tool", i)) -> tuple[float, list[str]]:

@@ -11,14 +11,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import keys
     from .conversation.content import ContentBase
-    from .conversation.conversations import (
+    from .conversation.conversations import Conversations
+    from .conversation.messages import check_messages
+    from .conversation.record import (
         ConversationRecord,
-        Conversations,
         EncodedMessages,
         Position,
         Source,
+        Turn,
     )
-    from .conversation.messages import check_messages
     from .display.html_page import conversation_html, messages_html
     from .display.terminal import show_conversation, show_messages
     from .display.text_history import TextHistory
@@ -48,19 +49,20 @@ _HOME = {
     "ContentBase": "conversation.content",
     "ControlTokenGuard": "templates.control_tokens",
     "ConversationEncoder": "templates.encoder",
-    "ConversationRecord": "conversation.conversations",
+    "ConversationRecord": "conversation.record",
     "Conversations": "conversation.conversations",
-    "EncodedMessages": "conversation.conversations",
+    "EncodedMessages": "conversation.record",
     "History": "history.history",
     "LogProbs": "layout.containers",
     "Masks": "layout.containers",
     "MissingEntryError": "errors",
-    "Position": "conversation.conversations",
-    "Source": "conversation.conversations",
+    "Position": "conversation.record",
+    "Source": "conversation.record",
     "Text": "layout.containers",
     "TextHistory": "display.text_history",
     "TokenScorer": "protocols",
     "TokenScores": "protocols",
+    "Turn": "conversation.record",
     "Tokens": "layout.containers",
     "ToolsNotShownError": "templates.tools_shown",
     "add_chat_template": "templates.registry",
@@ -108,6 +110,7 @@ __all__ = [
     "TokenScores",
     "Tokens",
     "ToolsNotShownError",
+    "Turn",
     "add_chat_template",
     "builtin_template",
     "check_messages",

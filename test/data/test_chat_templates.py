@@ -18,6 +18,7 @@ from torchrl_data import (
     resolve_template,
     template_names,
 )
+from torchrl_data.conversation.record import Turn
 from torchrl_data.templates.rendering import render_template
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
@@ -232,7 +233,7 @@ def test_a_message_that_the_template_refuses_is_named():
         encoder.encode_chats([TALK], tools=[{"type": "function"}])
     answered = encoder.encode_waiting(Conversations.from_messages([TALK[:1]] * 2))
     end = [encoder.end_of_turn_id]
-    answered = answered.append_responses([(end, [0.0], TALK[1])] * 2)
+    answered = answered.append_turns([Turn(end, [0.0], TALK[1])] * 2)
     bad = [[{"role": "user", "content": "x"}], [{"role": "wizard", "content": "x"}]]
     waiting = answered.append_messages(bad)
     with pytest.raises(ValueError, match="Message 2 of row 1 has the unknown role 'wizard'"):
@@ -299,7 +300,7 @@ def test_compiled_shapes_equal_rendering(expression):
         new = {"role": "user", "content": content} | ({} if name is None else {"name": name})
         state = encoder.encode_waiting(Conversations.from_messages([TALK[:1]]))
         answer = [*encoder.guard.encode_texts(["A"])[0], encoder.end_of_turn_id]
-        state = state.append_responses([(answer, [0.0] * len(answer), TALK[1])])
+        state = state.append_turns([Turn(answer, [0.0] * len(answer), TALK[1])])
         state = encoder.encode_waiting(state.append_messages([[new]]))
         expected = tokenizer.apply_chat_template(
             [*TALK[:2], new], add_generation_prompt=True, tokenize=False

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES
 
 from torchrl_data import Conversations, EncodedMessages, Source, row_tensordicts
+from torchrl_data.conversation.record import Turn
 from torchrl_data.layout.conversion import conversation_tokens
 
 ANSWER = {"role": "assistant", "content": "a"}
@@ -25,7 +26,7 @@ def started(count=1):
 
 
 def test_a_turn_by_hand():
-    state = started(2).append_responses([([7, 8], [-0.5, -1.5], ANSWER), None], policy_version=3)
+    state = started(2).append_turns([Turn([7, 8], [-0.5, -1.5], ANSWER, 3), None])
     assert state.ids(0) == [1, 2, 3, 7, 8]
     assert state.assistant_mask(0).tolist() == [False] * 3 + [True] * 2
     torch.testing.assert_close(state.log_probs(0), torch.tensor([0.0, 0, 0, -0.5, -1.5]))
@@ -41,8 +42,8 @@ def test_a_turn_by_hand():
 
 def test_appending_to_an_old_snapshot_forks_it():
     base = started()
-    left = base.append_responses([([7], [-1.0], ANSWER)])
-    right = base.append_responses([([8, 9], [-2.0, -3.0], ANSWER)])
+    left = base.append_turns([Turn([7], [-1.0], ANSWER)])
+    right = base.append_turns([Turn([8, 9], [-2.0, -3.0], ANSWER)])
     assert (left.ids(0), right.ids(0)) == ([1, 2, 3, 7], [1, 2, 3, 8, 9])
     assert base.ids(0) == [1, 2, 3]
     assert left != right
@@ -63,7 +64,7 @@ def test_every_snapshot_stays_what_it_was(steps):
         state, ids, messages = snapshots[which % len(snapshots)]
         waits = state.position(0).awaits_response
         if kind == "answer" and waits:
-            state = state.append_responses([([100 + number], [-1.0], ANSWER)])
+            state = state.append_turns([Turn([100 + number], [-1.0], ANSWER)])
             snapshots.append((state, [*ids, 100 + number], messages + 1))
         elif kind == "message":
             state = state.append_messages([[{"role": "user", "content": str(number)}]])
@@ -76,17 +77,17 @@ def test_every_snapshot_stays_what_it_was(steps):
 
 
 def test_wrong_order_and_wrong_counts_are_refused():
-    answered = started().append_responses([([7], [-1.0], ANSWER)])
+    answered = started().append_turns([Turn([7], [-1.0], ANSWER)])
     with pytest.raises(RuntimeError, match="Row 0 does not await a response"):
-        answered.append_responses([([7], [-1.0], ANSWER)])
+        answered.append_turns([Turn([7], [-1.0], ANSWER)])
     with pytest.raises(ValueError, match="Row 0 has 2 sampled tokens but 1 log-probs"):
-        started().append_responses([([7, 8], [-1.0], ANSWER)])
+        started().append_turns([Turn([7, 8], [-1.0], ANSWER)])
     with pytest.raises(IndexError, match="Row 5 of 1"):
         started()[5]
 
 
 def test_rows_hold_full_as_prompt_and_response():
-    state = started(2).append_responses([([7, 8], [-0.5, -1.5], ANSWER)] * 2, policy_version=4)
+    state = started(2).append_turns([Turn([7, 8], [-0.5, -1.5], ANSWER, 4)] * 2)
     row = row_tensordicts(state)[1]
     assert row["tokens", "prompt"].tolist() == [1, 2, 3]
     assert row["tokens", "response"].tolist() == [7, 8]
@@ -105,9 +106,9 @@ def test_rows_hold_full_as_prompt_and_response():
 
 
 def test_versions_may_differ_by_row_and_by_token():
-    rows = [([7, 8], [-0.5, -1.5], ANSWER)] * 2
-    state = started(2).append_responses(rows, policy_version=[[3, 4], 5])
+    turns = [Turn([7, 8], [-0.5, -1.5], ANSWER, versions) for versions in ([3, 4], 5)]
+    state = started(2).append_turns(turns)
     assert state.policy_versions(0).tolist() == [-1, -1, -1, 3, 4]
     assert state.policy_versions(1).tolist() == [-1, -1, -1, 5, 5]
     with pytest.raises(ValueError, match="Row 0 has 2 sampled tokens but 1 policy versions"):
-        started(2).append_responses(rows, policy_version=[[3], 5])
+        started(2).append_turns([turns[0]._replace(versions=[3]), turns[1]])

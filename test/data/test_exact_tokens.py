@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES, FORGERY_EXAMPLES, TEMPLATE_TOKENIZERS
 
 from torchrl_data import ConversationEncoder, Conversations, Source, builtin_template
+from torchrl_data.conversation.record import Turn
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
 
@@ -197,7 +198,7 @@ def test_conversation_grows_by_the_tokens_that_were_sampled(template):
                 assert [i for i in added if i in control] == [i for i in innocent if i in control]
             ids = [*ids, end] if closes or not ids else ids
             answer = {"role": "assistant", "content": "whatever it spells"}
-            state = state.append_responses([(ids, [-0.5] * len(ids), answer)])
+            state = state.append_turns([Turn(ids, [-0.5] * len(ids), answer)])
             expected_mask += [True] * len(ids)
             assert state.ids(0)[-len(ids) :] == ids
             if turn + 1 < len(turns):
@@ -233,7 +234,7 @@ def test_delta_is_what_the_whole_conversation_would_add(template):
         prompt = state.num_tokens(0)
         last = len(answered.ids) - answered.sources[::-1].index(Source.MODEL)
         ids = answered.ids[prompt:last]
-        state = state.append_responses([(ids, [0.0] * len(ids), chat[-1])])
+        state = state.append_turns([Turn(ids, [0.0] * len(ids), chat[-1])])
         state = encoder.encode_waiting(state.append_messages([[new]]))
         assert state.ids(0) == hf_ids(encoder, [*chat, new], add_generation_prompt=True)
 

@@ -18,6 +18,7 @@ from torchrl_data import (
     Tokens,
     write_conversations,
 )
+from torchrl_data.conversation.record import Turn
 
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
 ANSWER = {"role": "assistant", "content": "It is 4."}
@@ -115,7 +116,7 @@ def test_conversations_give_the_tokens_that_they_hold():
     encoder = ConversationEncoder(tokenizer)
     state = encoder.encode_waiting(Conversations.from_messages([[QUESTION]]))
     ids = [*tokenizer.convert_tokens_to_ids(["I", "t"]), encoder.end_of_turn_id]
-    state = state.append_responses([(ids, [-1.0] * 3, {"role": "assistant", "content": "It"})])
+    state = state.append_turns([Turn(ids, [-1.0] * 3, {"role": "assistant", "content": "It"})])
     batch = TensorDict(batch_size=[1])
     write_conversations(batch, "full", state)
     tokens = batch["history"].to_tokens(tokenizer)

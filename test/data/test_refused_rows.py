@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES, TEMPLATE_TOKENIZERS, chatml_tokenizer
 
 from torchrl_data import ConversationEncoder, Conversations, builtin_template
+from torchrl_data.conversation.record import Turn
 from torchrl_data.templates.rendering import render_template
 
 GOOD = [{"role": "user", "content": "hi"}]
@@ -61,8 +62,8 @@ def test_the_others_are_encoded_as_if_it_were_not_there(encoder, kinds):
 @pytest.mark.parametrize("kind", ["an image", "half a surrogate pair"])
 def test_a_later_turn_is_refused_alone_too(encoder, kind):
     state = encoder.encode_waiting(Conversations.from_messages([GOOD, GOOD]))
-    turn = ([*encoder.guard.encode_texts(["A"])[0], encoder.end_of_turn_id], [0.0, 0.0], ANSWER)
-    state = state.append_responses([turn, turn])
+    turn = Turn([*encoder.guard.encode_texts(["A"])[0], encoder.end_of_turn_id], [0.0, 0.0], ANSWER)
+    state = state.append_turns([turn, turn])
     grown = state.append_messages([BAD[kind][0], GOOD])
     encoded, errors = encoder.encode_rows(grown)
     assert list(errors) == [0]
@@ -187,6 +188,6 @@ def test_the_closing_token_stands_once_after_a_turn(num_results, closed):
     turn = [*turn, encoder.end_of_turn_id] if closed else turn
     for _ in range(2):
         state = encoder.encode_waiting(Conversations.from_messages([GOOD]))
-        state = state.append_responses([(turn, [0.0] * len(turn), ANSWER)])
+        state = state.append_turns([Turn(turn, [0.0] * len(turn), ANSWER)])
         state = encoder.encode_waiting(state.append_messages([results]))
         assert encoder.decode([state.ids(0)])[0] == expected

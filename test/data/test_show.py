@@ -18,6 +18,7 @@ from torchrl_data import (
     show_conversation,
     show_messages,
 )
+from torchrl_data.conversation.record import Turn
 
 
 def console():
@@ -30,7 +31,7 @@ def answered(content="hello", name=None):
     state = encoder.encode_waiting(Conversations.from_messages([[user]]))
     ids = [*encoder.guard.encode_texts(["Déjà vu 😀"])[0], encoder.end_of_turn_id]
     answer = {"role": "assistant", "content": "Déjà vu 😀"}
-    state = state.append_responses([(ids, [-0.25] * len(ids), answer)], policy_version=7)
+    state = state.append_turns([Turn(ids, [-0.25] * len(ids), answer, 7)])
     return encoder.tokenizer, state, ids
 
 

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import INPUT_MODES
 from torchrl_data.layout.conversation_io import active_rows, read_conversations, write_conversations
 from torchrl_envs import (
@@ -131,8 +132,8 @@ class Impersonates(Answer):
     def _step(self, tensordict, next_tensordict):
         prompt = read_conversations(next_tensordict, "prompt", who="Impersonates")
         prompt = self.encoder.encode_waiting(prompt)
-        turn = ([20, 21], [0.0, 0.0], {"role": "assistant", "content": "x"})
-        write_conversations(next_tensordict, "prompt", prompt.append_responses([turn, turn]))
+        turn = Turn([20, 21], [0.0, 0.0], {"role": "assistant", "content": "x"})
+        write_conversations(next_tensordict, "prompt", prompt.append_turns([turn, turn]))
         return super()._step(tensordict, next_tensordict)
 
 

@@ -8,6 +8,7 @@ from tensordict import TensorDict, lazy_stack
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects, write_objects
+from torchrl_data.conversation.record import Turn
 from torchrl_data.history.history import History
 from torchrl_data.layout.containers import LogProbs, Masks, Tokens
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
@@ -92,10 +93,17 @@ def test_padded_rows_are_the_ragged_ones_where_the_mask_is_true(rows):
     conversations = conversations.append_encoded(
         [EncodedMessages(list(range(7, 7 + p)), [Source.TEMPLATE] * p) for p, _ in rows]
     )
-    conversations = conversations.append_responses(
-        [(list(range(20, 20 + r)), [-0.5 - i for i in range(r)], TURN) for _, r in rows],
-        policy_version=3,
-        extra={"entropy": [[1.0 + i for i in range(r)] for _, r in rows]},
+    conversations = conversations.append_turns(
+        [
+            Turn(
+                list(range(20, 20 + r)),
+                [-0.5 - i for i in range(r)],
+                TURN,
+                versions=3,
+                extra={"entropy": [1.0 + i for i in range(r)]},
+            )
+            for _, r in rows
+        ]
     )
     ragged = row_tensordicts(conversations)
     padded = padded_rows(ragged, pad_token_id=7)

@@ -286,10 +286,9 @@ def test_what_is_wrong_at_construction(servers):
 
 def test_a_column_that_reset_reads_is_missing(servers, scripted):
     tools = OpenEnvTools(f"{servers}/wordle", actions=[guess], reset_columns=["word"], **SETTINGS)
-    collector = collector_of([{"prompt": "x"}], scripted(["x"]), tools)
     with pytest.raises(ValueError, match=r"reads the columns \['word'\]"):
-        collector.collect()
-    collector.shutdown()
+        collector_of([{"prompt": "x"}], scripted(["x"]), tools)
+    tools.close()
 
 
 def test_a_server_is_a_task(servers, scripted, call_text):

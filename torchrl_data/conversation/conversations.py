@@ -10,103 +10,15 @@ Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import IntEnum
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .messages import Message
-
-
-class Source(IntEnum):
-    """Who wrote a token."""
-
-    TEMPLATE = 0
-    """The chat template: control tokens and headers."""
-    CONTENT = 1
-    """A message that somebody else than the policy wrote: system, user or tool."""
-    MODEL = 2
-    """The policy sampled it."""
-
-
-class EncodedMessages(NamedTuple):
-    """Tokens of some messages, as they continue a conversation."""
-
-    ids: list[int]
-    sources: list[Source]
-
-
-class ConversationRecord:
-    """One row: tokens and messages, only ever appended to."""
-
-    __slots__ = (
-        "extra",
-        "first_response",
-        "ids",
-        "log_probs",
-        "messages",
-        "sources",
-        "tools",
-        "versions",
-    )
-
-    def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
-        self.ids = array("q")
-        self.sources = bytearray()
-        self.log_probs = array("f")
-        self.versions = array("q")
-        # Further figures of sampled tokens by name; what lies past the end of a column is 0.
-        self.extra: dict[str, array] = {}
-        self.messages: list[Message] = []
-        self.tools = tuple(tools) if tools else None
-        self.first_response: int | None = None
-
-    def extend_tokens(
-        self,
-        ids: Sequence[int],
-        sources: Sequence[int],
-        log_probs: Sequence[float] | None = None,
-        version: int | Sequence[int] = -1,
-        extra: Mapping[str, Sequence[float]] | None = None,
-    ) -> None:
-        """Append tokens; ``log_probs`` and ``extra`` are given for sampled tokens only."""
-        for name, values in (extra or {}).items():
-            column = self.extra.setdefault(name, array("f"))
-            column.extend([0.0] * (len(self.ids) - len(column)))
-            column.extend(values)
-        self.ids.extend(ids)
-        self.sources.extend(sources)
-        self.log_probs.extend(log_probs if log_probs is not None else [0.0] * len(ids))
-        self.versions.extend([version] * len(ids) if isinstance(version, int) else version)
-
-    def copy_prefix(self, num_tokens: int, num_messages: int) -> "ConversationRecord":
-        """A record of its own that starts like this one."""
-        copy = ConversationRecord(self.tools)
-        copy.ids = self.ids[:num_tokens]
-        copy.sources = self.sources[:num_tokens]
-        copy.log_probs = self.log_probs[:num_tokens]
-        copy.versions = self.versions[:num_tokens]
-        copy.extra = {name: column[:num_tokens] for name, column in self.extra.items()}
-        copy.messages = self.messages[:num_messages]
-        if self.first_response is not None and self.first_response < num_messages:
-            copy.first_response = self.first_response
-        return copy
-
-
-class Position(NamedTuple):
-    """How far a row had got when the snapshot was taken."""
-
-    num_tokens: int = 0
-    num_messages: int = 0
-    num_encoded: int = 0
-    """Messages that have their tokens; the others wait for the next encoding."""
-    awaits_response: bool = False
-    """The generation header is open: the next token is the policy's."""
-    response_start: int = 0
-    """Where the last response starts, in tokens."""
+from .record import ConversationRecord, EncodedMessages, Position, Source, Turn
 
 
 class Conversations:
@@ -242,17 +154,6 @@ class Conversations:
             rows.append(row)
         return rows
 
-    def is_split_into(self, rows: "Sequence[Conversations]") -> bool:
-        """Whether these are exactly the rows of this snapshot, in order.
-
-        Args:
-            rows: snapshots of one row each.
-        """
-        return len(rows) == len(self) and all(
-            row._records[0] is record and row._positions[0] is position
-            for row, record, position in zip(rows, self._records, self._positions, strict=True)
-        )
-
     # What is in a row ---------------------------------------------------------------------------
 
     @property
@@ -301,20 +202,6 @@ class Conversations:
     def was_sampled(self, row: int) -> bool:
         """Whether the policy sampled any token of a row."""
         return self._records[row].sources.find(bytes([Source.MODEL]), 0, self.num_tokens(row)) >= 0
-
-    def continues(self, row: int, earlier: "Conversations", other: int) -> bool:
-        """Whether a row goes on from another one: all tokens of that one stand at its beginning.
-
-        Args:
-            row: of this snapshot.
-            earlier: a snapshot.
-            other: a row of that one.
-        """
-        old, new = earlier._records[other], self._records[row]
-        n = earlier._positions[other].num_tokens
-        if self._positions[row].num_tokens < n:
-            return False
-        return new is old or (new.ids[:n] == old.ids[:n] and new.sources[:n] == old.sources[:n])
 
     def num_tokens_before_policy(self, row: int) -> int:
         """Tokens of a row before the first one that the policy sampled; all, if it has none."""
@@ -415,61 +302,29 @@ class Conversations:
                 )
         return type(self)(records, positions)
 
-    def append_responses(
-        self,
-        rows: Sequence[tuple[Sequence[int], Sequence[float], Message] | None],
-        *,
-        policy_version: int | Sequence[int | Sequence[int]] = -1,
-        extra: Mapping[str, Sequence[Sequence[float]]] | None = None,
-        sampled: bool = True,
-    ) -> Self:
+    def append_turns(self, turns: Sequence[Turn | None]) -> Self:
         """A snapshot with a turn of the assistant added.
 
         Args:
-            rows: the turn's ids, their log-probs and the message that they spell, per row; ``None``
-                leaves the row as it is.
-            policy_version: the version that sampled them; or one per row; or, for a row, one per
-                token, when the weights changed while it was sampled.
-            extra: further figures of the sampled tokens, such as their entropy: by name, one list
-                per row. Every row has the column from then on.
-            sampled: the policy sampled the turn; ``False`` where somebody else said it.
+            turns: one per row; ``None`` leaves the row as it is. Every row has all columns of
+                further figures from then on.
 
         Raises:
             RuntimeError: a row does not await a response.
-            ValueError: there are not as many log-probs, versions or further figures, as ids.
+            ValueError: a turn has not as many log-probs, versions or further figures, as ids.
         """
-        source = Source.MODEL if sampled else Source.CONTENT
         records, positions = list(self._records), list(self._positions)
-        for i, response in enumerate(rows):
-            if response is None:
-                for name in extra or ():
+        columns = {name for turn in turns if turn is not None for name in turn.extra}
+        for i, turn in enumerate(turns):
+            if turn is None:
+                for name in columns:
                     records[i].extra.setdefault(name, array("f"))
                 continue
-            ids, log_probs, message = response
             if not positions[i].awaits_response:
                 raise RuntimeError(f"Row {i} does not await a response: encode its messages first.")
-            figures = {name: column[i] for name, column in (extra or {}).items()}
-            version = policy_version if isinstance(policy_version, int) else policy_version[i]
-            per_token = {"log-probs": log_probs, **figures}
-            if not isinstance(version, int):
-                per_token["policy versions"] = version
-            for name, values in per_token.items():
-                if len(values) != len(ids):
-                    raise ValueError(
-                        f"Row {i} has {len(ids)} sampled tokens but {len(values)} {name}."
-                    )
+            turn.check(i)
             records[i] = record = self._writable(i)
-            start = len(record.ids)
-            record.extend_tokens(ids, [source] * len(ids), log_probs, version, figures)
-            if record.first_response is None:
-                record.first_response = len(record.messages)
-            record.messages.append(message)
-            positions[i] = Position(
-                num_tokens=len(record.ids),
-                num_messages=len(record.messages),
-                num_encoded=len(record.messages),
-                response_start=start,
-            )
+            positions[i] = record.append_turn(turn)
         return type(self)(records, positions)
 
     def _writable(self, row: int) -> ConversationRecord:
@@ -492,3 +347,20 @@ def _row_indices(index: int | slice | Sequence[int] | Tensor, size: int) -> list
             index = index.reshape(-1).nonzero().squeeze(-1)
         index = index.reshape(-1).tolist()
     return [range(size)[i] for i in index]
+
+
+def is_split_into(snapshot: Conversations, rows: Sequence[Conversations]) -> bool:
+    """Whether these are exactly the rows of a snapshot, one each, in order."""
+    return len(rows) == len(snapshot) and all(
+        row._records[0] is record and row._positions[0] is position
+        for row, record, position in zip(rows, snapshot._records, snapshot._positions, strict=True)
+    )
+
+
+def continues(later: Conversations, earlier: Conversations) -> bool:
+    """Whether all tokens of one conversation stand at the beginning of another one."""
+    old, new = earlier._records[0], later._records[0]
+    n = earlier._positions[0].num_tokens
+    if later._positions[0].num_tokens < n:
+        return False
+    return new is old or (new.ids[:n] == old.ids[:n] and new.sources[:n] == old.sources[:n])

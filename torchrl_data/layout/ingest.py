@@ -269,14 +269,14 @@ def _continued(
     encoder: "ConversationEncoder",
 ) -> Conversations:
     """The prompts with their turns; rows that do not go on from theirs are taken over whole."""
-    for sampled in (True, False):
-        rows = [
-            (turn.ids, turn.log_probs or [0.0] * len(turn.ids), _said(turn.content))
-            if turn is not None and turn.ids and (turn.log_probs is not None) == sampled
+    prompt = prompt.append_turns(
+        [
+            Turn(turn.ids, turn.log_probs, _said(turn.content))
+            if turn is not None and turn.ids
             else None
             for turn in turns
         ]
-        prompt = prompt.append_responses(rows, sampled=sampled)
+    )
     if all(turn is not None for turn in turns):
         return prompt
     other = _without_prompt(whole(), encoder)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation.conversations import Conversations, EncodedMessages
+from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import PROMPT, TEXT, TOKENS
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_data.layout.ingest import encode_texts, prompt_of_tokens
@@ -92,10 +93,10 @@ class LLMEnv(ChatEnv):
         prompt = read_conversations(batch, PROMPT, who="LLMEnv.step")
         rows = encode_texts(texts, self.encoder)
         turns = [
-            (ids, [0.0] * len(ids), {"role": "assistant", "content": text})
+            Turn(ids, None, {"role": "assistant", "content": text})
             for ids, text in zip(rows, texts, strict=True)
         ]
-        return prompt.append_responses(turns, sampled=False)
+        return prompt.append_turns(turns)
 
     def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
         """The next token is the policy's, without a generation header."""

@@ -134,8 +134,8 @@ def write_scores(
     size = batch.batch_size[0]
     reward = torch.zeros(size, 1, 1)
     scorable = torch.zeros(size, 1, dtype=torch.bool)
-    names = dict.fromkeys([*names, *(name for score in scores for name in score.by_source)])
-    by_source = {name: torch.full((size, 1, 1), math.nan) for name in names}
+    everybody = [*names, *(name for score in scores for name in score.by_source)]
+    by_source = {name: torch.full((size, 1, 1), math.nan) for name in everybody}
     errors = [""] * size
     for row, score in zip(rows, scores, strict=True):
         reward[row] = score.total

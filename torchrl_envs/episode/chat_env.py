@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.record import Turn
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import (
     DONE,
@@ -224,8 +225,8 @@ class ChatEnv(EnvBase):
         turns = []
         for message in said:
             ids, _ = self.encoder.encode_turn(message["content"], close=True)
-            turns.append((ids, [0.0] * len(ids), message))
-        return prompt.append_responses(turns, sampled=False)
+            turns.append(Turn(ids, None, message))
+        return prompt.append_turns(turns)
 
     def _keep_prompts(
         self, batch: TensorDictBase, full: Conversations, rows: torch.Tensor

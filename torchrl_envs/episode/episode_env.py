@@ -12,14 +12,13 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.conversations import Conversations, is_split_into
 from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
     FINISH_REASON,
     GROUP_ID,
     PROMPT,
     QUERY,
-    REWARD,
     ROW,
     SEED,
     TOOLS,
@@ -49,6 +48,7 @@ from .episode_transform import EpisodeTransform, overrides
 from .error_limit import RewardErrorLimit
 from .resources import Resources
 from .runner import EpisodeRunner, take_over
+from .step_order import StepOrder, flat_transforms
 from .tool_dispatcher import ToolDispatcher
 from .tool_source import ToolSource, check_tool_names
 
@@ -71,9 +71,9 @@ class EpisodeEnv(TransformedEnv):
     """
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
-        parts = _flat(transform)
+        parts = flat_transforms(transform)
         entries = EpisodeEntries()
-        super().__init__(env, _StepOrder(entries, *parts))  # type: ignore[arg-type]
+        super().__init__(env, StepOrder(entries, *parts))  # type: ignore[arg-type]
         self._calls = ConcurrentCalls()
         self._checked = False
         self._error_limit = RewardErrorLimit()
@@ -98,7 +98,7 @@ class EpisodeEnv(TransformedEnv):
         Raises:
             ValueError: it offers a tool whose name another source's has.
         """
-        for part in _flat(transform):
+        for part in flat_transforms(transform):
             super().append_transform(part)
         self._find_parts()
         self._checked = False
@@ -348,7 +348,7 @@ class EpisodeEnv(TransformedEnv):
 
     def _write_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         conversations = [episode.conversation for episode in episodes]
-        if self._shown.is_split_into(conversations):
+        if is_split_into(self._shown, conversations):
             return
         self._shown = Conversations.cat(conversations)
         write_conversations(batch, PROMPT, self._shown)
@@ -384,30 +384,6 @@ class EpisodeEnv(TransformedEnv):
                 self._calls.close,
             ]
         )
-
-
-class _StepOrder(Compose):
-    """The transforms of an environment; those that read the reward come once it is there."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        transforms: list[Transform] = list(self.transforms)  # type: ignore[arg-type]
-        late = [transform for transform in transforms if REWARD in (transform.in_keys or ())]
-        for transform in transforms:
-            if transform not in late:
-                next_tensordict = transform._step(tensordict, next_tensordict)
-        env: Any = self.container
-        next_tensordict = env.end_step(tensordict, next_tensordict)
-        for transform in late:
-            next_tensordict = transform._step(tensordict, next_tensordict)
-        return next_tensordict
-
-
-def _flat(transform: Transform) -> list[Transform]:
-    """A transform by itself, or those of a plain ``Compose``."""
-    parts: list[Any] = list(transform) if type(transform) is Compose else [transform]  # type: ignore[arg-type]
-    for part in parts:
-        part.reset_parent()
-    return parts
 
 
 def _in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:

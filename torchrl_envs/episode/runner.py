@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.conversations import Conversations, continues
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, UNSCORABLE_REASONS, kind_of
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.entries.rewards import Score
@@ -212,7 +212,7 @@ def take_over(episode: Episode, conversation: Conversations) -> None:
         episode: whose it is.
         conversation: one.
     """
-    if conversation.continues(0, episode.conversation, 0):
+    if continues(conversation, episode.conversation):
         episode.conversation = conversation
     else:
         episode.replace_conversation(conversation)

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import write_objects
+from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import FINISH_REASON, FULL, INPUT_MODES, PROMPT
 from torchrl_data.layout.conversation_io import (
     active_rows,
@@ -45,8 +46,8 @@ class ScriptedTurns:
         size = len(prompt)
         index = [row if is_active else size + row for row, is_active in enumerate(active)]
         prompt = Conversations.cat([opened, prompt])[index]
-        turn = (ids, [-1.0] * len(ids), {"role": "assistant", "content": content})
-        full = prompt.append_responses([turn if is_active else None for is_active in active])
+        turn = Turn(ids, [-1.0] * len(ids), {"role": "assistant", "content": content})
+        full = prompt.append_turns([turn if is_active else None for is_active in active])
         for which, value in ((PROMPT, prompt), (FULL, full)):
             write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
         write_objects(batch, FINISH_REASON, ["stop"] * size)

@@ -13,8 +13,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.conversation.conversations import Conversations, Message
+from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import write_objects
+from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import (
     ENTROPY,
     FINISH_REASON,
@@ -238,10 +239,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             ],
         )
         texts = self.encoder.decode_responses([g.ids for g in generations])
-        full = prompt.append_responses(
-            [_turn(g, text) for g, text in zip(generations, texts, strict=True)],
-            policy_version=[g.token_versions(version) for g in generations],
-            extra=self._figures(generations),
+        full = prompt.append_turns(
+            [self._turn(g, text, version) for g, text in zip(generations, texts, strict=True)]
         )
         return prompt, full, [_reason(g) for g in generations]
 
@@ -251,16 +250,21 @@ class LLMWrapperBase(TensorDictModuleBase):
         # Without any room the engine refuses the row, and says why.
         return min(budget, room) if room > 0 else budget
 
-    def _figures(self, generations: Sequence[Generation]) -> dict[str, list[Sequence[float]]]:
-        figures: dict[str, list[Sequence[float]]] = {}
+    def _turn(self, generation: Generation, text: str, version: int) -> Turn | None:
+        """What the engine sampled, as a turn; ``None`` where it could not."""
+        if generation.finish_reason == "error":
+            return None
+        extra: dict[str, Sequence[float]] = {}
         if self.sampling.untempered_log_probs:
             same = self.sampling.is_own_softmax
-            figures[UNTEMPERED_LOG_PROBS] = [
-                g.log_probs if same else g.untempered_log_probs for g in generations
-            ]
+            extra[UNTEMPERED_LOG_PROBS] = (
+                generation.log_probs if same else generation.untempered_log_probs
+            )
         if self.sampling.entropy:
-            figures[ENTROPY] = [g.entropies for g in generations]
-        return figures
+            extra[ENTROPY] = generation.entropies
+        message = {"role": "assistant", "content": text}
+        versions = generation.token_versions(version)
+        return Turn(generation.ids, generation.log_probs, message, versions, extra)
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -284,12 +288,6 @@ class LLMWrapperBase(TensorDictModuleBase):
 
 def _any_sampling(sampling: SamplingParameters) -> None:
     """What an engine that says nothing refuses."""
-
-
-def _turn(generation: Generation, text: str) -> tuple[list[int], list[float], Message] | None:
-    if generation.finish_reason == "error":
-        return None
-    return generation.ids, generation.log_probs, {"role": "assistant", "content": text}
 
 
 def _reason(generation: Generation) -> str:
