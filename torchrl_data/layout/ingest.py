@@ -14,6 +14,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_
 from torchrl_data.conversation.conversations import Conversations, Message
 from torchrl_data.conversation.messages import check_messages
 from torchrl_data.conversation.object_entries import objects_of_leaf
+from torchrl_data.conversation.record import Turn
 from torchrl_data.errors import missing_part
 from torchrl_data.history.history import History
 from torchrl_data.keys import ASSISTANT_MASK, FULL, HISTORY, LOG_PROBS_FULL, PROMPT, TEXT
