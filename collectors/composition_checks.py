@@ -7,6 +7,7 @@ from torchrl.data import ReplayBuffer
 
 from objectives.advantages.mc_advantage import MCAdvantage
 from torchrl_data.keys import REWARD
+from torchrl_data.templates.rendering_identity import check_same_rendering
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.episode_transform import overrides
@@ -23,8 +24,8 @@ def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
 
     Raises:
         TypeError: it is a bare model.
-        ValueError: it scores instead of sampling, samples several responses per row, or reads
-            another input mode than the environment's.
+        ValueError: it scores instead of sampling, samples several responses per row, reads
+            another input mode than the environment's, or spells conversations out otherwise.
     """
     if not isinstance(policy, LLMWrapperBase):
         if not callable(policy) or hasattr(policy, "base_model_prefix"):
@@ -40,6 +41,8 @@ def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
             f"{who}: the policy draws num_samples={policy.num_samples} responses per row, but an "
             "environment goes on with one. Use DataLoadingPrimer(group_size=...) for groups."
         )
+    if getattr(env.base_env, "template_kwargs", None) is not None:
+        check_same_rendering(env.base_env.encoder, policy.encoder)
     mode = env.base_env.input_mode
     if policy.input_mode != mode:
         raise ValueError(

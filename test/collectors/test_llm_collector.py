@@ -420,3 +420,12 @@ def test_a_pickled_collector_goes_on_where_it_was(make_policy):
     assert ids_of(copy.collect()) == ids_of(collector.collect())
     copy.shutdown()
     collector.shutdown()
+
+
+def test_template_kwargs_of_the_environment_alone_are_refused(chatml_tokenizer, scripted):
+    env = ChatEnv(
+        batch_size=2, tokenizer=chatml_tokenizer, template_kwargs={"enable_thinking": False}
+    ).append_transform(DataLoadingPrimer([{"prompt": "What is 2 + 2?"}] * 2))
+    with pytest.raises(ValueError, match=r"enable_thinking \(False / 'not given'\)"):
+        LLMCollector(env, scripted(["done"], write_tokens=False))
+    env.close()

@@ -111,7 +111,7 @@ class ChatEnv(EnvBase):
         super().__init__(batch_size=size)
         self.input_mode = input_mode
         self.tokenizer = tokenizer
-        self._template_kwargs = template_kwargs
+        self.template_kwargs = template_kwargs
         self._encoder: ConversationEncoder | None = None
         self.system_prompt = system_prompt
         self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
@@ -135,7 +135,7 @@ class ChatEnv(EnvBase):
             if self.tokenizer is None:
                 raise ValueError("ChatEnv needs a tokenizer for this: give tokenizer=.")
             self._encoder = ConversationEncoder(
-                self.tokenizer, chat_template_kwargs=self._template_kwargs
+                self.tokenizer, chat_template_kwargs=self.template_kwargs
             )
         return self._encoder
 
