@@ -41,8 +41,9 @@ def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
             f"{who}: the policy draws num_samples={policy.num_samples} responses per row, but an "
             "environment goes on with one. Use DataLoadingPrimer(group_size=...) for groups."
         )
-    if getattr(env.base_env, "template_kwargs", None) is not None:
-        check_same_rendering(env.base_env.encoder, policy.encoder)
+    base: Any = env.base_env
+    if getattr(base, "template_kwargs", None) is not None:
+        check_same_rendering(base.encoder, policy.encoder)
     mode = env.base_env.input_mode
     if policy.input_mode != mode:
         raise ValueError(

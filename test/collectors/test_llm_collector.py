@@ -1,5 +1,6 @@
 """The collector: batches into a buffer, versions, weight updates, determinism, its end."""
 
+import copy
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
+from torchrl_data import builtin_template
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
@@ -423,9 +425,12 @@ def test_a_pickled_collector_goes_on_where_it_was(make_policy):
 
 
 def test_template_kwargs_of_the_environment_alone_are_refused(chatml_tokenizer, scripted):
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.chat_template = builtin_template("qwen3")
     env = ChatEnv(
-        batch_size=2, tokenizer=chatml_tokenizer, template_kwargs={"enable_thinking": False}
+        batch_size=2, tokenizer=tokenizer, template_kwargs={"enable_thinking": False}
     ).append_transform(DataLoadingPrimer([{"prompt": "What is 2 + 2?"}] * 2))
+    policy = scripted(["done"], tokenizer=tokenizer, write_tokens=False)
     with pytest.raises(ValueError, match=r"enable_thinking \(False / 'not given'\)"):
-        LLMCollector(env, scripted(["done"], write_tokens=False))
+        LLMCollector(env, policy)
     env.close()
