@@ -349,14 +349,6 @@ def _row_indices(index: int | slice | Sequence[int] | Tensor, size: int) -> list
     return [range(size)[i] for i in index]
 
 
-def is_split_into(snapshot: Conversations, rows: Sequence[Conversations]) -> bool:
-    """Whether these are exactly the rows of a snapshot, one each, in order."""
-    return len(rows) == len(snapshot) and all(
-        row._records[0] is record and row._positions[0] is position
-        for row, record, position in zip(rows, snapshot._records, snapshot._positions, strict=True)
-    )
-
-
 def continues(later: Conversations, earlier: Conversations) -> bool:
     """Whether all tokens of one conversation stand at the beginning of another one."""
     old, new = earlier._records[0], later._records[0]

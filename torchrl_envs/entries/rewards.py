@@ -132,22 +132,19 @@ def write_scores(
         names: of all sources; NaN where one does not apply.
     """
     size = batch.batch_size[0]
-    reward = torch.zeros(size, 1, 1)
-    scorable = torch.zeros(size, 1, dtype=torch.bool)
-    everybody = [*names, *(name for score in scores for name in score.by_source)]
-    by_source = {name: torch.full((size, 1, 1), math.nan) for name in everybody}
-    errors = [""] * size
+    reward, scorable, errors = [0.0] * size, [False] * size, [""] * size
+    everybody = dict.fromkeys([*names, *(name for score in scores for name in score.by_source)])
+    by_source = {name: [math.nan] * size for name in everybody}
     for row, score in zip(rows, scores, strict=True):
-        reward[row] = score.total
-        scorable[row] = score.is_scorable
-        errors[row] = score.error
+        reward[row], scorable[row], errors[row] = score.total, score.is_scorable, score.error
         for name, value in score.by_source.items():
             by_source[name][row] = value
-    batch.set(SCORABLE, scorable)
-    batch.set(REWARDS, TensorDict(dict(by_source), batch_size=batch.batch_size))
+    named = {name: torch.tensor(values).view(size, 1, 1) for name, values in by_source.items()}
+    batch.set(SCORABLE, torch.tensor(scorable).view(size, 1))
+    batch.set(REWARDS, TensorDict(named, batch_size=batch.batch_size))
     write_objects(batch, REWARD_ERRORS, errors)
     if dense is None:
-        batch.set(REWARD, reward)
+        batch.set(REWARD, torch.tensor(reward).view(size, 1, 1))
     else:
         write_token_entry(batch, REWARD, rows, dense)
 

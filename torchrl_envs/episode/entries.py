@@ -46,7 +46,7 @@ def read_episodes(batch: TensorDictBase) -> list[Episode]:
         batch: of B rows.
     """
     held = read_objects(batch, EPISODE)
-    if all(isinstance(each, Episode) for each in held):
+    if set(map(type, held)) == {Episode}:
         return [each.fork() for each in held]
     episodes = [Episode(row) for row in range(len(held))]
     reasons = read_objects(batch, STOP_REASON, "")

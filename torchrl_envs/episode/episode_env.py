@@ -4,6 +4,7 @@ Shape legend: B rows.
 """
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -12,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.conversations import Conversations, is_split_into
+from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
     FINISH_REASON,
@@ -85,6 +86,7 @@ class EpisodeEnv(TransformedEnv):
         self._active: list[Episode] = []
         self._turns: list[Episode] = []
         self._shown = Conversations([])
+        self._rows: list[Conversations] = []
         self._find_parts()
 
     @property
@@ -243,7 +245,7 @@ class EpisodeEnv(TransformedEnv):
             return super()._step(tensordict)
         finally:
             self._episodes, self._active, self._turns = [], [], []
-            self._shown = Conversations([])
+            self._shown, self._rows = Conversations([]), []
 
     def begin_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
         """Read the episodes of a step, and answer the turns that call tools.
@@ -256,7 +258,8 @@ class EpisodeEnv(TransformedEnv):
         self._take_over_prompts(next_batch, episodes)
         active = active_rows(tensordict).tolist()
         reasons = read_objects(tensordict, FINISH_REASON, "")
-        before, after = read_flags(tensordict), read_flags(next_batch)
+        after = read_flags(next_batch)
+        before = after if all(active) else read_flags(tensordict)
         self._active, self._turns = [], []
         for row, episode in enumerate(episodes):
             episode.row = row
@@ -272,9 +275,10 @@ class EpisodeEnv(TransformedEnv):
                 if not episode.is_done:
                     self._turns.append(episode)
         if self._entries.has_tools:
-            self._runner.answer([each for each in self._turns if each.awaits_answer])
+            self._runner.answer(self._turns)
         self._write_prompts(next_batch, episodes)
-        write_flags(next_batch, episodes)
+        if any(episode.is_done for episode in self._turns):
+            write_flags(next_batch, episodes)
 
     def run_after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
         """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
@@ -298,7 +302,9 @@ class EpisodeEnv(TransformedEnv):
         flat = one_dimension(next_batch)
         self._read_changes(flat)
         for episode in self._turns:
-            if not episode.is_done and not episode.stop_reason and episode.awaits_answer:
+            if not (episode.is_terminated or episode.is_truncated or episode.stop_reason) and (
+                episode.conversation.last_message(0)["role"] == "assistant"
+            ):
                 # A conversation goes on only if somebody spoke after the policy.
                 episode.terminate()
         self._runner.before_turn([episode for episode in self._turns if not episode.is_done])
@@ -306,7 +312,7 @@ class EpisodeEnv(TransformedEnv):
         for episode in self._active:
             if episode.stop_reason and not episode.is_done:
                 episode.truncate()
-            if episode.is_done:
+            if episode.is_terminated or episode.is_truncated:
                 episode.settle()
                 ended.append(episode)
         self._runner.finish(ended)
@@ -331,16 +337,17 @@ class EpisodeEnv(TransformedEnv):
 
     def _take_over_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         self._shown = read_conversations(batch, PROMPT, who="EpisodeEnv")
-        for episode, conversation in zip(episodes, self._shown.split(), strict=True):
+        self._rows = self._shown.split()
+        for episode, conversation in zip(episodes, self._rows, strict=True):
             episode.conversation = conversation
 
     def _read_changes(self, batch: TensorDictBase) -> None:
         """What TorchRL's transforms did to the episodes since they were last written."""
         shown = read_conversations(batch, PROMPT, who="EpisodeEnv.step")
         if shown is not self._shown:
-            for episode, conversation in zip(self._episodes, shown.split(), strict=True):
+            self._shown, self._rows = shown, shown.split()
+            for episode, conversation in zip(self._episodes, self._rows, strict=True):
                 take_over(episode, conversation)
-            self._shown = shown
         flags = read_flags(batch)
         for episode in self._active:
             is_done, episode.is_terminated, episode.is_truncated = flags[episode.row]
@@ -348,8 +355,9 @@ class EpisodeEnv(TransformedEnv):
 
     def _write_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         conversations = [episode.conversation for episode in episodes]
-        if is_split_into(self._shown, conversations):
+        if all(map(operator.is_, conversations, self._rows)):
             return
+        self._rows = conversations
         self._shown = Conversations.cat(conversations)
         write_conversations(batch, PROMPT, self._shown)
 

@@ -6,7 +6,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Conversations, continues
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, UNSCORABLE_REASONS, kind_of
@@ -20,6 +20,13 @@ from .episode_transform import EpisodeStartError, EpisodeTransform, overrides
 from .resources import Resources, close_left_open, close_resources
 from .tool_dispatcher import ToolDispatcher
 
+_EVENTS: Final = {
+    "draw": ("draw",),
+    "begin": ("begin",),
+    "before_turn": ("before_turn", "before_turns"),
+    "finish": ("finish", "finish_batch"),
+}
+"""Each event with the methods that take part in it."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +43,7 @@ class EpisodeRunner:
     def __init__(self, calls: ConcurrentCalls, dispatcher: ToolDispatcher) -> None:
         self.calls = calls
         self.dispatcher = dispatcher
-        self._transforms: list[EpisodeTransform] = []
+        self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
         self._open: dict[int, Resources] = {}
         self._rows: dict[int, int] = {}
         weakref.finalize(self, close_left_open, self._open)
@@ -47,12 +54,12 @@ class EpisodeRunner:
         Args:
             transforms: without the dispatcher.
         """
-        self._transforms = list(transforms)
-        for number, transform in enumerate(self._transforms):
+        for number, transform in enumerate(transforms):
             transform.key = f"{type(transform).__name__}.{number}"
-
-    def _of(self, event: str) -> list[EpisodeTransform]:
-        return [part for part in self._transforms if overrides(part, event)]
+        self._parts = {
+            event: [part for part in transforms if any(overrides(part, name) for name in forms)]
+            for event, forms in _EVENTS.items()
+        }
 
     # Events -------------------------------------------------------------------------------------
 
@@ -65,9 +72,9 @@ class EpisodeRunner:
         for episode in episodes:
             self._open[episode.id] = episode.resources
             self._rows[episode.id] = episode.row
-        for transform in self._of("draw"):
+        for transform in self._parts["draw"]:
             transform.draw(episodes)
-        for transform in self._of("begin"):
+        for transform in self._parts["begin"]:
             running = [episode for episode in episodes if not episode.stop_reason]
             errors = self._each(transform.begin, running)
             for number, error in errors.items():
@@ -87,7 +94,7 @@ class EpisodeRunner:
         """
         for episode in episodes:
             episode.max_new_tokens = None
-        for transform in self._transforms:
+        for transform in self._parts["before_turn"]:
             running = [e for e in episodes if not e.stop_reason and not e.is_done]
             if running:
                 self._both(transform, "before_turn", "before_turns", running)
@@ -120,7 +127,7 @@ class EpisodeRunner:
             episode.metrics, episode.token_entries = {}, {}
         scored = [episode for episode in episodes if episode.is_scorable]
         if scored:
-            for transform in self._transforms:
+            for transform in self._parts["finish"]:
                 self._both(transform, "finish", "finish_batch", scored)
         for episode in episodes:
             if not episode.is_scorable:

@@ -42,12 +42,15 @@ class ToolDispatcher:
         """Answer a turn.
 
         Args:
-            episode: whose newest message is the policy's.
+            episode: that has just taken one; nothing happens where the policy did not speak last.
 
         Returns:
             A coroutine that waits for the jobs, or ``None`` if there is nothing to run.
         """
-        items = self._read(episode, episode.last_message["content"])
+        message = episode.conversation.last_message(0)
+        if message["role"] != "assistant":
+            return None
+        items = self._read(episode, message["content"])
         if not items:
             return None
         if any(isinstance(item, Job) for item in items):

@@ -12,7 +12,7 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.observations import with_observation
 from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_transform import EpisodeStartError, EpisodeTransform
+from torchrl_envs.episode.episode_transform import EpisodeStartError, EpisodeTransform, Event
 from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES
 from torchrl_envs.tool_calls.schemas import Tool, environment_tools
@@ -196,11 +196,14 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     # Reward -------------------------------------------------------------------------------------
 
-    async def finish(self, episode: Episode) -> None:
+    def finish(self, episode: Episode) -> Event:
         """Ask the environment for its reward."""
         held: Instance | None = episode.resources.get(self)
-        if held is None or held.name not in self.reward_names:
-            return
+        if held is None or not hasattr(self.types[held.name], "get_reward"):
+            return None
+        return self._score(episode, held)
+
+    async def _score(self, episode: Episode, held: Instance) -> None:
         get_reward = held.environment.get_reward
         given = accepted_arguments(get_reward, {"messages": episode.messages})
         (outcome,) = await self.call(
