@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,9 +125,11 @@ def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
     if cfg.clip_low is None and cfg.clip_high is None:
         return None
     surrogate = cfg.surrogate or preset.get("surrogate", "clipped")
-    own = SURROGATES[surrogate]() if surrogate in SURROGATES else None
-    default = (getattr(own, "clip_low", 0.2), getattr(own, "clip_high", 0.2))
-    low, high = preset.get("clip_epsilon", default)
+    # Where a surrogate has no such bounds, the loss refuses them.
+    function = SURROGATES[surrogate].function if surrogate in SURROGATES else None
+    known = {} if function is None else signature(function).parameters
+    bounds = [known[name].default if name in known else 0.2 for name in ("clip_low", "clip_high")]
+    low, high = preset.get("clip_epsilon", bounds)
     return (
         low if cfg.clip_low is None else cfg.clip_low,
         high if cfg.clip_high is None else cfg.clip_high,

@@ -109,10 +109,8 @@ def test_a_wrong_update_is_refused_whole(make_policy, make_tiny_model, fault):
         del weights[name]
     else:
         weights["extra"] = torch.zeros(1)
-    with pytest.raises(
-        ValueError,
-        match="keeps its weights .1 faults.: " + ("extra" if fault == "unknown" else name),
-    ):
+    said = {"missing": f"it lacks {name}", "unknown": "it has no use for extra"}.get(fault, name)
+    with pytest.raises(ValueError, match=f"keeps its weights .1 faults.: {said}"):
         collector.update_policy_weights_(weights)
     assert collector.policy_version == 0
     assert ids_of(collector.collect()) == before

@@ -133,7 +133,7 @@ def test_a_batch_without_a_prompt_is_named(make_policy):
             {"max_new_tokens": 2.5}, "max_new_tokens must be at least 1 and whole", id="half"
         ),
         pytest.param({"top_k": 1.5}, "top_k must be at least 0 and whole", id="top-k"),
-        pytest.param({"temperature": None}, "temperature must be finite", id="none"),
+        pytest.param({"temperature": "hot"}, "temperature must be finite", id="a word"),
         pytest.param({"temperature": float("nan")}, "temperature must be finite", id="nan"),
         pytest.param({"stop_token_ids": ["x"]}, "must be ids of tokens, got 'x'", id="word"),
         pytest.param({"stop_token_ids": [-5]}, "must be ids of tokens, got -5", id="negative"),
@@ -145,6 +145,12 @@ def test_sampling_that_can_not_work_is_refused_when_made(make_policy, settings, 
         make_policy(generate_kwargs=settings)
 
 
+def test_none_leaves_a_default_by_name_only(make_policy):
+    assert make_policy(generate_kwargs={"temperature": None}).temperature == 1.0
+    with pytest.raises(ValueError, match="temperature must be finite"):
+        SamplingParameters(temperature=None)
+
+
 @pytest.mark.parametrize("name", ["max_model_len", "micro_batch_tokens"])
 def test_limits_are_positive(make_policy, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
@@ -152,5 +158,5 @@ def test_limits_are_positive(make_policy, name):
 
 
 def test_wrong_sampling_is_found_before_a_model_is_loaded():
-    with pytest.raises(TypeError, match="no parameter 'do_sample'"):
+    with pytest.raises(TypeError, match=r"does not take do_sample=False\. Use temperature=0"):
         TransformersWrapper("no/model", generate_kwargs={"do_sample": False})

@@ -207,7 +207,10 @@ def test_a_task_trains(task, result_of, tmp_path):
     assert result["task"] == task
     rollouts = lines_of(Path(result["output_dir"]) / "rollouts.jsonl")
     assert len(rollouts) == 4
-    assert all(r["messages"][-1]["content"] for r in rollouts)
+    # A model that has hardly been trained may end a turn at once, but not every time.
+    last = [r["messages"][-1] for r in rollouts]
+    assert any(m["content"] for m in last)
+    assert all(m["content"] or m["role"] == "assistant" for m in last)
 
 
 @pytest.mark.slow

@@ -75,9 +75,9 @@ def test_settings_reach_the_parts(check):
         *("optim.num_warmup_steps=4",),
     )
     loss = training.build_loss(cfg.loss, training.NoActor(), temperature=0.7, max_tokens=77)
-    assert (loss.surrogate.clip_low, loss.surrogate.clip_high) == (0.2, 0.3)
+    assert loss.options.clip_epsilon == (0.2, 0.3)
     assert (loss.max_tokens, loss.temperature) == (77, 0.7)
-    assert (loss.kl_to_ref_coeff, loss.kl_estimator) == (0.1, "k2")
+    assert (loss.options.kl_to_ref_coeff, loss.options.kl_estimator) == (0.1, "k2")
     assert training.build_advantage(cfg.loss, 4).estimator.scale == "none"
     optimizer = training.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
     assert optimizer.param_groups[0]["momentum"] == 0.7
@@ -112,8 +112,11 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["optim.learning_rate=inf"], "learning_rate must be positive and finite"),
         (["collector.group_size=1"], "group of one never has a signal"),
         (["loss.clip_low=-1"], "loss: .*clip_low"),
-        (["loss=cispo", "loss.clip_low=0.1"], "clip_epsilon has no effect on surrogate 'cispo'"),
-        (["loss.kl_estimator=k2"], "kl_estimator has no effect without"),
+        (
+            ["loss=cispo", "loss.clip_low=0.1"],
+            r"clip_epsilon=\(0.1, 0.2\) has no effect on surrogate 'cispo'",
+        ),
+        (["loss.kl_estimator=k2"], "kl_estimator='k2' has no effect without"),
         (["loss.name=gpro"], "loss.name must be one of"),
         (["policy.top_p=2"], r"top_p must be in \(0, 1\]"),
         (["policy.temperature=0"], "temperature must be positive"),
