@@ -6,14 +6,17 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs.transforms import Compose
+from torchrl.envs.transforms import Compose, RewardClipping, RewardScaling, SignTransform
+from torchrl.envs.utils import check_env_specs
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
 from torchrl_envs import (
+    AddThinkingPrompt,
     ChatEnv,
     DataLoadingPrimer,
     EnvironmentTools,
+    GSM8KEnv,
     RewardFunctions,
     StepCounter,
     reward_metrics,
@@ -193,3 +196,48 @@ def test_metrics_of_what_a_collector_gives(collect):
     assert metrics["rewards/length/std"] == pytest.approx(math.sqrt(8))
     assert metrics["reward/mean"] == 4.5
     assert metrics["reward/zero_std_fraction"] == 0.0
+
+
+def one(completions):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("transform", "rewards"),
+    [
+        pytest.param(lambda: RewardScaling(loc=1.0, scale=2.0), [3.0, 3.0], id="scaled"),
+        pytest.param(lambda: RewardClipping(-0.5, 0.5), [0.5, 0.5], id="clipped"),
+        pytest.param(lambda: SignTransform(in_keys=["reward"]), [1.0, 1.0], id="its sign"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["before the source", "after it"])
+def test_torchrls_transforms_of_the_reward_act_on_it(scripted, transform, rewards, first):
+    parts = (
+        [transform(), RewardFunctions([one])] if first else [RewardFunctions([one]), transform()]
+    )
+    env = ChatEnv(batch_size=2).append_transform(
+        Compose(DataLoadingPrimer([{"prompt": "a"}, {"prompt": "b"}]), *parts)
+    )
+    collected = LLMCollector(env, scripted(["done"], write_tokens=False)).collect()
+    assert collected["reward"].flatten().tolist() == rewards
+    assert collected["rewards", "one"].flatten().tolist() == [1.0, 1.0]
+    env.close()
+
+
+def test_a_second_thought_needs_a_second_turn():
+    rows = [{"question": "2 + 2?", "answer": "#### 4"}]
+    env = GSM8KEnv(dataset=rows).append_transform(AddThinkingPrompt(lambda _: True))
+    with pytest.raises(ValueError, match="max_steps=2"):
+        env.reset()
+    env.close()
+
+
+def test_the_specs_of_a_question_are_those_of_its_data(scripted):
+    rows = [{"question": "2 + 2?", "answer": "#### 4"}] * 2
+    check_env_specs(GSM8KEnv(dataset=rows, num_envs=2))
+    env = GSM8KEnv(dataset=rows, num_envs=2)
+    said = scripted(["<think>x</think><answer>4</answer>"], write_tokens=False)
+    collected = LLMCollector(env, said).collect()
+    assert collected["success"].flatten().tolist() == [True, True]
+    assert collected["reward_right"].flatten().tolist() == collected["reward"].flatten().tolist()
+    env.close()
