@@ -19,6 +19,7 @@ for _name, _value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items():
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
@@ -28,6 +29,10 @@ from fixtures import servers  # noqa: E402, F401
 
 from torchrl_modules import Generation, LLMWrapperBase  # noqa: E402
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer  # noqa: E402
+
+# No test asserts a time.
+settings.register_profile("no deadline", parent=settings(), deadline=None)
+settings.load_profile("no deadline")
 
 TEXTS = [
     "user assistant system tool What is 2 + 2? It is 4. hello world, say it again please",
