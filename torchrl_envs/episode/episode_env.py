@@ -149,11 +149,7 @@ class EpisodeEnv(TransformedEnv):
                 yield transform
 
     def resources_in(self, row: int) -> Resources:
-        """What the episode holds that runs in a row; nothing if none does.
-
-        Args:
-            row: of the batch, counted in one dimension.
-        """
+        """What the episode holds that runs in a row; nothing if none does."""
         return self._runner.resources_in(row)
 
     def check(self) -> None:
@@ -248,12 +244,7 @@ class EpisodeEnv(TransformedEnv):
             self._shown, self._rows = Conversations([]), []
 
     def begin_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
-        """Read the episodes of a step, and answer the turns that call tools.
-
-        Args:
-            tensordict: what the step started from.
-            next_batch: what the base environment made of it.
-        """
+        """Read the episodes of a step, and answer the turns that call tools."""
         self._episodes = episodes = read_episodes(tensordict)
         self._take_over_prompts(next_batch, episodes)
         active = active_rows(tensordict).tolist()
