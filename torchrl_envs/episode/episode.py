@@ -12,7 +12,15 @@ from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.messages import Message
-from torchrl_data.stop_reasons import ANSWERED, CUT_REASONS, MAX_STEPS, UNSCORABLE_REASONS, kind_of
+from torchrl_data.stop_reasons import (
+    ANSWERED,
+    CUT_REASONS,
+    ERROR,
+    MAX_STEPS,
+    RESPONSE_LENGTH,
+    UNSCORABLE_REASONS,
+    kind_of,
+)
 from torchrl_envs.entries.rewards import Score
 
 from .resources import Resources
@@ -243,8 +251,8 @@ class Episode:
             self.truncate()
 
     def _default_reason(self) -> str:
-        if kind_of(self.finish_reason) == "error":
+        if kind_of(self.finish_reason) == ERROR:
             return self.finish_reason
         if self.is_truncated:
             return MAX_STEPS
-        return "response_length" if self.finish_reason == "length" else ANSWERED
+        return RESPONSE_LENGTH if self.finish_reason == "length" else ANSWERED
