@@ -2,7 +2,7 @@
 
 The interface is that of MLGym's first release, which TorchRL 0.14 wraps too. MLGym needs containers
 and is not on PyPI: this was run against a stand-in with the same interface
-(``test/envs/mlgym_stand_in``), never against MLGym itself.
+(``test/envs/tasks/mlgym_stand_in``), never against MLGym itself.
 """
 
 import json
