@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
 
+    from .engines.async_protocol import AsyncEngine, open_async
     from .engines.protocol import Engine, EngineDied, Generation, VersionSpan
     from .engines.transformers_engine import TransformersEngine
     from .policies.base import LLMWrapperBase
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .weights.process_group import stateless_init_process_group
 
 _HOMES = {
+    "AsyncEngine": "engines.async_protocol",
     "AsyncVLLMEngine": "vllm.async_engine",
     "Engine": "engines.protocol",
     "EngineDied": "engines.protocol",
@@ -39,6 +41,7 @@ _HOMES = {
     "VersionSpan": "engines.protocol",
     "chunked_log_prob": "scoring.chunked_head",
     "make_vllm_worker": "vllm.supervised",
+    "open_async": "engines.async_protocol",
     "start_server": "vllm.launch",
     "stateless_init_process_group": "weights.process_group",
     "vLLMWorker": "vllm.worker",
@@ -49,6 +52,7 @@ _HOMES = {
 _LAYOUT = ("ChatHistory", "LogProbs", "Masks", "Text", "Tokens")
 
 __all__ = [
+    "AsyncEngine",
     "AsyncVLLMEngine",
     "ChatHistory",
     "Engine",
@@ -70,6 +74,7 @@ __all__ = [
     "VersionSpan",
     "chunked_log_prob",
     "make_vllm_worker",
+    "open_async",
     "start_server",
     "stateless_init_process_group",
     "vLLMWorker",

@@ -21,10 +21,10 @@ from torch import Tensor
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
 
-from .base import EngineOver, Row
+from .base import Row
 from .engine import VLLMEngine
-from .requests import finished, read_output
-from .stream import Delta, GenerationStream, VersionedGeneration
+from .requests import read_output
+from .stream import Delta, GenerationStream, RespondingEngine, VersionedGeneration
 
 T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 10.0
@@ -37,7 +37,7 @@ class _Command(NamedTuple):
     """Called instead, or after it raised, when the engine ends."""
 
 
-class AsyncVLLMEngine(EngineOver):
+class AsyncVLLMEngine(RespondingEngine):
     """Draws many responses at once, each with its own stream; none waits for another.
 
     It has the engine to itself until it is closed; the engine can be used again after that.
@@ -99,9 +99,7 @@ class AsyncVLLMEngine(EngineOver):
             RuntimeError: it is closed.
             ValueError: the engine can't draw from this distribution.
         """
-        self.check_sampling(params)
-        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return self._submit(Row(prompt, budget, params.row_seeds(1)[0]), params)
+        return self._submit(self._row(prompt, params, max_new_tokens), params)
 
     def _submit(self, row: Row, params: SamplingParameters) -> GenerationStream:
         stream = GenerationStream(
@@ -119,25 +117,6 @@ class AsyncVLLMEngine(EngineOver):
 
         self._put(_Command(add, lambda error: self._send(stream, _died(error))))
         return stream
-
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParameters,
-        *,
-        max_new_tokens: int | None = None,
-    ) -> VersionedGeneration:
-        """Draw one response. Cancelling the caller aborts the request.
-
-        It takes and raises what `submit` does; also `EngineDied` if there is no progress.
-
-        Returns:
-            The response, with the versions that drew it.
-        """
-        self.check_sampling(params)
-        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        drawn = await self.draw(Row(prompt, budget, params.row_seeds(1)[0]), params)
-        return drawn._replace(generation=finished(drawn.generation, params))
 
     async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
         """Draw one response as `generate` does, with a seed of its own."""

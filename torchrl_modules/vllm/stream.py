@@ -1,11 +1,16 @@
 """One response while it is drawn: tokens as they come, and the version that drew each."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import NamedTuple, Self
 
 from torchrl_modules.engines.protocol import Generation, VersionSpan
+from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.sampling.stop_strings import StopStrings
+
+from .base import EngineOver, Row
+from .requests import finished
 
 
 class Delta(NamedTuple):
@@ -26,6 +31,57 @@ class VersionedGeneration(NamedTuple):
     """The whole response; ``finish_reason`` may also be ``"abort"``, with the tokens so far."""
     versions: list[VersionSpan]
     """In order, without gaps, from 0 to the number of tokens."""
+
+
+class RespondingEngine(EngineOver, ABC):
+    """Gives whole responses, by whatever draws one."""
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+    ) -> VersionedGeneration:
+        """Draw one response. Cancelling the caller aborts the request.
+
+        It takes and raises what `submit` does; also `EngineDied` if there is no progress.
+
+        Returns:
+            The response, with the versions that drew it.
+        """
+        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
+        return drawn._replace(generation=finished(drawn.generation, params))
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+    ) -> Generation:
+        """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.respond`.
+
+        vLLM finds what it has read by the tokens alone, so ``session`` changes nothing.
+        """
+        del session
+        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
+        return finished(drawn.generation._replace(versions=drawn.versions), params)
+
+    def end_session(self, session: Hashable) -> None:
+        """Nothing: vLLM forgets what was not used for the longest time."""
+
+    @abstractmethod
+    async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
+        """Draw one response as `generate` does, with a seed of its own."""
+
+    def _row(
+        self, prompt: Sequence[int], params: SamplingParameters, max_new_tokens: int | None
+    ) -> Row:
+        self.check_sampling(params)
+        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return Row(prompt, budget, params.row_seeds(1)[0])
 
 
 class GenerationStream:

@@ -1,0 +1,126 @@
+"""What an engine does for a collector without barriers: one response for each of many callers."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Final, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from torchrl_modules.sampling.params import SamplingParameters
+
+from .protocol import Generation
+
+_ASYNC: Final = {
+    "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine.AsyncVLLMEngine",
+}
+"""By what an engine is served to asyncio; loaded when it is asked for."""
+
+
+@runtime_checkable
+class AsyncEngine(Protocol):
+    """Draws one response at a time for each caller, for many at once; weights change in flight.
+
+    It may have ``vocab_size`` and ``max_model_len``, as an
+    :class:`~torchrl_modules.engines.protocol.Engine`.
+    """
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve: 0 at first, and higher after each update."""
+        ...
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+    ) -> Generation:
+        """Draw one response; to be awaited in an event loop. Cancelling it aborts the request.
+
+        Args:
+            prompt: token ids. One that can't be served (empty, too long, an id outside the
+                vocabulary) comes back with ``finish_reason="error"``.
+            params: the distribution; ``stop_token_ids`` is set.
+            max_new_tokens: overrides the budget in ``params``.
+            session: the same for all calls of one conversation: what was read for one is kept for
+                the next, and a fleet sends them to one engine. The tokens decide what is used, so
+                a wrong key costs time alone.
+
+        Returns:
+            The response; ``versions`` says of each token which weights drew it.
+
+        Raises:
+            EngineDied: the engine is gone or stuck.
+            RuntimeError: it is closed.
+            ValueError: it can't draw from this distribution.
+        """
+        ...
+
+    async def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """Replace the weights, all or none, between two tokens of the responses in flight.
+
+        Args:
+            state_dict: parameter name (Transformers' names) to value.
+            version: the number of these weights, above the present one; ``None`` counts on.
+
+        Raises:
+            EngineDied: the engine is gone or stuck.
+            UpdateRefused: a name, type, shape or value is wrong, or the version does not go up;
+                the old weights keep serving.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Draw no more tokens; requests wait, and new ones are taken on."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def end_session(self, session: Hashable) -> None:
+        """What is kept for a conversation may go; one that is not known is none. From any thread.
+
+        Args:
+            session: as for `respond`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Abort what is in flight and let go of what it holds. May be called twice."""
+        ...
+
+
+def open_async(engine: object, **options: Any) -> AsyncEngine:
+    """Serve an engine to asyncio; it belongs to what is returned until that is closed.
+
+    Args:
+        engine: one of ``VLLMEngine``, or what is an :class:`AsyncEngine` already.
+        options: of the class that serves it, such as ``stall_timeout_s`` of
+            :class:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine`.
+
+    Raises:
+        TypeError: nothing here serves such an engine, or an option is not known.
+        RuntimeError: the engine is closed or in use elsewhere.
+    """
+    for cls in type(engine).__mro__:
+        home = _ASYNC.get(f"{cls.__module__}.{cls.__qualname__}")
+        if home is not None:
+            module, _, name = home.rpartition(".")
+            return getattr(import_module(module), name)(engine, **options)
+    if isinstance(engine, AsyncEngine):
+        if options:
+            raise TypeError(
+                f"open_async: {type(engine).__name__} is asynchronous already and takes no "
+                f"options, got {sorted(options)}. Give them when you build it."
+            )
+        return engine
+    taken = sorted(name.rpartition(".")[2] for name in _ASYNC)
+    raise TypeError(
+        f"open_async takes one of {taken}, or an AsyncEngine (respond, update_weights, pause, "
+        f"resume, end_session, close), got {type(engine).__name__}."
+    )
