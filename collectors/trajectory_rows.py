@@ -26,7 +26,6 @@ from torchrl_data.keys import (
     SEGMENT,
     STOP_REASON,
     TERMINATED,
-    TOKEN_POLICY_VERSION,
     TRUNCATED,
 )
 from torchrl_data.layout.conversation_io import write_conversations
@@ -64,14 +63,14 @@ def trajectory_rows(
     """
     episodes: list[Episode] = read_objects(batch, EPISODE)
     kept = (*_DENSE, *further)
-    dense = {key: batch.get(key) for key in kept if batch.get(key, None) is not None}
-    rewards = batch.get(REWARDS, None)
+    dense = {key: value for key in kept if (value := batch.get(key, None)) is not None}
+    rewards = dict(batch.get(REWARDS, {}).items())
     errors = read_objects(batch, REWARD_ERRORS, "")
     result = []
     for row in rows:
         episode = episodes[row]
         shared = TensorDict({key: value[row] for key, value in dense.items()})
-        if rewards is not None:
+        if rewards:
             shared.set(REWARDS, TensorDict({name: value[row] for name, value in rewards.items()}))
         shared.set("num_turns", torch.tensor(_num_turns(episode)))
         shared.set(EPISODE_ID, torch.tensor(episode.id))
@@ -116,7 +115,6 @@ def _row(part: Conversations, shared: TensorDict, by_token: dict) -> TensorDict:
         row.set(key, value)
     for key, value in by_token.items():
         row.set(key, value)
-    assert row.get(TOKEN_POLICY_VERSION) is not None
     return row
 
 

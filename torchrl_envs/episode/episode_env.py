@@ -266,7 +266,7 @@ class EpisodeEnv(TransformedEnv):
                 if not episode.is_done:
                     self._turns.append(episode)
         if self._entries.has_tools:
-            self._runner.answer(self._turns)
+            self._runner.run(self._runner.dispatcher.after_turn, self._turns)
         self._write_prompts(next_batch, episodes)
         if any(episode.is_done for episode in self._turns):
             write_flags(next_batch, episodes)
@@ -279,7 +279,7 @@ class EpisodeEnv(TransformedEnv):
             next_batch: read before and written after, for the transforms of TorchRL's.
         """
         self._read_changes(next_batch)
-        self._runner.after_turn(transform, self._turns)
+        self._runner.run(transform.after_turn, self._turns)
         self._write_prompts(next_batch, self._episodes)
         write_flags(next_batch, self._episodes)
 

@@ -99,22 +99,19 @@ class EpisodeRunner:
             if running:
                 self._both(transform, "before_turn", "before_turns", running)
 
-    def answer(self, episodes: Sequence[Episode]) -> None:
-        """Run the calls of the turns that episodes have just taken, and append the answers.
+    def run(self, event: Callable[[Episode], Any], episodes: Sequence[Episode]) -> None:
+        """Run one event of one part on each episode: an ``after_turn``, of the dispatcher first.
 
         Args:
-            episodes: whose newest message is the policy's.
-        """
-        _raise_first(self._each(self.dispatcher.after_turn, episodes))
+            event: a method of an episode, sync or ``async``.
+            episodes: any.
 
-    def after_turn(self, transform: EpisodeTransform, episodes: Sequence[Episode]) -> None:
-        """Run one transform's ``after_turn``.
-
-        Args:
-            transform: which.
-            episodes: that have just taken a turn.
+        Raises:
+            Exception: what the first of them raised, once all have run.
         """
-        _raise_first(self._each(transform.after_turn, episodes))
+        errors = self._each(event, episodes)
+        if errors:
+            raise errors[min(errors)]
 
     def finish(self, episodes: Sequence[Episode]) -> None:
         """Score episodes that are over; those that failed, or never began, get no reward.
@@ -191,7 +188,7 @@ class EpisodeRunner:
         if overrides(transform, plural):
             getattr(transform, plural)(episodes)
         if overrides(transform, single):
-            _raise_first(self._each(getattr(transform, single), episodes))
+            self.run(getattr(transform, single), episodes)
 
     def _each(
         self, event: Callable[[Episode], Any], episodes: Sequence[Episode]
@@ -231,8 +228,3 @@ def _refuse(episode: Episode, transform: EpisodeTransform, error: Exception) -> 
     cause = error if cause is None else cause
     _log.warning("Row %d does not begin: %s failed", episode.row, where, exc_info=cause)
     episode.stop_reason = f"{ENVIRONMENT_ERROR}: {where}: {error_line(cause)}"
-
-
-def _raise_first(errors: dict[int, Exception]) -> None:
-    if errors:
-        raise errors[min(errors)]
