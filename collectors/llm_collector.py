@@ -111,7 +111,7 @@ class LLMCollector(Collector):
 
         Returns:
             A lazy stack ``[B]`` of ragged rows, in the environment's order: what
-            :func:`~torchrl_data.layout.export.row_tensordicts` gives, with ``reward``
+            :func:`~torchrl_data.row_tensordicts` gives, with ``reward``
             ``[1, 1]``, ``scorable``, ``done``, ``terminated``, ``truncated`` ``[1]``, ``group_id``,
             ``policy_version`` (when the trajectory began; as the tracker writes it, if there is
             one), ``num_turns``, ``num_tool_calls`` and ``num_tool_errors`` ``[1]`` where there are

@@ -29,7 +29,7 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.layout.conversation_io import write_conversations
-from torchrl_data.layout.export import row_tensordicts
+from torchrl_data.layout.token_tensordicts import row_tensordicts
 from torchrl_envs.entries.padded import token_entries_of_row
 from torchrl_envs.entries.rewards import REWARD_ERRORS, turn_ends
 from torchrl_envs.episode.entries import EPISODE

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from .layout.containers import ChatHistory, LogProbs, Masks, Text, Tokens
     from .layout.conversation_io import read_conversations, write_conversations
     from .layout.conversion import conversation_tokens
-    from .layout.export import history_view, row_tensordicts
+    from .layout.export import history_view
+    from .layout.token_tensordicts import row_tensordicts
     from .protocols import TokenScorer, TokenScores
     from .ragged.packed import cumulative_lengths, pack, pad, sequence_index, unpack
     from .templates.control_tokens import ControlTokenGuard
@@ -81,7 +82,7 @@ _HOME = {
     "read_conversations": "layout.conversation_io",
     "require_entries": "errors",
     "resolve_template": "templates.registry",
-    "row_tensordicts": "layout.export",
+    "row_tensordicts": "layout.token_tensordicts",
     "sequence_index": "ragged.packed",
     "show_conversation": "display.terminal",
     "show_messages": "display.terminal",

@@ -11,6 +11,9 @@ from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from torchrl_data.layout.containers import row_group
+from torchrl_data.layout.token_rows import TokenRows
+from torchrl_data.ragged.ragged import entries_of
 from torchrl_data.validation import check_counts
 
 from .segments import num_rows
@@ -179,7 +182,7 @@ class GroupQueue:
 
 def row_state(row: TensorDictBase) -> dict[str, Any]:
     """A row as plain containers: tensors, values, and rows within it."""
-    tensors, values, lists, nested = {}, {}, {}, {}
+    tensors, values, lists, nested, tokens = {}, {}, {}, {}, {}
     for key, value in row.items():
         if isinstance(value, NonTensorData):
             values[key] = value.data
@@ -187,6 +190,8 @@ def row_state(row: TensorDictBase) -> dict[str, Any]:
             lists[key] = value.tolist()
         elif isinstance(value, TensorDictBase):
             nested[key] = row_state(value)
+        elif isinstance(value, TokenRows):
+            tokens[key] = row_state(entries_of(value))
         else:
             tensors[key] = value
     return {
@@ -195,6 +200,7 @@ def row_state(row: TensorDictBase) -> dict[str, Any]:
         "values": values,
         "lists": lists,
         "nested": nested,
+        "tokens": tokens,
     }
 
 
@@ -207,4 +213,6 @@ def row_from_state(state: dict[str, Any]) -> TensorDictBase:
         row.set_non_tensor(key, value)
     for key, value in state["nested"].items():
         row.set(key, row_from_state(value))
+    for key, value in state.get("tokens", {}).items():
+        row.set(key, row_group(key, row_from_state(value)))
     return row

@@ -12,7 +12,7 @@ from torchrl_data.conversation.record import Turn
 from torchrl_data.history.history import History
 from torchrl_data.layout.containers import LogProbs, Masks, Tokens
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
-from torchrl_data.layout.export import row_tensordicts
+from torchrl_data.layout.token_tensordicts import row_tensordicts
 from torchrl_data.ragged.padded import padded_rows
 from torchrl_modules import TransformersEngine, TransformersWrapper
 

@@ -187,10 +187,16 @@ class Masks(TokenRows, TensorClass["nocast"]):
 _TOKEN_GROUPS: Final[dict[str, Any]] = {TOKENS: Tokens, LOG_PROBS: LogProbs, MASKS: Masks}
 
 
+def row_group(name: str, entries: TensorDictBase) -> Any:
+    """The tokens of one row as the class of its group's name; as they are, if the name has none."""
+    cls = _TOKEN_GROUPS.get(name)
+    return entries if cls is None else cls._from_tensordict(entries, {})
+
+
 def token_group(name: str, entries: TensorDictBase, *, padded: bool) -> Any:
     """A group of token rows as the class of its name; as it is, if the name has none."""
     cls = _TOKEN_GROUPS.get(name)
-    if cls is None:
+    if cls is None or isinstance(entries, cls):
         return entries
     if padded:
         entries.set("padded", NonTensorData(True, batch_size=entries.batch_size))

@@ -1,23 +1,19 @@
-"""What conversations look like from outside: messages as a ``History``, rows as TensorDicts.
+"""What conversations look like from outside: messages as a ``History``.
 
-Shape legend: B rows, T tokens of a row, M messages of a row.
+Shape legend: M messages of a row.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from tensordict import NonTensorStack, lazy_stack
 
 from torchrl_data.conversation.batched_object import BatchedObject
-from torchrl_data.conversation.conversations import Conversations, Source
+from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.messages import PLACEHOLDER_ROLE, Message
 from torchrl_data.history.history import History
 from torchrl_data.keys import RESPONSE
-
-_NO_BATCH = torch.Size([])
 
 
 @dataclass(frozen=True)
@@ -71,46 +67,3 @@ def _response(conversations: Conversations, row: int) -> Message:
     if conversations.position(row).awaits_response:
         return {"role": PLACEHOLDER_ROLE, "content": ""}
     return conversations.last_message(row)
-
-
-def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
-    """One TensorDict per row, with everything that a loss reads of its tokens.
-
-    Args:
-        conversations: a snapshot.
-
-    Returns:
-        B TensorDicts without batch size: ``("tokens", "prompt" / "response" / "full")``, int64;
-        ``("masks", "all_attention_mask" / "all_assistant_mask")``, bool; ``("log_probs",
-        "response" / "full")``, float32; ``("policy_versions", "full")``, int64; further figures
-        as ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
-        for prompt and response, which are its beginning and end.
-    """
-    return [_row_tensordict(conversations, i) for i in range(len(conversations))]
-
-
-def _row_tensordict(conversations: Conversations, row: int) -> TensorDict:
-    record, position = conversations._records[row], conversations._positions[row]
-    n, start = position.num_tokens, position.response_start
-    ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
-    log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
-    groups = {
-        "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
-        "masks": {
-            "all_attention_mask": torch.ones(n, dtype=torch.bool),
-            "all_assistant_mask": torch.from_numpy(
-                np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
-            ),
-        },
-        "log_probs": {"response": log_probs[start:], "full": log_probs},
-        "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
-    }
-    for name, values in conversations.extra(row).items():
-        groups[name] = {"response": values[start:], "full": values}
-    return TensorDict._new_unsafe(
-        {
-            name: TensorDict._new_unsafe(group, batch_size=_NO_BATCH)
-            for name, group in groups.items()
-        },
-        batch_size=_NO_BATCH,
-    )

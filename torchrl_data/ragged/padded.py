@@ -6,17 +6,18 @@ Shape legend: B rows, P and R tokens of the longest prompt and response.
 from collections.abc import Sequence
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, TOKENS
 
 from .packed import pad
+from .ragged import entries_of
 
 _FILL = {"policy_versions": -1}
 
 
 def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorDict:
-    """Pad what :func:`~torchrl_data.layout.export.row_tensordicts` gives.
+    """Pad what :func:`~torchrl_data.row_tensordicts` gives.
 
     Args:
         rows: B rows, at least one, of the same entries.
@@ -32,8 +33,8 @@ def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorD
     names = [
         (group, name)
         for group, entries in rows[0].items()
-        if isinstance(entries, TensorDictBase)
-        for name in entries.keys()  # noqa: SIM118
+        if is_tensor_collection(entries)
+        for name in entries_of(entries).keys()  # noqa: SIM118
     ]
     padded = TensorDict(batch_size=[len(rows)])
     for group, name in names:

@@ -30,8 +30,8 @@ from torchrl_data.keys import (
 )
 from torchrl_data.layout.containers import token_group
 from torchrl_data.layout.conversation_io import write_conversations
-from torchrl_data.layout.export import row_tensordicts
 from torchrl_data.layout.token_entries import token_rows
+from torchrl_data.layout.token_tensordicts import row_tensordicts
 from torchrl_data.ragged.padded import padded_rows
 from torchrl_data.ragged.ragged import entries_of
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -113,7 +113,7 @@ def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = 
         held = batch.get(name, None)
         held = None if held is None or is_non_tensor(held) else entries_of(held)
         if isinstance(held, LazyStackedTensorDict):
-            held.update(groups.get(name))
+            held.update(entries_of(groups.get(name)))
         else:
             batch.set(name, token_group(name, groups.get(name), padded=padded))
 
