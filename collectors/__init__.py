@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .ledger.ledger import GroupLedger
+    from .ledger.policies import Drop, OnPolicy, Wait
     from .llm_collector import LLMCollector
     from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
@@ -13,12 +15,16 @@ if TYPE_CHECKING:
     from .weight_update.vllm_updater import vLLMUpdater
 
 _HOMES = {
+    "Drop": ".ledger.policies",
+    "GroupLedger": ".ledger.ledger",
     "InProcessUpdater": ".weight_update.in_process",
     "LLMCollector": ".llm_collector",
+    "OnPolicy": ".ledger.policies",
     "PhaseTimer": ".metrics",
     "RolloutFunctionCollector": ".rollout_func",
     "StepMetrics": ".metrics",
     "TextEnvironment": ".text_environment.environment",
+    "Wait": ".ledger.policies",
     "WeightUpdater": ".weight_update.interface",
     "generate_rollout_completions": ".rollout_func",
     "rollout_metrics": ".metrics",
@@ -27,12 +33,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "Drop",
+    "GroupLedger",
     "InProcessUpdater",
     "LLMCollector",
+    "OnPolicy",
     "PhaseTimer",
     "RolloutFunctionCollector",
     "StepMetrics",
     "TextEnvironment",
+    "Wait",
     "WeightUpdater",
     "generate_rollout_completions",
     "rollout_metrics",

@@ -28,6 +28,7 @@ PUBLIC = (
     "objectives",
     "objectives.functional",
     "collectors",
+    "collectors.ledger",
     "collectors.weight_update",
 )
 OURS = {package.partition(".")[0] for package in PUBLIC}

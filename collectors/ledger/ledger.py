@@ -1,0 +1,299 @@
+"""One state machine for every prompt group, from its draw to its training.
+
+The letters: P groups per step of training, N episodes of a group, B slots.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torchrl_data.validation import check_counts
+
+from .accounts import Balance
+from .generation import GenerationLedger
+from .groups import Eviction, GroupState, Ticket
+from .reasons import STALE, IllegalTransition, LedgerError
+from .statistics import LengthHistogram
+from .table import UNFINISHED
+
+
+class GroupLedger(GenerationLedger):
+    """Knows where each prompt group is, how many may begin, and which are trained next.
+
+    It does nothing itself: who draws prompts, runs episodes, trains and pushes weights tells it.
+    It is not for several threads at once::
+
+        ledger = GroupLedger(groups_per_step=8, group_size=16, policy=Wait(max_staleness=4))
+        while ledger.can_admit():
+            ticket = ledger.offer(group_id, ordinal)
+        ledger.start(ticket)  # its episodes run
+        ledger.finish_episode(ticket, 0, tokens=312, oldest_version=7, stop_reason="answered")
+        ledger.finish(ticket)  # all are over
+        tickets = ledger.take()  # None: not yet
+        ledger.trained(tickets, step)
+        ledger.weights_pulled(step + 1)  # by every generator; now the slots are free
+
+    A version is the number of steps of training in the weights, also where ``weight_sync_steps``
+    leaves some out. Always ``offered == trained + dropped + returned + in flight``, by group and by
+    token, which is checked after every event; ``print(ledger)`` shows it.
+
+    Args:
+        groups_per_step: P.
+        group_size: N.
+        policy: ``Wait()`` (the default), ``Drop()``, ``OnPolicy()``, or one of your own.
+        weight_sync_steps: the generators pull weights every so many steps.
+        max_inflight_groups: the most groups that are dispatched or running at once; -1: as many as
+            the policy has slots.
+        buffer_capacity: finished groups that the buffer holds; ``None``: any number.
+        refill: what takes the place of a dropped group: the ``"same"`` prompt, or the ``"next"``
+            one of the data.
+        max_attempts: a prompt that was given up so often is dropped for good.
+        seed: of the groups' seeds, where :meth:`offer` is given none.
+        version: of the trainer and of the generators at the beginning.
+        clock: seconds, from any beginning.
+
+    Raises:
+        ValueError: nothing would move, because the buffer is too small for the policy or the
+            policy's knobs for ``weight_sync_steps``; or a setting has no meaning.
+    """
+
+    # What is trained ----------------------------------------------------------------------------
+
+    def take(self, num_groups: int | None = None) -> list[Ticket] | None:
+        """The groups of the next step of training, if there are enough that may be used.
+
+        Finished groups that have become too old are evicted first (by policies that do so), see
+        :meth:`take_evicted`. May be called again before a step is over, for the one after it.
+
+        Args:
+            num_groups: ``None``: P. Fewer, where the data have ended: all that is left.
+
+        Returns:
+            Their tickets; ``None``: wait.
+
+        Raises:
+            ValueError: more than P are asked for, or fewer while more are in flight.
+            LedgerError: the policy chose a token that is older than ``max_staleness``.
+        """
+        count = self.groups_per_step if num_groups is None else num_groups
+        check_counts("GroupLedger.take", num_groups=count)
+        self._evict()
+        if count > self.groups_per_step or count < min(self.groups_per_step, self.num_queued):
+            raise ValueError(
+                f"GroupLedger.take: a step trains groups_per_step={self.groups_per_step} groups, "
+                f"fewer only when no more are in flight; got num_groups={count} while "
+                f"{self.num_queued} are."
+            )
+        if self._table.num_finished < count:
+            return None
+        chosen = self.policy.select(self, count)
+        if chosen is None:
+            return None
+        now, step = self._clock(), self.next_step
+        ages = [step - group.oldest for group in chosen]
+        if max(ages) > self.policy.max_staleness:
+            worst = chosen[ages.index(max(ages))]
+            raise LedgerError(
+                f"GroupLedger: {self.policy!r} chose {worst.ticket} for step {step}, whose oldest "
+                f"token has version {worst.oldest}: more than max_staleness old."
+            )
+        self._statistics.take(
+            ages,
+            [now - group.finished_at for group in chosen],
+            [group.newest - group.oldest for group in chosen],
+        )
+        tickets = self._table.take(chosen)
+        self._check()
+        return tickets
+
+    def _evict(self) -> None:
+        for group in self.policy.evict(self):
+            if group.state is GroupState.FINISHED:
+                self._evicted.append(Eviction(group.ticket, self.drop(group.ticket, STALE)))
+
+    def take_evicted(self) -> list[Eviction]:
+        """The finished groups that :meth:`take` evicted; asked once, then forgotten."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def stale_tickets(self) -> list[Ticket]:
+        """Running groups that can't be trained any more: cancel their episodes and drop them.
+
+        None where the policy never evicts.
+        """
+        return [group.ticket for group in self.policy.evict(self) if group.state in UNFINISHED]
+
+    def trained(self, tickets: Collection[Ticket], step: int) -> None:
+        """A step of training is over. The slots are free once its weights are pulled.
+
+        Args:
+            tickets: what :meth:`take` gave for this step, without what was dropped since.
+            step: which one, from 0; the trainer's version is ``step + 1`` now.
+
+        Raises:
+            IllegalTransition: it is not the next step, or these are not its groups.
+        """
+        batch = self._table.batches[0] if self._table.batches else []
+        if step != self.version or not self._table.batches or set(tickets) != set(batch):
+            raise IllegalTransition(
+                f"GroupLedger: trained at step {step} {list(tickets)}: the next step is "
+                f"{self.version}, and it has taken {batch}."
+            )
+        for ticket in list(batch):
+            group = self._table.find(ticket, "trained", (GroupState.TAKEN,))
+            self._accounts.train(group.num_tokens)
+            self._statistics.train(group.lengths.values())
+            self._leave(group, f"trained at step {step}", None)
+        self._table.batches.popleft()
+        self.version = step + 1
+        self._check()
+
+    def weights_pulled(self, version: int) -> None:
+        """Every generator has these weights: what they sample from now on is of them.
+
+        Args:
+            version: the number of steps of training in the weights.
+
+        Raises:
+            IllegalTransition: the trainer has not made it yet, or it is older than the last one.
+        """
+        if not self.pulled_version <= version <= self.version:
+            raise IllegalTransition(
+                f"GroupLedger: weights_pulled({version}): the generators are at version "
+                f"{self.pulled_version}, the trainer at {self.version}."
+            )
+        self.pulled_version = version
+        self._check()
+
+    # What it was like ---------------------------------------------------------------------------
+
+    @property
+    def balance(self) -> Balance:
+        """What became of all groups and tokens so far."""
+        return self._accounts.balance
+
+    @property
+    def lengths(self) -> tuple[LengthHistogram, LengthHistogram]:
+        """Tokens of the episodes that were offered, and of those that were trained."""
+        return self._statistics.offered, self._statistics.trained
+
+    def tickets(self, state: GroupState | None = None) -> list[Ticket]:
+        """Those of the groups in flight, in the order of admission; of a state, or all."""
+        groups = self._table.groups.values()
+        return [group.ticket for group in groups if state in (None, group.state)]
+
+    @property
+    def batches(self) -> list[list[Ticket]]:
+        """What each step that is not over has taken, in the order of the steps."""
+        return [list(batch) for batch in self._table.batches]
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger.
+
+        Returns:
+            Of the newest step that was taken: ``staleness/mean`` and ``/max`` of the oldest token
+            of each group at use, in versions; ``versions_span/mean`` and ``/max``, by how many
+            versions the tokens of a group differ; ``queue_s/mean`` and ``/max``, seconds that a
+            group waited. Over the whole run: ``staleness/at_<n>_fraction`` of the groups used at
+            that age; ``length/offered_mean`` and ``length/trained_mean`` of an episode in tokens,
+            and ``length/distance`` between the two distributions (Kolmogorov-Smirnov);
+            ``stop/<reason>``, the fraction of the episodes; ``groups/<end>`` and ``tokens/<end>``,
+            see :class:`Balance`, with ``groups/dropped/<reason>``. At the moment:
+            ``in_flight/unfinished``, ``in_flight/waiting`` and ``in_flight/taken`` groups,
+            ``prompts_owed``, and ``versions_ahead`` of the trainer before the generators.
+        """
+        metrics = self._statistics.metrics()
+        balance = self.balance
+        for unit in ("groups", "tokens"):
+            for end in ("offered", "trained", "returned", "in_flight"):
+                metrics[f"{unit}/{end}"] = float(getattr(getattr(balance, end), unit))
+            metrics[f"{unit}/dropped"] = float(getattr(balance.num_dropped, unit))
+        for reason, amount in sorted(balance.dropped.items()):
+            metrics[f"groups/dropped/{reason}"] = float(amount.groups)
+        metrics["in_flight/unfinished"] = float(self._table.num_unfinished)
+        metrics["in_flight/waiting"] = float(self._table.num_finished)
+        metrics["in_flight/taken"] = float(balance.in_flight.groups - self.num_queued)
+        metrics["prompts_owed"] = float(len(self._prompts.owed))
+        metrics["versions_ahead"] = float(self.version - self.pulled_version)
+        return metrics
+
+    def __str__(self) -> str:
+        taken = sum(map(len, self._table.batches))
+        lines = [
+            f"GroupLedger at step {self.version}, generators at version {self.pulled_version}",
+            str(self.balance),
+        ]
+        if self.balance.in_flight.groups:
+            lines.append(
+                f"in flight: {self._table.num_unfinished} unfinished, "
+                f"{self._table.num_finished} waiting, {taken} in training"
+            )
+        return "\n".join(lines)
+
+    # Resume -------------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run has to have in common with the saved one."""
+        return {
+            "groups_per_step": self.groups_per_step,
+            "group_size": self.group_size,
+            "weight_sync_steps": self.weight_sync_steps,
+            "policy": repr(self.policy),
+            "seed": self.seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, as plain values that JSON can hold."""
+        return {
+            "settings": self._settings(),
+            "version": self.version,
+            "pulled_version": self.pulled_version,
+            "accounts": self._accounts.state(),
+            "prompts": self._prompts.state(),
+            "statistics": self._statistics.state(),
+            "table": self._table.state(self._clock()),
+        }
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, restored: Collection[int] | None = None
+    ) -> None:
+        """Go on where a run was: in a ledger that has seen nothing, with the same settings.
+
+        What was unfinished counts as returned, and is owed with the same seeds. The generators
+        count as being at the version that they had; tell :meth:`weights_pulled` once they have the
+        trainer's. What the steps that were not over had taken stays in :attr:`batches`.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave.
+            restored: ordinals of the finished groups whose rows are there again; ``None``: of all.
+                The others are owed too, and if the batch of a step lacks one, no step has taken
+                any.
+
+        Raises:
+            LedgerError: it has been used already.
+            ValueError: a setting differs.
+        """
+        if self.next_ordinal:
+            raise LedgerError("GroupLedger: load_state_dict takes a ledger that has seen nothing.")
+        for name, value in self._settings().items():
+            if state_dict["settings"][name] != value:
+                raise ValueError(
+                    f"GroupLedger: the saved run had {name}={state_dict['settings'][name]!r}, "
+                    f"this one has {value!r}."
+                )
+        self.version = state_dict["version"]
+        self.pulled_version = state_dict["pulled_version"]
+        self._accounts.load_state(state_dict["accounts"])
+        self._prompts.load_state(state_dict["prompts"])
+        self._statistics.load_state(state_dict["statistics"])
+        self._table.load_state(state_dict["table"], self._clock())
+        lost = [
+            group
+            for group in self._table.groups.values()
+            if group.state in UNFINISHED
+            or (restored is not None and group.ticket.ordinal not in restored)
+        ]
+        if any(group.state is GroupState.TAKEN for group in lost):
+            self._table.put_back()
+        for group in lost:
+            self.cancel(group.ticket)
+        self._check()

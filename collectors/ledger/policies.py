@@ -1,0 +1,247 @@
+"""How far generation may run ahead of training, and which groups a step trains.
+
+The letters: P groups per step of training, B slots, W the window, all in groups; versions count
+steps of training, so that step s is made at version s and gives version s + 1.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchrl_data.validation import check_counts, check_numbers
+
+from .groups import Group, GroupState
+
+
+class LedgerView(Protocol):
+    """What a policy sees of a ledger."""
+
+    @property
+    def groups_per_step(self) -> int:
+        """P, of a step of training."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """B, what the policy's ``slots`` gave."""
+        ...
+
+    @property
+    def next_step(self) -> int:
+        """The step that the next groups will be trained in, which is the trainer's version then."""
+        ...
+
+    @property
+    def pulled_version(self) -> int:
+        """The version that all generators have."""
+        ...
+
+    @property
+    def num_queued(self) -> int:
+        """Groups in flight that no step has taken."""
+        ...
+
+    def queue(self) -> Sequence[Group]:
+        """Groups in flight that no step has taken, in the order of admission."""
+        ...
+
+
+class StalenessPolicy(Protocol):
+    """What a ledger asks of a policy. It keeps no state: all that it may know is in the view."""
+
+    @property
+    def max_staleness(self) -> int:
+        """The most versions by which any token may be older than the trainer that uses it."""
+        ...
+
+    def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
+        """B, the groups that may be admitted before the first step; raises where it can't work."""
+        ...
+
+    def required_capacity(self, groups_per_step: int, weight_sync_steps: int) -> int:
+        """Finished groups that a buffer has to hold, or nothing would move any more."""
+        ...
+
+    def admit(self, view: LedgerView) -> bool:
+        """Whether another group may begin."""
+        ...
+
+    def select(self, view: LedgerView, num_groups: int) -> list[Group] | None:
+        """The finished groups to train next; ``None``: wait. There are at least so many."""
+        ...
+
+    def evict(self, view: LedgerView) -> list[Group]:
+        """Groups, running or finished, that nothing can be trained on any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Never too old by construction, so that nothing is thrown away and no slow prompt starves.
+
+    A group is admitted where a slot is free: there are ``B = (pipeline_depth + 1) * P``, each step
+    of training holds P of them until the generators have pulled its weights. Finished groups are
+    trained in the order of admission, but at most ``W - 1`` younger ones overtake a group,
+    ``W = max(1, floor(window * B))``. The age of a token at use is at most
+    ``pipeline_depth + ceil((W - 1) / P)``; where that is more than ``max_staleness``, fewer may
+    overtake.
+
+    Args:
+        max_staleness: the most versions by which any token may be older than the trainer that
+            uses it, when it is used.
+        pipeline_depth: how many steps generation may run ahead, at most ``max_staleness``.
+            ``None``: as far as the window leaves the order free, at least 1 if ``max_staleness``
+            is.
+        window: the fraction of the slots within which groups may overtake. 0: first in, first out.
+    """
+
+    max_staleness: int = 4
+    pipeline_depth: int | None = None
+    window: float = 0.3
+
+    def __post_init__(self) -> None:
+        _check_knobs("Wait", self.max_staleness, self.pipeline_depth)
+        check_numbers("Wait", "[0, 1]", window=self.window)
+        if self.pipeline_depth is not None and self.pipeline_depth > self.max_staleness:
+            raise ValueError(
+                f"Wait: pipeline_depth={self.pipeline_depth} is more than "
+                f"max_staleness={self.max_staleness}: groups would become too old, and nothing may "
+                "be dropped. Lower the one, raise the other, or use Drop."
+            )
+
+    def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
+        """B; see :class:`StalenessPolicy`."""
+        _check_sync("Wait", "max_staleness", self.max_staleness, weight_sync_steps)
+        depth = self.pipeline_depth
+        if depth is None:
+            depth = self._default_depth(groups_per_step, weight_sync_steps)
+        _check_sync("Wait", "pipeline_depth", depth, weight_sync_steps)
+        return (depth + 1) * groups_per_step
+
+    def _default_depth(self, groups_per_step: int, weight_sync_steps: int) -> int:
+        for depth in range(self.max_staleness, 0, -1):
+            overtaking = self._window((depth + 1) * groups_per_step) - 1
+            if depth + math.ceil(overtaking / groups_per_step) <= self.max_staleness:
+                break
+        else:
+            depth = min(1, self.max_staleness)
+        return max(depth, weight_sync_steps - 1)
+
+    def _window(self, num_slots: int) -> int:
+        return max(1, math.floor(self.window * num_slots))
+
+    def required_capacity(self, groups_per_step: int, weight_sync_steps: int) -> int:
+        """All slots: the oldest group may be the last to finish, and the others wait for it."""
+        return self.slots(groups_per_step, weight_sync_steps)
+
+    def admit(self, view: LedgerView) -> bool:
+        """Whether a slot is free; a step holds P until the generators have pulled its weights."""
+        held = view.groups_per_step * (view.next_step - view.pulled_version)
+        return view.num_queued + held < view.num_slots
+
+    def select(self, view: LedgerView, num_groups: int) -> list[Group] | None:
+        """The oldest finished groups within the window, if none of the others becomes too old."""
+        queue = view.queue()
+        unfinished = (group.place for group in queue if group.state is not GroupState.FINISHED)
+        anchor = next(unfinished, None)
+        end = math.inf if anchor is None else anchor + self._window(view.num_slots)
+        chosen, left = [], []
+        for group in queue:
+            fits = group.state is GroupState.FINISHED and group.place < end
+            (chosen if fits and len(chosen) < num_groups else left).append(group)
+        if len(chosen) < num_groups:
+            return None
+        return chosen if self._in_time(left, view) else None
+
+    def _in_time(self, left: Sequence[Group], view: LedgerView) -> bool:
+        """Whether those who stay can all be trained within the bound, oldest first."""
+        following = view.next_step + 1
+        return all(
+            following + number // view.groups_per_step <= group.ticket.version + self.max_staleness
+            for number, group in enumerate(left)
+        )
+
+    def evict(self, view: LedgerView) -> list[Group]:
+        """Never any."""
+        del view
+        return []
+
+
+@dataclass(frozen=True)
+class OnPolicy(Wait):
+    """Every token is of the version that is trained: generation and training take turns.
+
+    The same as ``Wait(max_staleness=0)``.
+    """
+
+    max_staleness: int = field(default=0, init=False)
+    pipeline_depth: int | None = field(default=0, init=False)
+    window: float = field(default=0.0, init=False)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """What has become too old is dropped and asked for again; what is finished first is used first.
+
+    TRL's meaning of ``max_staleness``. Generation runs ahead freely, and slow prompts pay for it:
+    they are dropped more often than quick ones, and the trained lengths are no longer those of the
+    data. See :class:`Wait`.
+
+    Args:
+        max_staleness: the most versions by which any token may be older than the trainer that
+            uses it, when it is used.
+        pipeline_depth: ``(pipeline_depth + 1) * P`` groups may be in flight. ``None``:
+            ``max_staleness``.
+    """
+
+    max_staleness: int = 4
+    pipeline_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_knobs("Drop", self.max_staleness, self.pipeline_depth)
+
+    def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
+        """B; see :class:`StalenessPolicy`."""
+        _check_sync("Drop", "max_staleness", self.max_staleness, weight_sync_steps)
+        depth = self.max_staleness if self.pipeline_depth is None else self.pipeline_depth
+        return (depth + 1) * groups_per_step
+
+    def required_capacity(self, groups_per_step: int, weight_sync_steps: int) -> int:
+        """Those of a step: any that are finished can be trained."""
+        del weight_sync_steps
+        return groups_per_step
+
+    def admit(self, view: LedgerView) -> bool:
+        """Whether a slot is free; a group frees its own when a step takes it."""
+        return view.num_queued < view.num_slots
+
+    def select(self, view: LedgerView, num_groups: int) -> list[Group] | None:
+        """Those that were finished first."""
+        finished = [group for group in view.queue() if group.state is GroupState.FINISHED]
+        return sorted(finished, key=lambda group: group.arrival)[:num_groups]
+
+    def evict(self, view: LedgerView) -> list[Group]:
+        """Those with a token that is too old for the next step."""
+        oldest = view.next_step - self.max_staleness
+        return [group for group in view.queue() if _first_version(group) < oldest]
+
+
+def _first_version(group: Group) -> float:
+    """Of the oldest token that a group has, or will have as things are."""
+    if group.oldest_version is not None:
+        return group.oldest_version
+    return math.inf if group.begun_version is None else group.begun_version
+
+
+def _check_knobs(who: str, max_staleness: int, pipeline_depth: int | None) -> None:
+    check_counts(who, 0, max_staleness=max_staleness, pipeline_depth=pipeline_depth)
+
+
+def _check_sync(who: str, name: str, value: int, weight_sync_steps: int) -> None:
+    if value < weight_sync_steps - 1:
+        raise ValueError(
+            f"{who}: {name} must be at least {weight_sync_steps - 1}, got {value}: weights are "
+            f"pulled every weight_sync_steps={weight_sync_steps} steps, and the last of these "
+            "trains what was sampled at the first one's version."
+        )

@@ -1,0 +1,23 @@
+"""Why a group was dropped, and what is raised when the ledger is misused.
+
+A reason may carry a detail after a colon (``"failed: no disk"``); it is counted without it.
+"""
+
+from typing import Final
+
+NO_SIGNAL: Final = "no_signal"
+"""All rewards of the group are equal, or fewer than two are valid."""
+FAILED: Final = "failed"
+"""``failed: ...``: its episodes could not be run."""
+EXPIRED: Final = "expired"
+"""It took longer than somebody would wait."""
+STALE: Final = "stale"
+"""Its oldest token would be older than ``max_staleness`` when it is used."""
+
+
+class LedgerError(RuntimeError):
+    """The ledger's promises do not hold: a fault of whoever drives it, or of the ledger."""
+
+
+class IllegalTransition(LedgerError):
+    """An event that does not fit the state that a group is in."""
