@@ -3,11 +3,9 @@
 Shape legend: T tokens of an episode.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,18 +16,25 @@ from collectors.rollout_checks import (
     PROMPT_IDS,
     TRUNCATED_ROWS,
 )
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.record import EncodedMessages, Source, Turn
 from torchrl_data.display.text_history import TextHistory
-from torchrl_envs.concurrency.calls import Call, ConcurrentCalls, Outcome
-from torchrl_envs.entries.rewards import number_or_error, raised_text
-from torchrl_envs.rewards.calls import scores_one_rollout
-from torchrl_envs.tool_calls.results import result_text
+from torchrl_data.stop_reasons import ANSWERED, ERROR, RESPONSE_LENGTH
+from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.runner import EpisodeRunner
+from torchrl_envs.episode.tool_dispatcher import ToolDispatcher
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.protocol import Engine
 
+from .events import MAX_LENGTH, RequestTools, Room, TextReward
+from .histories import episode_of, show
 from .parts import Tool, engine_of, named_tools, sampling_of, tokenizer_of
 from .requests import RequestSyntax, StoppingSampler, TextEncoder, decode
 
 Episodes = tuple[list[Tensor], list[Tensor], list[Tensor], list[float], list[TextHistory]]
+_SUBMITTED: Final = "submitted"
+_MAX_TURNS: Final = "max_turns"
 
 
 class TextEnvironment:
@@ -45,11 +50,12 @@ class TextEnvironment:
         tools: ``{name: tool}``, or a list of tools that are named after their class, or after
             themselves where they are functions. They may be ``async``.
         reward_fn: gets the last segments of all episodes, a list of strings, and the arguments of
-            :meth:`run`; returns as many rewards. Marked with
-            :func:`~torchrl_envs.rewards.calls.row_reward` it gets those of one episode.
+            :meth:`run`, lists too; returns as many rewards. Marked with
+            :func:`~torchrl_envs.rewards.calls.row_reward`, or with ``str`` as the annotation of its
+            first parameter, it gets those of one episode.
         prompt: comes before every query: examples of how to call the tools.
         max_turns: most turns of the model.
-        max_tool_response: most characters of a result; longer ones are cut and end with ``...``.
+        max_tool_response: most characters of a result; longer ones are cut, and end with ``...``.
         max_length: most tokens of an episode, query included.
         generation_kwargs: of :class:`~torchrl_modules.SamplingParameters`, and Transformers'
             ``do_sample`` (``False`` takes the most likely tokens) and ``eos_token_id``;
@@ -105,7 +111,15 @@ class TextEnvironment:
         sampling = sampling_of(model, self.tokenizer, generation_kwargs)
         stops = (syntax.call, syntax.submit)
         self._sampler = StoppingSampler(engine_of(model), self.tokenizer, sampling, stops)
-        self._calls = ConcurrentCalls(timeout_s=timeout_s)
+        bounds = (max_length, self._sampler.max_model_len)
+        self._room = Room(min((bound for bound in bounds if bound is not None), default=1 << 62))
+        self._runner = EpisodeRunner(ConcurrentCalls(timeout_s=timeout_s), ToolDispatcher())
+        self._runner.dispatcher.sources = [
+            RequestTools(
+                self.tools, syntax, max_result_chars=self.max_tool_response, timeout_s=timeout_s
+            )
+        ]
+        self._runner.set_transforms([self._room, TextReward(reward_fn, self._runner.calls)])
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
         """Run an episode for each query.
@@ -122,24 +136,17 @@ class TextEnvironment:
         Raises:
             ValueError: the reward function does not give a reward per episode, or an argument does
                 not have an item per query.
+            RuntimeError: the reward function raised, or missed its deadline.
         """
-        for name, values in rewards_kwargs.items():
-            if not hasattr(values, "__len__") or len(values) != len(queries):
-                raise ValueError(
-                    f"TextEnvironment.run: {name!r} needs an item per query, {len(queries)}; got "
-                    f"{values!r:.60}."
-                )
-        histories = [self.begin(query) for query in queries]
-        for _ in range(self.max_turns):
-            if all(history.completed for history in histories):
-                break
-            self.tasks_end_check(self.generate(histories))
-            self._answer([history for history in histories if not history.completed])
-            self.tasks_end_check(histories, model_turn=False)
-        for history in histories:
-            if not history.completed:
-                history.complete(truncated=True, stop_reason="max_turns")
-        self.compute_reward(histories, **rewards_kwargs)
+        episodes = [self._open(query) for query in queries]
+        _set_examples(episodes, rewards_kwargs)
+        self._runner.begin(episodes)
+        try:
+            self._run_turns(episodes)
+            self._runner.finish(episodes)
+        finally:
+            self._runner.close(episodes)
+        histories = [show(episode, TextHistory()) for episode in episodes]
         split = [history.split_query_response_tokens() for history in histories]
         return (
             [query for query, _, _ in split],
@@ -149,18 +156,87 @@ class TextEnvironment:
             histories,
         )
 
+    # Events of episodes -------------------------------------------------------------------------
+
+    def _open(self, query: str) -> Episode:
+        ids = self._encoder.encode(self.prompt, query, "", opens=True)
+        if not ids:
+            raise ValueError("TextEnvironment: the prompt and the query are empty.")
+        opening = [{"role": "user", "content": self.prompt + query}]
+        episode = Episode()
+        episode.conversation = Conversations.from_tokens([ids], [opening], awaits_response=True)
+        return episode
+
+    def _run_turns(self, episodes: Sequence[Episode]) -> None:
+        self._runner.before_turn(episodes)
+        for _ in range(self.max_turns):
+            self._take_turns(_running(episodes))
+            for episode in _running(episodes):
+                self._end_if_over(episode)
+            self._answer(_running(episodes))
+            self._runner.before_turn(_running(episodes))
+        for episode in _running(episodes):
+            episode.truncate(_MAX_TURNS)
+
+    def _take_turns(self, episodes: Sequence[Episode]) -> None:
+        """The model goes on with episodes."""
+        most = self._sampler.max_new_tokens
+        generations = self._sampler.sample(
+            [episode.conversation.ids(0) for episode in episodes],
+            [min(most, self._room.left(episode)) for episode in episodes],
+        )
+        for episode, drawn in zip(episodes, generations, strict=True):
+            episode.num_turns += 1
+            if drawn.ids:
+                said = {"role": "assistant", "content": decode(self.tokenizer, drawn.ids)}
+                turn = Turn(drawn.ids, drawn.log_probs, said)
+                episode.conversation = episode.conversation.append_turns([turn])
+            if drawn.error is not None:
+                episode.truncate(f"{ERROR}: {drawn.error}")
+
+    def _answer(self, episodes: Sequence[Episode]) -> None:
+        """Run the tools that the last turns ask for, all at once, and encode what they answer."""
+        self._runner.run(self._runner.dispatcher.after_turn, episodes)
+        for episode in episodes:
+            self._encode_answer(episode)
+
+    def _encode_answer(self, episode: Episode) -> None:
+        """The tokens of what a tool said, as many as the episode has room for."""
+        conversation, mark = episode.conversation, self.syntax.response
+        (answer,) = conversation.waiting_messages(0)
+        ids = self._encoder.encode("", answer["content"].removesuffix(mark), mark, opens=False)
+        room = len(ids) if self.max_length is None else self.max_length - conversation.num_tokens(0)
+        if room < len(ids):
+            ids = ids[: max(room, 0)]
+            kept = [{**answer, "content": decode(self.tokenizer, ids)}] if ids else []
+            conversation = conversation.replace_waiting([kept])
+        encoded = EncodedMessages(ids, [Source.CONTENT] * len(ids))
+        episode.conversation = conversation.append_encoded([encoded])
+
+    def _end_if_over(self, episode: Episode, *, model_turn: bool = True) -> None:
+        said = episode.last_message["content"] if episode.awaits_answer else ""
+        is_full = self._room.left(episode) < 1
+        if episode.is_done:
+            return
+        if self.syntax.submit in said:
+            episode.terminate(_SUBMITTED)
+        elif model_turn and not self.syntax.is_request(said):
+            if episode.conversation.last_id(0) in self._sampler.end_ids:
+                episode.terminate(ANSWERED)
+            else:
+                episode.truncate(MAX_LENGTH if is_full else RESPONSE_LENGTH)
+        elif is_full:
+            episode.truncate(MAX_LENGTH)
+
+    # The same on histories, one event at a time ---------------------------------------------------
+
     def begin(self, query: str) -> TextHistory:
         """A history of the prompt and a query; no part of the query becomes a control token.
 
         Raises:
             ValueError: both are empty.
         """
-        ids = self._encoder.encode(self.prompt, query, "", opens=True)
-        if not ids:
-            raise ValueError("TextEnvironment: the prompt and the query are empty.")
-        return TextHistory(self.prompt + query, torch.tensor(ids), system=True)
-
-    # One turn -----------------------------------------------------------------------------------
+        return show(self._open(query), TextHistory())
 
     def generate(self, histories: Sequence[TextHistory]) -> list[TextHistory]:
         """Append a turn of the model to the histories that are not completed.
@@ -168,29 +244,10 @@ class TextEnvironment:
         The turn is as long as ``max_new_tokens``, ``max_length`` and the model allow; a history
         without room for a token is truncated.
         """
-        rooms = {id(history): self._room(history) for history in histories}
-        for history in histories:
-            if not history.completed and rooms[id(history)] < 1:
-                history.complete(truncated=True, stop_reason="max_length")
-        active = [history for history in histories if not history.completed]
-        turns = self._sampler.sample(
-            [history.tokens.tolist() for history in active],
-            [min(self._sampler.max_new_tokens, rooms[id(history)]) for history in active],
-        )
-        for history, turn in zip(active, turns, strict=True):
-            if turn.ids:
-                text = decode(self.tokenizer, turn.ids)
-                log_probs = torch.tensor(turn.log_probs)
-                history.append_segment(
-                    text, torch.tensor(turn.ids), system=False, log_probs=log_probs
-                )
-            if turn.error is not None:
-                history.complete(truncated=True, stop_reason=f"error: {turn.error}")
-        return list(histories)
-
-    def _room(self, history: TextHistory) -> int:
-        limits = [limit for limit in (self.max_length, self._sampler.max_model_len) if limit]
-        return min(limits, default=1 << 62) - len(history.tokens)
+        episodes = [episode_of(history) for history in histories]
+        self._runner.before_turn(episodes)
+        self._take_turns(_running(episodes))
+        return list(map(show, episodes, histories))
 
     def parse_tool_call(self, text: str) -> tuple[str | None, str | None]:
         """Tool and query of a request.
@@ -205,40 +262,9 @@ class TextEnvironment:
 
     def step(self, history: TextHistory) -> TextHistory:
         """Answer the request in the last turn of a history."""
-        self._answer([history])
-        return history
-
-    def _answer(self, histories: Sequence[TextHistory]) -> None:
-        """Run the tools that the last turns ask for, all at once, and append their results."""
-        requests = [self._prepare(history.last_text_segment) for history in histories]
-        chains = [[] if isinstance(request, str) else [request] for request in requests]
-        outcomes = self._calls.run(chains)
-        for history, request, outcome in zip(histories, requests, outcomes, strict=True):
-            text = request if isinstance(request, str) else _tool_text(outcome[0])
-            if len(text) > self.max_tool_response:
-                text = f"{text[: self.max_tool_response]}..."
-            self._append_response(history, text)
-
-    def _prepare(self, turn: str) -> Call | str:
-        """A call that is ready to run, or what is wrong with the request."""
-        name, query = self.parse_tool_call(turn)
-        if name is None or query is None:
-            return f"Unknown tool call: {turn}"
-        if name not in self.tools:
-            return f"Unknown tool {name}."
-        return functools.partial(self.tools[name], query)
-
-    def _append_response(self, history: TextHistory, text: str) -> None:
-        ids = self._encoder.encode("", text, self.syntax.response, opens=False)
-        text += self.syntax.response
-        room = len(ids) if self.max_length is None else self.max_length - len(history.tokens)
-        if room < len(ids):
-            ids = ids[: max(room, 0)]
-            text = decode(self.tokenizer, ids) if ids else ""
-        if ids:
-            history.append_segment(text, torch.tensor(ids), system=True)
-
-    # The end ------------------------------------------------------------------------------------
+        episode = episode_of(history)
+        self._answer([episode])
+        return show(episode, history)
 
     def task_end_check(self, history: TextHistory, model_turn: bool = True) -> tuple[bool, bool]:
         """Whether an episode is over.
@@ -251,77 +277,35 @@ class TextEnvironment:
             Whether it was truncated, and whether it has ended; ``False`` twice for one that was
             completed before.
         """
-        truncated, reason = self._end(history, model_turn)
-        return truncated, bool(reason)
+        episode = episode_of(history)
+        self._end_if_over(episode, model_turn=model_turn)
+        return (False, False) if history.completed else (episode.is_truncated, episode.is_done)
 
     def tasks_end_check(
         self, histories: Sequence[TextHistory], model_turn: bool = True
     ) -> list[TextHistory]:
         """Complete the episodes that are over, see :meth:`task_end_check`."""
-        for history in histories:
-            truncated, reason = self._end(history, model_turn)
-            if reason:
-                history.complete(truncated=truncated, stop_reason=reason)
-        return list(histories)
-
-    def _end(self, history: TextHistory, model_turn: bool) -> tuple[bool, str]:
-        if history.completed:
-            return False, ""
-        said = "" if history.system_spans[-1] else history.last_text_segment
-        if self.syntax.submit in said:
-            return False, "submitted"
-        if model_turn and not self.syntax.is_request(said):
-            if int(history.tokens[-1]) in self._sampler.end_ids:
-                return False, "answered"
-            return True, "max_length" if self._room(history) < 1 else "response_length"
-        if self._room(history) < 1:
-            return True, "max_length"
-        return False, ""
+        episodes = [episode_of(history) for history in histories]
+        for episode in episodes:
+            self._end_if_over(episode, model_turn=model_turn)
+        return list(map(show, episodes, histories))
 
     def compute_reward(
         self, histories: Sequence[TextHistory], **reward_kwargs: Any
     ) -> list[TextHistory]:
         """Write the reward of each episode into its history.
 
-        A reward that is no finite number is NaN, with the reason in ``reward_error``.
+        A reward that is no finite number is NaN, with the reason in ``reward_error``; so is that of
+        an episode that failed or in which the model said nothing, which is not scored.
 
         Raises:
             ValueError: the function does not return one reward per episode.
             RuntimeError: the function raised, or missed its deadline.
         """
-        texts = [history.last_text_segment for history in histories]
-        if scores_one_rollout(self.reward_fn):
-            rows = [{name: v[i] for name, v in reward_kwargs.items()} for i in range(len(texts))]
-            chains = [
-                [functools.partial(self.reward_fn, text, **row)]
-                for text, row in zip(texts, rows, strict=True)
-            ]
-            outcomes = [chain[0] for chain in self._calls.run(chains)]
-        else:
-            outcomes = self._rewards_of_all(texts, reward_kwargs)
-        for history, outcome in zip(histories, outcomes, strict=True):
-            if outcome.error is not None:
-                value, error = None, raised_text(outcome.error, "reward_fn")
-            else:
-                value, error = number_or_error(outcome.value, "reward_fn")
-            history.reward = float("nan") if value is None else value
-            history.reward_error = error
-        return list(histories)
-
-    def _rewards_of_all(
-        self, texts: Sequence[str], reward_kwargs: Mapping[str, Any]
-    ) -> list[Outcome]:
-        call = functools.partial(self.reward_fn, list(texts), **reward_kwargs)
-        outcome = self._calls.run([[call]])[0][0]
-        if outcome.error is not None:
-            raise RuntimeError("TextEnvironment: reward_fn failed") from outcome.error
-        values = outcome.value
-        if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != len(texts):
-            raise ValueError(
-                f"TextEnvironment: reward_fn must return a list of {len(texts)} rewards, one per "
-                f"text, got {values!r:.80}. Mark it with row_reward if it scores one text."
-            )
-        return [Outcome(value) for value in values]
+        episodes = [episode_of(history) for history in histories]
+        _set_examples(episodes, reward_kwargs)
+        self._runner.finish(episodes)
+        return list(map(show, episodes, histories))
 
     # For trainers -------------------------------------------------------------------------------
 
@@ -344,10 +328,20 @@ class TextEnvironment:
 
     def close(self) -> None:
         """Stop the threads of the tools."""
-        self._calls.close()
+        self._runner.calls.close()
 
 
-def _tool_text(outcome: Outcome) -> str:
-    if outcome.error is not None:
-        return f"Tool error: {outcome.error}"
-    return result_text(outcome)
+def _running(episodes: Sequence[Episode]) -> list[Episode]:
+    return [episode for episode in episodes if not episode.is_done]
+
+
+def _set_examples(episodes: Sequence[Episode], arguments: Mapping[str, Any]) -> None:
+    """Give each episode its arguments of the reward function."""
+    size = len(episodes)
+    for name, values in arguments.items():
+        if not hasattr(values, "__len__") or len(values) != size:
+            raise ValueError(
+                f"TextEnvironment: {name!r} needs an item per query, {size}; got {values!r:.60}."
+            )
+    for i, episode in enumerate(episodes):
+        episode.example = {name: values[i] for name, values in arguments.items()}

@@ -1,10 +1,13 @@
 """What a ``TextEnvironment`` is made from: an engine, its sampling, named tools."""
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_envs.rewards.calls import scores_one_rollout
 from torchrl_modules import SamplingParameters
 from torchrl_modules.engines.protocol import Engine
 
@@ -86,3 +89,21 @@ def sampling_of(
     if "stop_token_ids" not in settings:
         settings["stop_token_ids"] = tuple(ends)
     return SamplingParameters.from_kwargs(settings)
+
+
+def scores_one_text(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is of one text, and not of the texts of all episodes.
+
+    It is if :func:`~torchrl_envs.rewards.calls.row_reward` marked it, or its first parameter is
+    annotated with ``str``.
+    """
+    if scores_one_rollout(function):
+        return True
+    try:
+        parameters = list(inspect.signature(function).parameters)
+        while isinstance(function, functools.partial):
+            function = function.func
+        own = function if inspect.isroutine(function) else type(function).__call__
+        return bool(parameters) and get_type_hints(own).get(parameters[0]) is str
+    except (NameError, TypeError, ValueError):  # built-ins, and names that only a checker knows
+        return False

@@ -1,5 +1,6 @@
 """Tools that are called in plain text: exact tokens, concurrent tools, limits that work."""
 
+import functools
 import math
 import threading
 import time
@@ -64,12 +65,12 @@ def length(texts, **kwargs):
 def make(chatml_tokenizer):
     environments = []
 
-    def build(turns, tools=None, **settings):
+    def build(turns, tools=None, engine=TextEngine, **settings):
         turns = {"": turns} if isinstance(turns, list) else turns
         settings = {"reward_fn": length, "max_turns": 4} | settings
-        engine = TextEngine(chatml_tokenizer, turns)
+        model = engine(chatml_tokenizer, turns)
         environments.append(
-            TextEnvironment(engine, chatml_tokenizer, tools or {"Calc": calculator}, **settings)
+            TextEnvironment(model, chatml_tokenizer, tools or {"Calc": calculator}, **settings)
         )
         return environments[-1]
 
@@ -132,9 +133,23 @@ def test_what_the_model_hears_when_a_call_is_wrong(make):
         "Unknown tool Clac.<response>",
         "Unknown tool call: <request>Calc 1+1<call><response>",
         "Tool error: no such page<response>",
-        "y" * 60 + "...<response>",
+        "y" * 57 + "...<response>",  # 60 characters, the mark of the cut included
     ]
     assert (history.truncated, history.stop_reason) == (True, "max_turns")
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 10, 11])
+def test_a_result_has_at_most_max_tool_response_characters(make, limit):
+    """With the mark of the cut; a result that fits is not cut."""
+    text_env = make(
+        ["<request><Ten>x<call>", "<submit>"],
+        tools={"Ten": lambda _: "0123456789"},
+        max_tool_response=limit,
+    )
+    (history,) = text_env.run(["go"])[4]
+    start, end = history.text_spans[2]
+    expected = {1: ".", 3: "...", 4: "0...", 10: "0123456789", 11: "0123456789"}[limit]
+    assert history.text[start:end] == f"{expected}<response>"
 
 
 def test_how_episodes_end(make):
@@ -231,6 +246,59 @@ def test_rewards_that_are_wrong(make):
     assert math.isnan(histories[3][0])
     assert histories[3][1] == 1.0
     assert histories[4][0].reward_error == "reward_fn gave inf"
+
+
+def reward_of_the_page(result, answer):
+    """As TRL's page has it."""
+    result_parsed = result.split("=")[1].split("<")[0]
+    return int(result_parsed == answer)
+
+
+def test_a_reward_of_one_text_is_told_by_its_annotation(make):
+    """Or by the mark; one that says neither gets lists, and its error says what to do."""
+
+    def annotated(result: str, answer):
+        return reward_of_the_page(result, answer)
+
+    class Judge:
+        async def __call__(self, result: "str", answer: "str") -> float:
+            return reward_of_the_page(result, answer)
+
+    def of_all(results: list[str], answer: list[str]) -> list[int]:
+        return list(map(reward_of_the_page, results, answer))
+
+    turns = {"1;": ["Result=2<submit>"], "2;": ["Result=5<submit>"]}
+    partial = functools.partial(annotated)
+    marked = row_reward(functools.partial(reward_of_the_page))
+    for function in (annotated, Judge(), partial, of_all, marked):
+        text_env = make(turns, reward_fn=function)
+        assert text_env.run(["1;", "2;"], answer=["2", "4"])[3] == [1.0, 0.0]
+    with pytest.raises(RuntimeError, match="mark it with @row_reward, or annotate") as raised:
+        make(turns, reward_fn=reward_of_the_page).run(["1;", "2;"], answer=["2", "4"])
+    assert isinstance(raised.value.__cause__, AttributeError)  # a list has no split
+    with pytest.raises(ValueError, match="@row_reward"):
+        make(turns, reward_fn=lambda *_, **__: 1.0).run(["1;", "2;"], answer=["2", "4"])
+
+
+def test_an_episode_that_failed_has_no_reward(make):
+    """The others have theirs, with their own arguments."""
+
+    class Failing(TextEngine):
+        def _say(self, prompt, params, budget):
+            if "bad" in self.tokenizer.decode(list(prompt)):
+                return Generation([], [], "error", "out of memory")
+            return super()._say(prompt, params, budget)
+
+    def reward(texts, bonus):
+        return [len(text) + b for text, b in zip(texts, bonus, strict=True)]
+
+    turns = {"one": ["abc<submit>"], "two": ["ab<submit>"]}
+    text_env = make(turns, engine=Failing, reward_fn=reward)
+    rewards, histories = text_env.run(["one", "bad", "two"], bonus=[1, 10, 100])[3:]
+    assert rewards[0::2] == [12.0, 110.0]
+    assert math.isnan(rewards[1])
+    assert [h.stop_reason for h in histories] == ["submitted", "error: out of memory", "submitted"]
+    assert histories[1].reward_error == "error: out of memory"
 
 
 PARTS = ["<request>", "<call>", "<A>", "<", ">", "x", "\n"]
