@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from objectives.keys import TokenKeys
 from torchrl_data.errors import MissingEntryError, require_entries
 from torchrl_data.ragged.packed import sequence_index
-from torchrl_data.ragged.ragged import entries_of, rows_of
+from torchrl_data.ragged.reading import Rows, first_entries, read_rows
 
 MaskingStrategy = Literal["assistant", "response", "all"]
 MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")
@@ -169,17 +169,6 @@ def _positions(lengths: Tensor, rows: Tensor) -> Tensor:
     return index + shift.repeat_interleave(taken)
 
 
-def _group_of(batch: TensorDictBase, key: NestedKey) -> tuple[TensorDictBase | None, str]:
-    """The group that holds an entry, if there is one, and the entry's name in it."""
-    if isinstance(key, str):
-        return batch, key
-    *path, name = unravel_key(key)
-    group: Any = batch
-    for part in path:
-        group = None if group is None else entries_of(group).get(part, None)
-    return (None if group is None else entries_of(group)), str(name)
-
-
 class _Columns:
     """Reads entries of a batch as packed values, whatever its layout."""
 
@@ -189,73 +178,57 @@ class _Columns:
                 f"{who} takes a batch [B] of one row per trajectory, found batch size "
                 f"{tuple(batch.batch_size)}. Flatten it, or add a dimension to a single row."
             )
-        self.who = who
-        self.batch = batch
-        lazy = isinstance(batch, LazyStackedTensorDict)
-        self.rows = list(batch.unbind(0)) if lazy else None
-        self.held = self.rows[0] if self.rows else batch
-        self.require([read.tokens])
+        self.batch, self.who = batch, who
         self.tokens_key = read.tokens
-        self.row_lengths = [row.numel() for row in self._column(read.tokens)]
+        self.read: dict[NestedKey, Rows] = {}
         self.keep: Tensor | None = None
 
     def require(self, keys: list[NestedKey]) -> None:
-        # Listing all keys is slow, so only where one is missing.
-        if not all(map(self.has, keys)):
-            require_entries(self.held, keys, self.who)
+        """Read entries; a batch that lacks some is told of all of them at once."""
+        missing = [key for key in keys if not self.has(key)]
+        if not missing:
+            return
+        require_entries(first_entries(self.batch), missing, self.who)
+        rows = enumerate(self.batch.unbind(0))
+        index = next(i for i, row in rows if read_rows(row, missing[0]) is None)
+        raise MissingEntryError(
+            f"{self.who} reads {missing[0]!r}, which row {index} of the batch lacks (row 0 "
+            "holds it). Give every row the same entries."
+        )
 
     def has(self, key: NestedKey) -> bool:
-        group, name = _group_of(self.held, key)
-        # Of a ragged group, whose rows cannot be one tensor, the first row.
-        while isinstance(group, LazyStackedTensorDict):
-            group = entries_of(group.tensordicts[0])
-        return group is not None and group.get(name, None) is not None
-
-    def _column(self, key: NestedKey) -> list[Tensor]:
-        if self.rows is None:
-            group, name = _group_of(self.batch, key)
-            return rows_of(group, name)
-        found = [row.get(key, None) for row in self.rows]
-        values = [value for value in found if value is not None]
-        if len(values) != len(found):
-            index = next(i for i, value in enumerate(found) if value is None)
-            raise MissingEntryError(
-                f"{self.who} reads {key!r}, which row {index} of the batch lacks (row 0 "
-                "holds it). Give every row the same entries."
-            )
-        return values
+        if key not in self.read and (rows := read_rows(self.batch, key)) is not None:
+            self.read[key] = rows
+        return key in self.read
 
     def tokens(self, key: NestedKey) -> Tensor:
         """A per-token entry, packed ``[N]``."""
-        values = self._column(key)
-        sizes = [value.numel() for value in values]
-        if sizes != self.row_lengths:
-            index = next(i for i, size in enumerate(sizes) if size != self.row_lengths[i])
+        rows, expected = self.read[key], self.read[self.tokens_key].lengths
+        if not torch.equal(rows.lengths, expected):
+            index = int((rows.lengths != expected).nonzero()[0])
             raise ValueError(
-                f"{self.who}: {key!r} has {sizes[index]} values in row {index}, whose "
-                f"{self.tokens_key!r} has {self.row_lengths[index]}. Entries must be aligned "
+                f"{self.who}: {key!r} has {int(rows.lengths[index])} values in row {index}, whose "
+                f"{self.tokens_key!r} has {int(expected[index])}. Entries must be aligned "
                 "with the tokens."
             )
-        packed = torch.cat(values).view(-1)
-        return packed if self.keep is None else packed[self.keep]
+        return self._kept(rows.values)
 
-    def tokens_or_rows(self, key: NestedKey, sequence: Tensor) -> Tensor:
+    def tokens_or_rows(self, key: NestedKey) -> Tensor:
         """An entry of one value per row or per token, packed ``[N]``."""
-        values = [value.reshape(-1) for value in self._column(key)]
-        if all(value.numel() == 1 for value in values):
-            return torch.cat(values)[sequence]
-        expanded = [
-            value.expand(length) if len(value) == 1 else value
-            for value, length in zip(values, self.row_lengths, strict=True)
-        ]
-        for index, (value, length) in enumerate(zip(expanded, self.row_lengths, strict=True)):
-            if len(value) != length:
-                raise ValueError(
-                    f"{self.who}: {key!r} has {len(value)} values in row {index}; it needs one, "
-                    f"or one for each of the {length} tokens."
-                )
-        packed = torch.cat(expanded)
-        return packed if self.keep is None else packed[self.keep]
+        (values, lengths), expected = self.read[key], self.read[self.tokens_key].lengths
+        by_row = lengths == 1
+        wrong = (~by_row & (lengths != expected)).nonzero()
+        if len(wrong):
+            index = int(wrong[0])
+            raise ValueError(
+                f"{self.who}: {key!r} has {int(lengths[index])} values in row {index}; it needs "
+                f"one, or one for each of the {int(expected[index])} tokens."
+            )
+        repeats = torch.where(by_row, expected, 1).repeat_interleave(lengths)
+        return self._kept(values.repeat_interleave(repeats.to(values.device)))
+
+    def _kept(self, values: Tensor) -> Tensor:
+        return values if self.keep is None else values[self.keep]
 
 
 def _targets(
@@ -301,12 +274,12 @@ def pack_batch(
         return _no_rows((*token_entries, *row_entries), device)
     columns = _Columns(batch, read, who)
     fields = (*token_entries, *row_entries)
-    needed = [getattr(read, name) for name in fields]
+    needed = [read.tokens, *(getattr(read, name) for name in fields)]
     if strategy != "all":
         needed.append(read.assistant_mask)
     columns.require(needed)
-    ids = columns.tokens(read.tokens)
-    lengths = torch.tensor(columns.row_lengths, device=ids.device)
+    ids, lengths = columns.read[read.tokens]
+    lengths = lengths.to(ids.device)
     sequence = sequence_index(lengths)
     if columns.has(read.attention_mask):
         real = columns.tokens(read.attention_mask).bool()
@@ -319,7 +292,7 @@ def pack_batch(
     target_mask = _targets(assistant, lengths, sequence, strategy)
     entries = {name: columns.tokens(getattr(read, name)) for name in token_entries}
     for name in row_entries:
-        entries[name] = columns.tokens_or_rows(getattr(read, name), sequence)
+        entries[name] = columns.tokens_or_rows(getattr(read, name))
     target_lengths = _count(target_mask, sequence, lengths)
     return PackedBatch(
         ids=ids.to(device),

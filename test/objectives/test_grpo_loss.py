@@ -458,6 +458,13 @@ def test_entries_that_are_not_aligned_are_named(make_scorer, make_batch):
     rows[2]["log_probs", "full"] = torch.zeros(99)
     with pytest.raises(ValueError, match=r"log_probs.*99 values in row 2"):
         GRPOLoss(make_scorer())(lazy_stack(rows))
+    del rows[2]["log_probs", "full"]
+    with pytest.raises(MissingEntryError, match=r"log_probs.*row 2 of the batch lacks"):
+        GRPOLoss(make_scorer())(lazy_stack(rows))
+    rows = make_batch().unbind(0)
+    rows[1]["advantage"] = torch.zeros(2, 1)
+    with pytest.raises(ValueError, match=r"'advantage' has 2 values in row 1; it needs one, or"):
+        GRPOLoss(make_scorer())(lazy_stack(rows))
     with pytest.raises(ValueError, match=r"batch \[B\]"):
         GRPOLoss(make_scorer())(rows[0])
 

@@ -23,11 +23,8 @@ from torchrl_data.conversation.tensorclass_utils import attribute_reader, docume
 from torchrl_data.history.history import History
 from torchrl_data.history.rendering import encoder_for
 from torchrl_data.keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TOKENS
-from torchrl_data.ragged.ragged import (
-    entries_of,
-    rows_of,
-    value_stack,
-)
+from torchrl_data.ragged.groups import value_stack
+from torchrl_data.ragged.reading import entries_of
 
 from .columns import (
     PARTS,
@@ -82,7 +79,7 @@ class Tokens(TokenRows, TensorClass["nocast"]):
                 "Padded tokens can't be decoded, as a pad id may be a real token too. Call "
                 "to_ragged(masks) first."
             )
-        columns = {name: rows_of(self, name) for name in _parts_of(self)}
+        columns = {name: self.rows(name) for name in _parts_of(self)}
         return Text.from_rows(**decode_columns(columns, tokenizer, skip_special_tokens))
 
     def to_history(
@@ -105,7 +102,7 @@ class Tokens(TokenRows, TensorClass["nocast"]):
             The tokens ``[B, T]`` and their attention mask, without which padding can't be told
             from tokens.
         """
-        dense = pad_columns(rows_of(self, PROMPT), rows_of(self, RESPONSE), pad_token_id)
+        dense = pad_columns(self.rows(PROMPT), self.rows(RESPONSE), pad_token_id)
         size = torch.Size([len(dense.prompt)])
         tokens = Tokens(
             prompt=dense.prompt,

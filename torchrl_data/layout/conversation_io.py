@@ -7,7 +7,7 @@ holds the leaves is a :class:`ChatHistory`, which builds a ``History`` when some
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from torchrl_data.conversation.batched_object import BatchedObject, view_of
@@ -15,7 +15,7 @@ from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.views import ConversationView
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import DONE, HISTORY, INPUT_MODES, STEP_MASK, TEXT
-from torchrl_data.ragged.ragged import entries_of
+from torchrl_data.ragged.reading import entries_of, first_entries
 
 from .containers import ChatHistory, Text, Tokens
 from .export import HistoryView, conversations_of
@@ -130,10 +130,7 @@ def conversation_leaf(batch: TensorDictBase, mode: str, which: str) -> Any:
     group = _group(batch, mode)
     if group is None:
         return None
-    first = group
-    while isinstance(first, LazyStackedTensorDict):
-        first = entries_of(first.tensordicts[0])
-    # Ragged rows of tensors can't be stacked, so they are not asked for.
+    first = first_entries(group)
     leaf = first.get(which, None)
     if leaf is None or conversations_of(leaf) is None:
         return None

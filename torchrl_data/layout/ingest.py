@@ -9,7 +9,7 @@ Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase, is_non_tensor
+from tensordict import NonTensorData, TensorDictBase, is_non_tensor
 
 from torchrl_data.conversation.conversations import Conversations, Message
 from torchrl_data.conversation.messages import check_messages
@@ -18,7 +18,7 @@ from torchrl_data.conversation.record import Turn
 from torchrl_data.errors import missing_part
 from torchrl_data.history.history import History
 from torchrl_data.keys import ASSISTANT_MASK, FULL, HISTORY, LOG_PROBS_FULL, PROMPT, TEXT
-from torchrl_data.ragged.ragged import entries_of
+from torchrl_data.ragged.reading import entries_of, first_entries
 
 from .conversation_io import conversation_leaf
 from .export import conversations_of
@@ -100,18 +100,13 @@ def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
     group = batch.get(key[0], None)
     if group is None or is_non_tensor(group):
         return False
-    # A TensorClass lists fields that are unset too, as entries of nothing.
-    entries = entries_of(group)
-    return key[1] in set(entries.keys()) and not _is_unset(entries, key[1])
-
-
-def _is_unset(entries: TensorDictBase, name: str) -> bool:
-    if isinstance(entries, LazyStackedTensorDict):
-        return _is_unset(entries_of(entries.tensordicts[0]), name)
-    leaf = entries.get(name)
-    if not isinstance(leaf, NonTensorData) or conversations_of(leaf) is not None:
+    entries = first_entries(group)
+    if key[1] not in set(entries_of(group).keys()):
         return False
-    return leaf.data is None
+    leaf = entries.get(key[1])
+    # A TensorClass lists fields that are unset too, as entries of nothing.
+    is_value = isinstance(leaf, NonTensorData) and conversations_of(leaf) is None
+    return not is_value or leaf.data is not None
 
 
 def read_held(batch: TensorDictBase, mode: str, which: str) -> Conversations | None:

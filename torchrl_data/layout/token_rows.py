@@ -7,17 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack
+from tensordict import LazyStackedTensorDict, NonTensorData, is_non_tensor
 from torch import Tensor
 
-from torchrl_data.ragged.ragged import (
-    entries_of,
-    nested_view,
-    packed_view,
-    padded_view,
-    ragged_entries,
-    rows_of,
-)
+from torchrl_data.ragged.groups import ragged_entries
+from torchrl_data.ragged.packed import cumulative_lengths, pad
+from torchrl_data.ragged.reading import Rows, first_entries, read_rows
 
 _RAGGED: Final = NonTensorData(False)
 
@@ -85,28 +80,34 @@ class TokenRows:
 
     def rows(self, name: str) -> list[Tensor]:
         """The rows of an entry, B tensors ``[T_i]``."""
-        return rows_of(self, name)
+        return self._read(name).split()
+
+    def _read(self, name: str) -> Rows:
+        rows = read_rows(self, name)
+        if rows is None:
+            raise KeyError(f"{type(self).__name__} has no {name!r} in every row.")
+        return rows
 
     def packed(self, name: str) -> tuple[Tensor, Tensor]:
         """The rows one after the other ``[N]`` and their lengths, int64 ``[B]``."""
-        return packed_view(self, name)
+        return self._read(name)
 
     def nested(self, name: str) -> Tensor:
         """The rows as a jagged nested tensor ``[B, T_i]``."""
-        return nested_view(self, name)
+        values, lengths = self._read(name)
+        offsets = cumulative_lengths(lengths).to(values.device)
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
 
     def dense(self, name: str, *, value: float = 0, side: str = "right") -> Tensor:
         """The rows padded with ``value`` on a side, ``[B, T]``."""
-        return padded_view(self, name, value=value, side=side)
+        return pad(self.rows(name), value=value, side=side)
 
 
 def is_padded(group: Any) -> bool:
     """Whether a group of token rows says that it is padded."""
-    leaf = entries_of(group).get("padded", None)
-    if leaf is None:
-        return False
-    data = leaf.tolist() if isinstance(leaf, NonTensorStack) else leaf.data
-    return any(data) if isinstance(data, list) else bool(data)
+    leaf = first_entries(group).get("padded", None)
+    value = leaf.data if is_non_tensor(leaf) else leaf
+    return bool(value.any()) if isinstance(value, Tensor) else bool(value)
 
 
 def token_spec(cls: type, shape: Sequence[int], keys: Sequence[str]) -> Any:

@@ -6,7 +6,7 @@ Shape legend: B rows, T tokens of a query (ragged).
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations, Message
@@ -15,7 +15,7 @@ from torchrl_data.errors import MissingEntryError
 from torchrl_data.history.history import History
 from torchrl_data.keys import QUERY, TEXT, TOKENS, TOOLS
 from torchrl_data.layout.ingest import chats_of, prompt_of_tokens
-from torchrl_data.layout.token_entries import rows_in
+from torchrl_data.ragged.reading import first_entries, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 
 
@@ -98,9 +98,7 @@ class QueryReader:
 
 
 def _values(batch: TensorDictBase) -> list[Any] | None:
-    first = batch
-    while isinstance(first, LazyStackedTensorDict):
-        first = first.tensordicts[0]
+    first = first_entries(batch)
     # The text of a query may be called text, as long as that is not the group of the text mode.
     held = [key for key in (QUERY, TEXT) if key in first.keys()]  # noqa: SIM118
     key = next((key for key in held if key == QUERY or is_non_tensor(first.get(key))), None)
@@ -108,7 +106,8 @@ def _values(batch: TensorDictBase) -> list[Any] | None:
         return None
     value = first.get(key)
     if isinstance(value, Tensor):
-        return rows_in(batch, key)
+        rows = read_rows(batch, key)
+        return None if rows is None else list(rows.split())
     if isinstance(value, History):
         return chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
     return read_objects(batch, key)

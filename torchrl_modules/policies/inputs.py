@@ -25,8 +25,9 @@ from torchrl_data.keys import (
 )
 from torchrl_data.layout.conversation_io import conversation_leaf
 from torchrl_data.layout.ingest import read_fulls, read_held, read_prompts
-from torchrl_data.layout.token_entries import TokenEntries, token_rows
+from torchrl_data.layout.token_entries import TokenEntries
 from torchrl_data.ragged.packed import pack, unpack
+from torchrl_data.ragged.reading import read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.rendering_identity import check_same_rendering
 
@@ -102,7 +103,7 @@ class PolicyInput:
             ValueError: a mask is not aligned with the tokens, or has the first of a row.
         """
         is_record = read_held(batch, TOKENS, FULL) is not None
-        if not is_record and token_rows(batch, TOKENS_FULL) is not None:
+        if not is_record and read_rows(batch, TOKENS_FULL) is not None:
             return self._checked(self._tokens_to_score(batch))
         fulls = read_fulls(batch, self.mode, encoder=self.encoder, who=self.who)
         if read_held(batch, self.mode, FULL) is not None:
@@ -122,10 +123,10 @@ class PolicyInput:
         ids = [torch.tensor(row, dtype=torch.int64) for row in entries.ids()]
         masks = entries.aligned(ASSISTANT_MASK)
         if masks is None:
-            prompts = token_rows(batch, TOKENS_PROMPT)
+            prompts = read_rows(batch, TOKENS_PROMPT)
             starts = [0] * len(ids)
             if prompts is not None and entries.keep is None:
-                starts = [len(row) for row in prompts]
+                starts = prompts.lengths.tolist()
             masks = _from(ids, starts)
         return RowsToScore(ids, [mask.bool() for mask in masks], entries.keep)
 

@@ -30,10 +30,9 @@ from torchrl_data.keys import (
 )
 from torchrl_data.layout.containers import token_group
 from torchrl_data.layout.conversation_io import write_conversations
-from torchrl_data.layout.token_entries import token_rows
 from torchrl_data.layout.token_tensordicts import row_tensordicts
 from torchrl_data.ragged.padded import padded_rows
-from torchrl_data.ragged.ragged import entries_of
+from torchrl_data.ragged.reading import entries_of, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 
 from .inputs import RowsToScore
@@ -137,7 +136,7 @@ def write_scores(
             batch.set(key, torch.stack(padded).reshape(*batch.batch_size, -1))
         return
     columns: dict[Any, Sequence[Tensor]] = dict(values)
-    if token_rows(batch, TOKENS_FULL) is None:
+    if read_rows(batch, TOKENS_FULL) is None:
         columns[TOKENS_FULL] = rows.ids
         columns[ASSISTANT_MASK] = rows.masks
         columns[ATTENTION_MASK] = [torch.ones_like(mask) for mask in rows.masks]
