@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from torchrl_data.layout.containers import row_group
 from torchrl_data.layout.token_rows import TokenRows
-from torchrl_data.ragged.ragged import entries_of
+from torchrl_data.ragged.reading import entries_of
 from torchrl_data.validation import check_counts
 
 from .segments import num_rows

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, TOKENS
 
 from .packed import pad
-from .ragged import entries_of
+from .reading import entries_of
 
 _FILL = {"policy_versions": -1}
 
