@@ -1,6 +1,7 @@
 """Many calls at once, sync and async, each with a deadline, results in order."""
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
@@ -59,6 +60,8 @@ class ConcurrentCalls:
         self.max_threads = max_threads
         self._threads = DaemonThreads(max_threads)
         self._loop = LoopThread()
+        self._awaited: set[_Chain] = set()
+        self._watch: asyncio.Task[None] | None = None
         # Not the threads' own affair: they hold on to what they work for.
         weakref.finalize(self, self._threads.close).atexit = False
 
@@ -92,6 +95,66 @@ class ConcurrentCalls:
             self._start(chain)
         self._wait(running)
         return [chain.results() for chain in started]
+
+    async def run_async(
+        self,
+        chains: Sequence[Sequence[Call]],
+        timeouts_s: Sequence[Sequence[float]],
+    ) -> list[list[Outcome]]:
+        """Run all chains as :meth:`run` does, awaited in an event loop that goes on meanwhile.
+
+        Cancelling the caller gives up what still runs. To be called in one event loop only, which
+        is not the one that runs the calls.
+
+        Args:
+            chains: as for :meth:`run`.
+            timeouts_s: deadline of each call.
+        """
+        started = [_Chain(calls, limits) for calls, limits in zip(chains, timeouts_s, strict=True)]
+        running = [chain for chain in started if chain.calls]
+        for chain in running:
+            self._start(chain)
+        try:
+            if len(running) == 1:
+                await self._await(running[0])
+            elif running:
+                await asyncio.gather(*map(self._await, running))
+        finally:
+            for chain in running:
+                if not chain.done.done():  # the caller was cancelled
+                    chain.finish()
+                    self._let_go(chain)
+        return [chain.results() for chain in started]
+
+    async def _await(self, chain: "_Chain") -> None:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        chain.done.add_done_callback(lambda _: _notify(loop, done))
+        if chain.is_async:
+            self._awaited.add(chain)
+            if self._watch is None or self._watch.done():
+                self._watch = loop.create_task(self._watch_loop())
+        try:
+            while not done.is_set():
+                try:
+                    async with asyncio.timeout(chain.remaining_s()):
+                        await done.wait()
+                except TimeoutError:
+                    if chain.give_up_if_late():
+                        self._let_go(chain)
+                        return
+        finally:
+            self._awaited.discard(chain)
+
+    async def _watch_loop(self) -> None:
+        """Leave a loop that is blocked, as long as somebody awaits what runs there."""
+        while self._awaited:
+            await asyncio.sleep(_LOOK_S)
+            if self._awaited:
+                await asyncio.to_thread(self._loop.replace_if_blocked)
+            for chain in list(self._awaited):
+                if chain.waits_for_loop_before(self._loop.generation):
+                    self._start_on(self._loop.submit_apart, chain, math.inf)
 
     def _start(self, chain: "_Chain") -> None:
         if not chain.is_async:
@@ -261,6 +324,11 @@ class _Chain:
         """Whether an older loop is to run it, and has not begun."""
         with self._lock:
             return self._generation is not None and self._generation < generation
+
+
+def _notify(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # The loop is closed, and nobody waits.
+        loop.call_soon_threadsafe(done.set)
 
 
 def run_call(call: Call) -> Outcome:

@@ -115,7 +115,7 @@ class ChatEnv(EnvBase):
         self._encoder: ConversationEncoder | None = None
         self.system_prompt = system_prompt
         self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
-        self._queries = QueryReader(
+        self.queries = QueryReader(
             input_mode,
             None if input_mode == HISTORY else self.encoder,
             system_prompt=system_prompt,
@@ -172,7 +172,7 @@ class ChatEnv(EnvBase):
         size = self.batch_size.numel()
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
-        prompt = self._queries.read(tensordict, rows)
+        prompt = self.queries.read(tensordict, rows)
         if tensordict is not None and len(rows) < size:
             # TorchRL hides the rows that go on from the reset, and puts them back itself.
             kept = Conversations.from_messages([[]] * size)

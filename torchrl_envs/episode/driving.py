@@ -6,7 +6,9 @@ loop can drive it: here one that takes all episodes as far as they get, runs wha
 for at once, and goes on.
 """
 
+import asyncio
 import inspect
+import weakref
 from collections.abc import Coroutine, Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +72,70 @@ def drive(events: Mapping[int, Any], calls: ConcurrentCalls) -> dict[int, Except
         for coroutine in running.values():
             coroutine.close()
     return errors
+
+
+class LoopDriver:
+    """Runs the coroutines of events in an event loop, each by itself: none waits for another.
+
+    Args:
+        calls: runs what they wait for.
+    """
+
+    def __init__(self, calls: ConcurrentCalls) -> None:
+        self._calls = calls
+        self._lanes: weakref.WeakValueDictionary[Hashable, asyncio.Lock]
+        self._lanes = weakref.WeakValueDictionary()
+
+    async def drive(self, event: Any) -> None:
+        """Run an event to its end.
+
+        Args:
+            event: what an event returned: a coroutine, or ``None`` where it is over.
+
+        Raises:
+            Exception: what the event raised.
+            TypeError: it awaits something else than calls.
+        """
+        if not inspect.iscoroutine(event):
+            return
+        answer: list[Outcome] | None = None
+        try:
+            while True:
+                asked = _checked(event.send(answer))  # type: ignore[arg-type]
+                answer = await self._run(asked.calls)
+        except StopIteration:
+            return
+        finally:
+            event.close()
+
+    async def _run(self, pending: Sequence[PendingCall]) -> list[Outcome]:
+        """Run calls, those of one lane in order, also among several events."""
+        lanes: dict[Hashable, list[int]] = {}
+        for place, each in enumerate(pending):
+            key = ("alone", place) if each.lane is None else ("lane", each.lane)
+            lanes.setdefault(key, []).append(place)
+        if len(lanes) == 1:
+            ((key, places),) = lanes.items()
+            return await self._run_lane(key, [pending[place] for place in places])
+        results: list[Any] = [None] * len(pending)
+
+        async def run(key: Hashable, places: list[int]) -> None:
+            outcomes = await self._run_lane(key, [pending[place] for place in places])
+            for place, outcome in zip(places, outcomes, strict=True):
+                results[place] = outcome
+
+        await asyncio.gather(*[run(key, places) for key, places in lanes.items()])
+        return results
+
+    async def _run_lane(self, key: Any, lane: Sequence[PendingCall]) -> list[Outcome]:
+        chain, limits = [each.call for each in lane], [each.timeout_s for each in lane]
+        if key[0] == "alone":
+            return (await self._calls.run_async([chain], [limits]))[0]
+        lock = self._lanes.get(key)
+        if lock is None:
+            lock = self._lanes[key] = asyncio.Lock()
+        async with lock:
+            return (await self._calls.run_async([chain], [limits]))[0]
 
 
 def _checked(asked: Any) -> PendingCalls:

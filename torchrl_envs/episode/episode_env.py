@@ -77,11 +77,11 @@ class EpisodeEnv(TransformedEnv):
         super().__init__(env, StepOrder(entries, *parts))  # type: ignore[arg-type]
         self._calls = ConcurrentCalls()
         self._checked = False
-        self._error_limit = RewardErrorLimit()
-        self._runner = EpisodeRunner(
+        self.error_limit = RewardErrorLimit()
+        self.runner = EpisodeRunner(
             self._calls, ToolDispatcher(getattr(env, "parse_turn", parse_tool_calls))
         )
-        self._entries = entries
+        self.entries = entries
         self._episodes: list[Episode] = []
         self._active: list[Episode] = []
         self._turns: list[Episode] = []
@@ -108,15 +108,15 @@ class EpisodeEnv(TransformedEnv):
 
     def _find_parts(self) -> None:
         """Tell the parts of our own what the others are."""
-        dispatcher = self._runner.dispatcher
+        dispatcher = self.runner.dispatcher
         dispatcher.sources = list(self.transforms_of(ToolSource))
         check_tool_names(dispatcher.sources)
         transforms = list(self.episode_transforms())
-        self._runner.set_transforms(transforms)
-        self._entries.reward_names = self.reward_names
-        self._entries.dense = any(part.by_token for part in transforms)
-        self._entries.loads_data = any(overrides(part, "draw") for part in transforms)
-        self._entries.has_tools = bool(dispatcher.sources)
+        self.runner.set_transforms(transforms)
+        self.entries.reward_names = self.reward_names
+        self.entries.dense = any(part.by_token for part in transforms)
+        self.entries.loads_data = any(overrides(part, "draw") for part in transforms)
+        self.entries.has_tools = bool(dispatcher.sources)
         self.empty_cache()
 
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
@@ -150,7 +150,7 @@ class EpisodeEnv(TransformedEnv):
 
     def resources_in(self, row: int) -> Resources:
         """What the episode holds that runs in a row; nothing if none does."""
-        return self._runner.resources_in(row)
+        return self.runner.resources_in(row)
 
     def check(self) -> None:
         """Check that the composition can work: data, tools and a reward fit together.
@@ -164,7 +164,7 @@ class EpisodeEnv(TransformedEnv):
             transform.check(self)
         self._checked = True
         # Checking gives sources of rewards their final names.
-        self._entries.reward_names = self.reward_names
+        self.entries.reward_names = self.reward_names
         self.empty_cache()
 
     # Reset --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class EpisodeEnv(TransformedEnv):
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
             running = [episode for episode in new if not episode.stop_reason]
-            self._runner.before_turn(running)
+            self.runner.before_turn(running)
             for episode in running:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
@@ -217,12 +217,12 @@ class EpisodeEnv(TransformedEnv):
             if value is not None:
                 for episode in new:
                     setattr(episode, key, int(value.view(-1)[episode.row]))
-        self._runner.begin(new)
+        self.runner.begin(new)
         for episode in new:
             queries[episode.row] = episode.query
         if any(query is not None for query in queries):
             write_objects(batch, QUERY, queries)
-        if self._entries.loads_data:
+        if self.entries.loads_data:
             self._write_values(batch, episodes)
         if any(episode.tools for episode in new):
             tools = read_objects(batch, TOOLS)
@@ -259,14 +259,14 @@ class EpisodeEnv(TransformedEnv):
             if not active[row]:
                 continue
             self._active.append(episode)
-            episode.resources = self._runner.resources_of(episode)
+            episode.resources = self.runner.resources_of(episode)
             episode.finish_reason = reasons[row]
             if not episode.stop_reason:
                 episode.num_turns += 1
                 if not episode.is_done:
                     self._turns.append(episode)
-        if self._entries.has_tools:
-            self._runner.run(self._runner.dispatcher.after_turn, self._turns)
+        if self.entries.has_tools:
+            self.runner.run(self.runner.dispatcher.after_turn, self._turns)
         self._write_prompts(next_batch, episodes)
         if any(episode.is_done for episode in self._turns):
             write_flags(next_batch, episodes)
@@ -279,7 +279,7 @@ class EpisodeEnv(TransformedEnv):
             next_batch: read before and written after, for the transforms of TorchRL's.
         """
         self._read_changes(next_batch)
-        self._runner.run(transform.after_turn, self._turns)
+        self.runner.run(transform.after_turn, self._turns)
         self._write_prompts(next_batch, self._episodes)
         write_flags(next_batch, self._episodes)
 
@@ -298,7 +298,7 @@ class EpisodeEnv(TransformedEnv):
             ):
                 # A conversation goes on only if somebody spoke after the policy.
                 episode.terminate()
-        self._runner.before_turn([episode for episode in self._turns if not episode.is_done])
+        self.runner.before_turn([episode for episode in self._turns if not episode.is_done])
         ended = []
         for episode in self._active:
             if episode.stop_reason and not episode.is_done:
@@ -306,17 +306,18 @@ class EpisodeEnv(TransformedEnv):
             if episode.is_terminated or episode.is_truncated:
                 episode.settle()
                 ended.append(episode)
-        self._runner.finish(ended)
+        self.runner.finish(ended)
         self._write_prompts(flat, self._episodes)
         write_flags(flat, self._episodes)
-        self._write_results(flat, ended)
+        self.write_results(flat, ended)
         self._write_values(flat, self._episodes, given=one_dimension(tensordict))
-        self._runner.close(ended)
-        next(self.transforms_of(RewardErrorLimit), self._error_limit).record(ended)
+        self.runner.close(ended)
+        next(self.transforms_of(RewardErrorLimit), self.error_limit).record(ended)
         return _in_shape(flat, next_batch.batch_size)
 
-    def _write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
-        entries = self._entries
+    def write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
+        """Write what transforms gave episodes that have just ended."""
+        entries = self.entries
         if entries.reward_names or (ended and self._reward_sources):
             write_rewards(batch, ended, entries.reward_names, dense=entries.dense)
         write_token_entries(batch, ended)
@@ -361,8 +362,8 @@ class EpisodeEnv(TransformedEnv):
         write_episodes(
             batch,
             episodes,
-            loads_data=self._entries.loads_data,
-            has_tools=self._entries.has_tools,
+            loads_data=self.entries.loads_data,
+            has_tools=self.entries.has_tools,
             given=given,
         )
 
@@ -370,7 +371,7 @@ class EpisodeEnv(TransformedEnv):
 
     def close_episodes(self, rows: Sequence[int] | None = None) -> None:
         """Give up the episodes that run in some rows, or all: what they hold is given back."""
-        self._runner.close_rows(rows)
+        self.runner.close_rows(rows)
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Give back what all rows hold, and close; an error on the way stops none of it."""

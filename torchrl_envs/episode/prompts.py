@@ -66,9 +66,18 @@ class QueryReader:
                 'or call env.reset(TensorDict({"query": ["..."]}, batch_size=env.batch_size)).'
             )
         tools = read_objects(batch, TOOLS)
-        return Conversations.cat([self._open(queries[row], tools[row]) for row in rows])
+        return Conversations.cat([self.open(queries[row], tools[row]) for row in rows])
 
-    def _open(self, query: Any, tools: Any) -> Conversations:
+    def open(self, query: Any, tools: Any) -> Conversations:
+        """The conversation that one query starts.
+
+        Args:
+            query: a string, messages or token ids.
+            tools: JSON schemas that the prompt shows, or ``None``.
+
+        Raises:
+            TypeError: the query is of the wrong type.
+        """
         if isinstance(query, str):
             messages = [{"role": self.user_role, "content": query}]
         elif _is_chat(query):

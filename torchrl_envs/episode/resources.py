@@ -54,7 +54,6 @@ class Resources:
             close: what gives it back, sync or ``async``; ``None`` lets it go.
             closing: the same, asked for when it is time.
             timeout_s: deadline of that, in seconds; that of the environment's calls if not given.
-
             name: what it is called in the log; its class when not given.
 
         Raises:
@@ -117,6 +116,25 @@ def close_resources(
         limits = [[calls.timeout_s if h.timeout_s is None else h.timeout_s] for h, _ in pending]
         results = calls.run([[call] for _, call in pending], limits)
         for (held, _), (outcome,) in zip(pending, results, strict=True):
+            _log_error(held, outcome.error)
+
+
+async def close_resources_async(
+    resources: Resources, has_ended: bool, calls: ConcurrentCalls, *, owner: Any = None
+) -> None:
+    """Give back what one episode holds, as :func:`close_resources` does, awaited in an event loop.
+
+    Args:
+        resources: of the episode.
+        has_ended: whether it has, or was given up.
+        calls: runs the calls.
+        owner: give back only what this one added; everything when not given.
+    """
+    for held in resources._take(owner):
+        call = _asked(held, has_ended)
+        if call is not None:
+            limit = calls.timeout_s if held.timeout_s is None else held.timeout_s
+            ((outcome,),) = await calls.run_async([[call]], [[limit]])
             _log_error(held, outcome.error)
 
 

@@ -61,10 +61,28 @@ class EpisodeRunner:
             for event, forms in _EVENTS.items()
         }
 
+    def taking_part(self, event: str) -> Sequence[EpisodeTransform]:
+        """The transforms that take part in an event, in order.
+
+        Args:
+            event: ``"draw"``, ``"begin"``, ``"before_turn"`` or ``"finish"``.
+        """
+        return self._parts[event]
+
     # Events -------------------------------------------------------------------------------------
 
-    def begin(self, episodes: Sequence[Episode]) -> None:
-        """Draw and start episodes; one that can't start gets a ``stop_reason``.
+    def draw(self, episodes: Sequence[Episode]) -> None:
+        """Give new episodes their examples, and keep what they will hold.
+
+        Args:
+            episodes: new ones; that there are no data for has a ``stop_reason`` afterwards.
+        """
+        self.hold(episodes)
+        for transform in self._parts["draw"]:
+            transform.draw(episodes)
+
+    def hold(self, episodes: Sequence[Episode]) -> None:
+        """Keep what new episodes will hold, until they are closed.
 
         Args:
             episodes: new ones.
@@ -72,13 +90,19 @@ class EpisodeRunner:
         for episode in episodes:
             self._open[episode.id] = episode.resources
             self._rows[episode.id] = episode.row
-        for transform in self._parts["draw"]:
-            transform.draw(episodes)
+
+    def begin(self, episodes: Sequence[Episode]) -> None:
+        """Draw and start episodes; one that can't start gets a ``stop_reason``.
+
+        Args:
+            episodes: new ones.
+        """
+        self.draw(episodes)
         for transform in self._parts["begin"]:
             running = [episode for episode in episodes if not episode.stop_reason]
             errors = self._each(transform.begin, running)
             for number, error in errors.items():
-                _refuse(running[number], transform, error)
+                refuse_start(running[number], transform, error)
             # What it holds of others stays until its first step, which ends it.
             failed = [(running[number].resources, False) for number in errors]
             close_resources(failed, self.calls, owner=transform)
@@ -222,7 +246,14 @@ def take_over(episode: Episode, conversation: Conversations) -> None:
         episode.replace_conversation(conversation)
 
 
-def _refuse(episode: Episode, transform: EpisodeTransform, error: Exception) -> None:
+def refuse_start(episode: Episode, transform: EpisodeTransform, error: Exception) -> None:
+    """An episode does not begin, because a transform raised.
+
+    Args:
+        episode: gets its ``stop_reason``.
+        transform: which.
+        error: what it raised.
+    """
     where = error.where if isinstance(error, EpisodeStartError) else type(transform).__name__
     cause = error.__cause__ if isinstance(error, EpisodeStartError) else error
     cause = error if cause is None else cause

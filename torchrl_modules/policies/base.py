@@ -235,16 +235,35 @@ class LLMWrapperBase(TensorDictModuleBase):
             ids,
             self.sampling,
             max_new_tokens=[
-                self._bounded(budget, len(row)) for budget, row in zip(budgets, ids, strict=True)
+                self.bounded_turn(budget, len(row))
+                for budget, row in zip(budgets, ids, strict=True)
             ],
         )
+        full = self.append_generations(prompt, generations, version)
+        return prompt, full, [finish_reason_of(g) for g in generations]
+
+    def append_generations(
+        self, prompt: Conversations, generations: Sequence[Generation], version: int
+    ) -> Conversations:
+        """Conversations with the turns that an engine has drawn.
+
+        Args:
+            prompt: B encoded conversations.
+            generations: B; a row that could not be generated is left as it was.
+            version: of the weights, where the engine did not say.
+        """
         texts = self.encoder.decode_responses([g.ids for g in generations])
-        full = prompt.append_turns(
+        return prompt.append_turns(
             [self._turn(g, text, version) for g, text in zip(generations, texts, strict=True)]
         )
-        return prompt, full, [_reason(g) for g in generations]
 
-    def _bounded(self, budget: int, num_prompt_tokens: int) -> int:
+    def bounded_turn(self, budget: int, num_prompt_tokens: int) -> int:
+        """Most tokens of a turn, given the room that the engine's ``max_model_len`` leaves.
+
+        Args:
+            budget: most tokens of it.
+            num_prompt_tokens: what it continues.
+        """
         limit = getattr(self.engine, "max_model_len", None)
         room = budget if limit is None else limit - num_prompt_tokens
         # Without any room the engine refuses the row, and says why.
@@ -290,7 +309,8 @@ def _any_sampling(sampling: SamplingParameters) -> None:
     """What an engine that says nothing refuses."""
 
 
-def _reason(generation: Generation) -> str:
+def finish_reason_of(generation: Generation) -> str:
+    """Why a turn ended: ``"stop"``, ``"length"``, or ``"error: ..."``."""
     if generation.error is not None:
         return f"error: {generation.error}"
     return generation.finish_reason
