@@ -101,7 +101,12 @@ def folder_files() -> Iterator[tuple[str, int]]:
 
 
 def library_lines() -> Iterator[tuple[str, int]]:
-    yield "all", sum(text.count("\n") for text, _ in sources(*LIBRARY).values())
+    """Without what has been added since the budget was set, which exceptions.toml lists."""
+    added = tuple(EXCEPTIONS["added"]["paths"])
+    old = {
+        path: text for path, (text, _) in sources(*LIBRARY).items() if not path.startswith(added)
+    }
+    yield "all", sum(text.count("\n") for text in old.values())
 
 
 def function_imports() -> Iterator[tuple[str, float]]:

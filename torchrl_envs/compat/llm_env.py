@@ -59,7 +59,7 @@ class LLMEnv(ChatEnv):
     ) -> None:
         mode = TEXT if from_text else TOKENS
         super().__init__(input_mode=mode, batch_size=batch_size, tokenizer=tokenizer)
-        self._queries = _PromptReader(
+        self.queries = _PromptReader(
             mode, self.encoder, system_prompt=None, system_role="system", user_role="user"
         )
 

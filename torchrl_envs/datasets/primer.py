@@ -38,7 +38,7 @@ from .stream import Item, PrepareRow, RowStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_envs.episode.protocols import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 IDS_PER_EPOCH: Final = 1 << 40
 """``group_id`` is ``epoch * IDS_PER_EPOCH + row id``."""

@@ -165,10 +165,12 @@ class AsyncEpisodeRunner:
                 refuse_start(episode, transform, error)
                 calls = self._env.calls
                 await close_resources_async(episode.resources, False, calls, owner=transform)
-                return
-        self._runner.dispatcher.show_tools(episode)
+                break
+        else:
+            self._runner.dispatcher.show_tools(episode)
         try:
-            episode.conversation = self._env.base_env.queries.open(episode.query, episode.tools)
+            base: Any = self._env.base_env
+            episode.conversation = base.queries.open(episode.query, episode.tools)
         except Exception as error:
             self._fail(episode, type(self._env.base_env).__name__, error)
 
@@ -232,9 +234,7 @@ class AsyncEpisodeRunner:
         entries = self._env.entries
         batch: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
         write_flags(batch, episodes)
-        write_episodes(
-            batch, episodes, loads_data=entries.loads_data, has_tools=entries.has_tools
-        )
+        write_episodes(batch, episodes, loads_data=entries.loads_data, has_tools=entries.has_tools)
         self._env.write_results(batch, episodes)
         start: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
         for transform in self._late:

@@ -3,9 +3,10 @@
 Shape legend: B rows.
 """
 
-from collections.abc import Awaitable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Hashable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.envs import Transform
 
@@ -13,13 +14,40 @@ from torchrl_envs.concurrency.calls import Call, ConcurrentCalls, Outcome
 
 from .driving import PendingCall, PendingCalls
 from .episode import Episode
+from .resources import Resources
 
 T = TypeVar("T", bound=Transform)
 Event = Awaitable[None] | None
 """What an event returns: nothing, or a coroutine that awaits ``self.call(...)``."""
 
-if TYPE_CHECKING:
-    from .protocols import EpisodeEnvironment
+
+class EpisodeEnvironment(Protocol):
+    """An environment that runs episodes."""
+
+    base_env: Any
+    """A :class:`~torchrl_envs.ChatEnv`, usually."""
+
+    @property
+    def calls(self) -> ConcurrentCalls:
+        """Runs the calls of tools, environments and rewards."""
+        ...
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """Of the episodes that run at once."""
+        ...
+
+    def transforms_of(self, kind: type[T]) -> Iterator[T]:
+        """The transforms of a class, in order."""
+        ...
+
+    def resources_in(self, row: int) -> Resources:
+        """What the episode holds that runs in a row; nothing if none does."""
+        ...
+
+    def run_after_turn(self, transform: Any, next_batch: TensorDictBase) -> None:
+        """Run one transform's ``after_turn`` on the episodes of the step that is under way."""
+        ...
 
 
 class EpisodeTransform(Transform):
@@ -48,7 +76,7 @@ class EpisodeTransform(Transform):
 
     # Events -------------------------------------------------------------------------------------
 
-    def check(self, env: "EpisodeEnvironment") -> None:
+    def check(self, env: EpisodeEnvironment) -> None:
         """Raise if the composition can't work; called before the first reset."""
 
     def check_policy(self, policy: Any) -> None:
@@ -142,7 +170,7 @@ class EpisodeTransform(Transform):
         """The transforms of a class in the environment that this one belongs to."""
         return list(self._environment().transforms_of(kind))
 
-    def _environment(self) -> "EpisodeEnvironment":
+    def _environment(self) -> EpisodeEnvironment:
         container: Any = self.container
         if container is None or not hasattr(container, "run_after_turn"):
             raise self._misplaced()

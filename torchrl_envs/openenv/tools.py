@@ -23,7 +23,7 @@ from .messages import EnvResult
 from .session import MAX_ATTEMPTS, OpenEnvSession
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.protocols import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 RewardOf = Literal["sum", "last"]
 REWARDS_OF: Final[tuple[RewardOf, ...]] = ("sum", "last")

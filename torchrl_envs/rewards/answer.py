@@ -25,7 +25,7 @@ from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.graders.answers import final_text, message_text, read_tags
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.protocols import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 
 SCORED_BY: Final = "scored_by"

@@ -26,7 +26,7 @@ from .calls import (
 )
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.protocols import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 Level = Literal["trajectory", "turn"]
 LEVELS: Final[tuple[Level, ...]] = ("trajectory", "turn")

@@ -21,7 +21,7 @@ from torchrl_envs.tool_calls.signatures import accepted_arguments
 from .instances import Factory, Instance, start_instance
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.protocols import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 
 class EnvironmentTools(ToolSource, RewardSource):

@@ -15,7 +15,7 @@ from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.rewards.answer import AnswerReward
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.protocols import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 
 class AddThinkingPrompt(EpisodeTransform):

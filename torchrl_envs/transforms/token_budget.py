@@ -13,7 +13,7 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 
 if TYPE_CHECKING:
-    from torchrl_envs.episode.protocols import EpisodeEnvironment
+    from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 CUT_MARK = "\n[... cut: out of tokens]"
 """Ends an observation that was cut."""
