@@ -59,7 +59,7 @@ class LLMEnv(ChatEnv):
     ) -> None:
         mode = TEXT if from_text else TOKENS
         super().__init__(input_mode=mode, batch_size=batch_size, tokenizer=tokenizer)
-        self.queries = _PromptReader(
+        self._queries = _PromptReader(
             mode, self.encoder, system_prompt=None, system_role="system", user_role="user"
         )
 
@@ -100,15 +100,23 @@ class LLMEnv(ChatEnv):
 
     def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
         """The next token is the policy's, without a generation header."""
-        nothing = EncodedMessages([], [])
-        closed = [None if p.awaits_response else nothing for p in prompt.positions]
-        super()._write_prompt(batch, prompt.append_encoded(closed))
+        super()._write_prompt(batch, _awaiting(prompt))
+
+    def open(self, query: Any, tools: Any) -> Conversations:
+        """See :meth:`ChatEnv.open`."""
+        return _awaiting(super().open(query, tools))
+
+
+def _awaiting(prompt: Conversations) -> Conversations:
+    nothing = EncodedMessages([], [])
+    return prompt.append_encoded([None if p.awaits_response else nothing for p in prompt.positions])
 
 
 class _PromptReader(QueryReader):
     """Queries are prompts, to the token."""
 
-    def _open(self, query: Any, tools: Any) -> Conversations:
+    def open(self, query: Any, tools: Any) -> Conversations:
+        """See :meth:`QueryReader.open`."""
         del tools
         assert self.encoder is not None
         if isinstance(query, str):

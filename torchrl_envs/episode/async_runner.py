@@ -170,7 +170,7 @@ class AsyncEpisodeRunner:
             self._runner.dispatcher.show_tools(episode)
         try:
             base: Any = self._env.base_env
-            episode.conversation = base.queries.open(episode.query, episode.tools)
+            episode.conversation = base.open(episode.query, episode.tools)
         except Exception as error:
             self._fail(episode, type(self._env.base_env).__name__, error)
 

@@ -115,7 +115,7 @@ class ChatEnv(EnvBase):
         self._encoder: ConversationEncoder | None = None
         self.system_prompt = system_prompt
         self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
-        self.queries = QueryReader(
+        self._queries = QueryReader(
             input_mode,
             None if input_mode == HISTORY else self.encoder,
             system_prompt=system_prompt,
@@ -167,12 +167,24 @@ class ChatEnv(EnvBase):
         """
         return EpisodeEnv(self, transform)
 
+    def open(self, query: Any, tools: Any) -> Conversations:
+        """The conversation that one query starts.
+
+        Args:
+            query: a string, messages or token ids, as ``reset`` reads it.
+            tools: JSON schemas that the prompt shows, or ``None``.
+
+        Raises:
+            TypeError: the query is of the wrong type.
+        """
+        return self._queries.open(query, tools)
+
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         del kwargs
         size = self.batch_size.numel()
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
-        prompt = self.queries.read(tensordict, rows)
+        prompt = self._queries.read(tensordict, rows)
         if tensordict is not None and len(rows) < size:
             # TorchRL hides the rows that go on from the reset, and puts them back itself.
             kept = Conversations.from_messages([[]] * size)
