@@ -238,6 +238,8 @@ class GenerationLedger:
         if num_tokens is not None:
             each = shares(num_tokens, self.group_size)
             num_tokens = sum(each)
+            if any(each):
+                group.check_versions(oldest_version, None, self.version)
             for index, tokens in enumerate(() if group.lengths else each):
                 self.finish_episode(ticket, index, tokens=tokens, oldest_version=oldest_version)
         group.check_complete(self.group_size, oldest_version, num_tokens)

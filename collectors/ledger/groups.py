@@ -98,15 +98,14 @@ class Group:
         """Of the episodes that are over."""
         return sum(self.lengths.values())
 
-    @property
-    def oldest(self) -> int:
-        """Version of its oldest token; that of its admission where it has none."""
-        return self.ticket.version if self.oldest_version is None else self.oldest_version
+    def age(self, step: int) -> int:
+        """Of its oldest token, if it is used in a step; 0 where it has none."""
+        return 0 if self.oldest_version is None else step - self.oldest_version
 
     @property
-    def newest(self) -> int:
-        """Version of its newest token."""
-        return self.oldest if self.newest_version is None else self.newest_version
+    def version_span(self) -> int:
+        """By how many versions its tokens differ."""
+        return (self.newest_version or 0) - (self.oldest_version or 0)
 
     def add_episode(
         self,
@@ -129,10 +128,17 @@ class Group:
                 f"GroupLedger: finish_episode of {self.ticket}: episode {index} is over already."
             )
         if tokens:
-            self._add_versions(*versions, trainer)
+            oldest, newest = self.check_versions(*versions, trainer)
+            if self.oldest_version is None or oldest < self.oldest_version:
+                self.oldest_version = oldest
+            if self.newest_version is None or newest > self.newest_version:
+                self.newest_version = newest
         self.lengths[index] = tokens
 
-    def _add_versions(self, oldest: int | None, newest: int | None, trainer: int) -> None:
+    def check_versions(
+        self, oldest: int | None, newest: int | None, trainer: int
+    ) -> tuple[int, int]:
+        """Check the versions of some of its tokens, while the trainer has its own."""
         newest = oldest if newest is None else newest
         if oldest is None or newest is None or not oldest <= newest <= trainer:
             raise ValueError(
@@ -144,10 +150,7 @@ class Group:
                 f"GroupLedger: a token of {self.ticket} has version {oldest}, from before its "
                 "admission: its generator had not pulled the weights that weights_pulled() told of."
             )
-        if self.oldest_version is None or oldest < self.oldest_version:
-            self.oldest_version = oldest
-        if self.newest_version is None or newest > self.newest_version:
-            self.newest_version = newest
+        return oldest, newest
 
     def check_complete(
         self, group_size: int, oldest_version: int | None, num_tokens: int | None
@@ -163,7 +166,7 @@ class Group:
             ("oldest_version", oldest_version, self.oldest_version),
             ("num_tokens", num_tokens, self.num_tokens),
         ):
-            if told is not None and told != found:
+            if None not in (told, found) and told != found:
                 raise ValueError(
                     f"GroupLedger: finish of {self.ticket}: {name} is {found} by its episodes, got "
                     f"{told}."

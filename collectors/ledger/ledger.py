@@ -89,21 +89,31 @@ class GroupLedger(GenerationLedger):
         if chosen is None:
             return None
         now, step = self._clock(), self.next_step
-        ages = [step - group.oldest for group in chosen]
+        ages = [group.age(step) for group in chosen]
         if max(ages) > self.policy.max_staleness:
             worst = chosen[ages.index(max(ages))]
             raise LedgerError(
                 f"GroupLedger: {self.policy!r} chose {worst.ticket} for step {step}, whose oldest "
-                f"token has version {worst.oldest}: more than max_staleness old."
+                f"token has version {worst.oldest_version}: more than max_staleness old."
             )
         self._statistics.take(
             ages,
             [now - group.finished_at for group in chosen],
-            [group.newest - group.oldest for group in chosen],
+            [group.version_span for group in chosen],
         )
         tickets = self._table.take(chosen)
         self._check()
         return tickets
+
+    def take_rest(self) -> list[Ticket] | None:
+        """The last groups, once the data have ended: a full step, or else all that is left.
+
+        Returns:
+            Their tickets, none if nothing is left; ``None``: wait.
+        """
+        self._evict()
+        count = min(self.groups_per_step, self.num_queued)
+        return self.take(count) if count else []
 
     def _evict(self) -> None:
         for group in self.policy.evict(self):

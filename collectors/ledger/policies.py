@@ -91,8 +91,8 @@ class Wait:
         max_staleness: the most versions by which any token may be older than the trainer that
             uses it, when it is used.
         pipeline_depth: how many steps generation may run ahead, at most ``max_staleness``.
-            ``None``: as far as the window leaves the order free, at least 1 if ``max_staleness``
-            is.
+            ``None``: one less, which leaves room for overtaking; but at least 1, and as many as
+            ``weight_sync_steps`` takes.
         window: the fraction of the slots within which groups may overtake. 0: first in, first out.
     """
 
@@ -112,21 +112,12 @@ class Wait:
 
     def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
         """B; see :class:`StalenessPolicy`."""
-        _check_sync("Wait", "max_staleness", self.max_staleness, weight_sync_steps)
+        _check_sync(self, "max_staleness", self.max_staleness, weight_sync_steps)
         depth = self.pipeline_depth
         if depth is None:
-            depth = self._default_depth(groups_per_step, weight_sync_steps)
-        _check_sync("Wait", "pipeline_depth", depth, weight_sync_steps)
+            depth = max(self.max_staleness - 1, min(1, self.max_staleness), weight_sync_steps - 1)
+        _check_sync(self, "pipeline_depth", depth, weight_sync_steps)
         return (depth + 1) * groups_per_step
-
-    def _default_depth(self, groups_per_step: int, weight_sync_steps: int) -> int:
-        for depth in range(self.max_staleness, 0, -1):
-            overtaking = self._window((depth + 1) * groups_per_step) - 1
-            if depth + math.ceil(overtaking / groups_per_step) <= self.max_staleness:
-                break
-        else:
-            depth = min(1, self.max_staleness)
-        return max(depth, weight_sync_steps - 1)
 
     def _window(self, num_slots: int) -> int:
         return max(1, math.floor(self.window * num_slots))
@@ -203,7 +194,7 @@ class Drop:
 
     def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
         """B; see :class:`StalenessPolicy`."""
-        _check_sync("Drop", "max_staleness", self.max_staleness, weight_sync_steps)
+        _check_sync(self, "max_staleness", self.max_staleness, weight_sync_steps)
         depth = self.max_staleness if self.pipeline_depth is None else self.pipeline_depth
         return (depth + 1) * groups_per_step
 
@@ -231,17 +222,20 @@ def _first_version(group: Group) -> float:
     """Of the oldest token that a group has, or will have as things are."""
     if group.oldest_version is not None:
         return group.oldest_version
-    return math.inf if group.begun_version is None else group.begun_version
+    if group.state is GroupState.FINISHED or group.begun_version is None:
+        return math.inf
+    return group.begun_version
 
 
 def _check_knobs(who: str, max_staleness: int, pipeline_depth: int | None) -> None:
     check_counts(who, 0, max_staleness=max_staleness, pipeline_depth=pipeline_depth)
 
 
-def _check_sync(who: str, name: str, value: int, weight_sync_steps: int) -> None:
-    if value < weight_sync_steps - 1:
+def _check_sync(policy: object, name: str, value: int, weight_sync_steps: int) -> None:
+    least = weight_sync_steps - 1
+    if value < least:
         raise ValueError(
-            f"{who}: {name} must be at least {weight_sync_steps - 1}, got {value}: weights are "
+            f"{type(policy).__name__}: {name} must be at least {least}, got {value}: weights are "
             f"pulled every weight_sync_steps={weight_sync_steps} steps, and the last of these "
             "trains what was sampled at the first one's version."
         )

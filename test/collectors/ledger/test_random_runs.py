@@ -50,7 +50,7 @@ class World:
         self.admitted_at = {}
         self.ends = Counter()
         self.tokens = Counter()
-        self.trained, self.given_up = [], set()
+        self.owed, self.done, self.frontier = set(), set(), 0
         self.next_ordinal = 0
 
     # What may happen, and what then holds ---------------------------------------------------------
@@ -59,7 +59,14 @@ class World:
         found = [ticket for ticket, group in self.live.items() if group[0] in states]
         return found[self.choose(len(found))] if found else None
 
-    def leave(self, ticket, end):
+    def leave(self, ticket, end, *, again):
+        """It is in flight no longer; its prompt is to be offered again, or done."""
+        assert ticket.ordinal >= self.frontier
+        assert ticket.ordinal not in self.done
+        (self.owed if again else self.done).add(ticket.ordinal)
+        while self.frontier in self.done:
+            self.done.remove(self.frontier)
+            self.frontier += 1
         tokens = sum(self.live.pop(ticket)[2].values())
         self.ends[end] += 1
         self.tokens[end] += tokens
@@ -76,6 +83,7 @@ class World:
         ticket = self.ledger.offer(f"group {ordinal}", ordinal)
         assert ticket.version == self.pulled
         self.live[ticket] = ["dispatched", None, {}]
+        self.owed.discard(ordinal)
         self.ends["offered"] += 1
         return True
 
@@ -114,24 +122,21 @@ class World:
             return False
         if how == "cancel":
             self.ledger.cancel(ticket)
-            self.leave(ticket, "returned")
+            self.leave(ticket, "returned", again=True)
             return True
         if how == "fail":
             refill = self.ledger.fail(ticket, "no disk: full")
         else:
             refill = self.ledger.drop(ticket, "no_signal", refill="next")
         assert (refill is None) == (how != "fail" or ticket.attempt == 1)
-        if refill is None:
-            self.given_up.add(ticket.ordinal)
-        self.leave(ticket, "dropped")
+        self.leave(ticket, "dropped", again=refill is not None)
         return True
 
     def drop_stale(self):
         for ticket in self.ledger.stale_tickets():
             assert isinstance(self.policy, Drop)
-            if self.ledger.drop(ticket, "stale") is None:
-                self.given_up.add(ticket.ordinal)
-            self.leave(ticket, "dropped")
+            refill = self.ledger.drop(ticket, "stale")
+            self.leave(ticket, "dropped", again=refill is not None)
 
     def take(self):
         step = self.version + len(self.batches)
@@ -139,9 +144,7 @@ class World:
         for eviction in self.ledger.take_evicted():
             assert isinstance(self.policy, Drop)
             assert step - self.live[eviction.ticket][1] > self.policy.max_staleness
-            if eviction.refill is None:
-                self.given_up.add(eviction.ticket.ordinal)
-            self.leave(eviction.ticket, "dropped")
+            self.leave(eviction.ticket, "dropped", again=eviction.refill is not None)
         if tickets is None:
             return False
         assert len(tickets) == self.step_size
@@ -160,8 +163,7 @@ class World:
         batch = list(self.batches[0])
         self.ledger.trained(batch, self.version)
         for ticket in batch:
-            self.leave(ticket, "trained")
-            self.trained.append(ticket.ordinal)
+            self.leave(ticket, "trained", again=False)
         self.batches.pop(0)
         self.version += 1
         return True
@@ -186,7 +188,7 @@ class World:
                 self.live[ticket][0] = "finished"
             self.batches = []
         for ticket in [ticket for ticket in self.live if ticket.ordinal not in kept]:
-            self.leave(ticket, "returned")
+            self.leave(ticket, "returned", again=True)
 
     def check(self):
         balance = self.ledger.balance
@@ -203,13 +205,12 @@ class World:
             t: GroupState(group[0]) for t, group in self.live.items()
         }
         assert self.ledger.batches == self.batches
-        done = set(self.trained) | self.given_up
-        assert len(self.trained) == len(set(self.trained))
-        assert self.ledger.frontier == next(i for i in range(len(done) + 1) if i not in done)
-        assert set(self.ledger.done_above) == {i for i in done if i > self.ledger.frontier}
-        drawn = set(range(self.next_ordinal))
-        in_flight = {ticket.ordinal for ticket in self.live}
-        assert {refill.ordinal for refill in self.ledger.owed} == drawn - done - in_flight
+        assert self.ledger.frontier == self.frontier
+        assert set(self.ledger.done_above) == self.done
+        assert {refill.ordinal for refill in self.ledger.owed} == self.owed
+        assert self.ledger.next_ordinal == self.next_ordinal
+        above = self.owed | self.done | {ticket.ordinal for ticket in self.live}
+        assert above == set(range(self.frontier, self.next_ordinal))
         if isinstance(self.policy, Wait):
             assert (
                 self.queued() + self.step_size * (self.version + len(self.batches) - self.pulled)
@@ -304,7 +305,7 @@ class Runs(RuleBasedStateMachine):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=150, stateful_step_count=50)
+TestRuns.settings = settings(max_examples=200, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,0 +1,156 @@
+"""How many may begin and which are trained, by hand; what could never move is refused."""
+
+import pytest
+
+from collectors.ledger import Drop, GroupLedger, OnPolicy, Wait
+
+
+def make(groups_per_step, policy, **settings):
+    return GroupLedger(
+        groups_per_step=groups_per_step, group_size=2, policy=policy, clock=lambda: 0.0, **settings
+    )
+
+
+def finish(ledger, *tickets):
+    for ticket in tickets:
+        ledger.start(ticket)
+        ledger.finish(ticket, ledger.pulled_version, 10)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sync", "slots", "capacity"),
+    [
+        pytest.param(OnPolicy(), 1, 8, 8, id="on policy: one step"),
+        pytest.param(Wait(0), 1, 8, 8, id="staleness 0 is on policy"),
+        pytest.param(Wait(1), 1, 16, 16, id="one step ahead at least"),
+        pytest.param(Wait(4), 1, 32, 32, id="one less than the bound"),
+        pytest.param(Wait(4, pipeline_depth=4), 1, 40, 40, id="as far as the bound"),
+        pytest.param(Wait(4, pipeline_depth=0), 1, 8, 8, id="no step ahead"),
+        pytest.param(Wait(4), 5, 40, 40, id="pulled every 5 steps takes the whole bound"),
+        pytest.param(Drop(4), 1, 40, 8, id="drop: a step's groups can always go"),
+        pytest.param(Drop(1, pipeline_depth=9), 1, 80, 8, id="drop may run far ahead"),
+    ],
+)
+def test_slots_and_the_buffer_that_they_take(policy, sync, slots, capacity):
+    ledger = make(8, policy, weight_sync_steps=sync, buffer_capacity=capacity)
+    assert (ledger.num_slots, ledger.required_capacity) == (slots, capacity)
+    with pytest.raises(ValueError, match=rf"buffer_capacity must be at least {capacity} groups"):
+        make(8, policy, weight_sync_steps=sync, buffer_capacity=capacity - 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        pytest.param(
+            lambda: make(8, Wait(2), weight_sync_steps=4),
+            "Wait: max_staleness must be at least 3, got 2.*weight_sync_steps=4",
+            id="the last step before a pull is too old",
+        ),
+        pytest.param(
+            lambda: make(8, Wait(4, pipeline_depth=2), weight_sync_steps=4),
+            "Wait: pipeline_depth must be at least 3, got 2",
+            id="no slot is left before a pull",
+        ),
+        pytest.param(
+            lambda: make(8, Drop(2, pipeline_depth=9), weight_sync_steps=4),
+            "Drop: max_staleness must be at least 3, got 2",
+            id="all would be dropped before a pull",
+        ),
+        pytest.param(
+            lambda: make(8, OnPolicy(), weight_sync_steps=2),
+            "OnPolicy: max_staleness must be at least 1, got 0",
+            id="on policy pulls each step",
+        ),
+        pytest.param(
+            lambda: Wait(2, pipeline_depth=3),
+            "pipeline_depth=3 is more than max_staleness=2",
+            id="deeper than the bound",
+        ),
+        pytest.param(lambda: Wait(-1), "max_staleness must be .* at least 0, got -1", id="below 0"),
+        pytest.param(lambda: Wait(window=1.5), r"window .* in \[0, 1\], got 1.5", id="window"),
+        pytest.param(lambda: Drop(2, -1), "Drop: pipeline_depth", id="depth below 0"),
+        pytest.param(
+            lambda: make(8, Wait(), max_inflight_groups=0), "max_inflight_groups", id="none runs"
+        ),
+        pytest.param(lambda: make(8, Wait(), refill="never"), "refill must be one of", id="refill"),
+    ],
+)
+def test_what_could_never_move_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_window_is_anchored_at_the_oldest_unfinished_group():
+    """B = 10, W = floor(0.3 * 10) = 3: two younger groups overtake the first, no third one."""
+    ledger = make(2, Wait(9, pipeline_depth=4))
+    tickets = [ledger.offer(i, i) for i in range(10)]
+    finish(ledger, *tickets[3:])
+    assert ledger.take() is None
+    finish(ledger, tickets[2])
+    assert ledger.take() is None  # 2 alone lies within [0, 3)
+    finish(ledger, tickets[1])
+    assert ledger.take() == tickets[1:3]
+    assert ledger.take() is None
+    finish(ledger, tickets[0])
+    assert ledger.take() == [tickets[0], tickets[3]]
+
+
+def test_window_moves_on_with_its_anchor():
+    ledger = make(2, Wait(9, pipeline_depth=4))
+    tickets = [ledger.offer(i, i) for i in range(10)]
+    finish(ledger, tickets[0], tickets[3], tickets[4])
+    assert ledger.take() == [tickets[0], tickets[3]]  # 1 is the oldest: [1, 4)
+    finish(ledger, tickets[1])
+    assert ledger.take() == [tickets[1], tickets[4]]  # 2 is the oldest: [2, 5)
+
+
+def test_overtaking_ends_where_another_would_become_too_old():
+    """max_staleness 1: what began at version 0 has to be in step 1 at the latest."""
+    ledger = make(2, Wait(1, pipeline_depth=1, window=1.0))
+    old = [ledger.offer(i, i) for i in range(4)]
+    finish(ledger, *old[1:])
+    assert ledger.take() == old[1:3]
+    ledger.trained(old[1:3], 0)
+    ledger.weights_pulled(1)
+    young = [ledger.offer(i, i) for i in (4, 5)]
+    finish(ledger, *young)
+    assert ledger.take() is None  # [3, 4] would leave group 0 for step 2
+    finish_late = old[0]
+    ledger.start(finish_late)
+    ledger.finish(finish_late, 0, 10)
+    assert ledger.take() == [old[0], old[3]]
+
+
+def test_on_policy_takes_turns_and_keeps_the_order():
+    ledger = make(3, OnPolicy())
+    for step in range(3):
+        tickets = [ledger.offer(i, i) for i in range(3 * step, 3 * step + 3)]
+        assert not ledger.can_admit()
+        finish(ledger, *reversed(tickets))
+        assert ledger.take() == tickets
+        ledger.trained(tickets, step)
+        assert not ledger.can_admit()
+        ledger.weights_pulled(step + 1)
+    assert ledger.metrics()["staleness/at_0_fraction"] == 1
+
+
+def test_pulled_every_two_steps_the_slots_last_that_long():
+    """P = 2, depth 1: four of version 0 are trained in steps 0 and 1, then they are pulled."""
+    ledger = make(2, Wait(1, pipeline_depth=1, window=0), weight_sync_steps=2)
+    tickets = [ledger.offer(i, i) for i in range(4)]
+    finish(ledger, *tickets)
+    for step in range(2):
+        ledger.trained(ledger.take(), step)
+        assert not ledger.can_admit()
+    assert ledger.metrics()["staleness/max"] == 1
+    ledger.weights_pulled(2)
+    assert [ledger.offer(i, i).version for i in range(4, 8)] == [2] * 4
+    assert not ledger.can_admit()
+
+
+def test_a_cap_on_what_runs_at_once():
+    ledger = make(2, Wait(4), max_inflight_groups=1)
+    first = ledger.offer(0, 0)
+    assert not ledger.can_admit()
+    finish(ledger, first)
+    assert ledger.can_admit()  # a finished group runs no longer
