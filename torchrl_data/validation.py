@@ -37,6 +37,13 @@ def one_of(
     raise ValueError(f"{_named(who, name)} must be one of {tuple(choices)}, got {value!r}.")
 
 
+def check_given(who: str, /, **settings: object) -> None:
+    """Check that settings which can't be off are not None."""
+    for name, value in settings.items():
+        if value is None:
+            raise ValueError(f"{_named(who, name)} must be given, got None.")
+
+
 def check_counts(who: str = "", least: int = 1, /, **counts: int | None) -> None:
     """Check that settings are whole numbers of at least ``least``."""
     for name, value in counts.items():

@@ -8,7 +8,10 @@ if TYPE_CHECKING:
 
     from .compat.hashing_env import LLMHashingEnv
     from .compat.llm_env import LLMEnv
+    from .datasets.checks import PromptLimit
     from .datasets.dataset_chat_env import DatasetChatEnv
+    from .datasets.loading import load_rows
+    from .datasets.options import DataOptions
     from .datasets.primer import DataExhaustedError, DataLoadingPrimer
     from .entries.stacking import as_nested_tensor, as_padded_tensor
     from .episode.chat_env import ChatEnv
@@ -57,6 +60,7 @@ _HOMES = {
     "CountdownRewardParser": "torchrl_envs.tasks.countdown",
     "DataExhaustedError": "torchrl_envs.datasets.primer",
     "DataLoadingPrimer": "torchrl_envs.datasets.primer",
+    "DataOptions": "torchrl_envs.datasets.options",
     "DatasetChatEnv": "torchrl_envs.datasets.dataset_chat_env",
     "EnvironmentRuleError": "torchrl_envs.testing.check_env",
     "EnvironmentTools": "torchrl_envs.tools.environment_tools",
@@ -86,6 +90,7 @@ _HOMES = {
     "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
     "PolicyAnswers": "torchrl_envs.graders.judges",
     "PolicyVersion": "torchrl_envs.transforms.policy_version",
+    "PromptLimit": "torchrl_envs.datasets.checks",
     "PythonInterpreter": "torchrl_envs.tools.python_interpreter",
     "RetrieveKL": "torchrl_envs.rewards.kl",
     "RetrieveLogProb": "torchrl_envs.rewards.kl",
@@ -105,6 +110,7 @@ _HOMES = {
     "as_nested_tensor": "torchrl_envs.entries.stacking",
     "as_padded_tensor": "torchrl_envs.entries.stacking",
     "check_env": "torchrl_envs.testing.check_env",
+    "load_rows": "torchrl_envs.datasets.loading",
     "make_gsm8k_env": "torchrl_envs.tasks.gsm8k",
     "make_mlgym": "torchrl_envs.tasks.mlgym.env",
     "reward_metrics": "torchrl_envs.rewards.metrics",
@@ -122,6 +128,7 @@ __all__ = [
     "CountdownRewardParser",
     "DataExhaustedError",
     "DataLoadingPrimer",
+    "DataOptions",
     "DatasetChatEnv",
     "DropReasoning",
     "EnvironmentRuleError",
@@ -151,6 +158,7 @@ __all__ = [
     "MathVerifyReward",
     "PolicyAnswers",
     "PolicyVersion",
+    "PromptLimit",
     "PythonInterpreter",
     "RetrieveKL",
     "RetrieveLogProb",
@@ -170,6 +178,7 @@ __all__ = [
     "as_nested_tensor",
     "as_padded_tensor",
     "check_env",
+    "load_rows",
     "make_gsm8k_env",
     "make_mlgym",
     "reward_metrics",

@@ -166,7 +166,7 @@ def build_postproc(
         reference = TransformersWrapper(
             deepcopy(actor.model).eval().requires_grad_(False),
             tokenizer=actor.tokenizer,
-            sampling=actor.sampling,
+            generate_kwargs=actor.sampling,
             generate=False,
         )
         steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))

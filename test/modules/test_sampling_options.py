@@ -232,7 +232,12 @@ def test_other_libraries_spellings(given_kwargs, expected):
         pytest.param(
             {"include_stop_str_in_output": False}, TypeError, "always kept", id="without the stop"
         ),
-        pytest.param({"repetition_penalty": 0.0}, ValueError, "above 0", id="repetition 0"),
+        pytest.param(
+            {"repetition_penalty": 0.0},
+            ValueError,
+            r"repetition_penalty must be a finite number in \(0, inf\)",
+            id="repetition 0",
+        ),
         pytest.param({"presence_penalty": 3.0}, ValueError, r"\[-2, 2\]", id="presence"),
         pytest.param({"frequency_penalty": float("nan")}, ValueError, "frequency", id="NaN"),
         pytest.param({"min_tokens": 300}, ValueError, "max_new_tokens 256", id="min > max"),

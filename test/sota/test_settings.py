@@ -118,7 +118,7 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         ),
         (["loss.kl_estimator=k2"], "kl_estimator='k2' has no effect without"),
         (["loss.name=gpro"], "loss.name must be one of"),
-        (["policy.top_p=2"], r"top_p must be in \(0, 1\]"),
+        (["policy.top_p=2"], r"top_p must be .* in \(0, 1\], got 2.0"),
         (["policy.temperature=0"], "temperature must be positive"),
         (["policy.device=gpu0"], "no device of torch"),
         (["policy.dtype=float8"], "policy.dtype must be one of"),

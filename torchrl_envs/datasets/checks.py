@@ -5,7 +5,6 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.messages import check_messages
 from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.validation import check_counts, check_given
 
 from .sources import SequenceSource, StreamSource
 from .stream import BadRow, PrepareRow
@@ -83,7 +83,7 @@ def refuse_bad_rows(rows: Iterable[tuple[int, dict[str, Any] | BadRow]], check: 
         shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
         raise ValueError(
             f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or leave "
-            "such rows out with skip_bad_rows=True."
+            "such rows out with options=DataOptions(skip_bad_rows=True)."
         )
 
 
@@ -140,11 +140,28 @@ def row_error(row: dict[str, Any] | BadRow, checks: Sequence[RowCheck]) -> str:
 
 
 class PromptLimit:
-    """Most tokens that a prompt may have, as the conversation that it opens."""
+    """Most tokens that a prompt may have, as the conversation that it opens.
+
+    The system prompt and the chat template count, schemas of tools do not.
+
+    Args:
+        max_tokens: rows with a longer prompt are skipped.
+        tokenizer: counts.
+        chat_template_name: with which built-in template; the tokenizer's own when not given.
+
+    Raises:
+        ValueError: ``max_tokens`` is no positive number, or there is no such template.
+    """
 
     def __init__(
-        self, max_tokens: int, tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None
+        self,
+        max_tokens: int,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        chat_template_name: str | None = None,
     ) -> None:
+        check_given("PromptLimit", max_tokens=max_tokens)
+        check_counts("PromptLimit", max_tokens=max_tokens)
         self.max_tokens = max_tokens
         self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
 
@@ -158,15 +175,6 @@ class PromptLimit:
         if length <= self.max_tokens:
             return ""
         return f"the prompt has {length} tokens, {self.max_tokens} are allowed"
-
-
-def check_counts(least: int, **counts: Any) -> None:
-    """Raise ``ValueError`` where a setting is no integer or below its least value."""
-    for name, value in counts.items():
-        if not isinstance(value, Integral) or value < least:
-            raise ValueError(
-                f"DataLoadingPrimer: {name} must be an integer of at least {least}, got {value!r}."
-            )
 
 
 def check_same(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

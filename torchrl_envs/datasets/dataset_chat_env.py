@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode_env import EpisodeEnv
 
-from .loading import one_of
+from .loading import load_rows, one_of
 from .primer import DataLoadingPrimer
 
 CollateFn = Callable[[list[dict[str, Any]]], Any]
@@ -27,16 +27,14 @@ class DatasetChatEnv(EpisodeEnv):
         repeats: TorchRL's name of the same.
         shuffle: whether to draw in random order.
         seed: of the order and the groups' seeds.
-        name: of the configuration, for a hub id or a path.
+        name: of the configuration, for a hub id or a path; :func:`~torchrl_envs.load_rows` has
+            more settings.
         split: which split.
-        streaming: read a hub id or a path while iterating.
         num_epochs: passes over the data; ``None`` goes on for ever.
-        num_workers: processes that load and map rows.
-        prompt_column: the column that holds the prompt.
         collate_fn: changes rows as in TorchRL: gets a list of one row, gives a list of one row, a
             row, or columns of one value.
         system_prompt: of all conversations; the class's ``SYSTEM_PROMPT`` when not given.
-        primer_kwargs: further arguments of the ``DataLoadingPrimer``.
+        primer_kwargs: further arguments of the ``DataLoadingPrimer``, such as ``prompt_column``.
         **kwargs: of the :class:`~torchrl_envs.ChatEnv`: ``tokenizer``, ``input_mode``, ...
 
     Raises:
@@ -56,27 +54,19 @@ class DatasetChatEnv(EpisodeEnv):
         seed: int = 0,
         name: str | None = None,
         split: str | None = None,
-        streaming: bool = False,
         num_epochs: int | None = None,
-        num_workers: int = 0,
-        prompt_column: str | None = None,
         collate_fn: CollateFn | None = None,
         system_prompt: str | None = None,
         primer_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         primer = DataLoadingPrimer(
-            dataset,
+            load_rows(dataset, name=name, split=split),
             group_size=one_of(group_size=group_size, repeats=repeats, default=1),
-            prompt_column=prompt_column,
             map_row=None if collate_fn is None else _Collated(collate_fn),
             shuffle=shuffle,
             seed=seed,
             num_epochs=num_epochs,
-            num_workers=num_workers,
-            name=name,
-            split=split,
-            streaming=streaming,
             **(primer_kwargs or {}),
         )
         env = ChatEnv(

@@ -16,18 +16,19 @@ _BUILDERS: Final = {
 
 
 def load_rows(
-    source: str | Path,
+    source: Any,
     *,
     name: str | None = None,
     split: str | None = None,
     streaming: bool = False,
     load_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Load a data set.
+    """Load a data set, for :class:`~torchrl_envs.DataLoadingPrimer` or to look at.
 
     Args:
         source: a folder that ``save_to_disk`` wrote, another folder or a file (JSON lines, CSV,
-            Parquet, Arrow, text), or else an id on the hub.
+            Parquet, Arrow, text), or else an id on the hub. Several splits by name give one of
+            them; other data come back as they are.
         name: of the configuration.
         split: which; the only one, or ``"train"``, when not given.
         streaming: read while iterating instead of loading first.
@@ -35,8 +36,10 @@ def load_rows(
 
     Raises:
         ValueError: no split is given and there are several, none of them ``"train"``; or an option
-            does not apply to a saved data set.
+            does not apply to the source.
     """
+    if not isinstance(source, str | Path):
+        return _loaded(source, split, name is not None or streaming or bool(load_options))
     import datasets
 
     path = Path(source)
@@ -46,17 +49,33 @@ def load_rows(
                 f"{source} was written by save_to_disk: name=, streaming= and load_options= do not "
                 "apply to it."
             )
-        return pick_split(datasets.load_from_disk(str(path)), split)
+        return _pick_split(datasets.load_from_disk(str(path)), split)
     options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
     if path.is_file():
         builder = _BUILDERS.get(path.suffix)
         if builder is None:
             raise ValueError(f"{source} is no data file that is known: {sorted(_BUILDERS)}.")
-        return pick_split(datasets.load_dataset(builder, data_files=str(path), **options), split)
-    return pick_split(datasets.load_dataset(str(source), **options), split)
+        return _pick_split(datasets.load_dataset(builder, data_files=str(path), **options), split)
+    return _pick_split(datasets.load_dataset(str(source), **options), split)
 
 
-def pick_split(loaded: Any, split: str | None) -> Any:
+def _loaded(rows: Any, split: str | None, has_options: bool) -> Any:
+    if has_options:
+        raise ValueError(
+            "load_rows: name=, streaming= and load_options= are for a hub id or a path, got "
+            f"{type(rows).__name__}."
+        )
+    if isinstance(rows, Mapping) and not any(isinstance(v, list) for v in rows.values()):
+        return _pick_split(rows, split)
+    if split is not None:
+        raise ValueError(
+            f"load_rows: split= is for a hub id, a path or several splits, got "
+            f"{type(rows).__name__}."
+        )
+    return rows
+
+
+def _pick_split(loaded: Any, split: str | None) -> Any:
     """One split of what may hold several: the one named, the only one, or ``"train"``."""
     if not isinstance(loaded, Mapping):
         return loaded
@@ -69,30 +88,6 @@ def pick_split(loaded: Any, split: str | None) -> Any:
 
 def _is_saved(path: Path) -> bool:
     return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
-
-
-def resolve_rows(
-    rows: Any,
-    *,
-    name: str | None,
-    split: str | None,
-    streaming: bool,
-    load_options: Mapping[str, Any] | None,
-) -> Any:
-    """What holds the rows: loaded if it is a name, and one split of several."""
-    if isinstance(rows, str | Path):
-        return load_rows(
-            rows, name=name, split=split, streaming=streaming, load_options=load_options
-        )
-    if name is not None or streaming or load_options:
-        raise ValueError(
-            "DataLoadingPrimer: name=, streaming= and load_options= are for a hub id or a path."
-        )
-    if isinstance(rows, Mapping) and not any(isinstance(v, list) for v in rows.values()):
-        return pick_split(rows, split)
-    if split is not None:
-        raise ValueError("DataLoadingPrimer: split= is for a hub id, a path or several splits.")
-    return rows
 
 
 def one_of(*, default: Any = None, **given: Any) -> Any:

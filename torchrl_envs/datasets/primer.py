@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from torchrl_data.stop_reasons import NO_DATA
+from torchrl_data.validation import check_counts, check_given
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 
@@ -20,7 +21,6 @@ from .checks import (
     RowCheck,
     SkippedRow,
     SkippedRows,
-    check_counts,
     check_same,
     columns_of,
     digest,
@@ -30,14 +30,13 @@ from .checks import (
     row_error,
     sample_rows,
 )
-from .loading import one_of, resolve_rows
+from .loading import load_rows, one_of
+from .options import DataOptions
 from .resume import Frontier, Place
 from .sources import open_source
 from .stream import Item, PrepareRow, RowStream
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 IDS_PER_EPOCH: Final = 1 << 40
@@ -75,7 +74,8 @@ class DataLoadingPrimer(EpisodeTransform):
         dataset: a ``datasets.Dataset`` or any sequence of dictionaries; a
             ``datasets.IterableDataset``, a torch ``DataLoader`` (its batches are taken apart, its
             random order follows ``seed``) or any iterable that starts anew each time; a function
-            that returns an iterable; a hub id or a path.
+            that returns an iterable; a hub id or a path, for which :func:`~torchrl_envs.load_rows`
+            has settings.
         dataloader: TorchRL's name of the same.
         group_size: rollouts of one draw.
         repeats: TorchRL's name of the same.
@@ -83,22 +83,11 @@ class DataLoadingPrimer(EpisodeTransform):
             of ``prompt``, ``query``, ``question``, ``messages``, ``text`` when not given.
         map_row: makes a row out of a row, in a worker if there are workers.
         shuffle: whether to draw in random order, another one each epoch.
-        shuffle_buffer_size: rows that a stream draws from when it is shuffled.
         seed: of the order and of the groups' seeds.
         num_epochs: stop after this many passes; ``None`` goes on for ever.
         num_workers: processes that load and map rows ahead; 0 does it here.
-        worker_timeout_s: how long a worker may take for its next rows.
-        num_checked_rows: rows of a sequence that are checked before anything runs, spread evenly
-            over it if it is longer. A row that is found bad later is skipped.
-        skip_bad_rows: skip bad rows that are found before anything runs, too.
-        max_prompt_tokens: skip rows whose prompt, with the system prompt and the chat template, has
-            more tokens (schemas of tools are not counted).
-        tokenizer: counts them.
-        chat_template_name: with which built-in template; the tokenizer's own when not given.
-        name: of the configuration, for a hub id or a path.
-        split: which split; the only one, or ``"train"``, when not given.
-        streaming: read a hub id or a path while iterating.
-        load_options: passed to ``datasets.load_dataset``.
+        prompt_limit: skip rows whose prompt is longer.
+        options: how rows are read and checked.
 
     Raises:
         ValueError: the data have no rows, can be walked through only once, lack the prompt's
@@ -116,47 +105,25 @@ class DataLoadingPrimer(EpisodeTransform):
         prompt_column: str | None = None,
         map_row: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
         shuffle: bool = False,
-        shuffle_buffer_size: int = 1000,
         seed: int = 0,
         num_epochs: int | None = None,
         num_workers: int = 0,
-        worker_timeout_s: float = 300.0,
-        num_checked_rows: int = 10_000,
-        skip_bad_rows: bool = False,
-        max_prompt_tokens: int | None = None,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
-        chat_template_name: str | None = None,
-        name: str | None = None,
-        split: str | None = None,
-        streaming: bool = False,
-        load_options: Mapping[str, Any] | None = None,
+        prompt_limit: PromptLimit | None = None,
+        options: DataOptions | None = None,
     ) -> None:
         super().__init__()
         self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
-        check_counts(1, group_size=self.group_size, shuffle_buffer_size=shuffle_buffer_size)
-        limits = {"num_epochs": num_epochs, "max_prompt_tokens": max_prompt_tokens}
-        check_counts(1, **{name: limit for name, limit in limits.items() if limit is not None})
-        check_counts(0, num_workers=num_workers, num_checked_rows=num_checked_rows, seed=seed)
-        if not worker_timeout_s > 0:
-            raise ValueError(
-                f"DataLoadingPrimer: worker_timeout_s must be positive, got {worker_timeout_s}."
-            )
-        if (max_prompt_tokens is None) != (tokenizer is None):
-            raise ValueError("DataLoadingPrimer: max_prompt_tokens and tokenizer go together.")
-        dataset = resolve_rows(
-            one_of(dataset=dataset, dataloader=dataloader),
-            name=name,
-            split=split,
-            streaming=streaming,
-            load_options=load_options,
-        )
-        self.dataset = dataset
+        check_counts("DataLoadingPrimer", group_size=self.group_size, num_epochs=num_epochs)
+        check_given("DataLoadingPrimer", num_workers=num_workers, seed=seed)
+        check_counts("DataLoadingPrimer", 0, num_workers=num_workers, seed=seed)
+        self.options = options or DataOptions()
+        self.dataset = load_rows(one_of(dataset=dataset, dataloader=dataloader))
         self.shuffle = shuffle
         self.seed = seed
         self.num_epochs = num_epochs
         self.skipped = SkippedRows()
         self._source = open_source(
-            dataset, shuffle=shuffle, buffer_size=shuffle_buffer_size, seed=seed
+            self.dataset, shuffle=shuffle, buffer_size=self.options.shuffle_buffer_size, seed=seed
         )
         self._prepare = PrepareRow(self._source, map_row)
         self._rows = RowStream(
@@ -164,19 +131,15 @@ class DataLoadingPrimer(EpisodeTransform):
             self._prepare,
             num_epochs=num_epochs,
             num_workers=num_workers,
-            worker_timeout_s=worker_timeout_s,
+            worker_timeout_s=self.options.worker_timeout_s,
         )
-        self._num_checked_rows = num_checked_rows
-        self._skip_bad_rows = skip_bad_rows
-        self._prompt_limit: PromptLimit | None = None
-        if max_prompt_tokens is not None and tokenizer is not None:
-            self._prompt_limit = PromptLimit(max_prompt_tokens, tokenizer, chat_template_name)
+        self._prompt_limit = prompt_limit
         self._system_prompt: str | None = None
         self._num_rows = 1
-        self.columns = columns_of(self._source, self._prepare, num_checked_rows)
+        self.columns = columns_of(self._source, self._prepare, self.options.num_checked_rows)
         self.prompt_column = find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
-        self._settings = self._describe(shuffle_buffer_size)
+        self._settings = self._describe()
         self.require("prompt", partial(prompt_error, column=self.prompt_column))
         self._start()
 
@@ -187,9 +150,10 @@ class DataLoadingPrimer(EpisodeTransform):
 
     # What the data are --------------------------------------------------------------------------
 
-    def _describe(self, shuffle_buffer_size: int) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """What a saved position belongs to."""
         is_stream = self._source.num_rows is None
+        buffer_size = self.options.shuffle_buffer_size
         sample = sample_rows(self._source, self._prepare, _SAMPLE_ROWS)
         return {
             "num_rows": self._source.num_rows,
@@ -198,7 +162,7 @@ class DataLoadingPrimer(EpisodeTransform):
             "group_size": self.group_size,
             "prompt_column": self.prompt_column,
             "shuffle": self.shuffle,
-            "shuffle_buffer_size": shuffle_buffer_size if is_stream and self.shuffle else None,
+            "shuffle_buffer_size": buffer_size if is_stream and self.shuffle else None,
             "seed": self.seed,
             "max_prompt_tokens": self._prompt_limit and self._prompt_limit.max_tokens,
         }
@@ -214,8 +178,9 @@ class DataLoadingPrimer(EpisodeTransform):
             ValueError: rows are bad, unless bad rows are to be skipped; the message names some.
         """
         self._checks[who] = check
-        if not self._skip_bad_rows:
-            refuse_bad_rows(sample_rows(self._source, self._prepare, self._num_checked_rows), check)
+        if not self.options.skip_bad_rows:
+            count = self.options.num_checked_rows
+            refuse_bad_rows(sample_rows(self._source, self._prepare, count), check)
 
     def check(self, env: "EpisodeEnvironment") -> None:
         """The batch must hold whole groups.

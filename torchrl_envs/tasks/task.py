@@ -15,7 +15,7 @@ from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose, StepCounter
 
 from torchrl_data.conversation.conversations import Message
-from torchrl_envs.datasets.loading import resolve_rows
+from torchrl_envs.datasets.loading import load_rows
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -187,8 +187,7 @@ def load_task_rows(
     Raises:
         ValueError: there are too few rows, no such split, or no column with the prompt.
     """
-    load = {"name": name, "streaming": False, "load_options": None}
-    train = resolve_rows(dataset, split=split, **load)
+    train = load_rows(dataset, name=name, split=split)
     if num_held_out == 0:
         return train, ()
     if held_out_split is None:
@@ -199,10 +198,8 @@ def load_task_rows(
                 f"{sorted(rows[0])}."
             )
         return split_rows(rows, num_held_out, prompt_column)
-    held_out = [
-        dict(row)
-        for row in islice(resolve_rows(dataset, split=held_out_split, **load), num_held_out)
-    ]
+    rows = load_rows(dataset, name=name, split=held_out_split)
+    held_out = [dict(row) for row in islice(rows, num_held_out)]
     if len(held_out) < num_held_out:
         raise ValueError(
             f"The split {held_out_split!r} has only {len(held_out)} rows, too few to hold "

@@ -41,9 +41,8 @@ class LLMWrapperBase(TensorDictModuleBase):
     Args:
         engine: draws the tokens.
         tokenizer: a fast tokenizer.
-        generate_kwargs: sampling parameters by name, see
+        generate_kwargs: sampling parameters by name, or a
             :class:`~torchrl_modules.sampling.params.SamplingParameters`.
-        sampling: the same as an object; give one of the two.
         chat_template: Jinja source with ``{% generation %}`` marks.
         chat_template_name: name of a built-in template.
         chat_template_kwargs: passed to the template.
@@ -61,7 +60,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             distribution that each token was drawn from.
 
     Raises:
-        ValueError: a sampling parameter is out of range, both forms are given, there is no such
+        ValueError: a sampling parameter is out of range, there is no such
             input mode, the template is not generation-marked, ``num_samples`` is below 1, or
             tokens are to be padded that are not written.
         TypeError: a sampling parameter is not known, or the tokenizer has no fast backend.
@@ -72,8 +71,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         engine: Engine,
         *,
         tokenizer: PreTrainedTokenizerBase,
-        generate_kwargs: Mapping[str, Any] | None = None,
-        sampling: SamplingParameters | None = None,
+        generate_kwargs: Mapping[str, Any] | SamplingParameters | None = None,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -86,9 +84,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         requested = requested_sampling(
-            self._get_name(),
             generate_kwargs,
-            sampling,
             untempered_log_probs=untempered_log_probs,
             entropy=entropy,
         )

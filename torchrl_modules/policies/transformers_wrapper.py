@@ -79,7 +79,9 @@ class TransformersWrapper(LLMWrapperBase):
         score_truncated: bool = True,
         **kwargs: Any,
     ) -> None:
-        SamplingParameters.from_kwargs(dict(kwargs.get("generate_kwargs") or {}))  # before loading
+        sampling = kwargs.get("generate_kwargs")
+        if not isinstance(sampling, SamplingParameters):  # checked before a model is loaded
+            kwargs["generate_kwargs"] = SamplingParameters.from_kwargs(sampling or {})
         loading = Loading(device, dtype, attn_implementation, model_kwargs)
         if isinstance(model, str):
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model, **loading.for_tokenizer())

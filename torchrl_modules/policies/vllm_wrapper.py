@@ -61,9 +61,7 @@ class vLLMWrapper(LLMWrapperBase):
             )
         check_reported(
             requested_sampling(
-                "vLLMWrapper",
                 kwargs.get("generate_kwargs"),
-                kwargs.get("sampling"),
                 untempered_log_probs=kwargs.get("untempered_log_probs", False),
                 entropy=kwargs.get("entropy", False),
             )

@@ -1,30 +1,23 @@
 """How tokens are drawn: one set of parameters for every engine, checked when it is made."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from torchrl_data.validation import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_counts,
+    check_given,
+    check_numbers,
+)
 
 from .spellings import read_kwargs
 from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_Rule = tuple[type, Callable[[Any], bool], str]
-_RULES: Final[dict[str, _Rule]] = {
-    "max_new_tokens": (Integral, lambda x: x >= 1, "at least 1 and whole"),
-    "temperature": (Real, lambda x: 0.0 <= x < inf, "finite and at least 0"),
-    "top_p": (Real, lambda x: 0.0 < x <= 1.0, "in (0, 1]"),
-    "top_k": (Integral, lambda x: x >= 0, "at least 0 and whole (0 keeps every token)"),
-    "min_p": (Real, lambda x: 0.0 <= x <= 1.0, "in [0, 1]"),
-    "repetition_penalty": (Real, lambda x: 0.0 < x < inf, "finite and above 0 (1 changes nothing)"),
-    "presence_penalty": (Real, lambda x: -2.0 <= x <= 2.0, "in [-2, 2]"),
-    "frequency_penalty": (Real, lambda x: -2.0 <= x <= 2.0, "in [-2, 2]"),
-    "min_tokens": (Integral, lambda x: x >= 0, "at least 0 and whole"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +74,26 @@ class SamplingParameters:
     """Finds ``stop`` in tokens; a policy, which has the tokenizer, sets it."""
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
-            _check(name, getattr(self, name), rule)
-        for token in self.stop_token_ids or ():
-            _check("stop_token_ids", token, _IS_TOKEN)
-        for token, bias in self.logit_bias.items():
-            _check("logit_bias", token, _IS_TOKEN)
-            _check(f"logit_bias[{token}]", bias, (Real, lambda x: abs(x) <= 100, "in [-100, 100]"))
-        if self.seed is not None:
-            _check("seed", self.seed, (Integral, lambda x: 0 <= x < 1 << 63, "at least 0 or None"))
+        who = "SamplingParameters"
+        optional = ("stop_token_ids", "seed", "stop_matcher")
+        check_given(who, **{n: value for n, value in vars(self).items() if n not in optional})
+        check_counts(who, max_new_tokens=self.max_new_tokens)
+        check_counts(who, 0, top_k=self.top_k, min_tokens=self.min_tokens, seed=self.seed)
+        check_numbers(who, NOT_NEGATIVE, temperature=self.temperature)
+        check_numbers(who, "(0, 1]", top_p=self.top_p)
+        check_numbers(who, "[0, 1]", min_p=self.min_p)
+        check_numbers(who, POSITIVE, repetition_penalty=self.repetition_penalty)
+        check_numbers(who, "[-2, 2]", presence_penalty=self.presence_penalty)
+        check_numbers(who, "[-2, 2]", frequency_penalty=self.frequency_penalty)
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(self, name) or ():
+                check_given(who, **{f"a token of {name}": token})
+                check_counts(who, 0, **{f"a token of {name}": token})
+        biases = {f"logit_bias[{token}]": bias for token, bias in self.logit_bias.items()}
+        check_given(who, **biases)
+        check_numbers(who, "[-100, 100]", **biases)
+        if self.seed is not None and self.seed >= 1 << 63:
+            raise ValueError(f"{who}: seed must be below 2^63, got {self.seed}.")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(
                 f"SamplingParameters: stop must be texts that are not empty, got {self.stop!r}."
@@ -170,39 +174,22 @@ class SamplingParameters:
         return cls(**read_kwargs(kwargs, known))
 
 
-_IS_TOKEN: Final[_Rule] = (Integral, lambda x: x >= 0, "ids of tokens")
-
-
-def _check(name: str, value: Any, rule: _Rule) -> None:
-    kind, holds, words = rule
-    if isinstance(value, bool) or not isinstance(value, kind) or not holds(value):
-        raise ValueError(f"SamplingParameters: {name} must be {words}, got {value!r}.")
-
-
 def untruncated(params: SamplingParameters) -> SamplingParameters:
     """The same without top-k, top-p and min-p."""
     return replace(params, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def requested_sampling(
-    who: str,
-    generate_kwargs: Mapping[str, Any] | None,
-    sampling: SamplingParameters | None,
+    generate_kwargs: Mapping[str, Any] | SamplingParameters | None,
     *,
     untempered_log_probs: bool,
     entropy: bool,
 ) -> SamplingParameters:
-    """The sampling parameters that a policy was given, in either form.
-
-    Raises:
-        TypeError: a name is not known.
-        ValueError: both forms are given, or a value is out of range.
-    """
-    if generate_kwargs is not None and sampling is not None:
-        raise ValueError(f"{who}: give generate_kwargs or sampling, not both.")
-    sampling = sampling or SamplingParameters.from_kwargs(generate_kwargs or {})
+    """The sampling parameters that a policy was given."""
+    if not isinstance(generate_kwargs, SamplingParameters):
+        generate_kwargs = SamplingParameters.from_kwargs(generate_kwargs or {})
     return replace(
-        sampling,
-        untempered_log_probs=untempered_log_probs or sampling.untempered_log_probs,
-        entropy=entropy or sampling.entropy,
+        generate_kwargs,
+        untempered_log_probs=untempered_log_probs or generate_kwargs.untempered_log_probs,
+        entropy=entropy or generate_kwargs.entropy,
     )

@@ -114,7 +114,7 @@ def test_a_dataset_of_datasets_works():
         ),
         pytest.param(
             lambda: DataLoadingPrimer(ROWS, group_size=0),
-            "an integer of at least 1, got 0",
+            "group_size must be a whole number, at least 1, got 0",
             id="group",
         ),
         pytest.param(

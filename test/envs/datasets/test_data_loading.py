@@ -23,8 +23,10 @@ from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
     DataLoadingPrimer,
-    DatasetChatEnv,
+    DataOptions,
+    PromptLimit,
     RewardFunctions,
+    load_rows,
 )
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
 from torchrl_envs.datasets.resume import Frontier
@@ -98,8 +100,10 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_gives_the_same_rows_groups_and_seeds(source, on_disk, tmp_path):
-    options = {"load_options": {"cache_dir": str(tmp_path)}} if source == "file" else {}
-    loader = DataLoadingPrimer(SOURCES[source](on_disk), group_size=2, **options)
+    rows = SOURCES[source](on_disk)
+    if source == "file":
+        rows = load_rows(rows, load_options={"cache_dir": str(tmp_path)})
+    loader = DataLoadingPrimer(rows, group_size=2)
     found = draws(loader, 9)
     assert [number for number, _, _ in found] == [*range(7), 0, 1]
     ids = [*range(7), IDS_PER_EPOCH, IDS_PER_EPOCH + 1]
@@ -109,17 +113,19 @@ def test_every_source_gives_the_same_rows_groups_and_seeds(source, on_disk, tmp_
 
 
 def test_a_file_is_streamed(on_disk, tmp_path):
-    loader = DataLoadingPrimer(
+    rows = load_rows(
         str(on_disk / "rows.jsonl"), streaming=True, load_options={"cache_dir": str(tmp_path)}
     )
+    loader = DataLoadingPrimer(rows)
     assert isinstance(loader.dataset, datasets.IterableDataset)
     assert [number for number, _, _ in draws(loader, 8)] == [*range(7), 0]
 
 
 def test_a_split_is_chosen_by_name(on_disk):
-    assert len(DataLoadingPrimer(on_disk / "splits", split="test").dataset) == 1
+    assert len(load_rows(on_disk / "splits", split="test")) == 1
+    assert len(DataLoadingPrimer(on_disk / "splits").dataset) == len(ROWS)
     with pytest.raises(ValueError, match=r"no split 'dev'; there are \['test', 'train'\]"):
-        DataLoadingPrimer(on_disk / "splits", split="dev")
+        load_rows(on_disk / "splits", split="dev")
 
 
 def test_names_of_torchrl_mean_the_same():
@@ -138,7 +144,8 @@ def shuffled(source, seed=3, **options):
         "DataLoader": torch.utils.data.DataLoader(ROWS, batch_size=2, shuffle=True),
     }[source]
     shuffle = source != "DataLoader"
-    return DataLoadingPrimer(rows, shuffle=shuffle, shuffle_buffer_size=4, seed=seed, **options)
+    small = DataOptions(shuffle_buffer_size=4)
+    return DataLoadingPrimer(rows, shuffle=shuffle, seed=seed, options=small, **options)
 
 
 @pytest.mark.parametrize("source", ["list", "stream", "DataLoader"])
@@ -190,7 +197,9 @@ def test_E05_a_worker_that_is_killed_costs_the_row_that_kills_it_and_no_other(tm
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as it does with a program's own
     request.addfinalizer(lambda: cloudpickle.unregister_pickle_by_value(sys.modules[__name__]))
     rows = Deadly(tmp_path / "killed", os.getpid())
-    loader = DataLoadingPrimer(rows, num_epochs=1, num_workers=1, worker_timeout_s=5.0)
+    loader = DataLoadingPrimer(
+        rows, num_epochs=1, num_workers=1, options=DataOptions(worker_timeout_s=5.0)
+    )
     found = draws(loader, 18)
     assert [number for number, _, _ in found] == [n for n in range(20) if n not in (5, 17)]
     reasons = {row.row_id: row.reason for row in loader.skipped.rows}
@@ -309,7 +318,7 @@ def test_D05_bad_rows_that_show_later_are_skipped_and_listed(bad, words, is_stre
     loader = (
         DataLoadingPrimer(Restarts(rows))
         if is_stream
-        else DataLoadingPrimer(rows, num_checked_rows=2)
+        else DataLoadingPrimer(rows, options=DataOptions(num_checked_rows=2))
     )
     found = draws(loader, 13)
     assert [number for number, _, _ in found] == [0, 1, 3, 4, 5, 6] * 2 + [0]
@@ -325,7 +334,7 @@ def test_a_mapping_that_fails_for_one_row_costs_that_row():
 
     with pytest.raises(ValueError, match="row 3: ZeroDivisionError: division by zero"):
         DataLoadingPrimer(ROWS, map_row=fails)
-    loader = DataLoadingPrimer(ROWS, map_row=fails, skip_bad_rows=True)
+    loader = DataLoadingPrimer(ROWS, map_row=fails, options=DataOptions(skip_bad_rows=True))
     assert [number for number, _, _ in draws(loader, 7)] == [0, 1, 2, 4, 5, 6, 0]
 
 
@@ -348,7 +357,7 @@ def test_D07_long_prompts_are_skipped_and_counted(chatml_tokenizer):
     longest = length(ROWS[0]["prompt"])
     for limit, kept in ((longest, [0, 1, 3]), (longest - 1, [])):
         loader = DataLoadingPrimer(
-            rows, num_epochs=1, max_prompt_tokens=limit, tokenizer=chatml_tokenizer
+            rows, num_epochs=1, prompt_limit=PromptLimit(limit, chatml_tokenizer)
         )
         env = ChatEnv(batch_size=1, system_prompt="Be brief.").append_transform(
             Compose(loader, RewardFunctions([score]))
@@ -460,38 +469,3 @@ def test_the_frontier_loses_no_group_and_repeats_none(data):
         place += 1
     assert sorted(ended) == list(range(len(ended)))
     assert frontier.counts["ended"] == len(ended)
-
-
-# DatasetChatEnv -----------------------------------------------------------------------------------
-
-
-def renamed(rows):
-    return {"query": [row["prompt"] + "!" for row in rows], "n": [row["number"] for row in rows]}
-
-
-@pytest.mark.parametrize(
-    "collate_fn",
-    [renamed, lambda rows: {k: v[0] for k, v in renamed(rows).items()}, lambda rows: rows],
-    ids=["columns", "row", "list"],
-)
-def test_dataset_chat_env(on_disk, scripted, collate_fn):
-    class Brief(DatasetChatEnv):
-        SYSTEM_PROMPT = "Be brief."
-
-    env = Brief(
-        dataset=on_disk / "saved", num_envs=4, repeats=2, shuffle=False, collate_fn=collate_fn
-    )
-    env.append_transform(RewardFunctions([score]))
-    rows = LLMCollector(env, scripted(["done"], write_tokens=False)).collect().unbind(0)
-    assert [row["group_id"].item() for row in rows] == [0, 0, 1, 1]
-    messages = rows[2]["history", "full"].to_chats()
-    mark = "" if collate_fn(ROWS[:1]) == ROWS[:1] else "!"
-    assert [m["content"] for m in messages] == ["Be brief.", f"<1>{mark}", "done"]
-    with pytest.raises(ValueError, match="3 rows does not hold whole groups of 2"):
-        Brief(dataset=ROWS, num_envs=3, group_size=2)
-
-
-def test_dataset_chat_env_from_a_dataloader():
-    loader = torch.utils.data.DataLoader(ROWS, batch_size=3)
-    env = DatasetChatEnv.from_dataloader(loader, batch_size=(4,), repeats=2)
-    assert [row["number"] for row in read_objects(env.reset(), "row")] == [0, 0, 1, 1]

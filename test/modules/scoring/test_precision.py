@@ -61,14 +61,18 @@ def test_autocast_computes_in_bfloat16_and_leaves_gradients_to_float32(build, id
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 10_000}], ids=str)
 def test_a_head_of_float32_gives_the_exact_log_probs_of_its_hidden_states(build, ids, truncation):
     sampling = SamplingParameters(**truncation)
-    policy = build(torch.bfloat16, head_dtype=torch.float32, sampling=sampling)
+    policy = build(torch.bfloat16, head_dtype=torch.float32, generate_kwargs=sampling)
     ids, mask = ids[:9], torch.arange(9) > 0
     found = policy.score_packed(ids, LENGTHS[:1], mask).log_prob
     hidden = policy.model.base_model(input_ids=ids[None]).last_hidden_state[0, :-1].double()
     exact = (hidden @ policy.model.lm_head.weight.double().T).log_softmax(-1)
     exact = exact.gather(1, ids[1:, None]).squeeze(1).float()
     torch.testing.assert_close(found, exact, rtol=0, atol=1e-5)
-    coarse = build(torch.bfloat16, sampling=sampling).score_packed(ids, LENGTHS[:1], mask).log_prob
+    coarse = (
+        build(torch.bfloat16, generate_kwargs=sampling)
+        .score_packed(ids, LENGTHS[:1], mask)
+        .log_prob
+    )
     assert (coarse - exact).abs().max() > 1e-4
     found.sum().backward()
     assert policy.model.lm_head.weight.grad.dtype == torch.bfloat16

@@ -1,0 +1,81 @@
+"""Settings of data: checked where they are made; and an environment that makes its own primer."""
+
+import math
+
+import datasets
+import pytest
+import torch
+
+from collectors import LLMCollector
+from torchrl_data.conversation.object_entries import read_objects
+from torchrl_envs import (
+    DataLoadingPrimer,
+    DataOptions,
+    DatasetChatEnv,
+    PromptLimit,
+    RewardFunctions,
+    load_rows,
+)
+
+ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(7)]
+
+
+def score(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DataLoadingPrimer(ROWS, group_size=0), "Primer: group_size .* at least 1, got 0"),
+        (lambda: DataLoadingPrimer(ROWS, num_epochs=1.5), "num_epochs must be a whole number"),
+        (lambda: DataLoadingPrimer(ROWS, num_workers=-1), "num_workers .* at least 0, got -1"),
+        (lambda: DataLoadingPrimer(ROWS, seed=None), "seed must be given, got None"),
+        (lambda: DataLoadingPrimer(ROWS, seed=-3), "seed .* at least 0, got -3"),
+        (lambda: DataOptions(shuffle_buffer_size=0), "DataOptions: shuffle_buffer_size"),
+        (lambda: DataOptions(num_checked_rows=-1), "num_checked_rows .* at least 0, got -1"),
+        (lambda: DataOptions(num_checked_rows=None), "num_checked_rows must be given"),
+        (lambda: DataOptions(worker_timeout_s=0.0), r"worker_timeout_s .* in \(0, inf\), got 0.0"),
+        (lambda: DataOptions(worker_timeout_s=math.inf), "worker_timeout_s must be a finite"),
+        (lambda: PromptLimit(0, None), "PromptLimit: max_tokens .* at least 1, got 0"),
+        (lambda: load_rows(ROWS, split="train"), "split= is for a hub id, a path .* got list"),
+        (lambda: load_rows(ROWS, streaming=True), "for a hub id or a path, got list"),
+        (lambda: DataLoadingPrimer(ROWS, dataloader=ROWS), "give one of dataset, dataloader"),
+    ],
+)
+def test_a_setting_out_of_range_is_named_with_what_was_found(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def renamed(rows):
+    return {"query": [row["prompt"] + "!" for row in rows], "n": [row["number"] for row in rows]}
+
+
+@pytest.mark.parametrize(
+    "collate_fn",
+    [renamed, lambda rows: {k: v[0] for k, v in renamed(rows).items()}, lambda rows: rows],
+    ids=["columns", "row", "list"],
+)
+def test_dataset_chat_env(tmp_path, scripted, collate_fn):
+    class Brief(DatasetChatEnv):
+        SYSTEM_PROMPT = "Be brief."
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    env = Brief(
+        dataset=tmp_path / "saved", num_envs=4, repeats=2, shuffle=False, collate_fn=collate_fn
+    )
+    env.append_transform(RewardFunctions([score]))
+    rows = LLMCollector(env, scripted(["done"], write_tokens=False)).collect().unbind(0)
+    assert [row["group_id"].item() for row in rows] == [0, 0, 1, 1]
+    messages = rows[2]["history", "full"].to_chats()
+    mark = "" if collate_fn(ROWS[:1]) == ROWS[:1] else "!"
+    assert [m["content"] for m in messages] == ["Be brief.", f"<1>{mark}", "done"]
+    with pytest.raises(ValueError, match="3 rows does not hold whole groups of 2"):
+        Brief(dataset=ROWS, num_envs=3, group_size=2)
+
+
+def test_dataset_chat_env_from_a_dataloader():
+    loader = torch.utils.data.DataLoader(ROWS, batch_size=3)
+    env = DatasetChatEnv.from_dataloader(loader, batch_size=(4,), repeats=2)
+    assert [row["number"] for row in read_objects(env.reset(), "row")] == [0, 0, 1, 1]
