@@ -17,7 +17,7 @@ from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, ERROR, kind_of
 from torchrl_envs.tool_calls.results import error_line
 
 from .driving import LoopDriver
-from .entries import EpisodeEntries, write_episodes, write_flags
+from .entries import EpisodeEntries, write_flags
 from .episode import Episode
 from .episode_transform import EpisodeTransform, overrides
 from .error_limit import RewardErrorLimit
@@ -226,16 +226,15 @@ class AsyncEpisodeRunner:
             batch = self._entries(episodes)
         finally:
             self._runner.close(episodes)
-        limit = next(self._env.transforms_of(RewardErrorLimit), self._env.error_limit)
-        limit.record(episodes)
+        self._env.record_ends(episodes)
         return batch
 
     def _entries(self, episodes: Sequence[Episode]) -> TensorDictBase:
         entries = self._env.entries
         batch: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
         write_flags(batch, episodes)
-        write_episodes(batch, episodes, loads_data=entries.loads_data, has_tools=entries.has_tools)
-        self._env.write_results(batch, episodes)
+        entries.write_values(batch, episodes)
+        entries.write_results(batch, episodes)
         start: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
         for transform in self._late:
             start = transform._reset(start, start)

@@ -33,10 +33,14 @@ from torchrl_envs.entries.padded import TOKEN_ENTRIES, write_token_entry
 from torchrl_envs.entries.rewards import REWARD_ERRORS, dense_reward, write_scores
 
 from .episode import Episode
+from .episode_transform import EpisodeTransform
 
 EPISODE: Final = "episode"
 """The values of each row's :class:`Episode`: one opaque object for the whole batch."""
-FLAGS: Final = (DONE, TERMINATED, TRUNCATED)
+Flags = list[tuple[bool, bool, bool]]
+"""Whether each row is done, terminated and truncated."""
+_FLAGS: Final = (DONE, TERMINATED, TRUNCATED)
+_DATA: Final = (GROUP_ID, SEED, ROW)
 
 
 def read_episodes(batch: TensorDictBase) -> list[Episode]:
@@ -61,17 +65,26 @@ def read_episodes(batch: TensorDictBase) -> list[Episode]:
     return episodes
 
 
-def read_flags(batch: TensorDictBase) -> list[tuple[bool, bool, bool]]:
-    """Whether each row is done, terminated and truncated; False where an entry is absent.
+def read_flags(batch: TensorDictBase) -> Flags:
+    """The flags of each row; False where an entry is absent.
 
     Args:
         batch: of B rows.
     """
     columns = []
-    for key in FLAGS:
+    for key in _FLAGS:
         value = batch.get(key, None)
         columns.append([False] * batch.numel() if value is None else value.view(-1).tolist())
     return list(zip(*columns, strict=True))
+
+
+def flags_of(episodes: Sequence[Episode]) -> Flags:
+    """The flags of episodes.
+
+    Args:
+        episodes: any.
+    """
+    return [(e.is_terminated or e.is_truncated, e.is_terminated, e.is_truncated) for e in episodes]
 
 
 def write_flags(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
@@ -81,12 +94,9 @@ def write_flags(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         batch: of B rows.
         episodes: B.
     """
-    shape = (*batch.batch_size, 1)
-    terminated = torch.tensor([episode.is_terminated for episode in episodes]).view(shape)
-    truncated = torch.tensor([episode.is_truncated for episode in episodes]).view(shape)
-    batch.set(TERMINATED, terminated)
-    batch.set(TRUNCATED, truncated)
-    batch.set(DONE, terminated | truncated)
+    flags = torch.tensor(flags_of(episodes)).view(*batch.batch_size, 1, len(_FLAGS))
+    for key, values in zip(_FLAGS, flags.unbind(-1), strict=True):
+        batch.set(key, values.contiguous())
 
 
 def write_episodes(
@@ -116,9 +126,10 @@ def write_episodes(
         _write_int(batch, NUM_TOOL_ERRORS, [e.num_tool_errors for e in episodes], 1)
     if not loads_data:
         return
-    if given is not None and all(given.get(key, None) is not None for key in (GROUP_ID, SEED, ROW)):
-        for key in (GROUP_ID, SEED, ROW):
-            batch.set(key, given.get(key))
+    held = {} if given is None else {key: given.get(key, None) for key in _DATA}
+    if held and all(value is not None for value in held.values()):
+        for key, value in held.items():
+            batch.set(key, value)
         return
     _write_int(batch, GROUP_ID, [episode.group_id for episode in episodes])
     _write_int(batch, SEED, [episode.seed for episode in episodes])
@@ -184,7 +195,7 @@ def last_row(episode: Episode, values: Tensor) -> Tensor:
 
 
 class EpisodeEntries(Transform):
-    """Declares the entries of every step, and answers the policy's turns before all others see one.
+    """Declares the entries of every step, and writes them.
 
     ``stop_reason``, ``max_new_tokens``, what data loading carries, the counts of tools, and the
     rewards. Before the end of an episode ``reward`` is 0, ``("rewards", source)`` is NaN and
@@ -201,6 +212,40 @@ class EpisodeEntries(Transform):
         """Whether data is loaded; the environment keeps it up to date."""
         self.has_tools = False
         """Whether there are tools; the environment keeps it up to date."""
+        self.has_sources = False
+        """Whether somebody may give rewards; the environment keeps it up to date."""
+        self.exporting: Sequence[EpisodeTransform] = ()
+        """Transforms that write entries of their own; the environment keeps them up to date."""
+
+    def write_values(
+        self,
+        batch: TensorDictBase,
+        episodes: Sequence[Episode],
+        given: TensorDictBase | None = None,
+    ) -> None:
+        """Write the values of episodes.
+
+        Args:
+            batch: of B rows.
+            episodes: B.
+            given: a batch whose data entries are the same, to be taken over.
+        """
+        write_episodes(
+            batch, episodes, loads_data=self.loads_data, has_tools=self.has_tools, given=given
+        )
+
+    def write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
+        """Write what sources of rewards and other transforms gave episodes.
+
+        Args:
+            batch: ``[B]``.
+            ended: those that have just ended; may be none.
+        """
+        if self.reward_names or (ended and self.has_sources):
+            write_rewards(batch, ended, self.reward_names, dense=self.dense)
+        write_token_entries(batch, ended)
+        for transform in self.exporting:
+            transform.export(batch, ended)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:  # type: ignore[override]
         """Declares the entries of every observation."""
@@ -234,8 +279,7 @@ class EpisodeEntries(Transform):
         return reward_spec
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        env: Any = self.container
-        env.begin_step(tensordict, next_tensordict)
+        del tensordict
         return next_tensordict
 
     def _reset(

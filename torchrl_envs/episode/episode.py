@@ -87,7 +87,7 @@ class Episode:
     def fork(self) -> "Episode":
         """The same episode, to go on from here: what happens to one is not seen by the other."""
         fork = object.__new__(Episode)
-        fork.__dict__.update(self.__dict__)
+        fork.__dict__ = self.__dict__.copy()
         return fork
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TypeVar
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
@@ -16,7 +15,6 @@ from torchrl.envs.transforms import Compose
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
-    FINISH_REASON,
     GROUP_ID,
     PROMPT,
     QUERY,
@@ -25,7 +23,6 @@ from torchrl_data.keys import (
     TOOLS,
 )
 from torchrl_data.layout.conversation_io import (
-    active_rows,
     one_dimension,
     read_conversations,
     write_conversations,
@@ -38,18 +35,13 @@ from torchrl_envs.entries.rewards import REWARD_KEYS, RewardSource
 from .entries import (
     EpisodeEntries,
     read_episodes,
-    read_flags,
-    write_episodes,
-    write_flags,
-    write_rewards,
-    write_token_entries,
 )
 from .episode import Episode
 from .episode_transform import EpisodeTransform, overrides
 from .error_limit import RewardErrorLimit
 from .resources import Resources
-from .runner import EpisodeRunner, take_over
-from .step_order import StepOrder, flat_transforms
+from .runner import EpisodeRunner
+from .step import EpisodeStep, StepOrder, flat_transforms, in_shape
 from .tool_dispatcher import ToolDispatcher
 from .tool_source import ToolSource, check_tool_names
 
@@ -82,11 +74,8 @@ class EpisodeEnv(TransformedEnv):
             self._calls, ToolDispatcher(getattr(env, "parse_turn", parse_tool_calls))
         )
         self.entries = entries
-        self._episodes: list[Episode] = []
-        self._active: list[Episode] = []
-        self._turns: list[Episode] = []
-        self._shown = Conversations([])
-        self._rows: list[Conversations] = []
+        self.step_under_way: EpisodeStep | None = None
+        """While transforms see it."""
         self._find_parts()
 
     @property
@@ -117,6 +106,8 @@ class EpisodeEnv(TransformedEnv):
         self.entries.dense = any(part.by_token for part in transforms)
         self.entries.loads_data = any(overrides(part, "draw") for part in transforms)
         self.entries.has_tools = bool(dispatcher.sources)
+        self.entries.has_sources = bool(self._reward_sources)
+        self.entries.exporting = [part for part in transforms if overrides(part, "export")]
         self.empty_cache()
 
     def episode_transforms(self) -> Iterator[EpisodeTransform]:
@@ -184,29 +175,25 @@ class EpisodeEnv(TransformedEnv):
             episodes[row] = Episode(row)
         new = [episodes[row] for row in rows]
         try:
-            reset = one_dimension(self._begin(batch, episodes, new, **kwargs))
-            self._take_over_prompts(reset, episodes)
+            reset = one_dimension(self._begin(batch, new, **kwargs))
+            shown = read_conversations(reset, PROMPT, who="EpisodeEnv.reset").split()
+            for episode, conversation in zip(episodes, shown, strict=True):
+                episode.conversation = conversation
+            self.runner.before_turn([episode for episode in new if not episode.stop_reason])
             for episode in new:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
-            running = [episode for episode in new if not episode.stop_reason]
-            self.runner.before_turn(running)
-            for episode in running:
-                if episode.stop_reason:
-                    episode.max_new_tokens = 0
-            self._write_prompts(reset, episodes)
+            conversations = [episode.conversation for episode in episodes]
+            if not all(map(operator.is_, conversations, shown)):
+                write_conversations(reset, PROMPT, Conversations.cat(conversations))
         except BaseException:
             self.close_episodes(rows)
             raise
-        self._write_values(reset, episodes)
-        return _in_shape(reset, self.batch_size)
+        self.entries.write_values(reset, episodes)
+        return in_shape(reset, self.batch_size)
 
     def _begin(
-        self,
-        batch: TensorDictBase,
-        episodes: Sequence[Episode],
-        new: Sequence[Episode],
-        **kwargs: Any,
+        self, batch: TensorDictBase, new: Sequence[Episode], **kwargs: Any
     ) -> TensorDictBase:
         queries = read_objects(batch, QUERY)
         examples = read_objects(batch, ROW)
@@ -215,61 +202,25 @@ class EpisodeEnv(TransformedEnv):
         for key in (GROUP_ID, SEED):
             value = batch.get(key, None)
             if value is not None:
+                numbers = value.view(-1).tolist()
                 for episode in new:
-                    setattr(episode, key, int(value.view(-1)[episode.row]))
+                    setattr(episode, key, int(numbers[episode.row]))
         self.runner.begin(new)
         for episode in new:
             queries[episode.row] = episode.query
         if any(query is not None for query in queries):
             write_objects(batch, QUERY, queries)
-        if self.entries.loads_data:
-            self._write_values(batch, episodes)
         if any(episode.tools for episode in new):
             tools = read_objects(batch, TOOLS)
             for episode in new:
                 tools[episode.row] = episode.tools
             write_objects(batch, TOOLS, tools)
-        batch = _in_shape(batch, self.batch_size)
+        batch = in_shape(batch, self.batch_size)
         reset = self.base_env._reset(batch, **kwargs)
         self.base_env._complete_done(self.base_env.full_done_spec, reset)
         return self.transform._reset(batch, reset)
 
     # Step ---------------------------------------------------------------------------------------
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        try:
-            return super()._step(tensordict)
-        finally:
-            self._episodes, self._active, self._turns = [], [], []
-            self._shown, self._rows = Conversations([]), []
-
-    def begin_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> None:
-        """Read the episodes of a step, and answer the turns that call tools."""
-        self._episodes = episodes = read_episodes(tensordict)
-        self._take_over_prompts(next_batch, episodes)
-        active = active_rows(tensordict).tolist()
-        reasons = read_objects(tensordict, FINISH_REASON, "")
-        after = read_flags(next_batch)
-        before = after if all(active) else read_flags(tensordict)
-        self._active, self._turns = [], []
-        for row, episode in enumerate(episodes):
-            episode.row = row
-            flags = after[row] if active[row] else before[row]
-            _, episode.is_terminated, episode.is_truncated = flags
-            if not active[row]:
-                continue
-            self._active.append(episode)
-            episode.resources = self.runner.resources_of(episode)
-            episode.finish_reason = reasons[row]
-            if not episode.stop_reason:
-                episode.num_turns += 1
-                if not episode.is_done:
-                    self._turns.append(episode)
-        if self.entries.has_tools:
-            self.runner.run(self.runner.dispatcher.after_turn, self._turns)
-        self._write_prompts(next_batch, episodes)
-        if any(episode.is_done for episode in self._turns):
-            write_flags(next_batch, episodes)
 
     def run_after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
         """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
@@ -278,94 +229,20 @@ class EpisodeEnv(TransformedEnv):
             transform: which.
             next_batch: read before and written after, for the transforms of TorchRL's.
         """
-        self._read_changes(next_batch)
-        self.runner.run(transform.after_turn, self._turns)
-        self._write_prompts(next_batch, self._episodes)
-        write_flags(next_batch, self._episodes)
+        assert self.step_under_way is not None
+        self.step_under_way.after_turn(transform, next_batch)
 
-    def end_step(self, tensordict: TensorDictBase, next_batch: TensorDictBase) -> TensorDictBase:
-        """End episodes, score them, and give back what they hold.
+    def record_ends(self, episodes: Sequence[Episode]) -> None:
+        """Stop the run if the rewards of too many episodes failed.
 
         Args:
-            tensordict: what the step started from.
-            next_batch: what all transforms but those of rewards made of it.
+            episodes: that have just ended.
+
+        Raises:
+            TooManyRewardErrors: the limit is exceeded.
         """
-        flat = one_dimension(next_batch)
-        self._read_changes(flat)
-        for episode in self._turns:
-            if not (episode.is_terminated or episode.is_truncated or episode.stop_reason) and (
-                episode.conversation.last_message(0)["role"] == "assistant"
-            ):
-                # A conversation goes on only if somebody spoke after the policy.
-                episode.terminate()
-        self.runner.before_turn([episode for episode in self._turns if not episode.is_done])
-        ended = []
-        for episode in self._active:
-            if episode.stop_reason and not episode.is_done:
-                episode.truncate()
-            if episode.is_terminated or episode.is_truncated:
-                episode.settle()
-                ended.append(episode)
-        self.runner.finish(ended)
-        self._write_prompts(flat, self._episodes)
-        write_flags(flat, self._episodes)
-        self.write_results(flat, ended)
-        self._write_values(flat, self._episodes, given=one_dimension(tensordict))
-        self.runner.close(ended)
-        next(self.transforms_of(RewardErrorLimit), self.error_limit).record(ended)
-        return _in_shape(flat, next_batch.batch_size)
-
-    def write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
-        """Write what transforms gave episodes that have just ended."""
-        entries = self.entries
-        if entries.reward_names or (ended and self._reward_sources):
-            write_rewards(batch, ended, entries.reward_names, dense=entries.dense)
-        write_token_entries(batch, ended)
-        for transform in self.episode_transforms():
-            if overrides(transform, "export"):
-                transform.export(batch, ended)
-
-    # Between episodes and entries ---------------------------------------------------------------
-
-    def _take_over_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
-        self._shown = read_conversations(batch, PROMPT, who="EpisodeEnv")
-        self._rows = self._shown.split()
-        for episode, conversation in zip(episodes, self._rows, strict=True):
-            episode.conversation = conversation
-
-    def _read_changes(self, batch: TensorDictBase) -> None:
-        """What TorchRL's transforms did to the episodes since they were last written."""
-        shown = read_conversations(batch, PROMPT, who="EpisodeEnv.step")
-        if shown is not self._shown:
-            self._shown, self._rows = shown, shown.split()
-            for episode, conversation in zip(self._episodes, self._rows, strict=True):
-                take_over(episode, conversation)
-        flags = read_flags(batch)
-        for episode in self._active:
-            is_done, episode.is_terminated, episode.is_truncated = flags[episode.row]
-            episode.is_terminated |= is_done and not episode.is_truncated
-
-    def _write_prompts(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
-        conversations = [episode.conversation for episode in episodes]
-        if all(map(operator.is_, conversations, self._rows)):
-            return
-        self._rows = conversations
-        self._shown = Conversations.cat(conversations)
-        write_conversations(batch, PROMPT, self._shown)
-
-    def _write_values(
-        self,
-        batch: TensorDictBase,
-        episodes: Sequence[Episode],
-        given: TensorDictBase | None = None,
-    ) -> None:
-        write_episodes(
-            batch,
-            episodes,
-            loads_data=self.entries.loads_data,
-            has_tools=self.entries.has_tools,
-            given=given,
-        )
+        if episodes:
+            next(self.transforms_of(RewardErrorLimit), self.error_limit).record(episodes)
 
     # The end ------------------------------------------------------------------------------------
 
@@ -384,7 +261,3 @@ class EpisodeEnv(TransformedEnv):
                 self._calls.close,
             ]
         )
-
-
-def _in_shape(batch: TensorDictBase, shape: torch.Size) -> TensorDictBase:
-    return batch if batch.batch_size == shape else batch.reshape(shape)
