@@ -159,18 +159,20 @@ def run_pending(
     Returns:
         An outcome per call, by number of the event.
     """
-    lanes: dict[Hashable, list[PendingCall]] = {}
-    places: dict[int, list[tuple[Hashable, int]]] = {}
+    chains: list[list[PendingCall]] = []
+    lanes: dict[Hashable, int] = {}
+    places: dict[int, list[tuple[int, int]]] = {}
     for number, pending in asked.items():
-        places[number] = []
-        for i, each in enumerate(pending.calls):
-            key = ("alone", number, i) if each.lane is None else ("lane", each.lane)
-            lane = lanes.setdefault(key, [])
-            places[number].append((key, len(lane)))
-            lane.append(each)
-    if not lanes:
+        own = places[number] = []
+        for each in pending.calls:
+            new = len(chains)
+            chain = new if each.lane is None else lanes.setdefault(each.lane, new)
+            if chain == new:
+                chains.append([])
+            own.append((chain, len(chains[chain])))
+            chains[chain].append(each)
+    if not chains:
         return {number: [] for number in asked}
-    chains = [[each.call for each in lane] for lane in lanes.values()]
-    limits = [[each.timeout_s for each in lane] for lane in lanes.values()]
-    outcomes = dict(zip(lanes, calls.run(chains, limits), strict=True))
-    return {number: [outcomes[key][place] for key, place in own] for number, own in places.items()}
+    limits = [[each.timeout_s for each in chain] for chain in chains]
+    outcomes = calls.run([[each.call for each in chain] for chain in chains], limits)
+    return {n: [outcomes[chain][place] for chain, place in own] for n, own in places.items()}

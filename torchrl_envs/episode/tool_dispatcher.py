@@ -1,7 +1,7 @@
 """Reads each turn of the policy once, runs what it asks for, and appends the answers."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torchrl_data.tool_calls.parse import MalformedCall, ToolCall, TurnParser, parse_tool_calls
 from torchrl_envs.tool_calls.results import error_text
@@ -9,6 +9,9 @@ from torchrl_envs.tool_calls.results import error_text
 from .driving import PendingCall, PendingCalls
 from .episode import Episode
 from .tool_source import Answer, Job, ToolSource, tool_message
+
+if TYPE_CHECKING:
+    from torchrl_envs.tool_calls.schemas import Tool
 
 
 class ToolDispatcher:
@@ -60,12 +63,12 @@ class ToolDispatcher:
     def _read(self, episode: Episode, text: str) -> list[Job | Answer]:
         """What a turn asks for, of all sources, in the order of the text."""
         items: list[Job | Answer] = []
-        sources = self.sources
-        if any(source.tools_of(episode) for source in sources):
+        tools = [source.tools_of(episode) for source in self.sources]
+        if any(tools):
             parsed = self.parse(text)
             for call, position in zip(parsed.calls, parsed.positions, strict=True):
-                items.append(_bind(sources, episode, call, position))
-        for number, source in enumerate(sources):
+                items.append(self._bind(tools, episode, call, position))
+        for number, source in enumerate(self.sources):
             for item in source.read_turn(episode, text):
                 # Lanes belong to their source.
                 if isinstance(item, Job) and item.lane is not None:
@@ -73,6 +76,30 @@ class ToolDispatcher:
                 items.append(item)
         items.sort(key=lambda item: item.position)
         return items
+
+    def _bind(
+        self,
+        tools: Sequence[Mapping[str, "Tool"]],
+        episode: Episode,
+        call: ToolCall | MalformedCall,
+        position: int,
+    ) -> Job | Answer:
+        """A call that is ready to run, or what is wrong with it; ``tools`` of each source."""
+        if isinstance(call, MalformedCall):
+            return _refusal(None, f"malformed tool call: {call.error}", position)
+        for number, own in enumerate(tools):
+            tool = own.get(call.name)
+            if tool is not None:
+                if call.is_text:
+                    call = call._replace(arguments=tool.typed(call.arguments), is_text=False)
+                error = tool.argument_error(call.arguments)
+                if error is not None:
+                    return _refusal(call, f"{call.name}: {error}", position)
+                job = self.sources[number].bind(episode, call)
+                lane = None if job.lane is None else (number, job.lane)
+                return Job(job.call, job.phrase, job.timeout_s, lane, position)
+        names = [name for own in tools for name in own]
+        return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
 
     async def _run(self, episode: Episode, items: Sequence[Job | Answer]) -> None:
         jobs = [item for item in items if isinstance(item, Job)]
@@ -95,27 +122,6 @@ def _append(episode: Episode, answers: Sequence[Answer]) -> None:
     end = next((answer for answer in answers if answer.stop_reason), None)
     if end is not None:
         (episode.truncate if end.is_truncation else episode.terminate)(end.stop_reason)
-
-
-def _bind(
-    sources: Sequence[ToolSource], episode: Episode, call: ToolCall | MalformedCall, position: int
-) -> Job | Answer:
-    """A call that is ready to run, or what is wrong with it."""
-    if isinstance(call, MalformedCall):
-        return _refusal(None, f"malformed tool call: {call.error}", position)
-    for number, source in enumerate(sources):
-        tool = source.tools_of(episode).get(call.name)
-        if tool is not None:
-            if call.is_text:
-                call = call._replace(arguments=tool.typed(call.arguments), is_text=False)
-            error = tool.argument_error(call.arguments)
-            if error is not None:
-                return _refusal(call, f"{call.name}: {error}", position)
-            job = source.bind(episode, call)
-            lane = None if job.lane is None else (number, job.lane)
-            return job._replace(lane=lane, position=position)
-    names = [name for source in sources for name in source.tools_of(episode)]
-    return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
 
 
 def _refusal(call: ToolCall | None, error: str, position: int) -> Answer:
