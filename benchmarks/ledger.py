@@ -1,13 +1,13 @@
 """What a ledger costs, and what waiting and dropping do to slow prompts.
 
-    python benchmarks/ledger.py [--num-steps 300] [--plot docs/img/ledger.png]
+    python benchmarks/ledger.py [--num-steps 300] [--max-tokens N] [--plot docs/img/ledger.png]
 
 The first table is events per second of CPU time, of one process. The second simulates a run, second
 by second but without a model: an episode's length is lognormal (sigma 1.5 in all, half of the
 variance between prompts and half between the episodes of one), its time is its length, a step
 trains as long as the slots take to fill P groups, and all policies see the same prompts. ``KS`` is
 the Kolmogorov-Smirnov distance between the tokens of the groups that were trained and of all that
-were drawn, beside its critical value at 1 %. ``slowest tenth`` is the fraction of the longest
+were drawn; its critical value at 1 % stands below. ``slowest tenth`` is the fraction of the longest
 tenth of the prompts drawn (those in flight at the end left out) that were ever trained.
 """
 
@@ -45,17 +45,21 @@ POLICIES: dict[str, StalenessPolicy] = {
 }
 
 
-def episode_lengths(ordinal: int, attempt: int, *, seed: int = 0) -> list[int]:
+def episode_lengths(
+    ordinal: int, attempt: int, *, max_tokens: float = math.inf, seed: int = 0
+) -> list[int]:
     """Tokens of each episode of a group; a prompt that is long is long in every attempt."""
     scale = SIGMA / math.sqrt(2)
     prompt = np.random.default_rng([seed, ordinal]).normal(0, scale)
     noise = np.random.default_rng([seed, ordinal, attempt]).normal(0, scale, GROUP_SIZE)
-    return [max(1, int(length)) for length in MEDIAN_LENGTH * np.exp(prompt + noise)]
+    lengths = np.minimum(MEDIAN_LENGTH * np.exp(prompt + noise), max_tokens)
+    return [max(1, int(length)) for length in lengths]
 
 
-def mean_time(num_groups: int = 2000) -> float:
+def mean_time(num_groups: int = 2000, max_tokens: float = math.inf) -> float:
     """Of a group: that of its longest episode."""
-    return float(np.mean([max(episode_lengths(i, 0, seed=1)) for i in range(num_groups)]))
+    longest = [max(episode_lengths(i, 0, max_tokens=max_tokens, seed=1)) for i in range(num_groups)]
+    return float(np.mean(longest))
 
 
 @dataclass
@@ -112,10 +116,18 @@ class Simulation:
     Args:
         policy: of the ledger.
         step_seconds: that a step of training takes.
+        max_tokens: where an episode is cut.
         settings: of the ledger.
     """
 
-    def __init__(self, policy: StalenessPolicy, *, step_seconds: float, **settings: Any) -> None:
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        *,
+        step_seconds: float,
+        max_tokens: float = math.inf,
+        **settings: Any,
+    ) -> None:
         self.now = 0.0
         self.ledger = GroupLedger(
             groups_per_step=GROUPS_PER_STEP,
@@ -126,6 +138,7 @@ class Simulation:
         )
         self.run = Run(self.ledger)
         self.step_seconds = step_seconds
+        self.max_tokens = max_tokens
         self.training: list[Ticket] = []
         self.events: list[tuple[float, int, Ticket | None, int]] = []
         self.num_events = itertools.count()
@@ -145,6 +158,9 @@ class Simulation:
         self.run.seconds = self.now
         return self.run
 
+    def _draw(self, ticket: Ticket) -> list[int]:
+        return episode_lengths(ticket.ordinal, ticket.attempt, max_tokens=self.max_tokens)
+
     def _at(self, time_s: float, ticket: Ticket | None, index: int) -> None:
         heapq.heappush(self.events, (time_s, next(self.num_events), ticket, index))
 
@@ -160,7 +176,7 @@ class Simulation:
             ticket = self.ledger.offer(ordinal, ordinal)
             self.ledger.start(ticket)
             self.started[ticket] = (self.now, self.ledger.pulled_version)
-            lengths = episode_lengths(ordinal, ticket.attempt)
+            lengths = self._draw(ticket)
             self.lengths[ticket] = dict(enumerate(lengths))
             self.run.offered.setdefault(ordinal, sum(lengths))
             for index, length in enumerate(lengths):
@@ -180,7 +196,7 @@ class Simulation:
     def _end_step(self) -> None:
         step = self.ledger.version
         for ticket in self.training:
-            self.run.trained[ticket.ordinal] = sum(episode_lengths(ticket.ordinal, ticket.attempt))
+            self.run.trained[ticket.ordinal] = sum(self._draw(ticket))
             self.run.ages.append(step - self.started[ticket][1])
         self.ledger.trained(self.training, step)
         self.ledger.weights_pulled(step + 1)
@@ -241,6 +257,7 @@ def plot(runs: Mapping[str, Run], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--num-steps", type=int, default=300)
+    parser.add_argument("--max-tokens", type=float, default=math.inf, help="of an episode")
     parser.add_argument("--plot", type=Path, help="where to draw the second table (PNG)")
     arguments = parser.parse_args()
     for name in ("Wait(4)", "Drop(4)"):
@@ -251,11 +268,10 @@ def main() -> None:
         f"{'trainer':>9}\n{'':<28}{'tokens':>10}{'tenth':>9}{'of drawn':>15}{'(1 %)':>8}"
         f"{'mean, max':>11}{'busy':>9}"
     )
-    step_seconds, runs = mean_time() / 5, {}
+    step_seconds, runs = mean_time(max_tokens=arguments.max_tokens) / 5, {}
     for name, policy in POLICIES.items():
-        run = runs[name] = Simulation(policy, step_seconds=step_seconds).simulate(
-            arguments.num_steps
-        )
+        simulation = Simulation(policy, step_seconds=step_seconds, max_tokens=arguments.max_tokens)
+        run = runs[name] = simulation.simulate(arguments.num_steps)
         balance = run.ledger.balance
         lengths = [float(np.mean(list(x.values()))) for x in (run.trained, run.offered)]
         print(

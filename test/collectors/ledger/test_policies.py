@@ -14,7 +14,7 @@ def make(groups_per_step, policy, **settings):
 def finish(ledger, *tickets):
     for ticket in tickets:
         ledger.start(ticket)
-        ledger.finish(ticket, ledger.pulled_version, 10)
+        ledger.finish(ticket, ticket.version, 10)
 
 
 @pytest.mark.parametrize(
@@ -105,20 +105,22 @@ def test_window_moves_on_with_its_anchor():
 
 
 def test_overtaking_ends_where_another_would_become_too_old():
-    """max_staleness 1: what began at version 0 has to be in step 1 at the latest."""
-    ledger = make(2, Wait(1, pipeline_depth=1, window=1.0))
-    old = [ledger.offer(i, i) for i in range(4)]
-    finish(ledger, *old[1:])
-    assert ledger.take() == old[1:3]
-    ledger.trained(old[1:3], 0)
-    ledger.weights_pulled(1)
-    young = [ledger.offer(i, i) for i in (4, 5)]
-    finish(ledger, *young)
-    assert ledger.take() is None  # [3, 4] would leave group 0 for step 2
-    finish_late = old[0]
-    ledger.start(finish_late)
-    ledger.finish(finish_late, 0, 10)
-    assert ledger.take() == [old[0], old[3]]
+    """B = W = 6. Group 5 began at version 0, so that step 2 has to train it and waits for it.
+
+    The window alone would let 4 and 6 go: it reaches to group 10.
+    """
+    ledger = make(2, Wait(2, pipeline_depth=2, window=1.0))
+    tickets = [ledger.offer(i, i) for i in range(6)]
+    finish(ledger, *tickets[:5])
+    for step in range(2):
+        ledger.trained(ledger.take(), step)
+        ledger.weights_pulled(step + 1)
+        tickets += [ledger.offer(i, i) for i in (2 * step + 6, 2 * step + 7)]
+        finish(ledger, *tickets[-2:])
+    assert ledger.take() is None
+    finish(ledger, tickets[5])
+    assert ledger.take() == tickets[4:6]
+    assert ledger.metrics()["staleness/max"] == 2
 
 
 def test_on_policy_takes_turns_and_keeps_the_order():
