@@ -8,18 +8,9 @@ from transformers import PreTrainedModel
 
 
 def model_inside(model: Any) -> PreTrainedModel:
-    """The causal language model that computes what a PEFT model does.
-
-    Adapters such as LoRA are layers of the model inside, so that it gives the PEFT model's logits
-    and gradients by itself.
-
-    Args:
-        model: of PEFT; any other one is given back.
-
-    Raises:
-        TypeError: the adapters are not layers of the model: prompts, prefixes, or what depends on
-            the position in a prompt or on a task.
-    """
+    """The causal language model that computes what a PEFT model does."""
+    # Adapters such as LoRA are layers of the model inside, so that it gives the PEFT model's logits
+    # and gradients by itself.
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
         return model
@@ -39,11 +30,7 @@ def model_inside(model: Any) -> PreTrainedModel:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module computes ``x @ weight.T + bias`` with its own ``weight`` and ``bias``.
-
-    Args:
-        module: a head; one that PEFT trains whole (``modules_to_save``) is as what it wraps.
-    """
+    """Whether a module computes ``x @ weight.T + bias`` with its own ``weight`` and ``bias``."""
     peft: Any = sys.modules.get("peft")
     if peft is not None and type(module) is peft.utils.ModulesToSaveWrapper:
         module = module.original_module
@@ -51,11 +38,7 @@ def is_linear(module: Any) -> bool:
 
 
 def draws_dropout(model: nn.Module) -> bool:
-    """Whether a module of the model leaves values out at random now.
-
-    Args:
-        model: in training, or not.
-    """
+    """Whether a module of the model leaves values out at random now."""
     return any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
         for module in model.modules()

@@ -22,21 +22,13 @@ def place_of(row: TensorDictBase) -> tuple[int, int]:
 
 
 def num_rows(member: TensorDictBase) -> int:
-    """How many rows an episode has.
-
-    Args:
-        member: a row, with the episode's other rows inside it.
-    """
+    """How many rows an episode has."""
     earlier = member.get(_EARLIER, None)
     return 1 if earlier is None else 1 + len(list(earlier.keys()))
 
 
 def rows_of(member: TensorDictBase) -> Iterator[TensorDictBase]:
-    """The rows of an episode, in order; its last row is as it came.
-
-    Args:
-        member: a row, with the episode's other rows inside it.
-    """
+    """The rows of an episode, in order; its last row is as it came."""
     earlier = member.get(_EARLIER, None)
     if earlier is not None:
         member = member.exclude(_EARLIER)
@@ -56,18 +48,8 @@ class SegmentQueue:
         return sum(map(len, self._waiting.values()))
 
     def add(self, group: Hashable, row: TensorDictBase) -> TensorDictBase | None:
-        """Add a row.
-
-        Args:
-            group: its group's id.
-            row: kept as it is.
-
-        Returns:
-            One row for the whole episode once all are there, else ``None``.
-
-        Raises:
-            ValueError: the episode has such a row already.
-        """
+        """Add a row."""
+        # Gives one row for the whole episode once all are there, else `None`.
         segment, count = place_of(row)
         if count == 1:
             return row

@@ -48,14 +48,13 @@ def _read(leaf: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
 @documented
 @attribute_reader(_read)
 class BatchedObject(NonTensorData):
-    """A snapshot of a batch as a leaf of a TensorDict, one row per batch element.
+    """A snapshot of a batch as a leaf of a TensorDict, one row per batch element."""
 
-    The snapshot is one Python object: :class:`RowObjects`, or anything else that has a length, is
-    indexed by a tensor of rows, and has a static method ``cat``. ``data`` is always that of the
-    leaf's own rows. With ``shown_as`` it is what that view shows: ``td["history", "prompt"]`` is a
-    ``History``, ``td["text", "prompt"]`` a list of strings, ``td["tokens", "prompt"]`` a list of
-    int64 ``[T]``. Row values are shown as lists of the batch's shape.
-    """
+    # The snapshot is one Python object: `RowObjects`, or anything else that has a length, is
+    # indexed by a tensor of rows, and has a static method `cat`. `data` is always that of the
+    # leaf's own rows. With `shown_as` it is what that view shows: `td["history", "prompt"]` is a
+    # `History`, `td["text", "prompt"]` a list of strings, `td["tokens", "prompt"]` a list of int64
+    # [T]. Row values are shown as lists of the batch's shape.
 
     _documentation = __doc__
 

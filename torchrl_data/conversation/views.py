@@ -29,14 +29,10 @@ class ConversationCodec(Protocol):
 
 @dataclass(frozen=True)
 class ConversationView:
-    """A part of conversations as text or as token ids.
+    """A part of conversations as text or as token ids."""
 
-    Args:
-        mode: ``"text"`` or ``"tokens"``.
-        part: ``"prompt"``, ``"response"`` or ``"full"``. A prompt ends with the open header of the
-            next turn: what waits in the conversations is encoded when somebody looks.
-        encoder: encodes and decodes.
-    """
+    # part: `"prompt"`, `"response"` or `"full"`. A prompt ends with the open header of the next
+    # turn: what waits in the conversations is encoded when somebody looks.
 
     mode: str
     part: str

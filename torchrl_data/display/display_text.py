@@ -19,10 +19,8 @@ _SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
 
 
 def visible(text: str) -> str:
-    """Text whose control, direction and format characters are spelled out.
-
-    Nobody can hide a terminal's escape sequence or turn the direction of a line with the result.
-    """
+    """Text whose control, direction and format characters are spelled out."""
+    # Nobody can hide a terminal's escape sequence or turn the direction of a line with the result.
     return _SUSPECT.sub(lambda match: _visible(match.group()), text)
 
 

@@ -30,10 +30,8 @@ def one_dimension(batch: TensorDictBase) -> TensorDictBase:
 
 
 def active_rows(batch: TensorDictBase) -> Tensor:
-    """The rows that take part in a step, bool ``[B]``.
-
-    Those of the step mask, or all when there is none, but for those that are done already.
-    """
+    """The rows that take part in a step, bool ``[B]``."""
+    # Those of the step mask, or all when there is none, but for those that are done already.
     mask = batch.get(STEP_MASK, None)
     rows = torch.ones(batch.numel(), dtype=torch.bool) if mask is None else mask.view(-1)
     done = batch.get(DONE, None)
@@ -117,10 +115,8 @@ def _group(batch: TensorDictBase, mode: str) -> Any:
 
 
 def _held_leaf(batch: TensorDictBase, which: str) -> Any:
-    """The leaf of a name that holds conversations.
-
-    A policy writes ``history`` in every mode, so that of another mode is the newer one.
-    """
+    """The leaf of a name that holds conversations."""
+    # A policy writes `history` in every mode, so that of another mode is the newer one.
     leaves = (conversation_leaf(batch, mode, which) for mode in reversed(INPUT_MODES))
     return next((leaf for leaf in leaves if leaf is not None), None)
 

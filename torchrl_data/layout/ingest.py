@@ -31,24 +31,12 @@ if TYPE_CHECKING:
 def read_prompts(
     batch: TensorDictBase, mode: str, *, encoder: "ConversationEncoder | None", who: str
 ) -> Conversations:
-    """The conversations at ``(mode, "prompt")``, whoever wrote them.
-
-    Args:
-        batch: of B rows.
-        mode: ``"history"`` (a ``History [B, M]``), ``"text"`` (strings) or ``"tokens"`` (ids,
-            ragged or padded beside ``("masks", "all_attention_mask")``).
-        encoder: of the tokenizer; needed for text and tokens.
-        who: the component that reads, named in errors.
-
-    Returns:
-        B conversations. Messages wait to be encoded; text and tokens are the whole prompt, to which
-        no template is applied, and show as one message of the user (unless a policy left a record
-        of the same tokens at ``("history", "prompt")``).
-
-    Raises:
-        MissingEntryError: there is no such entry.
-        ValueError: it does not fit the batch, or padding can't be told from tokens.
-    """
+    """The conversations at ``(mode, "prompt")``, whoever wrote them."""
+    # mode: `"history"` (a `History [B, M]`), `"text"` (strings) or `"tokens"` (ids, ragged or
+    # padded beside `("masks", "all_attention_mask")`).
+    # Gives B conversations. Messages wait to be encoded; text and tokens are the whole prompt, to
+    # which no template is applied, and show as one message of the user (unless a policy left a
+    # record of the same tokens at `("history", "prompt")`).
     held = read_held(batch, mode, PROMPT)
     if held is not None:
         return held
@@ -73,13 +61,11 @@ def prompt_of_tokens(ids: Sequence[Sequence[int]], encoder: "ConversationEncoder
 def read_fulls(
     batch: TensorDictBase, mode: str, *, encoder: "ConversationEncoder | None", who: str
 ) -> Conversations:
-    """The conversations at ``(mode, "full")``, whoever wrote them.
-
-    A record of the same tokens at ``("history", "full")``, as policies write one, is used. Where
-    ``full`` goes on from the prompt of the batch, only what is new is taken over, as a turn of the
-    assistant; ``("masks", "all_assistant_mask")`` and ``("log_probs", "full")`` beside it say
-    that the policy sampled it.
-    """
+    """The conversations at ``(mode, "full")``, whoever wrote them."""
+    # A record of the same tokens at `("history", "full")`, as policies write one, is used. Where
+    # `full` goes on from the prompt of the batch, only what is new is taken over, as a turn of the
+    # assistant; `("masks", "all_assistant_mask")` and `("log_probs", "full")` beside it say that
+    # the policy sampled it.
     held = read_held(batch, mode, FULL)
     if held is not None:
         return held
@@ -135,17 +121,8 @@ def _chats(batch: TensorDictBase, which: str, who: str) -> list[list[Message]]:
 
 
 def chats_of(leaf: Any, size: int, *, who: str) -> list[list[Message]]:
-    """The messages of each conversation of a ``History``.
-
-    Args:
-        leaf: a ``History``: one conversation ``[M]``, or a batch ``[*B, M]``.
-        size: B, how many there should be.
-        who: the component that reads, named in errors.
-
-    Raises:
-        TypeError: it is no ``History``.
-        ValueError: there are more or fewer conversations, or a message is wrong.
-    """
+    """The messages of each conversation of a ``History``."""
+    # leaf: a `History`: one conversation [M], or a batch [*B, M].
     if not isinstance(leaf, History):
         raise TypeError(
             f"{who} reads conversations from 'history': a History, got {type(leaf).__name__}. "

@@ -22,14 +22,8 @@ def value_stack(values: Sequence[Any]) -> Any:
 
 
 def ragged_entries(columns: Mapping[str, Sequence[Any]]) -> LazyStackedTensorDict:
-    """A stack of one TensorDict per row.
-
-    Args:
-        columns: by name, the values of the B rows: tensors ``[T_i]`` or leaves of TensorDict.
-
-    Raises:
-        ValueError: there are no rows, or the columns differ in their number.
-    """
+    """A stack of one TensorDict per row."""
+    # columns: by name, the values of the B rows: tensors [T_i] or leaves of TensorDict.
     counts = {len(values) for values in columns.values()}
     if len(counts) != 1 or not counts.copy().pop():
         raise ValueError(

@@ -47,10 +47,8 @@ def entries_of(group: Any) -> TensorDictBase:
 
 
 def first_entries(group: Any) -> TensorDictBase:
-    """The TensorDict of a stack's first row, or the TensorDict itself.
-
-    Ragged rows can't be one tensor, so what all rows have in common is looked up in the first.
-    """
+    """The TensorDict of a stack's first row, or the TensorDict itself."""
+    # Ragged rows can't be one tensor, so what all rows have in common is looked up in the first.
     entries = entries_of(group)
     while isinstance(entries, LazyStackedTensorDict):
         entries = entries_of(entries.tensordicts[0])

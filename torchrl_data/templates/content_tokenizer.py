@@ -21,11 +21,10 @@ class RunStart(IntEnum):
 
 
 class PlainTokenizer:
-    """Encodes runs of text without control tokens.
+    """Encodes runs of text without control tokens."""
 
-    The control tokens are renamed to something that nobody can guess, both where they are added
-    and where the model's own vocabulary holds them, so that their ids never come out of text.
-    """
+    # The control tokens are renamed to something that nobody can guess, both where they are added
+    # and where the model's own vocabulary holds them, so that their ids never come out of text.
 
     def __init__(self, backend: Tokenizer, control_ids: Collection[int]) -> None:
         description = json.loads(backend.to_str())

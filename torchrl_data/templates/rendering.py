@@ -92,18 +92,7 @@ def render_template(
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> Rendered:
-    """Render messages.
-
-    Args:
-        source: Jinja source.
-        messages: placeholders (role ``"<none>"``) are left out.
-        tools: JSON schemas.
-        add_generation_prompt: end with the header of an assistant turn.
-        variables: whatever else the template reads.
-
-    Raises:
-        ValueError: the template refuses the messages, or is no valid Jinja.
-    """
+    """Render messages."""
     shown = [_joined(message) for message in messages if message["role"] != PLACEHOLDER_ROLE]
     values = {
         "tools": tools,

@@ -52,13 +52,7 @@ class _Compiled(NamedTuple):
 
 
 class CompiledShapes:
-    """Runs of messages by their shape.
-
-    Args:
-        render: gives the pieces of messages that are escaped already.
-        guard: splits rendered text.
-        source: the template's source, where the words that it compares with are.
-    """
+    """Runs of messages by their shape."""
 
     def __init__(
         self,
@@ -75,11 +69,7 @@ class CompiledShapes:
         self._slot = re.compile(f"Slot{self._secret}n([0-9]+)x")
 
     def runs(self, messages: Sequence[Message]) -> list[Run] | None:
-        """The runs of messages, or ``None`` if they are to be rendered.
-
-        Args:
-            messages: checked, and not escaped.
-        """
+        """The runs of messages, or ``None`` if they are to be rendered."""
         shape = tuple([(message["role"], tuple(message)) for message in messages])
         compiled = self._cache.get(shape) or self._compile_once(shape, messages)
         if compiled is None:

@@ -67,10 +67,8 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def _object_body(text: str, position: int, closer: str) -> tuple[int, int, int] | None:
-    """Start and end of the value at a position, and the end of what closes it, if all is there.
-
-    Looks inside JSON strings, so that a closer that an argument spells is none.
-    """
+    """Start and end of the value at a position, and the end of what closes it, if all is there."""
+    # Looks inside JSON strings, so that a closer that an argument spells is none.
     start = _skip_space(text, position)
     if text[start : start + 1] not in ("{", "["):
         return None
@@ -112,11 +110,9 @@ _FUNCTION_END = re.compile(r"\s*+</function>(?:\s*+</tool_call>)?")
 
 
 def find_xml(text: str, position: int = 0) -> Iterator[Found]:
-    """``<tool_call><function=name><parameter=key>value</parameter>...``: Qwen3-Coder, Qwen 3.5.
-
-    Values are not quoted; a string's own first and last line break is kept, the ones that the
-    format writes around it are not.
-    """
+    """``<tool_call><function=name><parameter=key>value</parameter>...``: Qwen3-Coder, Qwen 3.5."""
+    # Values are not quoted; a string's own first and last line break is kept, the ones that the
+    # format writes around it are not.
     while match := _FUNCTION.search(text, position):
         start = match.start()
         found = _xml_call(text, start, match.end() - len("<function="))
@@ -175,11 +171,9 @@ _MAX_OPEN: Final = 16
 
 
 def find_llama(text: str, position: int = 0) -> Iterator[Found]:
-    """``{"name": ..., "parameters": {...}}``, perhaps after ``<|python_tag|>``: Llama 3.
-
-    Without the tag, only an object that begins a line and has a name and parameters is a call:
-    any other JSON is an answer.
-    """
+    """``{"name": ..., "parameters": {...}}``, perhaps after ``<|python_tag|>``: Llama 3."""
+    # Without the tag, only an object that begins a line and has a name and parameters is a call:
+    # any other JSON is an answer.
     num_open = 0
     while num_open < _MAX_OPEN and (match := _LLAMA.search(text, position)):
         start, body = match.start(), match.end()
@@ -280,10 +274,8 @@ _HARMONY_END = re.compile(r"<\|(?:call|end|return|start)\|>")
 
 
 def find_harmony(text: str, position: int = 0) -> Iterator[Found]:
-    """``<|channel|>commentary to=functions.name json<|message|>{...}<|call|>``: gpt-oss.
-
-    The last token of a turn is not in its text, so the end of the text closes a call too.
-    """
+    """``<|channel|>commentary to=functions.name json<|message|>{...}<|call|>``: gpt-oss."""
+    # The last token of a turn is not in its text, so the end of the text closes a call too.
     while (mark := text.find("<|message|>", position)) >= 0:
         start = _header_start(text, position, mark)
         header = text[start:mark]

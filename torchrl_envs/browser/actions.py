@@ -55,11 +55,7 @@ class BrowserActionError(Exception):
 
 
 def browser_schema(*, screenshots: bool) -> dict[str, Any]:
-    """The tool ``browser`` as chat templates show it.
-
-    Args:
-        screenshots: whether there is the action ``screenshot``.
-    """
+    """The tool ``browser`` as chat templates show it."""
     actions = [name for name in _REQUIRED if screenshots or name != "screenshot"]
     action = {"type": "string", "enum": actions, "description": "What to do."}
     conditions = [
@@ -96,14 +92,7 @@ def browser_schema(*, screenshots: bool) -> dict[str, Any]:
 
 
 class PageActions:
-    """Acts on a page.
-
-    Args:
-        page: of a browser's context.
-        allowed: hosts that it may open.
-        timeout_s: deadline of what an action waits for, in seconds.
-        max_bytes: of what is read from a page.
-    """
+    """Acts on a page."""
 
     def __init__(
         self, page: "Page", allowed: AllowedHosts, *, timeout_s: float, max_bytes: int
@@ -114,14 +103,7 @@ class PageActions:
         self._max_bytes = max_bytes
 
     async def run(self, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Do what arguments that fit the schema say.
-
-        Returns:
-            The content that was read, or where the page is now.
-
-        Raises:
-            BrowserActionError: the page or the host does not allow it, or it took too long.
-        """
+        """Do what arguments that fit the schema say."""
         actions: dict[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any] | str]]] = {
             "navigate": self._navigate,
             "click": self._click,

@@ -19,20 +19,12 @@ class _Rule(NamedTuple):
 
 
 class AllowedHosts:
-    """Hosts by name, by address, or all that are public.
+    """Hosts by name, by address, or all that are public."""
 
-    ``"example.com"`` allows that host and its subdomains, on ports 80 and 443; ``"127.0.0.1:8000"``
-    that address and port alone; ``"*"`` every host, on ports 80 and 443, whose address is public,
-    so nothing on this machine and in its network. An address in another notation than the usual one
-    is none of these.
-
-    Args:
-        domains: at least one.
-
-    Raises:
-        ValueError: there is none, or one is no host name, such as a whole URL.
-        TypeError: it is one string.
-    """
+    # `"example.com"` allows that host and its subdomains, on ports 80 and 443; `"127.0.0.1:8000"`
+    # that address and port alone; `"*"` every host, on ports 80 and 443, whose address is public,
+    # so nothing on this machine and in its network. An address in another notation than the usual
+    # one is none of these.
 
     def __init__(self, domains: Iterable[str]) -> None:
         if isinstance(domains, str):
@@ -47,12 +39,7 @@ class AllowedHosts:
         self._rules = [_rule(domain) for domain in self.domains if domain != _ANY]
 
     def allows(self, host: str, port: int) -> bool:
-        """Whether a connection may be made, the address being whatever the name resolves to.
-
-        Args:
-            host: name or address, as a browser writes it.
-            port: of TCP.
-        """
+        """Whether a connection may be made, the address being whatever the name resolves to."""
         return self._any_public_name(host, port) or self.names(host, port)
 
     def names(self, host: str, port: int) -> bool:

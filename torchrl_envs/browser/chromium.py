@@ -39,14 +39,7 @@ _FLAGS: Final = (
 
 
 def find_chromium(executable_path: str | None = None) -> str:
-    """A browser that is installed; nothing is ever downloaded.
-
-    Args:
-        executable_path: the browser; the first of the usual names on the path by default.
-
-    Raises:
-        ValueError: there is none, or playwright is missing; the message says what to install.
-    """
+    """A browser that is installed; nothing is ever downloaded."""
     if importlib.util.find_spec("playwright") is None:
         raise ValueError(
             "The browser is driven by playwright, which is not installed: `pip install playwright` "
@@ -67,11 +60,7 @@ def find_chromium(executable_path: str | None = None) -> str:
 
 
 def check_chromium_sandbox(chromium_sandbox: bool) -> None:
-    """Chromium's own sandbox does not work for root.
-
-    Raises:
-        ValueError: it is asked for, and this process is root.
-    """
+    """Chromium's own sandbox does not work for root."""
     if chromium_sandbox and os.geteuid() == 0:
         raise ValueError(
             "Chromium's own sandbox does not work for root. Run as an ordinary user, or pass "
@@ -94,18 +83,10 @@ def warn_of_shared_network() -> None:
 
 
 class Chromium:
-    """A browser and its proxy; starts when it is first needed, again after a crash.
+    """A browser and its proxy; starts when it is first needed, again after a crash."""
 
-    It has a network of its own, where there is nothing but the proxy, if that works here. All
-    methods run on one event loop.
-
-    Args:
-        allowed: hosts that pages may reach.
-        executable_path: the browser.
-        headless: without a window.
-        chromium_sandbox: whether Chromium isolates its renderers.
-        start_timeout_s: deadline of its start, in seconds.
-    """
+    # It has a network of its own, where there is nothing but the proxy, if that works here. All
+    # methods run on one event loop.
 
     def __init__(
         self,

@@ -44,11 +44,7 @@ class _RefusedError(Exception):
 
 
 class FilteringProxy:
-    """Serves whoever knows its password.
-
-    Args:
-        allowed: the hosts that it connects to.
-    """
+    """Serves whoever knows its password."""
 
     def __init__(self, allowed: AllowedHosts) -> None:
         self.allowed = allowed

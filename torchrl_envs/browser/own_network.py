@@ -33,15 +33,7 @@ def reason_against() -> str | None:
 
 
 def write_launcher(folder: Path, executable: str) -> tuple[str, Path, str]:
-    """A program that starts a browser in a network of its own.
-
-    Args:
-        folder: private to this program; what is written there is needed as long as the browser.
-        executable: the browser.
-
-    Returns:
-        The program, the Unix socket at which the proxy has to listen, and the proxy's URL inside.
-    """
+    """A program that starts a browser in a network of its own."""
     socket, launcher = folder / "proxy", folder / "browser"
     command = [*_bubblewrap(), sys.executable, "-I", "-S", _RELAY, socket, _PORT, executable]
     launcher.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, command))} "$@"\n')

@@ -17,11 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def relay(path: str, port: int, command: list[str], inherited: list[int]) -> int:
-    """Serve until the command has ended, which alone keeps the descriptors that were inherited.
-
-    Returns:
-        Its exit code, or the negative number of the signal that ended it.
-    """
+    """Serve until the command has ended, which alone keeps the descriptors that were inherited."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):  # either side may go at any time

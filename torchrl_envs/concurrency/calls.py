@@ -33,22 +33,14 @@ class CallTimeoutError(TimeoutError):
 
 
 class ConcurrentCalls:
-    """Runs chains of calls; the chains run concurrently, the calls of one chain in order.
+    """Runs chains of calls; the chains run concurrently, the calls of one chain in order."""
 
-    Sync functions run on daemon threads, coroutine functions on one event loop. Neither can be
-    killed: a sync call that never returns keeps its thread, and a coroutine that never awaits keeps
-    its loop. But nobody waits for it past its deadline, and another thread or loop takes the place
-    of that one. (What has begun on a blocked loop and waits for something there can't go on either,
-    and misses its own deadline; each chain that has not begun yet gets a loop of its own.)
-    Threads and loops end with :meth:`close`, and with the object.
-
-    Args:
-        timeout_s: deadline of one call for which :meth:`run` is given none.
-        max_threads: sync calls that run at once, calls past their deadline not counted.
-
-    Raises:
-        ValueError: a setting is not positive.
-    """
+    # Sync functions run on daemon threads, coroutine functions on one event loop. Neither can be
+    # killed: a sync call that never returns keeps its thread, and a coroutine that never awaits
+    # keeps its loop. But nobody waits for it past its deadline, and another thread or loop takes
+    # the place of that one. (What has begun on a blocked loop and waits for something there can't
+    # go on either, and misses its own deadline; each chain that has not begun yet gets a loop of
+    # its own.) Threads and loops end with `close`, and with the object.
 
     def __init__(self, *, timeout_s: float = 30.0, max_threads: int = 64) -> None:
         if not timeout_s > 0 or max_threads < 1:
@@ -75,17 +67,11 @@ class ConcurrentCalls:
         chains: Sequence[Sequence[Call]],
         timeouts_s: Sequence[Sequence[float]] | float | None = None,
     ) -> list[list[Outcome]]:
-        """Run all chains.
-
-        Args:
-            chains: calls without arguments; coroutine functions are awaited.
-            timeouts_s: deadline of each call, or one for all; from when it starts, so that a call
-                which waits for a thread or for the loop is not late.
-
-        Returns:
-            One outcome per call, in the order given. After a call that missed its deadline the rest
-            of its chain is not started, and has that error too.
-        """
+        """Run all chains."""
+        # timeouts_s: deadline of each call, or one for all; from when it starts, so that a call
+        # which waits for a thread or for the loop is not late.
+        # Gives one outcome per call, in the order given. After a call that missed its deadline the
+        # rest of its chain is not started, and has that error too.
         if timeouts_s is None or isinstance(timeouts_s, int | float):
             same = self.timeout_s if timeouts_s is None else timeouts_s
             timeouts_s = [[same] * len(chain) for chain in chains]
@@ -101,15 +87,9 @@ class ConcurrentCalls:
         chains: Sequence[Sequence[Call]],
         timeouts_s: Sequence[Sequence[float]],
     ) -> list[list[Outcome]]:
-        """Run all chains as :meth:`run` does, awaited in an event loop that goes on meanwhile.
-
-        Cancelling the caller gives up what still runs. To be called in one event loop only, which
-        is not the one that runs the calls.
-
-        Args:
-            chains: as for :meth:`run`.
-            timeouts_s: deadline of each call.
-        """
+        """Run all chains as :meth:`run` does, awaited in an event loop that goes on meanwhile."""
+        # Cancelling the caller gives up what still runs. To be called in one event loop only, which
+        # is not the one that runs the calls.
         started = [_Chain(calls, limits) for calls, limits in zip(chains, timeouts_s, strict=True)]
         running = [chain for chain in started if chain.calls]
         for chain in running:

@@ -12,16 +12,9 @@ _log = logging.getLogger(__name__)
 def close_all(
     objects: Sequence[Any], calls: ConcurrentCalls, timeout_s: float | None = None
 ) -> None:
-    """Close objects, all at once.
-
-    An error or a missed deadline is logged, with the object's class: the others are closed all the
-    same, and whoever gives something back has nothing to repair.
-
-    Args:
-        objects: those without a ``close``, sync or ``async``, are left out.
-        calls: runs the calls.
-        timeout_s: deadline of each; that of ``calls`` when not given.
-    """
+    """Close objects, all at once."""
+    # An error or a missed deadline is logged, with the object's class: the others are closed all
+    # the same, and whoever gives something back has nothing to repair.
     closing = [each for each in objects if getattr(each, "close", None) is not None]
     if closing:
         results = calls.run([[each.close] for each in closing], timeout_s)

@@ -13,12 +13,11 @@ _STOP_GRACE_S: Final = 1.0
 
 
 class LoopThread:
-    """One event loop on a daemon thread, started when it is first needed.
+    """One event loop on a daemon thread, started when it is first needed."""
 
-    A coroutine that does not await (``time.sleep`` in an ``async`` function) blocks the loop for
-    all others, and nothing can interrupt it. :meth:`replace_if_blocked` leaves such a loop behind.
-    What runs is cancelled when this object goes.
-    """
+    # A coroutine that does not await (`time.sleep` in an `async` function) blocks the loop for all
+    # others, and nothing can interrupt it. `replace_if_blocked` leaves such a loop behind. What
+    # runs is cancelled when this object goes.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,11 +53,9 @@ class LoopThread:
         return self._all[-1]
 
     def replace_if_blocked(self) -> None:
-        """Leave a loop that does not react: what is submitted next gets another one.
-
-        What has begun on the old one goes on when that reacts again; then it ends. Returns after
-        half a second if the loop is blocked, else at once.
-        """
+        """Leave a loop that does not react: what is submitted next gets another one."""
+        # What has begun on the old one goes on when that reacts again; then it ends. Returns after
+        # half a second if the loop is blocked, else at once.
         with self._lock:
             loop = self._loop
         if loop is None or loop.reacts():

@@ -12,11 +12,7 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads:
-    """Runs calls on daemon threads, which are started as they are needed.
-
-    Args:
-        limit: calls that run at once, those that were given up not counted.
-    """
+    """Runs calls on daemon threads, which are started as they are needed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -37,11 +33,7 @@ class DaemonThreads:
         return future
 
     def give_up(self, future: Future[Any]) -> None:
-        """Nobody waits for a call any more; until it returns, another thread replaces its own.
-
-        Args:
-            future: of the call; nothing happens if it has returned, or never runs.
-        """
+        """Nobody waits for a call any more; until it returns, another thread replaces its own."""
         with self._lock:
             if not future.cancel() and future in self._running:
                 self._running.remove(future)

@@ -8,10 +8,9 @@ COUNTS: Final = ("drawn", "ended", "abandoned")
 
 
 class Frontier:
-    """Follows the groups that are under way, and counts rollouts.
+    """Follows the groups that are under way, and counts rollouts."""
 
-    ``drawn == ended + abandoned + in flight`` holds after every event.
-    """
+    # `drawn == ended + abandoned + in flight` holds after every event.
 
     def __init__(self) -> None:
         self._open: dict[Place, int] = {}

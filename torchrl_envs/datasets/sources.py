@@ -27,10 +27,9 @@ class SequenceSource:
 
 
 class StreamSource:
-    """Rows that can only be walked through, from the beginning, as often as needed.
+    """Rows that can only be walked through, from the beginning, as often as needed."""
 
-    The row id is the place in the stream. Shuffling holds ``buffer_size`` rows and draws from them.
-    """
+    # The row id is the place in the stream. Shuffling holds `buffer_size` rows and draws from them.
 
     num_rows = None
     rows = None

@@ -21,20 +21,9 @@ class Item(NamedTuple):
 
 
 class RowStream:
-    """An iterator over all epochs whose position can be read and set.
+    """An iterator over all epochs whose position can be read and set."""
 
-    The order does not depend on the number of workers.
-
-    Args:
-        source: of the rows.
-        prepare: makes a row out of what the source gives.
-        num_epochs: passes; ``None`` goes on for ever.
-        num_workers: processes that prepare rows ahead; 0 prepares them here.
-        worker_timeout_s: how long a worker may take for its next rows.
-
-    Raises:
-        ValueError: the rows, or what prepares them, can't be sent to a worker.
-    """
+    # The order does not depend on the number of workers.
 
     def __init__(
         self,

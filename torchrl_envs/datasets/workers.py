@@ -28,19 +28,8 @@ _CHUNKS_AHEAD: Final = 2
 def prepared(
     order: Iterator[tuple[Place, Any]], prepare: PrepareRow, *, num_workers: int, timeout_s: float
 ) -> Generator[tuple[Place, dict[str, Any] | BadRow], None, None]:
-    """Rows in their order; the workers end with the iterator.
-
-    A row of which a worker dies, or which takes too long, is a bad row, and no other is.
-
-    Args:
-        order: places, and the keys of what is there.
-        prepare: makes a row of a key.
-        num_workers: processes.
-        timeout_s: deadline of a few rows, in seconds.
-
-    Raises:
-        WorkerStartError: no worker can be started.
-    """
+    """Rows in their order; the workers end with the iterator."""
+    # A row of which a worker dies, or which takes too long, is a bad row, and no other is.
     pool = WorkerPool(sendable(prepare), num_processes=num_workers, timeout_s=timeout_s)
     threads = DaemonThreads(num_workers)
     closed = threading.Event()

@@ -25,15 +25,9 @@ def write_token_entry(
     *,
     row_key: NestedKey | None = None,
 ) -> None:
-    """Set one value per token for some rows.
-
-    Args:
-        batch: B environment rows.
-        key: the entry, written as ``[B, T, ...]``, 0 where nothing was given.
-        rows: which rows.
-        values: ``[T_i, ...]`` for each.
-        row_key: what the entry is called in a row that is taken out; the same when not given.
-    """
+    """Set one value per token for some rows."""
+    # key: the entry, written as [B, T, ...], 0 where nothing was given; values: [T_i, ...] for
+    # each.
     if not rows:
         return
     length = max(max(len(value) for value in values), 1)
@@ -50,17 +44,8 @@ def write_token_entry(
 def read_token_entry(
     batch: TensorDictBase, key: NestedKey, row: int, num_tokens: int
 ) -> Tensor | None:
-    """One row of a per-token entry, without padding.
-
-    Args:
-        batch: B environment rows.
-        key: the entry.
-        row: which row.
-        num_tokens: T_i.
-
-    Returns:
-        ``[T_i, ...]``, or ``None`` if there is no such per-token entry.
-    """
+    """One row of a per-token entry, without padding."""
+    # Gives [T_i, ...], or `None` if there is no such per-token entry.
     held = batch.get(TOKEN_ENTRIES, None)
     if held is None or key not in held.data:
         return None

@@ -49,11 +49,10 @@ class RowReward(NamedTuple):
 
 @dataclass(slots=True)
 class Score:
-    """What the sources of rewards gave one episode.
+    """What the sources of rewards gave one episode."""
 
-    An episode is ``scorable`` when at least one source applies and none failed: a reward that
-    raised, is NaN or infinite, or is not a number makes it unscorable, and its ``error`` says why.
-    """
+    # An episode is `scorable` when at least one source applies and none failed: a reward that
+    # raised, is NaN or infinite, or is not a number makes it unscorable, and its `error` says why.
 
     by_source: dict[str, float] = field(default_factory=dict)
     """The reward of each source that applies; the sum where it gave one per token."""
@@ -72,14 +71,7 @@ class Score:
         return self.is_scored and not self.error
 
     def add(self, name: str, given: RowReward, *, weight: float = 1.0, scores: bool = True) -> None:
-        """Add what a source gave, already checked.
-
-        Args:
-            name: of the source.
-            given: a finite reward, or an error.
-            weight: of this source in the sum.
-            scores: whether an episode that has only this reward is scored; ``False`` for a penalty.
-        """
+        """Add what a source gave, already checked."""
         value, error = given
         if error:
             self.error = f"{self.error}\n{error}".strip()
@@ -102,15 +94,7 @@ class Score:
         who: str,
         nan_applies: bool = True,
     ) -> None:
-        """Add what a source's call gave: a number, ``None`` (it does not apply), or an error.
-
-        Args:
-            name: of the source.
-            outcome: of its call.
-            weight: of this source in the sum.
-            who: named in the errors.
-            nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
-        """
+        """Add what a source's call gave: a number, ``None`` (it does not apply), or an error."""
         self.add(name, _row_reward(outcome, who, nan_applies), weight=weight)
 
 
@@ -121,16 +105,10 @@ def write_scores(
     dense: Sequence[Tensor] | None,
     names: Sequence[str],
 ) -> None:
-    """Write the rewards of finished episodes: once, when all sources have scored.
-
-    Args:
-        batch: of B rows; gets ``reward``, ``[B, 1, 1]`` or ``[B, T, 1]``, 0 outside ``rows``;
-            ``scorable``, ``("rewards", name)`` and ``reward_errors``.
-        rows: those that were scored.
-        scores: of each.
-        dense: of each the reward by token, ``[T, 1]``, or ``None`` if no source gave it so.
-        names: of all sources; NaN where one does not apply.
-    """
+    """Write the rewards of finished episodes: once, when all sources have scored."""
+    # batch: of B rows; gets `reward`, [B, 1, 1] or [B, T, 1], 0 outside `rows`; `scorable`,
+    # `("rewards", name)` and `reward_errors`.
+    # dense: of each the reward by token, [T, 1], or `None` if no source gave it so.
     size = batch.batch_size[0]
     reward, scorable, errors = [0.0] * size, [False] * size, [""] * size
     everybody = dict.fromkeys([*names, *(name for score in scores for name in score.by_source)])
@@ -150,17 +128,12 @@ def write_scores(
 
 
 def dense_reward(total: Tensor, by_token: Tensor | None, assistant_mask: Tensor) -> Tensor:
-    """A reward for each token, whose sum is that of what is given.
-
-    Args:
-        total: of the trajectory, one value; it goes to the last sampled token (to the last token,
-            if nothing was sampled). Or already by token, ``[T, 1]``.
-        by_token: added, ``[T]``.
-        assistant_mask: bool ``[T]``, True on sampled tokens.
-
-    Returns:
-        float32 ``[max(T, 1), 1]``.
-    """
+    """A reward for each token, whose sum is that of what is given."""
+    # total: of the trajectory, one value; it goes to the last sampled token (to the last token, if
+    # nothing was sampled). Or already by token, [T, 1].
+    # by_token: added, [T].
+    # assistant_mask: bool [T], True on sampled tokens.
+    # Gives float32 [max(T, 1), 1].
     length = max(len(assistant_mask), 1)
     values = torch.zeros(length)
     sampled = assistant_mask.nonzero()
@@ -174,26 +147,15 @@ def dense_reward(total: Tensor, by_token: Tensor | None, assistant_mask: Tensor)
 
 
 def turn_ends(assistant_mask: Tensor) -> Tensor:
-    """The last token of each turn of the policy.
-
-    Args:
-        assistant_mask: bool ``[T]``, True on sampled tokens.
-
-    Returns:
-        int64 ``[num_turns]``, rising.
-    """
+    """The last token of each turn of the policy."""
+    # assistant_mask: bool [T], True on sampled tokens.
+    # Gives int64 [num_turns], rising.
     after = torch.nn.functional.pad(assistant_mask[1:], (0, 1), value=False)
     return (assistant_mask & ~after).nonzero().squeeze(-1)
 
 
 def number_or_error(value: Any, who: str, nan_applies: bool = True) -> tuple[float | None, str]:
-    """A finite reward, or ``None`` where there is none, and what is wrong with it.
-
-    Args:
-        value: what a source gave.
-        who: the source.
-        nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
-    """
+    """A finite reward, or ``None`` where there is none, and what is wrong with it."""
     if value is None:
         return None, ""
     try:

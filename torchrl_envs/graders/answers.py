@@ -28,11 +28,7 @@ class Tagged(NamedTuple):
 
 
 def message_text(message: Mapping[str, Any] | None) -> str:
-    """The text of a message; of content parts, that of the text parts.
-
-    Args:
-        message: in the chat format, or ``None`` for no message.
-    """
+    """The text of a message; of content parts, that of the text parts."""
     content = None if message is None else message.get("content")
     if content is None:
         return ""
@@ -42,11 +38,7 @@ def message_text(message: Mapping[str, Any] | None) -> str:
 
 
 def final_text(completion: Sequence[Message]) -> str:
-    """What the policy said last: the text of the last message if it is the assistant's.
-
-    Args:
-        completion: messages.
-    """
+    """What the policy said last: the text of the last message if it is the assistant's."""
     last = completion[-1] if completion else None
     return message_text(last) if last is not None and last["role"] == "assistant" else ""
 
@@ -75,10 +67,8 @@ def hash_answer(text: str) -> str | None:
 
 
 def normalize_number(text: str) -> str:
-    """A number as it is compared: ``"$1,200.50 "`` is ``"1200.5"``, ``"+07"`` is ``"7"``.
-
-    Anything that is no decimal number comes back stripped and otherwise as it is.
-    """
+    """A number as it is compared: ``"$1,200.50 "`` is ``"1200.5"``, ``"+07"`` is ``"7"``."""
+    # Anything that is no decimal number comes back stripped and otherwise as it is.
     plain = text.strip()
     for sign in ",$%":
         plain = plain.replace(sign, "")
@@ -93,12 +83,7 @@ def normalize_number(text: str) -> str:
 def exact_match(
     completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """1 where the last message is the answer, but for white space around it.
-
-    Args:
-        completions: a list of messages per rollout.
-        answer: the right answers.
-    """
+    """1 where the last message is the answer, but for white space around it."""
     return [
         float(final_text(completion).strip() == str(right).strip())
         for completion, right in zip(completions, answer, strict=True)
@@ -108,12 +93,7 @@ def exact_match(
 def hash_answer_match(
     completions: Sequence[Sequence[Message]], answer: Sequence[str], **_: Any
 ) -> list[float]:
-    """1 where the number after the last ``####`` is that of the answer.
-
-    Args:
-        completions: a list of messages per rollout.
-        answer: the right answers, with or without ``####``.
-    """
+    """1 where the number after the last ``####`` is that of the answer."""
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         said, expected = hash_answer(final_text(completion)), hash_answer(right)
@@ -123,9 +103,5 @@ def hash_answer_match(
 
 
 def think_answer_format(completions: Sequence[Sequence[Message]], **_: Any) -> list[float]:
-    """1 where the last message is one ``<think>`` block and one ``<answer>`` block.
-
-    Args:
-        completions: a list of messages per rollout.
-    """
+    """1 where the last message is one ``<think>`` block and one ``<answer>`` block."""
     return [float(_BOTH.fullmatch(final_text(chat)) is not None) for chat in completions]

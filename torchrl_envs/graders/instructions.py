@@ -26,11 +26,9 @@ def count_words(text: str) -> int:
 
 
 def count_sentences(text: str) -> int:
-    """Parts that end with ``.``, ``!`` or ``?`` before white space, or with the text.
-
-    A full stop after an initial or a common abbreviation ends none. Parts without a letter or a
-    digit are no sentences.
-    """
+    """Parts that end with ``.``, ``!`` or ``?`` before white space, or with the text."""
+    # A full stop after an initial or a common abbreviation ends none. Parts without a letter or a
+    # digit are no sentences.
     count, start = 0, 0
     for end in re.finditer(r"[.!?。！？]+[\"'”’)\]]*(?=\s|$)|[。！？]|\n\s*\n|$", text):
         part = text[start : end.end()].strip()
@@ -43,11 +41,7 @@ def count_sentences(text: str) -> int:
 
 
 def compare(count: int, threshold: int, relation: str) -> bool:
-    """``"less than"`` or ``"at least"``.
-
-    Raises:
-        ValueError: the relation is neither.
-    """
+    """``"less than"`` or ``"at least"``."""
     if relation == "at least":
         return count >= threshold
     if relation == "less than":
@@ -255,16 +249,7 @@ INSTRUCTIONS: Final[dict[str, Check]] = {
 
 
 def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a text follows an instruction.
-
-    Args:
-        text: an answer; an empty one follows none.
-        instruction_id: a name of :data:`INSTRUCTIONS`.
-        arguments: of the instruction; those that are ``None`` or not its own are left out.
-
-    Raises:
-        ValueError: the instruction is unknown, or lacks an argument.
-    """
+    """Whether a text follows an instruction."""
     check = INSTRUCTIONS.get(instruction_id)
     if check is None:
         raise ValueError(

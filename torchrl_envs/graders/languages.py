@@ -63,11 +63,7 @@ _WORD: Final = re.compile(r"[^\s\d.,;:!?¿¡()\[\]{}\"“”„«»…।|/*_-]+
 
 
 def script_counts(text: str) -> Counter[str]:
-    """Letters of a text by script.
-
-    Args:
-        text: any text.
-    """
+    """Letters of a text by script."""
     counts: Counter[str] = Counter()
     for letter in text:
         if letter.isalpha() or unicodedata.category(letter) in ("Mn", "Mc"):
@@ -77,19 +73,9 @@ def script_counts(text: str) -> Counter[str]:
 
 
 def may_be_language(text: str, language: str) -> bool:
-    """Whether a text can be of a language.
-
-    Args:
-        text: a text.
-        language: ISO 639-1 code, for instance ``"de"``.
-
-    Returns:
-        Whether at least half of its letters are of the language's script, and no other language of
-        that script has more function words in it. Japanese needs some kana, Chinese has none.
-
-    Raises:
-        ValueError: the language is unknown; the message lists those that are known.
-    """
+    """Whether a text can be of a language."""
+    # Gives whether at least half of its letters are of the language's script, and no other language
+    # of that script has more function words in it. Japanese needs some kana, Chinese has none.
     code = language.lower().split("-")[0]
     if code not in SCRIPT_OF:
         raise ValueError(f"Language {language!r} is unknown; known are {sorted(SCRIPT_OF)}.")

@@ -25,14 +25,7 @@ Question = Callable[[Sequence[Message], Sequence[Message], Mapping[str, Any]], l
 
 
 def read_score(text: str) -> float:
-    """The number in the last ``<score>`` of an answer, after its thoughts.
-
-    Args:
-        text: what the judge wrote.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The number in the last ``<score>`` of an answer, after its thoughts."""
     found = _SCORE.findall(text.rpartition("</think>")[2])
     if not found:
         raise ValueError(f"the judge gave no <score>number</score>: {text[-200:]!r}")

@@ -100,18 +100,7 @@ class MathVerifyReward:
 
 
 def grade_math(said: str, right: str) -> float:
-    """Compare two answers; without a time limit, so run it in a killable process.
-
-    Args:
-        said: a text with the answer in it.
-        right: the right answer.
-
-    Returns:
-        1 or 0.
-
-    Raises:
-        ValueError: the right answer can't be read.
-    """
+    """Compare two answers; without a time limit, so run it in a killable process."""
     # It warns that its own time limits are off; here processes are killed instead.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     math_verify = import_module("math_verify")

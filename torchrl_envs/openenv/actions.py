@@ -29,15 +29,9 @@ class Action(NamedTuple):
 
 
 def actions_of_functions(functions: Sequence[Callable[..., Mapping[str, Any]]]) -> list[Action]:
-    """Functions that take a tool's arguments and return an action.
-
-    Args:
-        functions: with type hints and a Google docstring, which the model is shown; each returns
-            the action's fields.
-
-    Raises:
-        ValueError: a docstring, a type hint or the description of an argument is missing.
-    """
+    """Functions that take a tool's arguments and return an action."""
+    # functions: with type hints and a Google docstring, which the model is shown; each returns the
+    # action's fields.
 
     def made_by(function: Callable[..., Any]) -> Callable[[ToolCall], Mapping[str, Any]]:
         def make(call: ToolCall) -> Mapping[str, Any]:
@@ -57,14 +51,7 @@ def actions_of_functions(functions: Sequence[Callable[..., Mapping[str, Any]]]) 
 
 
 async def actions_of_server(session: OpenEnvSession) -> list[Action]:
-    """What a server says that it can do: its MCP tools, or one tool for its one kind of action.
-
-    Args:
-        session: to the server; it is closed.
-
-    Raises:
-        OpenEnvError: the server can't be asked.
-    """
+    """What a server says that it can do: its MCP tools, or one tool for its one kind of action."""
     try:
         listed = await session.list_tools()
     finally:
@@ -109,16 +96,7 @@ def _tool(name: str, description: str, parameters: dict[str, Any]) -> Tool:
 
 
 def fetch_schema(session_url: str, timeout_s: float) -> dict[str, Any]:
-    """The JSON schemas that a server publishes: ``action``, ``observation`` and ``state``.
-
-    Args:
-        session_url: of its sessions, ``ws://host/ws``.
-        timeout_s: deadline of the request.
-
-    Raises:
-        OpenEnvConnectionError: the server can't be reached.
-        OpenEnvProtocolError: the answer is not one of an OpenEnv server.
-    """
+    """The JSON schemas that a server publishes: ``action``, ``observation`` and ``state``."""
     parts = urlsplit(session_url)
     path = f"{parts.path.removesuffix('/ws')}/schema"
     login, _, host = parts.netloc.rpartition("@")
@@ -140,18 +118,9 @@ def fetch_schema(session_url: str, timeout_s: float) -> dict[str, Any]:
 
 
 def observation_text(result: EnvResult) -> str:
-    """What the model reads of an observation, where nothing else is asked for.
-
-    Args:
-        result: of a reset or a step.
-
-    Returns:
-        The value of a tool of MCP; the text of an observation with one text field; else all of its
-        fields but for empty ones, as JSON.
-
-    Raises:
-        ValueError: a tool of MCP failed; the message is the server's.
-    """
+    """What the model reads of an observation, where nothing else is asked for."""
+    # Gives the value of a tool of MCP; the text of an observation with one text field; else all of
+    # its fields but for empty ones, as JSON.
     fields = {
         key: value
         for key, value in result.observation.items()

@@ -31,16 +31,7 @@ class EnvResult(NamedTuple):
 
 
 def request(kind: str, data: Mapping[str, Any] | None = None) -> str:
-    """A request as JSON.
-
-    Args:
-        kind: its type.
-        data: its data; left out when ``None``.
-
-    Raises:
-        TypeError: the data can't be written as JSON.
-        ValueError: a number is NaN or infinite.
-    """
+    """A request as JSON."""
     message: dict[str, Any] = {"type": kind}
     if data is not None:
         message["data"] = dict(data)
@@ -48,16 +39,7 @@ def request(kind: str, data: Mapping[str, Any] | None = None) -> str:
 
 
 def answer_data(raw: str | bytes, *, kind: str) -> dict[str, Any]:
-    """The data of an answer.
-
-    Args:
-        raw: what came over the wire.
-        kind: the type of the request that it answers.
-
-    Raises:
-        OpenEnvServerError: the server answered with an error.
-        OpenEnvProtocolError: the answer breaks the protocol.
-    """
+    """The data of an answer."""
     try:
         message = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -86,11 +68,7 @@ def _validation_text(error: Any) -> str:
 
 
 def env_result(data: Mapping[str, Any]) -> EnvResult:
-    """The answer to ``reset`` or ``step``.
-
-    Raises:
-        OpenEnvProtocolError: it lacks an observation, or reward or done have the wrong type.
-    """
+    """The answer to ``reset`` or ``step``."""
     observation, reward = data.get("observation"), data.get("reward")
     done, metadata = data.get("done", False), data.get("metadata") or {}
     if not isinstance(observation, dict) or not isinstance(reward, int | float | None):

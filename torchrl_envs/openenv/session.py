@@ -35,14 +35,7 @@ _SCHEMES: Final = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
 def websocket_url(base_url: str) -> str:
-    """Where the sessions of a server are.
-
-    Args:
-        base_url: of the server, with the scheme http, https, ws or wss.
-
-    Raises:
-        ValueError: the URL has another scheme or no host.
-    """
+    """Where the sessions of a server are."""
     parts = urlsplit(base_url)
     if parts.scheme not in _SCHEMES or not parts.hostname:
         raise ValueError(

@@ -22,15 +22,7 @@ class Frames:
         self._buffer = bytearray()
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next message.
-
-        Args:
-            timeout_s: how long to wait for it; for ever when not given.
-
-        Raises:
-            TimeoutError: it is not here yet; what is here of it is kept.
-            EOFError: the other side closed the socket.
-        """
+        """The next message."""
         head = self._read(_LENGTH.size, timeout_s)
         (size,) = _LENGTH.unpack(head)
         data = self._read(_LENGTH.size + size, timeout_s)[_LENGTH.size :]

@@ -16,21 +16,14 @@ class WorkerStartError(ToolProcessError):
 
 
 class WorkerPool:
-    """Asks a handler that runs in worker processes, each request with a deadline.
+    """Asks a handler that runs in worker processes, each request with a deadline."""
 
-    Workers are fresh interpreters, which do not run the program again, and start when they are
-    needed. A worker handles one request at a time. One that misses the deadline is killed with what
-    it started, one that dies is replaced, and the other requests go on. Workers end with
-    :meth:`close`, with the object, and with this process, however that ends.
-
-    Args:
-        handler: a pickled function from bytes to bytes; what it needs is imported by name.
-        num_processes: requests that are handled at once.
-        timeout_s: deadline of one request, in seconds from when a worker takes it up.
-        max_memory_mb: what a worker may allocate beside what it starts with, in MiB; beyond it
-            there is a ``MemoryError``. No limit when not given.
-        preload: modules that a worker imports when it starts, before any deadline runs.
-    """
+    # Workers are fresh interpreters, which do not run the program again, and start when they are
+    # needed. A worker handles one request at a time. One that misses the deadline is killed with
+    # what it started, one that dies is replaced, and the other requests go on. Workers end with
+    # `close`, with the object, and with this process, however that ends.
+    # max_memory_mb: what a worker may allocate beside what it starts with, in MiB; beyond it there
+    # is a `MemoryError`. No limit when not given.
 
     def __init__(
         self,
@@ -49,21 +42,11 @@ class WorkerPool:
         weakref.finalize(self, self._held.close)
 
     def start(self) -> None:
-        """Start the first worker.
-
-        Raises:
-            WorkerStartError: it does not find the handler.
-        """
+        """Start the first worker."""
         self._held.put_back(self._start(self._held.generation))
 
     def ask(self, request: bytes) -> bytes:
-        """Handle a request as soon as a worker is free; from any thread.
-
-        Raises:
-            CallTimeoutError: it missed its deadline, and its worker was killed.
-            WorkerStartError: there is no worker for it.
-            ToolProcessError: its worker died, or :meth:`close` was called.
-        """
+        """Handle a request as soon as a worker is free; from any thread."""
         generation = self._held.generation
         with self._free:
             worker = self._held.take() or self._start(generation)

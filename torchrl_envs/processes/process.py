@@ -28,12 +28,7 @@ _PROGRAM: Final = (
 
 
 def kept_command(command: Sequence[str], *, user: int | None = None) -> list[str]:
-    """A command that ends with this process, and kills what it has started when it ends.
-
-    Args:
-        command: a program, to be started by this process itself, and its arguments.
-        user: who runs it, if that is somebody else.
-    """
+    """A command that ends with this process, and kills what it has started when it ends."""
     who = "" if user is None else str(user)
     return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), who, *command]
 
@@ -43,12 +38,7 @@ class ToolProcessError(RuntimeError):
 
 
 class WorkerProcess:
-    """A process and the only socket to it; used by one thread at a time, but for :meth:`kill`.
-
-    Args:
-        setup: ``max_memory_mb`` and ``preload``.
-        handler: a pickled function from bytes to bytes.
-    """
+    """A process and the only socket to it; used by one thread at a time, but for :meth:`kill`."""
 
     def __init__(self, setup: dict[str, Any], handler: bytes) -> None:
         self._link, theirs = socket.socketpair()
@@ -73,12 +63,7 @@ class WorkerProcess:
         return self._send(self._setup, timeout_s).decode()
 
     def ask(self, request: bytes, timeout_s: float) -> bytes:
-        """What the handler answers.
-
-        Raises:
-            CallTimeoutError: nothing, within its deadline.
-            ToolProcessError: the process died.
-        """
+        """What the handler answers."""
         return self._send(pack(request), timeout_s)
 
     def _send(self, message: bytes, timeout_s: float) -> bytes:

@@ -15,25 +15,13 @@ from .process import ToolProcessError
 
 
 class ToolProcesses:
-    """Calls functions in worker processes, each call with a deadline; see :class:`WorkerPool`.
+    """Calls functions in worker processes, each call with a deadline; see :class:`WorkerPool`."""
 
-    The first worker starts with the object, to show that it finds the functions.
-
-    Args:
-        functions: by name, sync or ``async`` (each call has an event loop of its own); found by
-            their names in modules that can be imported.
-        num_processes: calls that run at once.
-        timeout_s: deadline of one call, in seconds from when a worker takes it up.
-        max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
-        max_memory_mb: what a worker may allocate beside what it starts with, in MiB; beyond it a
-            call fails with ``MemoryError``. No limit when not given.
-        preload: modules that a worker imports when it starts, before any deadline runs.
-        start: start the first worker now, rather than with the first call.
-
-    Raises:
-        ValueError: a setting is not positive, or no other process can find a function.
-        ToolProcessError: a worker can't be started, or does not find the functions.
-    """
+    # The first worker starts with the object, to show that it finds the functions.
+    # functions: by name, sync or `async` (each call has an event loop of its own); found by their
+    # names in modules that can be imported.
+    # max_memory_mb: what a worker may allocate beside what it starts with, in MiB; beyond it a call
+    # fails with `MemoryError`. No limit when not given.
 
     def __init__(
         self,
@@ -73,22 +61,7 @@ class ToolProcesses:
         return functools.partial(type(self), **settings), (self.functions,)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a function as soon as a worker is free; from any thread.
-
-        Args:
-            name: of the function.
-            arguments: JSON, as a model's are.
-
-        Returns:
-            What it returned, as text.
-
-        Raises:
-            TypeError: the arguments are not JSON.
-            CallTimeoutError: it missed its deadline, and its worker was killed.
-            ToolProcessError: its worker died, or :meth:`close` was called.
-            RuntimeError: it raised; the error's type has the name of the one that was raised, and
-                is an ``EpisodeLostError`` if that was one.
-        """
+        """Call a function as soon as a worker is free; from any thread."""
         request = json.dumps((name, dict(arguments))).encode()
         kind, text = json.loads(self._ask(functools.partial(self._pool.ask, request)))
         if kind == "value":

@@ -11,11 +11,7 @@ from .frames import Frames, pack
 
 
 def serve(descriptor: int) -> None:
-    """A worker's life.
-
-    Args:
-        descriptor: of its socket.
-    """
+    """A worker's life."""
     link = socket.socket(fileno=descriptor)
     link.settimeout(None)
     frames = Frames(link)

@@ -53,12 +53,7 @@ def scores_one_rollout(function: RewardFunction) -> bool:
 
 
 def unique_names(functions: Sequence[RewardFunction], taken: Sequence[str] = ()) -> list[str]:
-    """A name for each function; one that is taken gets a number.
-
-    Args:
-        functions: named by ``__name__``, or by their class.
-        taken: names of other sources.
-    """
+    """A name for each function; one that is taken gets a number."""
     names: list[str] = []
     for function in functions:
         base = getattr(function, "__name__", type(function).__name__)
@@ -71,12 +66,7 @@ def unique_names(functions: Sequence[RewardFunction], taken: Sequence[str] = ())
 
 
 def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[str]:
-    """Arguments that a function requires and nobody gives.
-
-    Args:
-        function: of one or of many rollouts; an object may name columns in ``required_columns``.
-        columns: of the data.
-    """
+    """Arguments that a function requires and nobody gives."""
     required = [c for c in getattr(function, "required_columns", ()) if c not in columns]
     given = {*columns, *(SINGULAR.values() if scores_one_rollout(function) else LISTS)}
     return required + [
@@ -89,12 +79,7 @@ def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[
 
 
 def reward_inputs(episodes: Sequence[Episode], environments: Sequence[Any]) -> dict[str, list[Any]]:
-    """Everything that a function of many rollouts may get, one item per rollout.
-
-    Args:
-        episodes: the rollouts to be scored.
-        environments: of each.
-    """
+    """Everything that a function of many rollouts may get, one item per rollout."""
     values = (
         [episode.prompt_messages for episode in episodes],
         [episode.completion_messages for episode in episodes],
@@ -140,16 +125,7 @@ def read_outcomes(
     nan_applies: bool,
     one_each: bool,
 ) -> Given:
-    """Check what a function returned.
-
-    Args:
-        name: of the function.
-        outcomes: one for all rollouts, or one each.
-        episodes: the rollouts.
-        by_turn: whether a reward is a list of one number per turn of the policy.
-        nan_applies: whether NaN is an error; ``False`` takes it for ``None``.
-        one_each: whether there is one outcome per rollout.
-    """
+    """Check what a function returned."""
     if not one_each:
         (outcome,) = outcomes
         outcomes = [outcome] * len(episodes)

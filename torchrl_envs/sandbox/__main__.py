@@ -14,11 +14,7 @@ from .users import UNPRIVILEGED_USER, changes_user, starts_as
 
 
 def main() -> int:
-    """Print the report.
-
-    Returns:
-        0 if something isolates code here, 1 if not.
-    """
+    """Print the report."""
     console = Console()
     reasons = Sandbox.reasons_against()
     chosen = next((name for name, reason in reasons.items() if reason is None), None)

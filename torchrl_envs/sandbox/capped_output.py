@@ -2,11 +2,7 @@
 
 
 class CappedOutput:
-    """The first and last bytes of a stream.
-
-    Args:
-        max_bytes: what is kept; half of it from the start.
-    """
+    """The first and last bytes of a stream."""
 
     def __init__(self, max_bytes: int) -> None:
         self._head_size = max_bytes // 2

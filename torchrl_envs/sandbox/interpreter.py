@@ -52,15 +52,9 @@ class Interpreter:
 
     @classmethod
     def current(cls, packages: Sequence[str | Path] = ()) -> "Interpreter":
-        """The interpreter that this process runs, outside of its virtual environment.
-
-        Args:
-            packages: directories to import from, such as a ``site-packages``; everything in them
-                can be read inside.
-
-        Raises:
-            ValueError: a directory does not exist, or holds more than packages.
-        """
+        """The interpreter that this process runs, outside of its virtual environment."""
+        # packages: directories to import from, such as a `site-packages`; everything in them can be
+        # read inside.
         executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
         found = tuple(_directory(path) for path in packages)
         return cls(executable, _directory(sys.base_prefix), found)
@@ -95,11 +89,9 @@ def _directory(path: str | Path) -> str:
 
 @functools.cache
 def program() -> dict[str, CodeType]:
-    """The supervisor's modules, compiled by this interpreter, which is the one that runs inside.
-
-    They are sent, so that no file of this project has to be readable, and compiled, because that
-    takes longer than all the rest.
-    """
+    """The supervisor's modules, compiled by this interpreter, which is the one that runs inside."""
+    # They are sent, so that no file of this project has to be readable, and compiled, because that
+    # takes longer than all the rest.
     sources = files(str(__package__)) / _PACKAGE
     return {
         name: compile((sources / f"{name}.py").read_text("utf-8"), f"{_PACKAGE}.{name}", "exec")

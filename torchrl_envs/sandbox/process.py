@@ -30,14 +30,7 @@ _ENVIRONMENT: Final = {
 
 
 class SandboxProcess:
-    """Starts a sandbox and talks to its supervisor.
-
-    Args:
-        command: the whole command line, which ends with that of the interpreter.
-        config: the supervisor's settings; the descriptor of its reports is added.
-        max_output_bytes: cap of each output stream.
-        needs_keeper: whether the command does not end by itself with the thread that starts it.
-    """
+    """Starts a sandbox and talks to its supervisor."""
 
     def __init__(
         self,
@@ -103,15 +96,9 @@ class SandboxProcess:
         self._outgoing += pack(message)
 
     def next_report(self, *, timeout_s: float) -> str:
-        """The supervisor's next line; output is read meanwhile.
-
-        Args:
-            timeout_s: the supervisor keeps this deadline itself; a little later it is given up.
-
-        Returns:
-            The line; ``"timeout"`` if it had to be given up, and ``"exit -9"`` if it went without
-            one, because something outside killed it.
-        """
+        """The supervisor's next line; output is read meanwhile."""
+        # Gives the line; `"timeout"` if it had to be given up, and `"exit -9"` if it went without
+        # one, because something outside killed it.
         deadline = time.monotonic() + timeout_s + _GRACE_S
         while not self._reports and self._status_is_open():
             remaining = deadline - time.monotonic()

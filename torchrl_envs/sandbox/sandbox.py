@@ -224,11 +224,7 @@ class Sandbox:
 
 
 def await_start(process: SandboxProcess) -> None:
-    """Wait until the supervisor has started a worker.
-
-    Raises:
-        SandboxStartError: it has not; the message says why.
-    """
+    """Wait until the supervisor has started a worker."""
     report = process.next_report(timeout_s=_START_S)
     if report != "ready":
         said = process.stderr.text().strip()

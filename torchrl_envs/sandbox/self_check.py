@@ -88,14 +88,7 @@ print("failed", [name for name, attempt in CHECKS if fails(attempt)])
 
 
 def failing_checks(run: Callable[[str], SandboxResult]) -> list[str]:
-    """What does not hold in a sandbox.
-
-    Args:
-        run: runs a program in it, under :data:`TRIAL_LIMITS`.
-
-    Returns:
-        Names of checks; a sentence of its own if they could not be made.
-    """
+    """What does not hold in a sandbox."""
     attempts = [(check.name, check.attempt) for check in CHECKS]
     result = run(f"CHECKS = {attempts!r}\n{_PROGRAM}")
     failed = [check.name for check in CHECKS if repr(check.name) in result.stdout]

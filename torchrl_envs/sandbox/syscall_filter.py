@@ -59,11 +59,7 @@ class _Comparison(ctypes.Structure):
 
 @functools.cache
 def syscall_filter() -> bytes:
-    """The filter as a BPF program; what it denies fails with ``EPERM``.
-
-    Raises:
-        SandboxUnavailableError: libseccomp is missing, or refuses the rules.
-    """
+    """The filter as a BPF program; what it denies fails with ``EPERM``."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:

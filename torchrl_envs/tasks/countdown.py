@@ -36,21 +36,7 @@ def countdown_rows(
     max_target: int = 1000,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Problems that can be solved: the target is the value of a random expression.
-
-    Args:
-        num_rows: how many.
-        num_count: numbers in each.
-        max_number: the largest of them.
-        max_target: the largest target; the smallest is 1.
-        seed: of everything.
-
-    Returns:
-        Rows with ``prompt``, ``numbers``, ``target`` and a ``solution``.
-
-    Raises:
-        ValueError: a count is too small.
-    """
+    """Problems that can be solved: the target is the value of a random expression."""
     if min(num_rows, max_number, max_target) < 1 or num_count < 2:
         raise ValueError(
             "countdown_rows: num_rows, max_number and max_target must be at least 1 and num_count "
@@ -86,14 +72,8 @@ def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, int
 
 
 def evaluate(expression: str) -> tuple[Fraction, Counter[int]] | None:
-    """The exact value of an arithmetic expression, and the numbers in it. Nothing is executed.
-
-    Args:
-        expression: whole numbers, ``+ - * /`` and parentheses.
-
-    Returns:
-        Value and numbers, or ``None`` for anything else (a division by zero too).
-    """
+    """The exact value of an arithmetic expression, and the numbers in it. Nothing is executed."""
+    # Gives value and numbers, or `None` for anything else (a division by zero too).
     if len(expression) > MAX_EXPRESSION_CHARS:
         return None
     try:

@@ -79,16 +79,7 @@ class IFEvalScoreData(TensorClass["nocast"]):
 def score_instructions(
     text: str, instruction_ids: Sequence[str], arguments: Sequence[Mapping[str, Any] | None]
 ) -> tuple[list[bool], list[bool]]:
-    """Which instructions a text follows, strictly and loosely.
-
-    Args:
-        text: the answer.
-        instruction_ids: names of :data:`~torchrl_envs.graders.instructions.INSTRUCTIONS`.
-        arguments: of each.
-
-    Raises:
-        ValueError: an instruction is unknown or lacks an argument, or the lengths differ.
-    """
+    """Which instructions a text follows, strictly and loosely."""
     if len(instruction_ids) != len(arguments):
         raise ValueError(f"{len(instruction_ids)} instructions but {len(arguments)} arguments.")
     pairs = [(name, given or {}) for name, given in zip(instruction_ids, arguments, strict=True)]

@@ -21,14 +21,8 @@ SYSTEM_PROMPT: Final = (
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is inside the last ``\boxed{}`` of a text, nested braces included.
-
-    Args:
-        text: LaTeX.
-
-    Returns:
-        The content, or ``None`` if there is no closed one.
-    """
+    r"""What is inside the last ``\boxed{}`` of a text, nested braces included."""
+    # Gives the content, or `None` if there is no closed one.
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -14,15 +14,7 @@ ROUTE_COLUMN: Final = "environment"
 
 
 def combine_tasks(name: str, tasks: Sequence[Task]) -> Task:
-    """One task of several: rows and demonstrations in turn, routed by ``environment``.
-
-    Args:
-        name: of the new task.
-        tasks: each with one environment; a column that a task lacks is ``None`` in its rows.
-
-    Raises:
-        ValueError: there is no task, two have the same name, or one combines others itself.
-    """
+    """One task of several: rows and demonstrations in turn, routed by ``environment``."""
     names = [task.name for task in tasks]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"combine_tasks needs tasks of different names, got {names}.")

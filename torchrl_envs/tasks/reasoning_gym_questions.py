@@ -56,20 +56,7 @@ def generator_settings(generator: str) -> dict[str, Any]:
 def question_rows(
     generator: str, *, size: int, seed: int, config: Mapping[str, Any] | None = None
 ) -> list[Row]:
-    """Rows of one generator.
-
-    Args:
-        generator: for instance ``"spell_backward"``.
-        size: number of rows.
-        seed: of the generator.
-        config: its settings.
-
-    Returns:
-        Rows with ``prompt``, ``answer``, ``generator`` and ``entry``, which the scorer needs.
-
-    Raises:
-        ValueError: there is no such generator, or it refuses a setting.
-    """
+    """Rows of one generator."""
     if generator not in generator_names():
         raise ValueError(
             f"reasoning-gym has no generator {generator!r}; it has {', '.join(generator_names())}."
@@ -91,12 +78,7 @@ def question_rows(
 
 
 def score_answer(answer: str, row: Mapping[str, Any]) -> float:
-    """Reasoning-gym's own score of an answer, in [0, 1].
-
-    Args:
-        answer: what the model said; the last ``<answer>`` block of it if there is one.
-        row: from :func:`question_rows`.
-    """
+    """Reasoning-gym's own score of an answer, in [0, 1]."""
     extracted = import_module("reasoning_gym.utils").extract_answer(answer)
     score = _reasoning_gym().get_score_answer_fn(row["generator"])
     return float(score(answer.strip() if extracted is None else extracted, row["entry"]))

@@ -25,11 +25,7 @@ _GLOBAL_RANDOM = threading.Lock()
 
 
 def textarena_games() -> list[str]:
-    """The names of all games of the package; not all are for one player.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
+    """The names of all games of the package; not all are for one player."""
     return sorted(_registry())
 
 
@@ -46,13 +42,9 @@ def _registry() -> Mapping[str, Any]:
 
 
 class OwnRandom:
-    """A state of Python's global random numbers that is in force inside a ``with`` block only.
+    """A state of Python's global random numbers that is in force inside a ``with`` block only."""
 
-    Blocks of all threads run one after the other; what is outside finds its state as it was.
-
-    Args:
-        seed: of the state.
-    """
+    # Blocks of all threads run one after the other; what is outside finds its state as it was.
 
     def __init__(self, seed: int) -> None:
         self._state = random.Random(seed).getstate()
@@ -91,16 +83,7 @@ def _no_downloads(game: str) -> Iterator[None]:
 
 
 class TextArenaSession:
-    """One game for one player.
-
-    Args:
-        game: its name, ``"Sudoku-v0-easy"`` say.
-        seed: the same seed, the same game.
-
-    Raises:
-        ValueError: there is no such game, or it is not for one player.
-        LookupError: the game needs word lists that are not installed.
-    """
+    """One game for one player."""
 
     def __init__(self, game: str, *, seed: int) -> None:
         if game not in _registry():
@@ -120,17 +103,7 @@ class TextArenaSession:
         self.opening = self._shown
 
     def act(self, action: str) -> str:
-        """Make a move.
-
-        Args:
-            action: in the game's own notation.
-
-        Returns:
-            What is new since the last move.
-
-        Raises:
-            ValueError: the game is over.
-        """
+        """Make a move."""
         if self.done:
             raise ValueError("the game is over")
         with self._random(), contextlib.redirect_stdout(io.StringIO()):
@@ -184,15 +157,7 @@ class TextArenaGame:
 
 
 def textarena_environment(game: str) -> type[TextArenaGame]:
-    """An environment class for one game.
-
-    Args:
-        game: its name, ``"Sudoku-v0-easy"`` say.
-
-    Raises:
-        ValueError: there is no such game, or it is not for one player.
-        LookupError: the game needs word lists that are not installed.
-    """
+    """An environment class for one game."""
     TextArenaSession(game, seed=0)
     return type(game.partition("-")[0], (TextArenaGame,), {"game": game})
 

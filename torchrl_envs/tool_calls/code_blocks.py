@@ -22,11 +22,9 @@ class CodeBlock(NamedTuple):
 
 
 def code_blocks(text: str) -> Iterator[CodeBlock]:
-    """The fenced blocks of a text, in order; total, and linear in its length.
-
-    A block opens with a line of three or more backticks, and a language; it closes with a line of
-    at least as many backticks and nothing else. A fence inside a block is its content.
-    """
+    """The fenced blocks of a text, in order; total, and linear in its length."""
+    # A block opens with a line of three or more backticks, and a language; it closes with a line of
+    # at least as many backticks and nothing else. A fence inside a block is its content.
     opening: re.Match[str] | None = None
     start, lines = 0, []
     position = 0

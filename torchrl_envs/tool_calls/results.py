@@ -40,26 +40,15 @@ def error_line(error: BaseException) -> str:
 
 
 def error_text(message: str) -> str:
-    """A JSON object that tells the model what went wrong.
-
-    Args:
-        message: cut to 2 KiB.
-    """
+    """A JSON object that tells the model what went wrong."""
     return json.dumps({"error": clean_text(message, MAX_ERROR_BYTES)}, ensure_ascii=False)
 
 
 def value_text(value: Any, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
-    """Any value as text.
-
-    Args:
-        value: strings and bytes are taken as they are; numbers, ``None``, lists, dictionaries,
-            sets, dataclasses, pydantic models, arrays and what they hold become JSON; anything else
-            becomes ``str(value)``.
-        max_bytes: longer text is cut, with a mark.
-
-    Returns:
-        Text that can be encoded as UTF-8.
-    """
+    """Any value as text."""
+    # value: strings and bytes are taken as they are; numbers, `None`, lists, dictionaries, sets,
+    # dataclasses, pydantic models, arrays and what they hold become JSON; anything else becomes
+    # `str(value)`.
     if isinstance(value, bytes | bytearray | memoryview):
         size = value.nbytes if isinstance(value, memoryview) else len(value)
         head = bytes(memoryview(value).cast("B")[: max_bytes + 1])
@@ -72,12 +61,7 @@ def value_text(value: Any, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
 
 
 def clean_text(text: str, max_bytes: int) -> str:
-    """Text that can be encoded, cut to a size.
-
-    Args:
-        text: may hold lone surrogates, which become ``?``.
-        max_bytes: of UTF-8; a mark says how much more there was.
-    """
+    """Text that can be encoded, cut to a size."""
     if len(text) > max_bytes:  # a character is a byte at least
         return _cut(text, max_bytes, None)
     # A lone surrogate is not text: it can't be encoded, hence not tokenised.
@@ -86,12 +70,7 @@ def clean_text(text: str, max_bytes: int) -> str:
 
 
 def as_text(function: Call, max_bytes: int) -> Call:
-    """A call whose result is made text where it runs, under its deadline.
-
-    Args:
-        function: sync or async; what it returns may take long to show, or fail.
-        max_bytes: see :func:`value_text`.
-    """
+    """A call whose result is made text where it runs, under its deadline."""
     if is_async(function):
 
         async def call_async() -> str:

@@ -93,21 +93,9 @@ def _typed(text: Any, schema: Any) -> Any:
 
 
 def environment_tools(environment: type | object) -> dict[str, Tool]:
-    """The public methods of an environment, as tools.
-
-    Every public method is one, inherited methods included, but for ``reset``, ``get_reward``,
-    ``close``, properties and class methods.
-
-    Args:
-        environment: a class, or an instance of one.
-
-    Returns:
-        Name to tool, in the order in which the class defines them.
-
-    Raises:
-        ValueError: a method lacks a docstring, a type hint or a description of an argument; the
-            message names the class, the method and what is missing.
-    """
+    """The public methods of an environment, as tools."""
+    # Every public method is one, inherited methods included, but for `reset`, `get_reward`,
+    # `close`, properties and class methods.
     cls = environment if isinstance(environment, type) else type(environment)
     tools: dict[str, Tool] = {}
     for owner in reversed(cls.__mro__[:-1]):
@@ -126,18 +114,7 @@ def environment_tools(environment: type | object) -> dict[str, Tool]:
 def function_tool(
     function: Callable[..., Any], *, owner: str | None = None, name: str | None = None
 ) -> Tool:
-    """A function as a tool.
-
-    Args:
-        function: with type hints and a Google docstring.
-        owner: its class, named in errors.
-        name: what the model calls it; the function's own name when not given.
-
-    Raises:
-        ValueError: a docstring, a type hint or the description of an argument is missing, an
-            argument can't be given by name, or the name is none that a model can call.
-        TypeError: it is not a function or a method.
-    """
+    """A function as a tool."""
     if not inspect.isroutine(function):
         raise TypeError(
             f"A tool is a function or a method, got {type(function).__name__}: {function!r:.80}. "
@@ -170,11 +147,7 @@ def function_tool(
 
 
 def offered_name(name: str) -> str:
-    """A name that models and templates can write, close to the one given.
-
-    Raises:
-        ValueError: nothing is left of it, or it is too long.
-    """
+    """A name that models and templates can write, close to the one given."""
     written = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
     if not _NAME.fullmatch(written):
         raise ValueError(f"A tool can't be named {name!r:.80}: use 1 to 64 characters.")
@@ -182,15 +155,7 @@ def offered_name(name: str) -> str:
 
 
 def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
-    """A tool from a schema in the format that chat templates show.
-
-    Args:
-        schema: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
-        is_strict: refuse arguments that the schema does not list, unless it allows them.
-
-    Raises:
-        jsonschema.SchemaError: the parameters are not a JSON schema, or a pattern in it is none.
-    """
+    """A tool from a schema in the format that chat templates show."""
     function = schema["function"]
     parameters = function["parameters"]
     # An argument that the tool does not have is an error, not a Python exception inside it.

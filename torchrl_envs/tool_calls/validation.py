@@ -31,11 +31,7 @@ class SlowSchemaError(Exception):
 
 
 def make_validator(schema: dict[str, Any]) -> Validator:
-    """A validator whose errors :func:`errors_in_time` finds.
-
-    Raises:
-        jsonschema.SchemaError: it is no JSON schema, or one that can't be checked safely.
-    """
+    """A validator whose errors :func:`errors_in_time` finds."""
     Draft202012Validator.check_schema(schema)
     keywords = set()
     for keyword, value in _keywords(schema):
@@ -52,11 +48,7 @@ def make_validator(schema: dict[str, Any]) -> Validator:
 
 
 def errors_in_time(validator: Validator, instance: Any) -> Iterator[ValidationError]:
-    """What is wrong with a value.
-
-    Raises:
-        SlowSchemaError: it can't be said within a quarter of a second.
-    """
+    """What is wrong with a value."""
     _now.deadline = time.monotonic() + _DEADLINE_S
     try:
         yield from validator.iter_errors(instance)

@@ -162,11 +162,7 @@ class BrowserTransform(ToolSource):
             self._run(browser.close)
 
     def _run(self, call: Any) -> None:
-        """Run something of the browser's on its loop.
-
-        Raises:
-            RuntimeError: it failed, or took too long.
-        """
+        """Run something of the browser's on its loop."""
         ((outcome,),) = self.calls.run([[call]], _START_S)
         if outcome.error is not None:
             raise RuntimeError("The browser could not be closed") from outcome.error

@@ -16,12 +16,7 @@ Factory = Callable[[], Any]
 
 
 class Instance:
-    """The environment of one episode; it appears when its constructor returns.
-
-    Args:
-        name: of its factory.
-        factory: makes it.
-    """
+    """The environment of one episode; it appears when its constructor returns."""
 
     def __init__(self, name: str, factory: Factory) -> None:
         self.name = name
@@ -40,12 +35,7 @@ class Instance:
             log_close_error(environment, run_call(environment.close))
 
     def reset(self, cls: type, columns: Mapping[str, Any]) -> Call:
-        """A call of ``reset``, sync or ``async`` as the class has it.
-
-        Args:
-            cls: what the factory makes.
-            columns: of the data row, and ``seed``.
-        """
+        """A call of ``reset``, sync or ``async`` as the class has it."""
         if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
             return functools.partial(self._reset_async, columns)
         return functools.partial(self._reset, columns)
@@ -85,23 +75,7 @@ async def start_instance(
     start_timeout_s: float,
     timeout_s: float,
 ) -> Any:
-    """Make and reset the environment of an episode, which holds it from then on.
-
-    Args:
-        owner: the transform whose it is.
-        episode: that begins.
-        instance: not made yet.
-        cls: what its factory makes.
-        columns: of the data row, and ``seed``.
-        start_timeout_s: deadline of the constructor, and of ``reset``.
-        timeout_s: deadline of ``close``.
-
-    Returns:
-        What ``reset`` returned.
-
-    Raises:
-        EpisodeStartError: one of them failed, or missed its deadline.
-    """
+    """Make and reset the environment of an episode, which holds it from then on."""
     episode.resources.add(
         owner, instance, closing=instance.closing, timeout_s=timeout_s, name=cls.__name__
     )

@@ -41,16 +41,7 @@ class MCPToolsChangedError(RuntimeError):
 
 
 class MCPConnection:
-    """One session with one server; opened when it is needed, and again when the server died.
-
-    Args:
-        name: of the server, for errors.
-        server: what :func:`make_client` takes.
-        timeout_s: deadline of opening a session, in seconds.
-
-    Raises:
-        ValueError: a server's dictionary has other keys than there are.
-    """
+    """One session with one server; opened when it is needed, and again when the server died."""
 
     def __init__(self, name: str, server: Any, *, timeout_s: float) -> None:
         if isinstance(server, Mapping):
@@ -68,13 +59,8 @@ class MCPConnection:
         self._num_failures = 0
 
     async def tools(self) -> dict[str, dict[str, Any]]:
-        """The server's tools, as the schemas that chat templates show, by name.
-
-        Those of the first time are expected from then on: a call of one that changed is refused.
-
-        Raises:
-            MCPServerError: it can't be reached or does not answer.
-        """
+        """The server's tools, as the schemas that chat templates show, by name."""
+        # Those of the first time are expected from then on: a call of one that changed is refused.
         if not await self._open():  # which lists them too
             await self._in_time(self._list())
         if self._expected is None:
@@ -88,11 +74,7 @@ class MCPConnection:
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is not open.
-
-        Raises:
-            TypeError: the server is an object of this process.
-        """
+        """A copy is not open."""
         try:
             pickle.dumps(self.server)
         except Exception as error:  # it is the server's own code that says so
@@ -108,16 +90,7 @@ class MCPConnection:
         )
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool; a call is never made twice.
-
-        Returns:
-            Text, or data if the server gave nothing else.
-
-        Raises:
-            MCPToolError: the tool failed, or the server refused the call.
-            MCPServerError: the server died, can't be reached, or died too often.
-            MCPToolsChangedError: the tool is not what it was.
-        """
+        """Call a tool; a call is never made twice."""
         await self._open()
         if self._is_stale:
             await self._list()
@@ -238,17 +211,10 @@ class MCPConnection:
 
 @contextlib.asynccontextmanager
 async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
-    """A session of the library's own client.
-
-    Args:
-        server: ``{"command", "args", "env", "cwd"}`` (a process, over stdio), ``{"url",
-            "headers"}`` or a URL (streamable HTTP), an ``MCPServer`` or ``Server`` object (in
-            memory), or a function without arguments that returns one of these or a transport.
-        on_message: gets the server's notifications.
-
-    Raises:
-        ImportError: ``mcp`` is not installed.
-    """
+    """A session of the library's own client."""
+    # server: `{"command", "args", "env", "cwd"}` (a process, over stdio), `{"url", "headers"}` or a
+    # URL (streamable HTTP), an `MCPServer` or `Server` object (in memory), or a function without
+    # arguments that returns one of these or a transport.
     try:
         from mcp import Client, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client

@@ -154,12 +154,7 @@ class PythonInterpreter(ToolSource):
 
 
 def output_text(result: SandboxResult, *, timeout_s: float) -> str:
-    """What a program printed, and why it ended where it did not end by itself.
-
-    Args:
-        result: of its run.
-        timeout_s: its deadline, in seconds.
-    """
+    """What a program printed, and why it ended where it did not end by itself."""
     text = _lines(result.stdout) + _lines(result.stderr)
     status = result.exit_status
     if result.timed_out:

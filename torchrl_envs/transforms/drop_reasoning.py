@@ -26,11 +26,7 @@ class DropReasoning(EpisodeTransform):
 
 
 def without_reasoning(message: Message) -> Message:
-    """A message without its reasoning, or the message itself if it has none.
-
-    Args:
-        message: in the chat format; it is not changed.
-    """
+    """A message without its reasoning, or the message itself if it has none."""
     if message["role"] != "assistant":
         return message
     parts = split_reasoning(message)

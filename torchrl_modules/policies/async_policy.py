@@ -17,15 +17,10 @@ class _Waiting(NamedTuple):
 
 
 class AsyncPolicy:
-    """Takes turns for conversations, each as soon as it is asked for.
+    """Takes turns for conversations, each as soon as it is asked for."""
 
-    What is new in conversations is encoded together with that of all others that came in since the
-    event loop last ran; nothing else waits for anybody.
-
-    Args:
-        policy: brings tokenizer, template and sampling.
-        engine: draws the tokens.
-    """
+    # What is new in conversations is encoded together with that of all others that came in since
+    # the event loop last ran; nothing else waits for anybody.
 
     def __init__(self, policy: LLMWrapperBase, engine: AsyncEngine) -> None:
         self.policy = policy
@@ -44,20 +39,9 @@ class AsyncPolicy:
         max_new_tokens: int | None = None,
         session: Hashable = None,
     ) -> tuple[Conversations, str]:
-        """Sample a turn of one conversation. Cancelling the caller aborts it.
-
-        Args:
-            conversation: one.
-            max_new_tokens: most tokens of the turn, beside what the sampling parameters say.
-            session: equal for all turns of one conversation.
-
-        Returns:
-            The conversation with the turn, and why the turn ended; where it could not be generated
-            the conversation as it was, encoded, and ``"error: ..."``.
-
-        Raises:
-            EngineDied: the engine is gone.
-        """
+        """Sample a turn of one conversation. Cancelling the caller aborts it."""
+        # Gives the conversation with the turn, and why the turn ended; where it could not be
+        # generated the conversation as it was, encoded, and `"error: ..."`.
         encoded = await self._encoded(conversation)
         if isinstance(encoded, Exception):
             return conversation, f"error: {encoded}"

@@ -33,17 +33,7 @@ from torchrl_data.templates.rendering_identity import check_same_rendering
 
 
 class PolicyInput:
-    """Reads batches of one input mode.
-
-    Args:
-        mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        encoder: of the policy's tokenizer.
-        vocab_size: token ids that the model knows are below it.
-        who: the policy, named in errors.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
+    """Reads batches of one input mode."""
 
     def __init__(
         self, mode: str, encoder: ConversationEncoder, *, vocab_size: int, who: str
@@ -57,24 +47,12 @@ class PolicyInput:
         self.who = who
 
     def key(self, which: str) -> NestedKey:
-        """The entry of a part in this mode.
-
-        Args:
-            which: ``"prompt"``, ``"response"`` or ``"full"``.
-        """
+        """The entry of a part in this mode."""
         return self.mode, which
 
     def prompts(self, batch: TensorDictBase) -> Conversations:
-        """The conversations that the policy is to go on with.
-
-        Args:
-            batch: of B rows, from an environment or built by hand, see
-                :func:`torchrl_data.layout.ingest.read_prompts`.
-
-        Raises:
-            MissingEntryError: there is no prompt.
-            ValueError: the environment shows it with another chat template or tokenizer.
-        """
+        """The conversations that the policy is to go on with."""
+        # batch: of B rows, from an environment or built by hand, see `read_prompts`.
         self._check_shown(batch)
         return read_prompts(batch, self.mode, encoder=self.encoder, who=self.who)
 
@@ -88,20 +66,12 @@ class PolicyInput:
             self._compared = view.encoder
 
     def rows_to_score(self, batch: TensorDictBase) -> "RowsToScore":
-        """Full rows and which of their tokens to score.
-
-        Those are the tokens of the assistant mask. Where there is none they are the response, or
-        what the assistant says in a history, or everything but the first token. A row with a token
-        outside the model's vocabulary is marked, see :attr:`RowsToScore.known`.
-
-        Args:
-            batch: of B rows with ``(mode, "full")``; ragged ``("tokens", "full")`` beside an
-                assistant mask is enough in every mode.
-
-        Raises:
-            MissingEntryError: there is nothing to score.
-            ValueError: a mask is not aligned with the tokens, or has the first of a row.
-        """
+        """Full rows and which of their tokens to score."""
+        # Those are the tokens of the assistant mask. Where there is none they are the response, or
+        # what the assistant says in a history, or everything but the first token. A row with a
+        # token outside the model's vocabulary is marked, see `known`.
+        # batch: of B rows with `(mode, "full")`; ragged `("tokens", "full")` beside an assistant
+        # mask is enough in every mode.
         is_record = read_held(batch, TOKENS, FULL) is not None
         if not is_record and read_rows(batch, TOKENS_FULL) is not None:
             return self._checked(self._tokens_to_score(batch))
@@ -172,14 +142,9 @@ class RowsToScore(NamedTuple):
         return ids, lengths[lengths > 0], pack(self.scored)[0]
 
     def spread(self, values: Tensor) -> list[Tensor]:
-        """Scores to the places of their tokens.
-
-        Args:
-            values: ``[K]``, of what can be scored.
-
-        Returns:
-            B tensors ``[T]``: 0 where nothing is asked for, NaN where it can't be scored.
-        """
+        """Scores to the places of their tokens."""
+        # values: [K], of what can be scored.
+        # Gives B tensors [T]: 0 where nothing is asked for, NaN where it can't be scored.
         mask, lengths = pack(self.scored)
         flat = torch.zeros(len(mask), dtype=values.dtype, device=values.device)
         rows = unpack(flat.masked_scatter(mask.to(flat.device), values), lengths)

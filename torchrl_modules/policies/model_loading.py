@@ -20,11 +20,7 @@ class Loading(NamedTuple):
     model_kwargs: Mapping[str, Any] | None
 
     def refuse(self, name: str) -> None:
-        """A model is given that is built already.
-
-        Raises:
-            TypeError: something was said all the same.
-        """
+        """A model is given that is built already."""
         said = [key for key, value in self._asdict().items() if value is not None]
         if said:
             raise TypeError(
@@ -37,15 +33,7 @@ class Loading(NamedTuple):
         return {k: v for k, v in (self.model_kwargs or {}).items() if k in _OF_BOTH}
 
     def load(self, path: str) -> nn.Module:
-        """Load a model in evaluation mode.
-
-        Args:
-            path: hub id or local path.
-
-        Raises:
-            TypeError: an argument is given twice.
-            ValueError: SDPA is asked for, and the model's attention scores are capped.
-        """
+        """Load a model in evaluation mode."""
         more = dict(self.model_kwargs or {})
         twice = {"device_map", "torch_dtype", "dtype", "attn_implementation", "device"} & set(more)
         if twice:

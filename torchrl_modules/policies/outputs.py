@@ -39,20 +39,9 @@ from .inputs import RowsToScore
 
 
 class PolicyOutput:
-    """Writes turns into batches of one input mode.
+    """Writes turns into batches of one input mode."""
 
-    ``("history", "full")`` and ``("history", "response")`` are written in every mode.
-
-    Args:
-        mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        encoder: of the policy's tokenizer.
-        write_tokens: also write ``tokens``, ``log_probs`` and ``masks`` as ragged rows.
-        pad_output: write them padded.
-        who: the policy, named in errors.
-
-    Raises:
-        ValueError: tokens are to be padded that are not written.
-    """
+    # `("history", "full")` and `("history", "response")` are written in every mode.
 
     def __init__(
         self,
@@ -73,13 +62,7 @@ class PolicyOutput:
         self.pad_output = pad_output
 
     def write(self, batch: TensorDictBase, prompt: Conversations, full: Conversations) -> None:
-        """Write a turn of each row.
-
-        Args:
-            batch: of B rows.
-            prompt: the conversations before the turn.
-            full: the same with the turn.
-        """
+        """Write a turn of each row."""
         # Where the tokens are written as ragged rows, the record is in the history alone.
         if self.mode == TEXT or (self.mode == TOKENS and not self.write_tokens):
             self._write_part(batch, PROMPT, prompt, self.mode)
@@ -120,13 +103,8 @@ def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = 
 def write_scores(
     batch: TensorDictBase, rows: RowsToScore, values: Mapping[Any, Sequence[Tensor]]
 ) -> None:
-    """Write what was scored, aligned with the full tokens; those too, if the batch lacks them.
-
-    Args:
-        batch: of B rows.
-        rows: what was scored.
-        values: by entry, B tensors ``[T]`` without padding.
-    """
+    """Write what was scored, aligned with the full tokens; those too, if the batch lacks them."""
+    # values: by entry, B tensors [T] without padding.
     if rows.keep is not None:
         for key, given in values.items():
             padded = [

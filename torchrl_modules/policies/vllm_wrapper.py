@@ -80,15 +80,7 @@ class vLLMWrapper(LLMWrapperBase):
 
 
 def as_engine(model: Any, **settings: Any) -> Engine:
-    """The engine that a user means.
-
-    Args:
-        model: as for `vLLMWrapper`.
-        settings: of an engine that has to be built.
-
-    Raises:
-        TypeError: it is none that is known.
-    """
+    """The engine that a user means."""
     if isinstance(model, str):
         return (
             VLLMServerEngine(model, **settings) if "://" in model else VLLMEngine(model, **settings)

@@ -45,19 +45,12 @@ def warped_log_softmax(
     targets: Tensor | None = None,
     history: TokenHistory | None = None,
 ) -> Tensor:
-    """Log-probabilities of the distribution that is sampled from.
-
-    Args:
-        logits: of the model, ``[K, V]``, in full precision.
-        params: the distribution.
-        targets: int64 ``[K]``: tokens that are kept whatever their probability. They were drawn,
-            so they were kept then; the weights may have moved since, and a log-prob of minus
-            infinity would have no gradient to bring them back.
-        history: what came before each position; needed if ``params.changes_logits``.
-
-    Returns:
-        ``[K, V]``, minus infinity where a token is left out; which ones is never differentiated.
-    """
+    """Log-probabilities of the distribution that is sampled from."""
+    # logits: of the model, [K, V], in full precision.
+    # targets: int64 [K]: tokens that are kept whatever their probability. They were drawn, so they
+    # were kept then; the weights may have moved since, and a log-prob of minus infinity would have
+    # no gradient to bring them back.
+    # Gives [K, V], minus infinity where a token is left out; which ones is never differentiated.
     left_out = None
     if history is not None and params.changes_logits:
         logits = changed_logits(logits, params, history)

@@ -9,13 +9,7 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Finds the token that completes one of some texts; nothing is ever re-tokenised.
-
-    Args:
-        tokenizer: of the model.
-        texts: each ends a response.
-        min_tokens: a text that the first so many tokens complete does not count.
-    """
+    """Finds the token that completes one of some texts; nothing is ever re-tokenised."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], min_tokens: int = 0

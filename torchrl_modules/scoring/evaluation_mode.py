@@ -8,11 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, a model is in evaluation mode; afterwards each of its modules is as it was.
-
-    Args:
-        model: in any mode; some of its modules may be kept in another one.
-    """
+    """Inside, a model is in evaluation mode; afterwards each of its modules is as it was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

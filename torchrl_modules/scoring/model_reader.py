@@ -50,13 +50,8 @@ class Targets(NamedTuple):
 
 
 def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
-    """The targets of packed rows.
-
-    Args:
-        ids: int64 ``[N]``.
-        lengths: int64 ``[B]``.
-        target_mask: bool ``[N]``; no first token of a row.
-    """
+    """The targets of packed rows."""
+    # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N]; no first token of a row.
     starts = cumulative_lengths(lengths)[:-1]
     at = target_mask.nonzero().squeeze(1)
     rows = sequence_index(lengths)[at]
@@ -68,14 +63,7 @@ def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
 
 
 class ModelReader:
-    """Reads packed rows with a model, and gives what predicts their targets.
-
-    Args:
-        model: a causal language model.
-        layout: which tokens it reads together.
-        head: makes the logits from the last hidden states; ``None`` for the model's own logits.
-        share_prefixes: with the packed layout, read what rows begin with in common once.
-    """
+    """Reads packed rows with a model, and gives what predicts their targets."""
 
     def __init__(
         self,

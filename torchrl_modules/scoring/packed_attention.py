@@ -48,29 +48,13 @@ def packed_sdpa_forward(
     trie: PrefixTrie | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within the sequences of one packed row.
-
-    Args:
-        module: the attention layer.
-        query: ``[1, H, N, D]``.
-        key: ``[1, G, N, D]``.
-        value: ``[1, G, N, D]``.
-        attention_mask: used only when the input is not packed.
-        dropout: probability.
-        scaling: factor on the scores; 1/sqrt(D) when ``None``.
-        sliding_window: a token sees at most this many tokens, itself included.
-        softcap: scores are kept within it by a tanh; ``None`` leaves them as they are.
-        trie: which tokens make up the sequences; ``None`` when the input is not packed. Sequences
-            share tokens only where :func:`can_share` allows it.
-        **kwargs: passed on when the input is not packed.
-
-    Returns:
-        ``[1, N, H, D]`` and ``None``.
-
-    Raises:
-        PackedInputLost: the input is packed, but there is no ``trie``, or the layer wants more
-            than attention within its sequences.
-    """
+    """Attention within the sequences of one packed row."""
+    # query: [1, H, N, D].
+    # key: [1, G, N, D].
+    # value: [1, G, N, D].
+    # trie: which tokens make up the sequences; `None` when the input is not packed. Sequences share
+    # tokens only where `can_share` allows it.
+    # Gives [1, N, H, D] and `None`.
     query, key, value = _as_autocast(query, key, value)
     if trie is None:
         if _is_packed.get():
@@ -201,10 +185,8 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def packed_input() -> Iterator[None]:
-    """Inside, a model with this attention builds no mask: its input is one packed row.
-
-    An attention that is not told what the sequences are raises :class:`PackedInputLost`.
-    """
+    """Inside, a model with this attention builds no mask: its input is one packed row."""
+    # An attention that is not told what the sequences are raises `PackedInputLost`.
     token = _is_packed.set(True)
     try:
         yield
@@ -213,15 +195,10 @@ def packed_input() -> Iterator[None]:
 
 
 def use_packed_attention(model: PreTrainedModel) -> str | None:
-    """Switch a model to this attention, if it can take a registered one.
-
-    Args:
-        model: changed in place; its results on ordinary input stay the same, but that capped scores
-            are capped, which they are not with ``"sdpa"``.
-
-    Returns:
-        The attention that it had, or ``None`` when it can't be switched.
-    """
+    """Switch a model to this attention, if it can take a registered one."""
+    # model: changed in place; its results on ordinary input stay the same, but that capped scores
+    # are capped, which they are not with `"sdpa"`.
+    # Gives the attention that it had, or `None` when it can't be switched.
     before = model.config._attn_implementation
     if before == PACKED_SDPA:
         return before
@@ -234,11 +211,7 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
 
 
 def cap_attention(model: PreTrainedModel) -> None:
-    """See to it that a model with capped attention scores caps them, which ``"sdpa"`` does not.
-
-    Args:
-        model: changed in place.
-    """
+    """See to it that a model with capped attention scores caps them, which ``"sdpa"`` does not."""
     config = model.config.get_text_config()
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
     if is_capped and config._attn_implementation == "sdpa" and use_packed_attention(model) is None:
@@ -246,16 +219,9 @@ def cap_attention(model: PreTrainedModel) -> None:
 
 
 def can_share(model: PreTrainedModel, longest: int) -> bool:
-    """Whether sequences may share the tokens that they begin with.
-
-    Args:
-        model: takes packed input.
-        longest: tokens of the longest sequence.
-
-    Returns:
-        ``False`` where tokens are more than plainly shared: dropout in training, a window that is
-        shorter than a sequence, or a device without the kernels.
-    """
+    """Whether sequences may share the tokens that they begin with."""
+    # Gives `False` where tokens are more than plainly shared: dropout in training, a window that is
+    # shorter than a sequence, or a device without the kernels.
     config = model.config.get_text_config()
     dropout = any(
         isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name)
@@ -272,11 +238,9 @@ def can_share(model: PreTrainedModel, longest: int) -> bool:
 
 
 def _can_be_packed(model: PreTrainedModel) -> bool:
-    """Whether this attention computes what the model's own does, and nothing else joins tokens.
-
-    Convolutions, recurrent states and chunks of attention would run on from one sequence into the
-    next; attention sinks are not part of SDPA.
-    """
+    """Whether this attention computes what the model's own does, and nothing else joins tokens."""
+    # Convolutions, recurrent states and chunks of attention would run on from one sequence into the
+    # next; attention sinks are not part of SDPA.
     config = model.config.get_text_config()
     return (
         getattr(model, "_supports_attention_backend", False)

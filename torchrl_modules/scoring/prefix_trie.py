@@ -69,19 +69,14 @@ class PrefixTrie:
 
 
 def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> PrefixTrie:
-    """Lay packed sequences out as a trie.
-
-    Args:
-        ids: int64 ``[N]``.
-        lengths: int64 ``[B]``, summing to N.
-        ends: int64 ``[B]``: only this many tokens of each sequence are needed; at most its length.
-        share: put what sequences begin with in common there once, where it saves more than it
-            costs; ``False`` keeps every sequence for itself.
-
-    Returns:
-        The trie, on the device of ``ids``. Segments beside each other without descendants are
-        sorted by length.
-    """
+    """Lay packed sequences out as a trie."""
+    # ids: int64 [N].
+    # lengths: int64 [B], summing to N.
+    # ends: int64 [B]: only this many tokens of each sequence are needed; at most its length.
+    # share: put what sequences begin with in common there once, where it saves more than it costs;
+    # `False` keeps every sequence for itself.
+    # Gives the trie, on the device of `ids`. Segments beside each other without descendants are
+    # sorted by length.
     values = ids.cpu().numpy()
     sizes, needed = lengths.tolist(), ends.tolist()
     starts = np.concatenate([[0], np.cumsum(sizes)])[:-1].tolist()

@@ -19,20 +19,10 @@ _LONG: Final = "longrope with its long factors"
 def settle_rope_factors(
     model: PreTrainedModel, max_model_len: int | None, *, who: str
 ) -> int | None:
-    """Fix the factors of a model.
-
-    Args:
-        model: changed in place where rows may be longer than it was pretrained on: it computes with
-            its long factors from now on, short rows too.
-        max_model_len: most tokens of a row.
-        who: the component, named in errors.
-
-    Returns:
-        The longest row that the factors are for; ``None`` where it makes no difference.
-
-    Raises:
-        ValueError: ``max_model_len`` has to be given, or was another one for the same model.
-    """
+    """Fix the factors of a model."""
+    # model: changed in place where rows may be longer than it was pretrained on: it computes with
+    # its long factors from now on, short rows too.
+    # Gives the longest row that the factors are for; `None` where it makes no difference.
     changing = list(_changing(model))
     if not changing:
         return None

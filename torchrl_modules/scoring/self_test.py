@@ -55,11 +55,8 @@ class Trial(NamedTuple):
     tolerance: Tolerance
 
     def difference(self, log_probs: Sequence[Tensor]) -> Difference:
-        """How far others lie from the model's own.
-
-        Args:
-            log_probs: of the last tokens of each row; at most ``[L - 1]``.
-        """
+        """How far others lie from the model's own."""
+        # log_probs: of the last tokens of each row; at most [L - 1].
         own = [row[len(row) - len(x) :] for row, x in zip(self.log_probs, log_probs, strict=True)]
         apart = (torch.cat(own) - torch.cat([x.double() for x in log_probs])).abs()
         return Difference(apart.max().item(), apart.mean().item())
@@ -75,16 +72,7 @@ def tolerance_of(model: PreTrainedModel) -> Tolerance:
 
 @torch.no_grad()
 def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
-    """Score rows with nothing but the model's own forward, one at a time.
-
-    Args:
-        model: a causal language model with its weights; in any mode.
-        who: the component, named in errors.
-
-    Raises:
-        ValueError: the model has no weights, its forward fails, is not finite, or tells of a token
-            with the help of those that follow it.
-    """
+    """Score rows with nothing but the model's own forward, one at a time."""
     name = type(model).__name__
     if model.device.type == "meta":
         raise ValueError(f"{who}: {name} is on the meta device. Load its weights first.")
@@ -123,17 +111,9 @@ def next_log_probs(logits: Tensor, row: Tensor) -> Tensor:
 def find_first(
     model: PreTrainedModel, trial: Trial, ways: Sequence[tuple[str, Callable[[], Sequence[Tensor]]]]
 ) -> tuple[int | None, Difference | None, list[str]]:
-    """Try ways to compute a trial's log-probs until one gives the model's own.
-
-    Args:
-        model: in any mode.
-        trial: of the model.
-        ways: a name and a function that gives the log-probs of the last tokens of each row.
-
-    Returns:
-        Which way, how far it is off, and what was wrong with those before it; ``None`` twice when
-        none is right.
-    """
+    """Try ways to compute a trial's log-probs until one gives the model's own."""
+    # Gives which way, how far it is off, and what was wrong with those before it; `None` twice when
+    # none is right.
     wrong = []
     for i, (name, compute) in enumerate(ways):
         try:

@@ -160,19 +160,9 @@ class PackedScorer:
 
     @_uncompiled
     def logits(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
-        """The model's logits for each target: memory of K x V.
-
-        Args:
-            ids: int64 ``[N]``.
-            lengths: int64 ``[B]``.
-            target_mask: bool ``[N]``.
-
-        Returns:
-            ``[K, V]``, float32, differentiable.
-
-        Raises:
-            ValueError: as for :meth:`score_packed`.
-        """
+        """The model's logits for each target: memory of K x V."""
+        # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N].
+        # Gives [K, V], float32, differentiable.
         _check_packed(ids, lengths, target_mask)
         self._check_lengths(lengths)
         device = self.model.device
@@ -284,16 +274,7 @@ _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKe
 
 
 def find_reading(given: nn.Module, model: Any, *, pack: bool) -> Reading:
-    """The fastest way to read a model that gives its own log-probs; tried once per model.
-
-    Args:
-        given: the model with its wrappers.
-        model: the one inside; switched to the packed attention where that is right.
-        pack: whether it may be.
-
-    Raises:
-        ValueError: there is no such way.
-    """
+    """The fastest way to read a model that gives its own log-probs; tried once per model."""
     head = plain_head(model)
     state = (pack, type(head), model.dtype, model.device, model.config._attn_implementation)
     earlier = _found.get(model)

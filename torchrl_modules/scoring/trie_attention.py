@@ -22,12 +22,7 @@ from .prefix_trie import PrefixTrie, Segment
 
 
 def has_trie_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch has what :func:`trie_attention` is made of.
-
-    Args:
-        device: of the model.
-        dtype: of the model.
-    """
+    """Whether this PyTorch has what :func:`trie_attention` is made of."""
     if device.type == "cpu":
         return hasattr(
             torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -38,18 +33,9 @@ def has_trie_attention(device: torch.device, dtype: torch.dtype) -> bool:
 def trie_attention(
     query: Tensor, key: Tensor, value: Tensor, trie: PrefixTrie, *, scale: float | None = None
 ) -> Tensor:
-    """Attention of every token over its ancestors in the trie and itself.
-
-    Args:
-        query: ``[1, H, M, D]``.
-        key: ``[1, G, M, D]``; G divides H.
-        value: ``[1, G, M, E]``.
-        trie: of the M tokens.
-        scale: factor on the scores; 1/sqrt(D) when ``None``.
-
-    Returns:
-        ``[1, M, H, E]``, differentiable.
-    """
+    """Attention of every token over its ancestors in the trie and itself."""
+    # query: [1, H, M, D]; key: [1, G, M, D]; G divides H; value: [1, G, M, E].
+    # Gives [1, M, H, E], differentiable.
     if query.device.type == "cpu":
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         width = value.shape[-1]
@@ -90,11 +76,10 @@ def _one(x: Tensor, tokens: slice) -> Tensor:
 
 
 class _PiecewiseAttention(Function):
-    """The pieces, forward and backward.
+    """The pieces, forward and backward."""
 
-    With the output and the log-sum-exp of the whole row of scores, the backward pass of a piece
-    gives exactly its part of the gradients.
-    """
+    # With the output and the log-sum-exp of the whole row of scores, the backward pass of a piece
+    # gives exactly its part of the gradients.
 
     @staticmethod
     def forward(

@@ -20,15 +20,7 @@ _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 def unwrapped(model: Any, *, who: str) -> PreTrainedModel:
-    """The causal language model inside.
-
-    Args:
-        model: with or without wrappers.
-        who: the component, named in errors.
-
-    Raises:
-        TypeError: a wrapper's forward can't be gone through, or adapters are no layers.
-    """
+    """The causal language model inside."""
     if isinstance(model, nn.DataParallel) or _is(model, "FullyShardedDataParallel"):
         raise TypeError(
             f"{who}: {type(model).__name__} cuts the inputs or the parameters of a model up in a "
@@ -50,11 +42,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Whether a model's forward does what other processes take part in.
-
-    Args:
-        model: as it was given, with its wrappers.
-    """
+    """Whether a model's forward does what other processes take part in."""
     return (
         isinstance(model, nn.parallel.DistributedDataParallel)
         or is_sharded(model)
@@ -68,12 +56,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def run_inside(model: nn.Module, function: Callable[[], T]) -> T:
-    """Call a function within the forward of a model, so that the forward's hooks see it.
-
-    Args:
-        model: as it was given, with its wrappers.
-        function: what to do; it gives tensors, in tuples perhaps.
-    """
+    """Call a function within the forward of a model, so that the forward's hooks see it."""
     if not is_distributed(model):
         return function()
     inside = without_ddp(model)

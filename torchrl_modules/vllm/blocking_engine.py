@@ -19,14 +19,10 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
-    """An :class:`~torchrl_modules.engines.protocol.Engine` over an `AsyncVLLMEngine`.
+    """An :class:`~torchrl_modules.engines.protocol.Engine` over an `AsyncVLLMEngine`."""
 
-    Calls of several threads share the engine's steps, and weights can be updated while they wait:
-    each response then says which version drew which token.
-
-    Args:
-        engine: stays usable by itself; it is not closed with this.
-    """
+    # Calls of several threads share the engine's steps, and weights can be updated while they wait:
+    # each response then says which version drew which token.
 
     def __init__(self, engine: AsyncVLLMEngine) -> None:
         self.engine = self._inside = engine
@@ -66,11 +62,7 @@ class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
             raise
 
     def close(self) -> None:
-        """End the thread that waits; the engine goes on. May be called twice.
-
-        Raises:
-            RuntimeError: the thread does not end.
-        """
+        """End the thread that waits; the engine goes on. May be called twice."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -25,17 +25,7 @@ class AnswerTimeout(ConnectionError):
 
 
 class JSONClient:
-    """Sends JSON and reads JSON, from any number of threads.
-
-    Args:
-        url: ``http://host:port`` or ``unix:///path/of/the/socket``.
-        timeout_s: for connecting, and for each answer.
-        token: sent with each request; the environment's ``TORCHRL_VLLM_TOKEN`` when not given.
-        num_connections: most requests at a time.
-
-    Raises:
-        ValueError: the URL is of another kind.
-    """
+    """Sends JSON and reads JSON, from any number of threads."""
 
     def __init__(
         self, url: str, timeout_s: float, *, token: str | None = None, num_connections: int = 8
@@ -60,12 +50,7 @@ class JSONClient:
         )
 
     def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty.
-
-        Raises:
-            AnswerTimeout: there was no answer in time.
-            ConnectionError: nobody answers at the URL.
-        """
+        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
         content = b"" if body is None else json.dumps(body).encode()
         try:
             response = self._pool.request(
@@ -190,14 +175,10 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class AccessControl:
-    """ASGI middleware in front of every route: who may ask, and how.
+    """ASGI middleware in front of every route: who may ask, and how."""
 
-    With a token in the environment every request needs it. A browser's page of another origin is
-    refused, and a body that is not JSON, which such a page could send unasked.
-
-    Args:
-        app: what is guarded.
-    """
+    # With a token in the environment every request needs it. A browser's page of another origin is
+    # refused, and a body that is not JSON, which such a page could send unasked.
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app

@@ -68,14 +68,8 @@ def own_ends(model_config: Any) -> list[int]:
 
 
 def check_reported(params: SamplingParameters) -> None:
-    """Check that vLLM can report what is asked for.
-
-    It gives one log-prob a token: that of the distribution that it drew from.
-
-    Raises:
-        ValueError: the entropy is asked for, or the untempered log-probs of a distribution that is
-            tempered, truncated or penalised.
-    """
+    """Check that vLLM can report what is asked for."""
+    # It gives one log-prob a token: that of the distribution that it drew from.
     missing = ["entropy"] if params.entropy else []
     if params.untempered_log_probs and not params.is_own_softmax:
         missing.append("untempered_log_probs")
@@ -135,11 +129,7 @@ def version_number(label: str) -> int:
 
 
 def read_answer(answer: Any, labels: Collection[str]) -> Generation:
-    """The answer of ``/inference/v1/generate``, by weights of one of the labels.
-
-    Raises:
-        StaleWeights: other weights drew it.
-    """
+    """The answer of ``/inference/v1/generate``, by weights of one of the labels."""
     try:
         choice = answer["choices"][0]
         ids = [int(token) for token in choice["token_ids"]]

@@ -83,12 +83,7 @@ class VLLMNames:
 
 
 def import_vllm(*, in_process: bool = True) -> VLLMNames:
-    """Import vLLM: for an engine inside this process, or for a server and its workers.
-
-    Raises:
-        ImportError: vLLM is not installed, or a name that is used is not in the one installed.
-        RuntimeError: the environment asks for an engine in a process of its own.
-    """
+    """Import vLLM: for an engine inside this process, or for a server and its workers."""
     if in_process:
         _prepare_environment()
     found: dict[str, Any] = {}

@@ -59,12 +59,7 @@ def as_options(settings: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def check_built(llm: Any, *, who: str) -> None:
-    """Check that a ``vllm.LLM`` which somebody else built can be the engine of a policy.
-
-    Raises:
-        ValueError: it runs in a process of its own, where weights can't reach it and its death
-            would not be noticed; or its log-probs are not those of the sampled distribution.
-    """
+    """Check that a ``vllm.LLM`` which somebody else built can be the engine of a policy."""
     if not hasattr(llm.llm_engine.engine_core, "engine_core"):
         raise ValueError(
             f"{who}: this LLM runs in a process of its own. Set "

@@ -85,17 +85,10 @@ class RespondingEngine(EngineOver, ABC):
 
 
 class GenerationStream:
-    """A request to an `AsyncVLLMEngine`: iterate for the tokens, or await `result`.
+    """A request to an `AsyncVLLMEngine`: iterate for the tokens, or await `result`."""
 
-    As a context manager it aborts the request on leaving, unless it is finished. Made by
-    `AsyncVLLMEngine.submit`; for one consumer.
-
-    Args:
-        abort: aborts the request.
-        check: raises if the engine is dead or stuck; called after waiting ``stall_timeout_s``.
-        stall_timeout_s: how long to wait for a token before ``check``.
-        stops: finds stop strings, if there are any.
-    """
+    # As a context manager it aborts the request on leaving, unless it is finished. Made by
+    # `AsyncVLLMEngine.submit`; for one consumer.
 
     def __init__(
         self,
@@ -153,14 +146,7 @@ class GenerationStream:
                 self._check()
 
     async def result(self) -> VersionedGeneration:
-        """Wait for the end.
-
-        Returns:
-            The whole response, the tokens that were iterated over before included.
-
-        Raises:
-            EngineDied: the engine died, or makes no progress.
-        """
+        """Wait for the end."""
         async for _ in self:
             pass
         assert isinstance(self._end, Generation)

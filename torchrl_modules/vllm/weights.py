@@ -13,11 +13,7 @@ from .runtime import VLLMNames, import_vllm
 
 
 def expected_weights(model_config: Any) -> ExpectedWeights:
-    """What a model must be given, read off the Transformers model of its configuration.
-
-    Raises:
-        ValueError: the model is quantised.
-    """
+    """What a model must be given, read off the Transformers model of its configuration."""
     if model_config.quantization is not None:
         raise ValueError("the model is quantised, which cannot be updated.")
     with torch.device("meta"):
@@ -29,11 +25,7 @@ def expected_weights(model_config: Any) -> ExpectedWeights:
 
 
 def check_updatable(llm_engine: Any) -> None:
-    """Check that an engine of this process can be updated.
-
-    Raises:
-        RuntimeError: it has several workers, quantised weights or LoRA adapters.
-    """
+    """Check that an engine of this process can be updated."""
     config = llm_engine.vllm_config
     obstacles = {
         "the model runs in other processes": not hasattr(
@@ -51,17 +43,9 @@ def check_updatable(llm_engine: Any) -> None:
 
 
 def take_whole(worker: Any, model: Any, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, str]:
-    """Check weights that have come to a worker, and load them: all or none.
-
-    Args:
-        worker: has vLLM's ``vllm_config`` and ``model_config``.
-        model: gets the weights.
-        read: gives them, by Transformers' names.
-
-    Returns:
-        ``{}``; or what was ``refused``, and nothing was changed; or what ``failed``, and the
-        weights are a mixture.
-    """
+    """Check weights that have come to a worker, and load them: all or none."""
+    # Gives `{}`; or what was `refused`, and nothing was changed; or what `failed`, and the weights
+    # are a mixture.
     try:
         weights = expected_weights(worker.model_config).check(read(), who="vLLM")
     except Exception as error:

@@ -11,11 +11,7 @@ _ALIGNMENT = 64  # bytes; a tensor of any type may begin there
 
 
 class WeightLayout:
-    """Where each tensor lies; those of up to ``bucket_bytes`` go together, a larger one alone.
-
-    Raises:
-        ValueError: the lists differ in length, a name comes twice, or a type is no type.
-    """
+    """Where each tensor lies; those of up to ``bucket_bytes`` go together, a larger one alone."""
 
     def __init__(
         self,

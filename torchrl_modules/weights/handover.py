@@ -31,19 +31,8 @@ _DTYPES: Final = {
 def handed_over(
     state_dict: Mapping[str, Tensor], *, directory: str | None, is_near: bool, who: str
 ) -> Iterator[str]:
-    """Gives the path of a safetensors file for another process of this user.
-
-    The file has no name: it is a descriptor of this process, and gone with it, however it ends.
-
-    Args:
-        state_dict: name to value, on any device; copied to the CPU one at a time.
-        directory: where the file takes room; memory when not given.
-        is_near: the other process sees the process ids of this one; else the file needs a name.
-        who: named in the error.
-
-    Raises:
-        UpdateRefused: a value is no tensor with data, or of a type that the format lacks.
-    """
+    """Gives the path of a safetensors file for another process of this user."""
+    # The file has no name: it is a descriptor of this process, and gone with it, however it ends.
     faults = [not_whole(name, value) for name, value in state_dict.items()]
     faults += [
         f"{name} is {value.dtype}, which can't be sent"

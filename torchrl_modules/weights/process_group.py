@@ -20,11 +20,7 @@ class BroadcastGroup:
         self._timeout = timedelta(seconds=timeout_s)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a contiguous tensor to all ranks, or receive it into one of its type and size.
-
-        Raises:
-            RuntimeError: another rank is gone, or did not take part in time.
-        """
+        """Send a contiguous tensor to all ranks, or receive it into one of its type and size."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0

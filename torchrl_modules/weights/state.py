@@ -20,13 +20,7 @@ class UpdateRefused(ValueError, TypeError):
 
 @dataclass(frozen=True)
 class ExpectedWeights:
-    """The one check of an update: what an engine must be given, by Transformers' names.
-
-    Args:
-        own: the weights that it has, perhaps without memory; of tied ones the first alone.
-        aliases: the other names of tied weights, each to its name in ``own``.
-        dtype: what values are cast to before they serve; ``None``: they are kept as they are.
-    """
+    """The one check of an update: what an engine must be given, by Transformers' names."""
 
     own: Mapping[str, Tensor]
     aliases: Mapping[str, str]
@@ -41,12 +35,7 @@ class ExpectedWeights:
         return cls(own, {name: known for name, known in canonical.items() if name != known}, dtype)
 
     def check(self, new: Mapping[str, Tensor], *, who: str) -> dict[str, Tensor]:
-        """Check an update as a whole, and give the values to load, aliases left out.
-
-        Raises:
-            UpdateRefused: a name, type, shape or value is wrong, or a weight is missing. All faults
-                are listed.
-        """
+        """Check an update as a whole, and give the values to load, aliases left out."""
         known = {name: self.aliases.get(name, name) for name in new}
         faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
         given: dict[str, Tensor] = {}
@@ -137,11 +126,7 @@ def _small(dtype: torch.dtype) -> Tensor:
 
 
 def next_version(version: int | None, present: int, *, who: str) -> int:
-    """The number of new weights; ``None`` counts on.
-
-    Raises:
-        UpdateRefused: it is not above the present one, or no 64-bit integer, as tokens carry it.
-    """
+    """The number of new weights; ``None`` counts on."""
     if version is None:
         return present + 1
     if isinstance(version, bool) or not isinstance(version, int) or version >= _NO_VERSION:

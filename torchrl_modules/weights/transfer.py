@@ -28,15 +28,11 @@ class TransferControl:
 
 
 class C10dWeightTransfer:
-    """Sends weights to the workers of an engine: gloo between CPUs, NCCL between GPUs.
+    """Sends weights to the workers of an engine: gloo between CPUs, NCCL between GPUs."""
 
-    `vLLMUpdater` says what the arguments are; a broadcast, and the memory that this takes, have at
-    most ``bucket_bytes``. NCCL needs a device for each rank: a trainer that shares its only GPU
-    with the engine sends by file instead.
-
-    Raises:
-        RuntimeError: the workers did not join in time, or could not; nothing is left behind.
-    """
+    # `vLLMUpdater` says what the arguments are; a broadcast, and the memory that this takes, have
+    # at most `bucket_bytes`. NCCL needs a device for each rank: a trainer that shares its only GPU
+    # with the engine sends by file instead.
 
     def __init__(
         self,
@@ -86,12 +82,7 @@ class C10dWeightTransfer:
             raise
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
-        """Send whole weights, and let the workers check and load them; gives their outcome.
-
-        Raises:
-            RuntimeError: a worker is gone or did not take part in time; nothing was changed.
-            UpdateRefused: a value is no tensor with data.
-        """
+        """Send whole weights, and let the workers check and load them; gives their outcome."""
         faults = [not_whole(name, value) for name, value in weights.items()]
         refuse([fault for fault in faults if fault], who="C10dWeightTransfer")
         group, call = self._group, self._control.call

@@ -18,11 +18,9 @@ def make_private_disk(config):
 
 
 def give_up_rights(config):
-    """Another user where this one is root, a user namespace of its own, no capabilities.
-
-    The kernel does not limit the processes of its own root user, so being root in a user namespace
-    does not do.
-    """
+    """Another user where this one is root, a user namespace of its own, no capabilities."""
+    # The kernel does not limit the processes of its own root user, so being root in a user
+    # namespace does not do.
     user = config["change_user_to"]
     if user is not None:
         os.setgroups([])

@@ -9,16 +9,7 @@ DIRECTIONS: Final = {"left": -1, "stay": 0, "right": 1}
 
 
 class CatchGame:
-    """One ball.
-
-    Args:
-        seed: decides the ball's column; the same seed, the same column.
-        num_rows: the ball falls one row a move, so an episode has one move less than rows.
-        num_columns: the paddle begins in the middle one.
-
-    Raises:
-        ValueError: the grid has less than two rows or no column.
-    """
+    """One ball."""
 
     def __init__(
         self, seed: int, *, num_rows: int = NUM_ROWS, num_columns: int = NUM_COLUMNS
@@ -46,14 +37,7 @@ class CatchGame:
         return 1.0 if self.ball_column == self.paddle_column else -1.0
 
     def move(self, direction: str) -> None:
-        """Move the paddle; the ball falls one row.
-
-        Args:
-            direction: ``"left"``, ``"stay"`` or ``"right"``; the walls stop the paddle.
-
-        Raises:
-            ValueError: there is no such direction, or the game is over.
-        """
+        """Move the paddle; the ball falls one row."""
         if direction not in DIRECTIONS:
             raise ValueError(f"the direction must be left, stay or right, not {direction!r:.40}")
         if self.is_over:

@@ -41,17 +41,7 @@ def guess_feedback(guess: str, secret: str) -> str:
 
 
 class WordleGame:
-    """One secret word.
-
-    Args:
-        secret: the word; drawn with ``seed`` when not given.
-        seed: the same seed, the same word.
-        allowed: words that may be guessed; any five letters when not given.
-        num_guesses: how many there are.
-
-    Raises:
-        ValueError: the secret does not have five letters, or is not an allowed word.
-    """
+    """One secret word."""
 
     def __init__(
         self,
@@ -82,18 +72,7 @@ class WordleGame:
         return self.is_won or len(self.guesses) >= self.num_guesses
 
     def guess(self, word: str) -> str:
-        """Guess a word.
-
-        Args:
-            word: in any case.
-
-        Returns:
-            See :func:`guess_feedback`.
-
-        Raises:
-            ValueError: the game is over, or that is not a word that may be guessed (the guess does
-                not count).
-        """
+        """Guess a word."""
         if self.is_over:
             raise ValueError("the game is over")
         word = word.strip().lower()

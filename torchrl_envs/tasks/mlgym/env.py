@@ -33,20 +33,12 @@ REPOSITORY: Final = "https://github.com/facebookresearch/MLGym"
 
 
 class MLGymActions(ToolSource, RewardSource):
-    """Runs the last code block of each turn in the row's MLGym environment.
+    """Runs the last code block of each turn in the row's MLGym environment."""
 
-    The answer is a message of the user in MLGym's own words. A turn without a closed block is
-    answered with :data:`NO_ACTION`. The episode ends when MLGym says so; a step that raises or
-    misses its deadline loses the environment, and the row alone is truncated and unscorable.
-
-    Args:
-        environments: make an ``MLGymEnv`` each, by task; see
-            :class:`~torchrl_envs.tasks.mlgym.session.MLGymSession`.
-        score: see :class:`MLGymWrapper`.
-        reward_wrong_format: added for each turn without a command.
-        timeout_s: deadline of a step, in seconds.
-        start_timeout_s: deadline of making an environment, and of its reset, in seconds.
-    """
+    # The answer is a message of the user in MLGym's own words. A turn without a closed block is
+    # answered with `NO_ACTION`. The episode ends when MLGym says so; a step that raises or misses
+    # its deadline loses the environment, and the row alone is truncated and unscorable.
+    # environments: make an `MLGymEnv` each, by task; see `MLGymSession`.
 
     def __init__(
         self,

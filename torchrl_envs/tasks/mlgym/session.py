@@ -28,15 +28,7 @@ class Reply(NamedTuple):
 
 
 def score_gain(metrics: Metrics, baseline: Metrics) -> float:
-    """How much better than the baseline: the metric ``Score``, or the only one that there is.
-
-    Args:
-        metrics: of an evaluation.
-        baseline: 0 where it lacks the metric.
-
-    Raises:
-        ValueError: there are several metrics and none is called ``Score``.
-    """
+    """How much better than the baseline: the metric ``Score``, or the only one that there is."""
     if "Score" not in metrics and len(metrics) != 1:
         raise ValueError(
             f"MLGym measured {sorted(metrics)}, and none is 'Score': say which counts with "
@@ -47,15 +39,11 @@ def score_gain(metrics: Metrics, baseline: Metrics) -> float:
 
 
 class MLGymSession:
-    """An ``MLGymEnv`` with its agent's commands and templates.
+    """An ``MLGymEnv`` with its agent's commands and templates."""
 
-    Making it makes the environment, which starts a container.
-
-    Args:
-        make: makes an ``MLGymEnv`` whose attribute ``config`` is the agent's configuration
-            (templates, commands, environment variables).
-        score: of the reward.
-    """
+    # Making it makes the environment, which starts a container.
+    # make: makes an `MLGymEnv` whose attribute `config` is the agent's configuration (templates,
+    # commands, environment variables).
 
     def __init__(self, make: Callable[[], Any], *, score: ScoreOf = score_gain) -> None:
         self._env = make()
@@ -65,11 +53,7 @@ class MLGymSession:
         self._reward = 0.0
 
     def reset(self) -> list[Message]:
-        """Begin the task, install the agent's commands, and say what the task is.
-
-        Returns:
-            A message of the system and one of the user.
-        """
+        """Begin the task, install the agent's commands, and say what the task is."""
         self._env.reset()
         self._install_commands()
         config = self._config
@@ -81,11 +65,7 @@ class MLGymSession:
         return [{"role": "system", "content": system}, {"role": "user", "content": task}]
 
     def step(self, action: str) -> Reply:
-        """Run a command.
-
-        Args:
-            action: for the shell of the container.
-        """
+        """Run a command."""
         observation, reward, is_over, info = self._env.step(action)
         self._reward += float(reward)
         self._metrics += info.get("score") or []
@@ -137,15 +117,9 @@ class MLGymSession:
 
 
 def command_file(path: Path) -> dict[str, str]:
-    """A file of commands as MLGym's ``add_commands`` takes it.
-
-    Args:
-        path: a program that begins with ``#!``, shell functions (``.sh``), or a helper whose name
-            begins with an underscore.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """A file of commands as MLGym's ``add_commands`` takes it."""
+    # path: a program that begins with `#!`, shell functions (`.sh`), or a helper whose name begins
+    # with an underscore.
     contents = path.read_text(encoding="utf-8")
     if contents.lstrip().startswith("#!"):
         return {"name": path.stem, "contents": contents, "type": "script"}
