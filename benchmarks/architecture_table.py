@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 READERS: Final = {
+    "SlotReader": "one batch",
     "PaddedReader": "one batch",
     "OwnCacheReader": "by length",
     "OwnCachePositionsReader": "by length",

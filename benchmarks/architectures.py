@@ -119,7 +119,7 @@ def try_sampling(model_type: str, rows: list[Tensor]) -> dict[str, Any]:
         with torch.no_grad():
             own = own_scores(reference, [torch.tensor([*prompt, *drawn.ids])])[len(prompt) - 1 :]
         worst = max(worst, float((own - torch.tensor(drawn.log_probs)).abs().max()))
-    return {"sampled": engine._reader.__name__, "ratio": worst}
+    return {"sampled": engine.reader.__name__, "ratio": worst}
 
 
 def examine(model_type: str) -> dict[str, Any]:

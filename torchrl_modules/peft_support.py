@@ -29,6 +29,23 @@ def model_inside(model: Any) -> PreTrainedModel:
     return model.get_base_model()
 
 
+def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...]:
+    """Of each layer with adapters of PEFT, whether they are off, and which act when they are not.
+
+    Args:
+        model: of PEFT, or any other one.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return ()
+    layers: list[Any] = list(model.modules())
+    return tuple(
+        (bool(layer.disable_adapters), tuple(layer.active_adapters))
+        for layer in layers
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer)
+    )
+
+
 def is_linear(module: Any) -> bool:
     """Whether a module computes ``x @ weight.T + bias`` with its own ``weight`` and ``bias``."""
     peft: Any = sys.modules.get("peft")

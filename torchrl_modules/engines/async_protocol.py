@@ -11,6 +11,9 @@ from torchrl_modules.sampling.params import SamplingParameters
 from .protocol import Generation
 
 _ASYNC: Final = {
+    "torchrl_modules.engines.transformers_engine.TransformersEngine": (
+        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine"
+    ),
     "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine.AsyncVLLMEngine",
 }
 """By what an engine is served to asyncio; loaded when it is asked for."""

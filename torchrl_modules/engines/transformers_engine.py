@@ -1,23 +1,29 @@
 """Sampling from a Transformers model in this process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from torchrl_modules.peft_support import acting_adapters
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.scoring.evaluation_mode import evaluation_mode
 from torchrl_modules.scoring.rope_factors import settle_rope_factors
 from torchrl_modules.scoring.wrapped_models import is_sharded, unwrapped, without_ddp
+from torchrl_modules.weights.fingerprint import weights_fingerprint
 from torchrl_modules.weights.state import ExpectedWeights, next_version
 
-from .decode_loop import DecodeLoop
-from .prompt_readers import PromptReader
+from .decoding.decode_loop import DecodeLoop
+from .decoding.kept_caches import KeptCaches
+from .decoding.prompt_readers import PromptReader
+from .decoding.reader_choice import find_prompt_reader, group_rows, num_positions
+from .decoding.slot_reader import SlotReader
 from .protocol import Generation
-from .reader_choice import find_prompt_reader, group_rows, num_positions
 
 
 class TransformersEngine:
@@ -31,13 +37,19 @@ class TransformersEngine:
         max_model_len: most tokens of a row, prompt and response; the model's own limit when not
             given.
         autocast_dtype: compute in this type, with the parameters as they are.
+        max_cached_tokens: most tokens of earlier rows of which the keys and values are kept: a row
+            that begins with such tokens, as the next turn of a conversation does, reads only what
+            is new. They are forgotten when any weight changes, whoever changes it. What is kept
+            takes memory between two calls, and while a model is trained in place. ``None``: as many
+            as take 1 GiB on a CPU, and none on an accelerator. For models whose cache is plain keys
+            and values; others read whole prompts.
         check: try the model now; ``False`` tries it before the first token is drawn, for an engine
             that may draw none.
 
     Raises:
         TypeError: the model has adapters that are not layers of it, such as prompts.
-        ValueError: ``max_model_len`` is not positive, or above the positions that the model has; or
-            the model can't be sampled from.
+        ValueError: ``max_model_len`` is not positive, or above the positions that the model has;
+            ``max_cached_tokens`` is negative; or the model can't be sampled from.
     """
 
     def __init__(
@@ -46,6 +58,7 @@ class TransformersEngine:
         *,
         max_model_len: int | None = None,
         autocast_dtype: torch.dtype | None = None,
+        max_cached_tokens: int | None = None,
         check: bool = True,
     ) -> None:
         who = "TransformersEngine"
@@ -58,17 +71,32 @@ class TransformersEngine:
                 f"{who}: max_model_len={max_model_len}, but {type(self._inside).__name__} has "
                 f"positions for {own} tokens."
             )
+        if max_cached_tokens is not None and max_cached_tokens < 0:
+            raise ValueError(
+                f"{who}: max_cached_tokens must be at least 0 or None, got {max_cached_tokens}."
+            )
         settle_rope_factors(self._inside, max_model_len, who=who)
         self.model = model
         self.max_model_len = max_model_len or own or 1 << 62
         """Most tokens of a prompt and its response together."""
         self._autocast_dtype = autocast_dtype
+        self.max_cached_tokens = max_cached_tokens
+        """Most tokens of earlier rows that are kept, as it was given."""
+        self._kept: KeptCaches | None = None
+        if max_cached_tokens or (max_cached_tokens is None and self._inside.device.type == "cpu"):
+            self._kept = KeptCaches(max_cached_tokens)
+        self._kept_for: Hashable = None
         self._version = 0
         if check and not is_sharded(model):
-            self._reader  # noqa: B018
+            self.reader  # noqa: B018
+
+    @property
+    def inside(self) -> PreTrainedModel:
+        """The model itself, without wrappers."""
+        return self._inside
 
     @cached_property
-    def _reader(self) -> type[PromptReader]:
+    def reader(self) -> type[PromptReader]:
         """How the model continues rows."""
         if is_sharded(self.model):
             raise ValueError(
@@ -95,45 +123,88 @@ class TransformersEngine:
         params: SamplingParameters,
         *,
         max_new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
     ) -> list[Generation]:
         """See :meth:`torchrl_modules.Engine.generate`.
 
         At temperature 0 the log-probs are those at temperature 1.
+
+        Args:
+            prompts: as there.
+            params: as there.
+            max_new_tokens: as there.
+            seeds: one per prompt, in place of the one in ``params``; a row's tokens depend on its
+                own seed alone. ``None`` for all or none of the rows.
+
+        Raises:
+            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt, or some rows
+                have a seed and others have none.
         """
         params.check_stops_are_found()
         budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
-        errors = [self._refusal(p, b) for p, b in zip(prompts, budgets, strict=True)]
+        rows_seeds = _all_or_none(seeds or params.row_seeds(len(prompts)), len(prompts))
+        errors = [self.refusal(p, b) for p, b in zip(prompts, budgets, strict=True)]
         good = [i for i, error in enumerate(errors) if error is None]
         results = [Generation([], [], "error", error) for error in errors]
         if not good:
             return results
-        reader = self._reader
-        with evaluation_mode(self._inside), self._precision():
-            generated = {
-                i: generation
-                for group in group_rows(prompts, good, by_length=reader.needs_one_length)
-                for i, generation in zip(
-                    group,
-                    DecodeLoop(
-                        reader(self._inside),
-                        [prompts[i] for i in group],
-                        params,
-                        [budgets[i] for i in group],
-                    ).run(),
-                    strict=True,
+        with evaluation_mode(self._inside), self.precision():
+            self._forget_other_weights()
+            for group in group_rows(prompts, good, by_length=self.reader.needs_one_length):
+                loop = DecodeLoop(
+                    self._new_reader(),
+                    [prompts[i] for i in group],
+                    params,
+                    [budgets[i] for i in group],
+                    rows_seeds and [rows_seeds[i] for i in group],
                 )
-            }
-        for i, generation in generated.items():
-            results[i] = generation
+                for i, generation in zip(group, loop.run(), strict=True):
+                    results[i] = generation
         return results
 
-    def _precision(self) -> Any:
+    def _new_reader(self) -> PromptReader:
+        if self._kept is not None and issubclass(self.reader, SlotReader):
+            return self.reader(self._inside, self._kept)
+        return self.reader(self._inside)
+
+    def _forget_other_weights(self) -> None:
+        """What other weights have read is not what these would have."""
+        if self._kept is None or not issubclass(self.reader, SlotReader):
+            return
+        now = (weights_fingerprint(self._inside), acting_adapters(self._inside))
+        if now != self._kept_for:
+            self._kept.clear()
+            self._kept_for = now
+
+    def forget(self) -> None:
+        """Let go of what is kept of earlier rows: no row goes on from it."""
+        if self._kept is not None:
+            self._kept.clear()
+
+    def copied(self) -> "TransformersEngine":
+        """The same over a copy of the model, with the same version."""
+        engine = TransformersEngine(
+            deepcopy(without_ddp(self.model)).requires_grad_(False),
+            max_model_len=None if self.max_model_len == 1 << 62 else self.max_model_len,
+            autocast_dtype=self._autocast_dtype,
+            max_cached_tokens=self.max_cached_tokens,
+        )
+        engine._version = self._version
+        return engine
+
+    def precision(self) -> Any:
+        """What the model computes in, as a context manager."""
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self._inside.device.type, dtype=self._autocast_dtype)
 
-    def _refusal(self, prompt: Sequence[int], budget: int) -> str | None:
-        """Why a row can't be served, or ``None``."""
+    def refusal(self, prompt: Sequence[int], budget: int) -> str | None:
+        """Why a row can't be served, or ``None``.
+
+        Args:
+            prompt: token ids.
+            budget: most new tokens.
+        """
         if not len(prompt):
             return "the prompt is empty"
         if budget < 1:
@@ -158,3 +229,15 @@ class TransformersEngine:
             for name in reversed(weights):  # What was checked last may be in the cache.
                 expected.own[name].copy_(weights[name])
         self._version = version
+        self.forget()
+
+
+def _all_or_none(seeds: Sequence[int | None], num_rows: int) -> list[int] | None:
+    """A seed for each row, or ``None``."""
+    given = [seed for seed in seeds if seed is not None]
+    if len(seeds) != num_rows or len(given) not in (0, num_rows):
+        raise ValueError(
+            f"TransformersEngine.generate: {num_rows} prompts, but {len(seeds)} seeds, "
+            f"{len(given)} of them not None. Give each prompt one, or none."
+        )
+    return given or None

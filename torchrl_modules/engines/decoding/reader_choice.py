@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_modules.scoring.packed_attention import cap_attention
-from torchrl_modules.scoring.self_test import find_first, run_trial
+from torchrl_modules.scoring.self_test import Trial, find_first, run_trial
 
+from .kept_caches import KeptCaches
 from .prompt_readers import (
     OwnCachePositionsReader,
     OwnCacheReader,
@@ -22,6 +23,7 @@ from .prompt_readers import (
     PromptReader,
     WholeRowReader,
 )
+from .slot_reader import SlotReader, has_plain_cache
 
 _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]" = (
     WeakKeyDictionary()
@@ -77,18 +79,19 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
         return earlier[1]
     trial = run_trial(model, who="TransformersEngine")
     readers: list[type[PromptReader]] = [
+        *([SlotReader] if has_plain_cache(model) else []),
         PaddedReader,
         OwnCacheReader,
         OwnCachePositionsReader,
         WholeRowReader,
     ]
     if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
-        readers.remove(PaddedReader)
+        readers = [reader for reader in readers if reader.needs_one_length]
     at, _, wrong = find_first(
         model,
         trial,
         [
-            (reader.__name__, lambda reader=reader: _continued(reader, model, trial.rows))
+            (reader.__name__, lambda reader=reader: _tried(reader, model, trial))
             for reader in readers
         ],
     )
@@ -107,6 +110,47 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
         )
     _found[model] = (state, readers[at])
     return readers[at]
+
+
+def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> list[Tensor]:
+    """What a reader says of rows, in the first way of using it that is wrong, if one is."""
+    continued = _continued(cls, model, trial.rows)
+    if not issubclass(cls, SlotReader) or not trial.tolerance.allows(trial.difference(continued)):
+        return continued
+    return _joined(cls, model, trial.rows)
+
+
+def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probs of the last tokens of rows that join one by one, and go on from what was kept."""
+    kept = KeptCaches(max_tokens=None)
+    first, begin = cls(model, kept), rows[0][: len(rows[0]) // 2 + 1].tolist()
+    first.read([begin])
+    first.leave_behind(0, begin, "trial")
+    reader, results = cls(model, kept), [[] for _ in rows]
+    num_read = [max(1, len(row) - 3) for row in rows]
+    here = [len(rows) - 1]
+
+    def join(joining: list[int]) -> Tensor:
+        return reader.join([rows[i][: num_read[i]].tolist() for i in joining])
+
+    def advance() -> Tensor:
+        drawn = torch.stack([rows[i][num_read[i]] for i in here])
+        for i in here:
+            num_read[i] += 1
+        return reader.advance(drawn)
+
+    logits = join(here)
+    while here:
+        for row, i in zip(logits.double().log_softmax(-1), here, strict=True):
+            results[i].append(row[rows[i][num_read[i]]])
+        left = [k for k, i in enumerate(here) if num_read[i] + 1 < len(rows[i])]
+        here = [here[k] for k in left]
+        reader.keep(torch.tensor(left, dtype=torch.int64, device=logits.device))
+        logits = advance() if here else logits[:0]
+        if joining := [i for i in range(len(rows)) if not results[i] and i not in here]:
+            logits = torch.cat([logits, join(joining)])
+            here += joining
+    return [torch.stack(values) for values in results]
 
 
 def _continued(

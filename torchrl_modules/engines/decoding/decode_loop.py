@@ -7,17 +7,18 @@ kept without keeping any logits.
 Shape legend: A rows that still run, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from torchrl_modules.sampling.logit_warping import logits_warpers
+from torchrl_modules.engines.protocol import Generation
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.sampling.token_history import TokenHistory, changed_logits, too_early
+from torchrl_modules.sampling.token_history import TokenHistory
 
 from .prompt_readers import PromptReader
-from .protocol import Generation
+from .slot_reader import SlotReader
+from .token_draw import RowStream, TokenDraw, choose_by
 
 _COMPACT_BELOW = 0.75
 """Rows that have ended are dropped from the batch once fewer than this fraction still run."""
@@ -31,6 +32,7 @@ class DecodeLoop:
         prompts: token ids of each row, none empty.
         params: the distribution and the stop tokens.
         budgets: most new tokens of each row.
+        seeds: of each row's stream; torch's generator draws when not given.
     """
 
     def __init__(
@@ -39,14 +41,14 @@ class DecodeLoop:
         prompts: Sequence[Sequence[int]],
         params: SamplingParameters,
         budgets: Sequence[int],
+        seeds: Sequence[int] | None = None,
     ) -> None:
         self._reader = reader
+        self._prompts = prompts
         model = reader.model
         self._params = params
-        self._warpers = logits_warpers(params)
-        self._generator = None
-        if params.seed is not None:
-            self._generator = torch.Generator(model.device).manual_seed(params.seed)
+        self._draw_token = TokenDraw(params)
+        self._streams = None if seeds is None else [RowStream(seed) for seed in seeds]
         self._budgets = torch.tensor(budgets, device=model.device)
         self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
         shape = (len(prompts), max(budgets))
@@ -79,7 +81,17 @@ class DecodeLoop:
             if num_running < _COMPACT_BELOW * len(self._rows) and self._reader.can_drop:
                 tokens = self._drop_ended(tokens)
             self._logits = self._reader.advance(tokens)
+        self._leave_behind(range(len(self._rows)))
         return self._generations()
+
+    def _leave_behind(self, elements: Iterable[int]) -> None:
+        """Rows leave; what was read of them may serve the next turn."""
+        if not isinstance(self._reader, SlotReader):
+            return
+        for element in elements:
+            row = int(self._rows[element])
+            drawn = self._ids[row, : int(self._num_drawn[row])].tolist()
+            self._reader.leave_behind(element, [*self._prompts[row], *drawn])
 
     def _generations(self) -> list[Generation]:
         longest = int(self._num_drawn.max())
@@ -107,37 +119,18 @@ class DecodeLoop:
 
     def _draw(self, step: int) -> Tensor:
         """One token per batch element, int64 ``[A]``; keeps it and what is reported of it."""
-        logits = self._logits.float()
-        log_p = self._log_probs(logits, step)
-        p = log_p.exp()
-        greedy = self._params.temperature == 0
-        tokens = log_p.argmax(-1, True) if greedy else p.multinomial(1, generator=self._generator)
-        if self._seen is not None and self._counts is not None:
-            self._seen.scatter_(1, tokens, True)
-            self._counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
-        self._ids[self._rows, step] = tokens.squeeze(1)
-        self._figures["log_probs"][self._rows, step] = log_p.gather(1, tokens).squeeze(1)
-        if "untempered_log_probs" in self._figures:
-            is_own = self._params.is_own_softmax
-            own = log_p if is_own else torch.log_softmax(logits, -1)
-            untempered = own.gather(1, tokens).squeeze(1)
-            self._figures["untempered_log_probs"][self._rows, step] = untempered
-        if "entropies" in self._figures:
-            self._figures["entropies"][self._rows, step] = torch.special.entr(p).sum(-1)
-        return tokens.squeeze(1)
+        drawn_before = torch.full((len(self._logits),), step, device=self._logits.device)
+        history = TokenHistory(drawn_before, self._seen, self._counts)
+        drawn = self._draw_token(self._logits, history, self._choose)
+        self._ids[self._rows, step] = drawn.ids
+        for name, values in self._figures.items():
+            values[self._rows, step] = getattr(drawn, name)
+        return drawn.ids
 
-    def _log_probs(self, logits: Tensor, step: int) -> Tensor:
-        """Of the distribution that is drawn from, ``[A, V]``."""
-        scores = logits
-        if self._params.changes_logits:
-            drawn = torch.full((len(logits),), step, device=logits.device)
-            history = TokenHistory(drawn, self._seen, self._counts)
-            scores = changed_logits(logits, self._params, history)
-            banned = too_early(scores, self._params, history)
-            scores = scores if banned is None else scores.masked_fill(banned, -torch.inf)
-        for warper in self._warpers:
-            scores = warper(None, scores)  # type: ignore[arg-type]
-        return torch.log_softmax(scores, -1)
+    def _choose(self, p: Tensor) -> Tensor:
+        if self._streams is None:
+            return p.multinomial(1)
+        return choose_by([self._streams[row] for row in self._rows.tolist()])(p)
 
     def _completes_stop_string(self, step: int) -> Tensor:
         ends = torch.zeros_like(self._running)
@@ -149,6 +142,7 @@ class DecodeLoop:
         return ends
 
     def _drop_ended(self, tokens: Tensor) -> Tensor:
+        self._leave_behind((~self._running).nonzero().squeeze(1).tolist())
         keep = self._running.nonzero().squeeze(1)
         if self._seen is not None and self._counts is not None:
             self._seen, self._counts = self._seen[keep], self._counts[keep]

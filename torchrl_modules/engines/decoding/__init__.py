@@ -1,0 +1,1 @@
+"""How a Transformers model continues rows, one token at a time."""
