@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
 
     from .engines.async_protocol import AsyncEngine, open_async
+    from .engines.async_transformers import AsyncTransformersEngine
     from .engines.protocol import Engine, EngineDied, Generation, VersionSpan
     from .engines.transformers_engine import TransformersEngine
     from .policies.base import LLMWrapperBase
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncEngine": "engines.async_protocol",
+    "AsyncTransformersEngine": "engines.async_transformers",
     "AsyncVLLMEngine": "vllm.async_engine",
     "Engine": "engines.protocol",
     "EngineDied": "engines.protocol",
@@ -53,6 +55,7 @@ _LAYOUT = ("ChatHistory", "LogProbs", "Masks", "Text", "Tokens")
 
 __all__ = [
     "AsyncEngine",
+    "AsyncTransformersEngine",
     "AsyncVLLMEngine",
     "ChatHistory",
     "Engine",

@@ -153,12 +153,12 @@ def test_a_row_that_is_not_finite_spoils_no_other_row_and_no_slot(run, build_mod
     harmless = replace(ENDLESS, logit_bias={poison: -100})
 
     async def main(engine):
-        calls = [engine.respond([4, 5, poison, 6], ENDLESS), engine.respond([20], harmless)]
-        bad, good = await asyncio.gather(*calls)
+        calls = [engine.respond([20], harmless), engine.respond([4, 5, poison, 6], ENDLESS)]
+        good, bad = await asyncio.gather(*calls)
         assert bad.finish_reason == "error"
         assert "log-prob of token 1 is not finite" in bad.error
         # They come into its slot, and beside a longer row masked columns are multiplied by 0.
-        after = [engine.respond([20], harmless), engine.respond([21] * 40, harmless)]
+        after = [engine.respond([21] * 40, harmless), engine.respond([20], harmless)]
         return [good, *await asyncio.gather(*after)]
 
     assert [one.finish_reason for one in run(main, model=model)] == ["length"] * 3
