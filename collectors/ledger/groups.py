@@ -88,7 +88,8 @@ class Group:
     lengths: dict[int, int] = field(default_factory=dict)
     """Tokens of each episode that is over, by its index."""
     oldest_version: int | None = None
-    newest_version: int | None = None
+    version_span: int = 0
+    """The most versions by which the tokens of one of its episodes differ."""
     finished_at: float = 0.0
     arrival: int = -1
     """In the order in which groups were finished."""
@@ -101,11 +102,6 @@ class Group:
     def age(self, step: int) -> int:
         """Of its oldest token, if it is used in a step; 0 where it has none."""
         return 0 if self.oldest_version is None else step - self.oldest_version
-
-    @property
-    def version_span(self) -> int:
-        """By how many versions its tokens differ."""
-        return (self.newest_version or 0) - (self.oldest_version or 0)
 
     def add_episode(
         self,
@@ -131,8 +127,7 @@ class Group:
             oldest, newest = self.check_versions(*versions, trainer)
             if self.oldest_version is None or oldest < self.oldest_version:
                 self.oldest_version = oldest
-            if self.newest_version is None or newest > self.newest_version:
-                self.newest_version = newest
+            self.version_span = max(self.version_span, newest - oldest)
         self.lengths[index] = tokens
 
     def check_versions(
@@ -211,7 +206,7 @@ def group_state(group: Group, now: float) -> dict[str, Any]:
         "state": group.state.value,
         "lengths": [[index, length] for index, length in group.lengths.items()],
         "oldest_version": group.oldest_version,
-        "newest_version": group.newest_version,
+        "version_span": group.version_span,
         "waited_s": now - group.finished_at,
         "arrival": group.arrival,
     }
@@ -234,7 +229,7 @@ def group_from_state(state: dict[str, Any], now: float) -> Group:
         state=GroupState(state["state"]),
         lengths=dict(state["lengths"]),
         oldest_version=state["oldest_version"],
-        newest_version=state["newest_version"],
+        version_span=state["version_span"],
         finished_at=now - state["waited_s"],
         arrival=state["arrival"],
     )

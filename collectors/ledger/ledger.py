@@ -202,14 +202,15 @@ class GroupLedger(GenerationLedger):
         Returns:
             Of the newest step that was taken: ``staleness/mean`` and ``/max`` of the oldest token
             of each group at use, in versions; ``versions_span/mean`` and ``/max``, by how many
-            versions the tokens of a group differ; ``queue_s/mean`` and ``/max``, seconds that a
-            group waited. Over the whole run: ``staleness/at_<n>_fraction`` of the groups used at
-            that age; ``length/offered_mean`` and ``length/trained_mean`` of an episode in tokens,
-            and ``length/distance`` between the two distributions (Kolmogorov-Smirnov);
-            ``stop/<reason>``, the fraction of the episodes; ``groups/<end>`` and ``tokens/<end>``,
-            see :class:`Balance`, with ``groups/dropped/<reason>``. At the moment:
-            ``in_flight/unfinished``, ``in_flight/waiting`` and ``in_flight/taken`` groups,
-            ``prompts_owed``, and ``versions_ahead`` of the trainer before the generators.
+            versions the tokens of one episode differ (of each group, the most); ``queue_s/mean``
+            and ``/max``, seconds that a group waited. Over the whole run:
+            ``staleness/at_<n>_fraction`` of the groups used at that age; ``length/offered_mean``
+            and ``length/trained_mean`` of an episode in tokens, and ``length/distance`` between
+            the two distributions (Kolmogorov-Smirnov); ``stop/<reason>``, the fraction of the
+            episodes; ``groups/<end>`` and ``tokens/<end>``, see :class:`Balance`, with
+            ``groups/dropped/<reason>``. At the moment: ``in_flight/unfinished``,
+            ``in_flight/waiting`` and ``in_flight/taken`` groups, ``prompts_owed``, and
+            ``versions_ahead`` of the trainer before the generators.
         """
         metrics = self._statistics.metrics()
         balance = self.balance
@@ -233,8 +234,12 @@ class GroupLedger(GenerationLedger):
             str(self.balance),
         ]
         if self.balance.in_flight.groups:
+            unfinished = [
+                str(group.ticket.ordinal) for group in self.queue() if group.state in UNFINISHED
+            ]
+            oldest = f" (oldest: ordinal {unfinished[0]})" if unfinished else ""
             lines.append(
-                f"in flight: {self._table.num_unfinished} unfinished, "
+                f"in flight: {len(unfinished)} unfinished{oldest}, "
                 f"{self._table.num_finished} waiting, {taken} in training"
             )
         return "\n".join(lines)

@@ -237,5 +237,5 @@ def _check_sync(policy: object, name: str, value: int, weight_sync_steps: int) -
         raise ValueError(
             f"{type(policy).__name__}: {name} must be at least {least}, got {value}: weights are "
             f"pulled every weight_sync_steps={weight_sync_steps} steps, and the last of these "
-            "trains what was sampled at the first one's version."
+            "trains what was sampled at the first one's version. Pull more often, or allow for it."
         )

@@ -200,6 +200,25 @@ def test_the_next_batch_can_be_taken_while_a_step_trains():
     assert ledger.batches == [[ticket] for ticket in tickets]
 
 
+@pytest.mark.parametrize("versions", [(0, 2, 1), (2, 1, 0)], ids=str)
+def test_the_oldest_token_of_all_episodes_counts(versions):
+    """A group that began at version 0 is used at step 2, after two others that overtook it."""
+    ledger = make(group_size=3, policy=Wait(3, pipeline_depth=3, window=1.0))
+    slow, *others = [ledger.offer(i, i) for i in range(3)]
+    for ticket in (*others, slow):
+        ledger.start(ticket)
+    for step, ticket in enumerate(others):
+        ledger.finish(ticket, 0, 10)
+        ledger.trained(ledger.take(), step)
+        ledger.weights_pulled(step + 1)
+    for index, version in enumerate(versions):
+        ledger.finish_episode(slow, index, tokens=1, oldest_version=version, newest_version=2)
+    ledger.finish(slow)
+    assert ledger.take() == [slow]
+    assert ledger.metrics()["staleness/max"] == 2
+    assert ledger.metrics()["versions_span/max"] == 2
+
+
 def test_the_last_step_takes_what_is_left():
     ledger = make(groups_per_step=3)
     tickets = [ledger.offer(i, i) for i in range(2)]
@@ -389,6 +408,13 @@ def test_the_balance_as_a_table():
     assert ledger.balance.returned == (2, 1234)
     assert ledger.balance.in_flight == (0, 0)
     assert {refill.ordinal for refill in ledger.owed} == {2, 3, 4, 5}
+
+
+def test_the_oldest_unfinished_group_is_shown():
+    ledger = make()
+    tickets = [ledger.offer(i, i) for i in range(2)]
+    ledger.cancel(tickets[0])
+    assert str(ledger).endswith("1 unfinished (oldest: ordinal 1), 0 waiting, 0 in training")
 
 
 def test_metrics_by_hand():
