@@ -14,10 +14,10 @@ import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
-Output = TypeVar("Output", bound=TensorClass)
+Output = TypeVar("Output")
 
 
-def sum_of_losses(output: TensorClass) -> Tensor:
+def sum_of_losses(output: Any) -> Tensor:
     """Add up the entries whose name begins with ``loss_``."""
     terms = [value for key, value in output.items() if str(key).startswith("loss_")]
     return torch.stack([term for term in terms if term is not None]).sum(0)
@@ -25,13 +25,37 @@ def sum_of_losses(output: TensorClass) -> Tensor:
 
 def make_output(kind: type[Output], terms: Mapping[str, Tensor]) -> Output:
     """Make an output from its entries by name."""
-    return kind.from_tensordict(TensorDict(dict(terms)))
+    made: Any = kind
+    return made.from_tensordict(TensorDict(dict(terms)))
 
 
-def combine_outputs(kind: type[Output], outputs: Sequence[Output]) -> Output:
-    """The output of a whole window from those of its micro-batches, detached."""
-    if not outputs:
-        raise ValueError("combine needs at least one output.")
+class LossTerms:
+    """What every output of a loss has."""
+
+    def total(self) -> Tensor:
+        """The objective: the sum of the ``loss_*`` entries."""
+        return sum_of_losses(self)
+
+    @classmethod
+    def combine(cls: type[Output], outputs: Sequence[Output]) -> Output:
+        """The output of a whole window from those of its micro-batches, detached.
+
+        Args:
+            outputs: at least one, each computed with the window's counts (``window=``).
+
+        Returns:
+            What one call on all rows would have given.
+
+        Raises:
+            ValueError: there are no outputs.
+        """
+        if not outputs:
+            raise ValueError("combine needs at least one output.")
+        return make_output(cls, combined_terms(outputs))
+
+
+def combined_terms(outputs: Sequence[Any]) -> dict[str, Tensor]:
+    """The entries of a whole window by name, from the outputs of its micro-batches."""
     parts = [
         {str(key): value.detach() for key, value in output.items() if value is not None}
         for output in outputs
@@ -50,7 +74,7 @@ def combine_outputs(kind: type[Output], outputs: Sequence[Output]) -> Output:
         ess = torch.stack([part["ESS"] for part in parts])
         fraction = combined["ratio_mean"].square() / _token_mean(ratio.square() / ess, parts)
         combined["ESS"] = torch.where(combined["num_active_tokens"] > 0, fraction, 1.0)
-    return make_output(kind, combined)
+    return combined
 
 
 def _token_mean(values: Tensor, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -88,7 +112,7 @@ def _shown(output: TensorClass) -> str:
 
 
 @loss_output
-class GRPOLossOutput(TensorClass["nocast"]):
+class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
     """Terms and figures of :class:`~objectives.GRPOLoss`.
 
     Figures are detached, and over the trained tokens of the call; :meth:`combine` gives those of a
@@ -134,28 +158,9 @@ class GRPOLossOutput(TensorClass["nocast"]):
     correction_fraction: Tensor | None = None
     """Tokens whose sampler correction was truncated or masked."""
 
-    def total(self) -> Tensor:
-        """The objective: the sum of the ``loss_*`` entries."""
-        return sum_of_losses(self)
-
-    @classmethod
-    def combine(cls, outputs: Sequence[GRPOLossOutput]) -> GRPOLossOutput:
-        """The output of a whole window from those of its micro-batches, detached.
-
-        Args:
-            outputs: at least one, each computed with the window's counts (``window=``).
-
-        Returns:
-            What one call on all rows would have given.
-
-        Raises:
-            ValueError: there are no outputs.
-        """
-        return combine_outputs(cls, outputs)
-
 
 @loss_output
-class SFTLossOutput(TensorClass["nocast"]):
+class SFTLossOutput(LossTerms, TensorClass["nocast"]):
     """Terms and figures of :class:`~objectives.SFTLoss`."""
 
     loss_sft: Tensor
@@ -169,28 +174,9 @@ class SFTLossOutput(TensorClass["nocast"]):
     kl_to_ref: Tensor | None = None
     """Mean KL estimate to the reference, in nats per token; detached."""
 
-    def total(self) -> Tensor:
-        """The objective: the sum of the ``loss_*`` entries."""
-        return sum_of_losses(self)
-
-    @classmethod
-    def combine(cls, outputs: Sequence[SFTLossOutput]) -> SFTLossOutput:
-        """The output of a whole window from those of its micro-batches, detached.
-
-        Args:
-            outputs: at least one, each computed with the window's counts (``window=``).
-
-        Returns:
-            What one call on all rows would have given.
-
-        Raises:
-            ValueError: there are no outputs.
-        """
-        return combine_outputs(cls, outputs)
-
 
 @loss_output
-class DistillationLossOutput(TensorClass["nocast"]):
+class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
     """Terms and figures of :class:`~objectives.DistillationLoss`."""
 
     loss_distill: Tensor
@@ -200,22 +186,3 @@ class DistillationLossOutput(TensorClass["nocast"]):
     """Trained tokens of this call."""
     num_sequences: Tensor
     """Rows of this call."""
-
-    def total(self) -> Tensor:
-        """The objective: the sum of the ``loss_*`` entries."""
-        return sum_of_losses(self)
-
-    @classmethod
-    def combine(cls, outputs: Sequence[DistillationLossOutput]) -> DistillationLossOutput:
-        """The output of a whole window from those of its micro-batches, detached.
-
-        Args:
-            outputs: at least one, each computed with the window's counts (``window=``).
-
-        Returns:
-            What one call on all rows would have given.
-
-        Raises:
-            ValueError: there are no outputs.
-        """
-        return combine_outputs(cls, outputs)

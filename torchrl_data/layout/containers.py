@@ -36,7 +36,7 @@ from .columns import (
     unpad_columns,
 )
 from .export import HistoryView, conversations_of
-from .token_rows import TokenRows, indexed_by_name, is_padded, read_token_rows, token_spec
+from .token_rows import TokenRows, indexed_by_name, is_padded, read_token_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,11 +125,6 @@ class Tokens(TokenRows, TensorClass["nocast"]):
         width = entries.get(PROMPT).shape[-1]
         return Tokens.from_rows(**unpad_columns(entries.get(FULL), mask, width))
 
-    @classmethod
-    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
-        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
-        return token_spec(cls, shape, keys or PARTS)
-
 
 @documented
 @indexed_by_name
@@ -151,11 +146,6 @@ class LogProbs(TokenRows, TensorClass["nocast"]):
     padded: bool | None = None
     """Whether the rows are padded."""
 
-    @classmethod
-    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
-        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
-        return token_spec(cls, shape, keys or PARTS)
-
 
 @documented
 @indexed_by_name
@@ -174,11 +164,6 @@ class Masks(TokenRows, TensorClass["nocast"]):
     """True on what the policy sampled, end-of-turn token included; shape ``[B, T]``."""
     padded: bool | None = None
     """Whether the rows are padded."""
-
-    @classmethod
-    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
-        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
-        return token_spec(cls, shape, keys or ("all_attention_mask", "all_assistant_mask"))
 
 
 _TOKEN_GROUPS: Final[dict[str, Any]] = {TOKENS: Tokens, LOG_PROBS: LogProbs, MASKS: Masks}

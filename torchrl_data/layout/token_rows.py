@@ -102,19 +102,20 @@ class TokenRows:
         """The rows padded with ``value`` on a side, ``[B, T]``."""
         return pad(self.rows(name), value=value, side=side)
 
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        from torchrl.data import Composite, NonTensor, Unbounded
+
+        size = torch.Size(shape)
+        names = keys or [name for name in cls.__annotations__ if name != "padded"]
+        leaves: dict[str, Any] = {name: Unbounded(shape=torch.Size((*size, -1))) for name in names}
+        leaves["padded"] = NonTensor(shape=size, example_data=False)
+        return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
+
 
 def is_padded(group: Any) -> bool:
     """Whether a group of token rows says that it is padded."""
     leaf = first_entries(group).get("padded", None)
     value = leaf.data if is_non_tensor(leaf) else leaf
     return bool(value.any()) if isinstance(value, Tensor) else bool(value)
-
-
-def token_spec(cls: type, shape: Sequence[int], keys: Sequence[str]) -> Any:
-    """A spec of a group of token rows."""
-    from torchrl.data import Composite, NonTensor, Unbounded
-
-    size = torch.Size(shape)
-    leaves: dict[str, Any] = {key: Unbounded(shape=torch.Size((*size, -1))) for key in keys}
-    leaves["padded"] = NonTensor(shape=size, example_data=False)
-    return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)

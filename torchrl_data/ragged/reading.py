@@ -66,7 +66,7 @@ def read_rows(batch: Any, key: NestedKey) -> Rows | None:
             is one row.
         key: the entry. More dimensions than ``[*B, T]`` are flattened into T.
     """
-    path = unravel_key(key)
+    path: Any = unravel_key(key)
     values: list[Tensor] = []
     lengths: list[int] = []
     if not _collect(batch, (path,) if isinstance(path, str) else path, values, lengths):

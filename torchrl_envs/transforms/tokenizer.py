@@ -20,7 +20,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Tokenizer(Transform):
+class _EverywhereAlike(Transform):
+    """Does the same at a reset, at a step, in a replay buffer, and by hand."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Do to a batch what is done to what an environment emits."""
+        return self._call(tensordict)
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        del tensordict
+        return self._call(tensordict_reset)
+
+
+class Tokenizer(_EverywhereAlike):
     """Writes the tokens of text entries, and the text of token entries on the way in.
 
     In an environment it reads what the environment emits; in a replay buffer or by hand, what it is
@@ -92,16 +106,6 @@ class Tokenizer(Transform):
             next_tensordict.set(_beside(out_key), mask.reshape(*shape, -1))
         return next_tensordict
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Tokenise the entries of a batch."""
-        return self._call(tensordict)
-
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        del tensordict
-        return self._call(tensordict_reset)
-
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         for in_key, out_key in self._decoded:
             if not self._holds(tensordict, out_key):
@@ -135,7 +139,7 @@ def _beside(key: NestedKey) -> NestedKey:
     return "attention_mask" if isinstance(key, str) else (*key[:-1], "attention_mask")
 
 
-class TemplateTransform(Transform):
+class TemplateTransform(_EverywhereAlike):
     """Messages to the text that a chat template makes of them, and an action's text to a message.
 
     Args:
@@ -192,16 +196,6 @@ class TemplateTransform(Transform):
             add_generation_prompt=True, tokenize=False, **self._template
         )
         return text
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Render the messages of a batch."""
-        return self._call(tensordict)
-
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        del tensordict
-        return self._call(tensordict_reset)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         for in_key, out_key in self._parsed:
