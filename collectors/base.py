@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
+from torchrl_envs.rewards.functions import RewardFunctions
 
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
@@ -28,6 +29,7 @@ class Collector(ABC):
         postproc: changes a batch before it goes into the buffer.
         weight_updater: how :meth:`update_policy_weights_` reaches the policy; in process when not
             given.
+        reward_functions: are told how many updates the policy has had.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Collector(ABC):
         total_episodes: int | None,
         postproc: PostProcessing | None,
         weight_updater: WeightUpdater | None,
+        reward_functions: Sequence[RewardFunctions] = (),
     ) -> None:
         self.policy = policy
         self.replay_buffer = replay_buffer
@@ -48,6 +51,7 @@ class Collector(ABC):
         self.num_collected = 0
         """Episodes so far."""
         self._loaders = list(loaders)
+        self._reward_functions = list(reward_functions)
         self._total = total_episodes
 
     @abstractmethod
@@ -109,7 +113,11 @@ class Collector(ABC):
                 f"{type(self).__name__}.update_policy_weights_ takes a model or a state dict, got "
                 f"{len(given)} of them."
             )
-        return self.weight_updater.push(given[0], version=version)
+        version = self.weight_updater.push(given[0], version=version)
+        if self.num_collected:  # what comes before the first batch is no step of the training
+            for functions in self._reward_functions:
+                functions.trainer_state.global_step += 1
+        return version
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import REWARD_KEYS
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .base import Collector, PostProcessing
@@ -91,6 +92,7 @@ class LLMCollector(Collector):
             total_episodes=total_trajectories,
             postproc=postproc,
             weight_updater=weight_updater,
+            reward_functions=list(env.transforms_of(RewardFunctions)),
         )
         self.total_trajectories = total_trajectories
         self.max_turns = max_turns

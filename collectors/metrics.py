@@ -29,11 +29,13 @@ from torchrl_data.keys import (
     POLICY_VERSION,
     REWARD,
     SCORABLE,
+    SEGMENT,
     STOP_REASON,
     TRUNCATED,
 )
 from torchrl_data.stop_reasons import kind_of
 from torchrl_envs.rewards.metrics import reward_metrics
+from torchrl_envs.rewards.reward_log import LOGGED_METRICS
 
 _RENAMED: Final = {
     "reward/mean": "reward",
@@ -61,6 +63,7 @@ def rollout_metrics(trajectories: TensorDictBase, *, solved_at: float = 1.0) -> 
         ``tool_errors`` where there are tools; ``truncated_fraction`` and ``stop/<reason>``, the
         fraction of the rollouts that ended so; ``entropy``, the mean of minus the log-prob of the
         sampled tokens, in nats: an unbiased estimate of the entropy that they were drawn with;
+        ``logged/<name>``, the mean over the rollouts of what reward functions logged;
         ``policy_version``, the mean of those that the rollouts began with.
     """
     rows = list(trajectories.reshape(-1).unbind(0))
@@ -82,10 +85,20 @@ def rollout_metrics(trajectories: TensorDictBase, *, solved_at: float = 1.0) -> 
     metrics["entropy"] = (
         -sum(float(x.sum()) for x in log_probs) / sum(counts) if sum(counts) else math.nan
     )
+    metrics |= _logged_by_rewards(rows)
     versions = [row.get(POLICY_VERSION) for row in rows]
     if not isinstance(versions[0], str):  # a tracker may name them
         metrics["policy_version"] = _mean([float(version) for version in versions])
     return metrics
+
+
+def _logged_by_rewards(rows: Sequence[TensorDictBase]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if int(row.get(SEGMENT, 0)) == 0:  # once per rollout
+            for name, value in (read_objects(row, LOGGED_METRICS)[0] or {}).items():
+                values[f"logged/{name}"].append(value)
+    return {name: _mean(each) for name, each in values.items()}
 
 
 def _solved_by_group(rows: Sequence[TensorDictBase], solved_at: float) -> list[list[bool]]:

@@ -118,6 +118,7 @@ class RolloutFunctionCollector(Collector):
             total_episodes=total_rollouts,
             postproc=postproc,
             weight_updater=weight_updater,
+            reward_functions=[] if self.reward_functions is None else [self.reward_functions],
         )
         self.total_rollouts = total_rollouts
         calls = ConcurrentCalls()

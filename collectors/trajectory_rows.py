@@ -34,6 +34,7 @@ from torchrl_envs.entries.padded import token_entries_of_row
 from torchrl_envs.entries.rewards import REWARD_ERRORS, turn_ends
 from torchrl_envs.episode.entries import EPISODE
 from torchrl_envs.episode.episode import Episode
+from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
 
 _DENSE = (
     REWARD,
@@ -79,6 +80,9 @@ def trajectory_rows(
         shared.set_non_tensor(REWARD_ERRORS, errors[row])
         if episode.example is not None:
             shared.set_non_tensor(ROW, episode.example)
+        for key in (LOGGED_METRICS, LOGGED_EXTRA):
+            if key in episode.metrics:
+                shared.set_non_tensor(key, episode.metrics[key])
         versions = torch.cat([part.policy_versions(0) for part in episode.rows])
         sampled = versions[versions >= 0]
         shared.set(POLICY_VERSION, sampled[0] if len(sampled) else torch.tensor(-1))

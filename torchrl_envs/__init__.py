@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .graders.judges import ChatCompletions, PolicyAnswers
     from .graders.llm_judge import LLMJudge
     from .graders.math_verify_reward import MathVerifyReward
+    from .graders.repetition import RepetitionPenalty
     from .graders.reward_model import RewardModel
     from .rewards.answer import AnswerReward
     from .rewards.calls import row_reward
@@ -96,6 +97,7 @@ _HOMES = {
     "RetrieveLogProb": "torchrl_envs.rewards.kl",
     "RewardErrorLimit": "torchrl_envs.episode.error_limit",
     "RewardFunctions": "torchrl_envs.rewards.functions",
+    "RepetitionPenalty": "torchrl_envs.graders.repetition",
     "RewardModel": "torchrl_envs.graders.reward_model",
     "Sandbox": "torchrl_envs.sandbox",
     "SandboxLimits": "torchrl_envs.sandbox",
@@ -160,6 +162,7 @@ __all__ = [
     "PolicyVersion",
     "PromptLimit",
     "PythonInterpreter",
+    "RepetitionPenalty",
     "RetrieveKL",
     "RetrieveLogProb",
     "RewardErrorLimit",

@@ -30,7 +30,7 @@ from config import GRPOConfig, fill_in
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from plot import plot_learning_curve
-from policies import autocast, build_policies, set_generation
+from policies import build_policies, set_generation
 from report import NoSignal, RunLog
 from results import Recorder, StepRecord, finite, result_of, show_rollouts
 from run_folder import Run, save_model
@@ -50,7 +50,7 @@ from warm_start import warm_start
 
 from collectors import LLMCollector, PhaseTimer, StepMetrics
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
-from torchrl_envs import DataLoadingPrimer, TokenBudget
+from torchrl_envs import DataLoadingPrimer, RewardFunctions, TokenBudget
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
@@ -149,6 +149,8 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
         batch_size=num_rollouts,
     )
     collector = LLMCollector(env, policy, replay_buffer=buffer, postproc=build_postproc(cfg, actor))
+    for functions in env.transforms_of(RewardFunctions):
+        functions.trainer_state.max_steps = cfg.train.num_steps
     loss = build_loss(
         cfg.loss,
         actor,
@@ -187,8 +189,7 @@ def train_step(cfg: GRPOConfig, trainer: Trainer, step: int) -> StepRecord:
             for _ in range(cfg.train.num_epochs or 1):
                 outputs = []
                 for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
-                    with autocast(cfg, actor):
-                        outputs.append(loss(part, window=window))
+                    outputs.append(loss(part, window=window))
                     gate.backward(outputs[-1], part)
                 metrics.add_update(GRPOLossOutput.combine(outputs), gate.step())
     with timer("sync"):

@@ -11,7 +11,6 @@ from checks import sampling_of
 from command_line import SettingsError
 from config import GRPOConfig, PolicyConfig
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,6 +21,7 @@ from torchrl_data.conversation.conversations import Message
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 _NUM_TEXTS = 1024
@@ -75,9 +75,7 @@ def load_model(cfg: PolicyConfig, source: str) -> tuple[PreTrainedModel, PreTrai
         arguments["attn_implementation"] = cfg.attn_implementation
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, cfg.dtype), **arguments
-        )
+        model = load_causal_lm(source, dtype=getattr(torch, cfg.dtype), **arguments)
     except (OSError, ValueError, TypeError, ImportError) as error:
         kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -100,7 +98,7 @@ def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LL
         task: for the embedded model.
 
     Raises:
-        SettingsError: the model can't be loaded.
+        SettingsError: the model can't be loaded, or used as the settings say.
     """
     with model_source(cfg, task) as source:
         model, tokenizer = load_model(cfg.policy, source)
@@ -110,7 +108,15 @@ def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LL
             "chat_template_name": cfg.policy.chat_template_name,
             "write_tokens": False,
         }
-        actor = TransformersWrapper(model, max_model_len=cfg.policy.max_model_len, **common)
+        try:
+            actor = TransformersWrapper(
+                model,
+                max_model_len=cfg.policy.max_model_len,
+                autocast_dtype=torch.bfloat16 if cfg.train.autocast else None,
+                **common,
+            )
+        except ValueError as error:
+            raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
         if cfg.engine.name == "transformers":
             return actor, actor
         from torchrl_modules import vLLMWrapper
@@ -121,11 +127,6 @@ def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LL
         return actor, vLLMWrapper(
             cfg.engine.url or source, engine_kwargs=engine_kwargs or None, **common
         )
-
-
-def autocast(cfg: GRPOConfig, actor: TransformersWrapper) -> torch.autocast:
-    """Activations in bfloat16, if that was asked for."""
-    return torch.autocast(actor.model.device.type, torch.bfloat16, enabled=cfg.train.autocast)
 
 
 def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:

@@ -153,6 +153,19 @@ class NoSignal:
         self._in_a_row += 1
         if self._in_a_row & (self._in_a_row - 1):  # not a power of two
             return
+        if metrics.get("reward/unscorable_fraction") == 1:
+            reasons = [
+                f"{name.removeprefix('stop/')} {value:.0%}"
+                for name, value in metrics.items()
+                if name.startswith("stop/")
+            ]
+            _LOG.warning(
+                "No signal in %d step(s): no rollout could be scored, so no update was made. They "
+                "ended by %s; rollouts.jsonl has the stop_reason and reward_errors of each.",
+                self._in_a_row,
+                ", ".join(reasons),
+            )
+            return
         _LOG.warning(
             "No signal in %d step(s): in each of the %d groups all rollouts have the same reward "
             "(mean %.3g), so no update was made. The task may be too hard or too easy for this "

@@ -27,6 +27,7 @@ from torchrl_data.keys import (
     ROW,
 )
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
 
 
 class StepRecord(NamedTuple):
@@ -94,6 +95,9 @@ def write_rollouts(file: IO[str], step: StepRecord) -> None:
             "messages": _conversation(row).messages(0),
             "row": read_objects(row, ROW)[0],
         }
+        for key in (LOGGED_METRICS, LOGGED_EXTRA):
+            if row.get(key, None) is not None:
+                record[key] = read_objects(row, key)[0]
         if row["reward_errors"]:
             record["reward_errors"] = row["reward_errors"]
         file.write(json.dumps(finite(record), ensure_ascii=False, default=str) + "\n")

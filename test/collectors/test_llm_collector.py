@@ -25,7 +25,7 @@ from torchrl_modules import TransformersWrapper
 
 
 def length_reward(completions):
-    return [float(len(completion[0]["content"])) for completion in completions]
+    return [float(len(completion)) for completion in completions]
 
 
 def make_env(num_rows=2, *, group_size=2, batch_size=4, **primer):

@@ -64,7 +64,7 @@ def test_reward_functions_get_columns_and_returned_fields(scripted):
     rows = collector.collect()
     assert rows["reward"].flatten().tolist() == [2.0, 0.0]
     assert rows["rewards", "not_mine"].isnan().all()
-    assert seen["prompts"][1] == [{"role": "user", "content": "hello"}]
+    assert seen["prompts"][1] == "hello"
     assert seen["ids"] == [[8, 9, 10], [11]]
     assert seen["answer"] == ["4", "world"]
     assert "turns" in seen["kwargs"]

@@ -87,7 +87,7 @@ def collect(model, tokenizer, *transforms, seed=0, size=2 * GROUP):
         Compose(
             DataLoadingPrimer(rows, group_size=GROUP),
             *transforms,
-            RewardFunctions([number_of_turns]),
+            RewardFunctions([number_of_turns], completion_format="messages"),
         )
     )
     buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=MCAdvantage(GROUP))
@@ -215,7 +215,10 @@ def test_reasoning_of_earlier_turns_is_dropped_and_trained_once(chatml_tokenizer
     rows = [{"prompt": "What is 2 + 2?"}]
     env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
         Compose(
-            DataLoadingPrimer(rows), Asks(2), DropReasoning(), RewardFunctions([number_of_turns])
+            DataLoadingPrimer(rows),
+            Asks(2),
+            DropReasoning(),
+            RewardFunctions([number_of_turns], completion_format="messages"),
         )
     )
     rows = LLMCollector(env, ScriptedTurns(chatml_tokenizer, turns)).collect()

@@ -167,14 +167,22 @@ class PromptLimit:
 
     def error(self, prompt: str | list[dict[str, Any]], system_prompt: str | None) -> str:
         """That a prompt is too long, or ``""``."""
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system_prompt}, *messages]
+        messages = opening_messages(prompt, system_prompt)
         opened = self._encoder.encode_waiting(Conversations.from_messages([messages]))
         length = opened.num_tokens(0)
         if length <= self.max_tokens:
             return ""
         return f"the prompt has {length} tokens, {self.max_tokens} are allowed"
+
+
+def opening_messages(
+    prompt: str | list[dict[str, Any]], system_prompt: str | None
+) -> list[dict[str, Any]]:
+    """The conversation that a prompt opens, after the system prompt unless it has its own."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
 
 
 def check_same(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

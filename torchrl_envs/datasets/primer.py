@@ -15,6 +15,7 @@ from torchrl_data.stop_reasons import NO_DATA
 from torchrl_data.validation import check_counts, check_given
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.episode.tool_source import ToolSource
 
 from .checks import (
     PromptLimit,
@@ -25,6 +26,7 @@ from .checks import (
     columns_of,
     digest,
     find_prompt_column,
+    opening_messages,
     prompt_error,
     refuse_bad_rows,
     row_error,
@@ -34,9 +36,10 @@ from .loading import load_rows, one_of
 from .options import DataOptions
 from .resume import Frontier, Place
 from .sources import open_source
-from .stream import Item, PrepareRow, RowStream
+from .stream import BadRow, Item, PrepareRow, RowStream
 
 if TYPE_CHECKING:
+    from torchrl_data.templates.encoder import ConversationEncoder
     from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 IDS_PER_EPOCH: Final = 1 << 40
@@ -136,6 +139,7 @@ class DataLoadingPrimer(EpisodeTransform):
         self._prompt_limit = prompt_limit
         self._system_prompt: str | None = None
         self._num_rows = 1
+        self._shown_tools: list[str] = []
         self.columns = columns_of(self._source, self._prepare, self.options.num_checked_rows)
         self.prompt_column = find_prompt_column(self.columns, prompt_column)
         self._checks: dict[str, RowCheck] = {}
@@ -183,10 +187,11 @@ class DataLoadingPrimer(EpisodeTransform):
             refuse_bad_rows(sample_rows(self._source, self._prepare, count), check)
 
     def check(self, env: "EpisodeEnvironment") -> None:
-        """The batch must hold whole groups.
+        """The batch must hold whole groups, and its prompts tell of the tools that are shown.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not; a ``ToolsNotShownError`` if its chat template leaves tools out
+                and no prompt names them.
         """
         size = env.batch_size.numel()
         if size % self.group_size:
@@ -195,7 +200,29 @@ class DataLoadingPrimer(EpisodeTransform):
                 f"groups of {self.group_size}. Make the batch size a multiple of group_size."
             )
         self._num_rows = size
-        self._system_prompt = getattr(env.base_env, "system_prompt", None)
+        base: Any = env.base_env
+        self._system_prompt = getattr(base, "system_prompt", None)
+        sources = [source for source in env.transforms_of(ToolSource) if source.show_schemas]
+        self._shown_tools = [name for source in sources for name in source.tool_names()]
+        if getattr(base, "tokenizer", None) is not None:
+            self._check_tools_shown(base.encoder)
+
+    def check_policy(self, policy: Any) -> None:
+        """The policy's prompts tell it of the tools that are shown.
+
+        Raises:
+            ToolsNotShownError: its chat template leaves tools out, and no prompt names them.
+        """
+        encoder = getattr(policy, "encoder", None)
+        if encoder is not None:
+            self._check_tools_shown(encoder)
+
+    def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
+        messages: list[dict[str, Any]] = []
+        for _, row in sample_rows(self._source, self._prepare, _SAMPLE_ROWS):
+            if not isinstance(row, BadRow) and not self._checks["prompt"](row):
+                messages += opening_messages(row[self.prompt_column], self._system_prompt)
+        encoder.check_tools([{"name": name} for name in self._shown_tools], messages)
 
     # Drawing ------------------------------------------------------------------------------------
 

@@ -4,11 +4,12 @@ The reward functions here have TRL's signature: see ``RewardFunctions``.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 from torchrl_data.conversation.messages import Message
 
+F = TypeVar("F", bound=Callable[..., Any])
 _THINK: Final = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _ANSWER: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOTH: Final = re.compile(
@@ -80,6 +81,13 @@ def normalize_number(text: str) -> str:
     return f"{minus}{whole}.{fraction}" if fraction else f"{minus}{whole}"
 
 
+def reads_messages(function: F) -> F:
+    """Mark a reward function that gets messages where the data's prompts are strings, too."""
+    function.needs_messages = True  # type: ignore[attr-defined]
+    return function
+
+
+@reads_messages
 def exact_match(
     completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
 ) -> list[float]:
@@ -90,6 +98,7 @@ def exact_match(
     ]
 
 
+@reads_messages
 def hash_answer_match(
     completions: Sequence[Sequence[Message]], answer: Sequence[str], **_: Any
 ) -> list[float]:
@@ -102,6 +111,7 @@ def hash_answer_match(
     return rewards
 
 
+@reads_messages
 def think_answer_format(completions: Sequence[Sequence[Message]], **_: Any) -> list[float]:
     """1 where the last message is one ``<think>`` block and one ``<answer>`` block."""
     return [float(_BOTH.fullmatch(final_text(chat)) is not None) for chat in completions]

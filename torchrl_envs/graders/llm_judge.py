@@ -57,6 +57,8 @@ class LLMJudge:
         ValueError: the bounds are no interval.
     """
 
+    needs_messages = True
+
     def __init__(
         self,
         judge: Judge,

@@ -42,6 +42,7 @@ class MathVerifyReward:
     """
 
     scores_one_rollout = True
+    needs_messages = True
 
     def __init__(
         self,

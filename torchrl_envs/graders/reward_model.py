@@ -23,8 +23,11 @@ class RewardModel:
 
     Raises:
         TypeError: the model is an object and no tokenizer is given.
-        ValueError: the model has several labels, or the batch size is not positive.
+        ValueError: the model has several labels, its files lack weights, or the batch size is not
+            positive.
     """
+
+    needs_messages = True
 
     def __init__(
         self,
@@ -38,7 +41,17 @@ class RewardModel:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-            model = AutoModelForSequenceClassification.from_pretrained(model)
+            path = model
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                path, output_loading_info=True
+            )
+            model, found = loaded
+            if found["missing_keys"]:
+                raise ValueError(
+                    f"RewardModel: the files of {path!r} lack the weights "
+                    f"{sorted(found['missing_keys'])}, which would be random numbers. It must be "
+                    "trained as a sequence classifier."
+                )
         if tokenizer is None:
             raise TypeError("RewardModel needs the tokenizer of the model.")
         if model.config.num_labels != 1 or batch_size < 1:

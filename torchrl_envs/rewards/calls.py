@@ -7,10 +7,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
+from torchrl_data.conversation.messages import Message
 from torchrl_envs.concurrency.calls import Call, Outcome
 from torchrl_envs.entries.rewards import RowReward, number_or_error, raised_text, turn_ends
 from torchrl_envs.episode.episode import Episode
+from torchrl_envs.graders.answers import message_text
 from torchrl_envs.tool_calls.signatures import accepted_arguments
+
+from .reward_log import RewardLog, TrainerState
 
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=RewardFunction)
@@ -30,13 +34,16 @@ SINGULAR: Final = {
     "environments": "environment",
 }
 """What a function of one rollout calls them."""
+OF_TRAINING: Final[tuple[str, ...]] = ("trainer_state", "log_metric", "log_extra")
+"""What a function of either kind may name that is no list."""
 
 
 def row_reward(function: F) -> F:
     """Mark a reward function that scores one rollout at a time.
 
     It gets ``prompt``, ``completion``, ``prompt_ids``, ``completion_ids``, ``environment`` and the
-    columns of its own rollout and returns one reward. The rollouts are scored concurrently, each
+    columns of its own rollout, ``trainer_state``, ``log_metric(name, value)`` and
+    ``log_extra(column, value)``, and returns one reward. The rollouts are scored concurrently, each
     with a deadline of its own, so that one that hangs or raises spoils no other::
 
         @row_reward
@@ -68,7 +75,8 @@ def unique_names(functions: Sequence[RewardFunction], taken: Sequence[str] = ())
 def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[str]:
     """Arguments that a function requires and nobody gives."""
     required = [c for c in getattr(function, "required_columns", ()) if c not in columns]
-    given = {*columns, *(SINGULAR.values() if scores_one_rollout(function) else LISTS)}
+    lists = SINGULAR.values() if scores_one_rollout(function) else LISTS
+    given = {*columns, *lists, *OF_TRAINING}
     return required + [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -78,11 +86,20 @@ def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[
     ]
 
 
-def reward_inputs(episodes: Sequence[Episode], environments: Sequence[Any]) -> dict[str, list[Any]]:
+def needs_messages(function: RewardFunction) -> bool:
+    """Whether a function reads messages, whatever the data are."""
+    return getattr(function, "needs_messages", False)
+
+
+def reward_inputs(
+    episodes: Sequence[Episode], environments: Sequence[Any], *, as_text: bool
+) -> dict[str, list[Any]]:
     """Everything that a function of many rollouts may get, one item per rollout."""
+    # A rollout whose prompt is a string is shown as strings, if `as_text`.
+    shown = [_shown(episode, as_text) for episode in episodes]
     values = (
-        [episode.prompt_messages for episode in episodes],
-        [episode.completion_messages for episode in episodes],
+        [prompt for prompt, _ in shown],
+        [completion for _, completion in shown],
         [episode.prompt_ids for episode in episodes],
         [episode.completion_ids for episode in episodes],
         list(environments),
@@ -94,18 +111,53 @@ def reward_inputs(episodes: Sequence[Episode], environments: Sequence[Any]) -> d
     return inputs
 
 
-def chains_of_calls(
-    function: RewardFunction, inputs: Mapping[str, list[Any]], num_rows: int
-) -> list[list[Call]]:
-    """Chains to be run: one for all rollouts, or one each for a function of one rollout."""
+def _shown(episode: Episode, as_text: bool) -> tuple[Any, Any]:
+    """Prompt and completion of a rollout: strings or messages."""
+    if as_text and isinstance(episode.query, str):
+        said = [_text(message) for message in episode.completion_messages]
+        return episode.query, "\n".join(said)
+    return episode.prompt_messages, episode.completion_messages
+
+
+def _text(message: Message) -> str:
+    thought, said = message.get("reasoning_content"), message_text(message)
+    return f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
+
+
+class ScoringCall(NamedTuple):
+    """One call of a reward function."""
+
+    function: Call
+    episodes: Sequence[Episode]
+    """The rollouts that it scores."""
+    log: RewardLog
+
+
+def scoring_calls(
+    function: RewardFunction,
+    inputs: Mapping[str, list[Any]],
+    episodes: Sequence[Episode],
+    trainer_state: TrainerState,
+) -> list[ScoringCall]:
+    """Calls to be made: one for all rollouts, or one each for a function of one rollout."""
     if not scores_one_rollout(function):
-        return [[functools.partial(function, **accepted_arguments(function, inputs))]]
-    chains: list[list[Call]] = []
-    for i in range(num_rows):
+        log = RewardLog(len(episodes))
+        given = dict(inputs) | _of_training(trainer_state, log.log_metric, log.log_extra)
+        call = functools.partial(function, **accepted_arguments(function, given))
+        return [ScoringCall(call, episodes, log)]
+    calls: list[ScoringCall] = []
+    for i, episode in enumerate(episodes):
+        log = RewardLog(1)
         own = {name: values[i] for name, values in inputs.items() if name not in SINGULAR}
         own |= {single: inputs[many][i] for many, single in SINGULAR.items()}
-        chains.append([functools.partial(function, **accepted_arguments(function, own))])
-    return chains
+        own |= _of_training(trainer_state, log.log_metric, log.log_value)
+        call = functools.partial(function, **accepted_arguments(function, own))
+        calls.append(ScoringCall(call, [episode], log))
+    return calls
+
+
+def _of_training(*values: Any) -> dict[str, Any]:
+    return dict(zip(OF_TRAINING, values, strict=True))
 
 
 class Given(NamedTuple):

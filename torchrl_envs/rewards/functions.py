@@ -7,41 +7,53 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
+from torchrl_data.validation import one_of
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.concurrency.cleanup import run_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.tools.environment_tools import EnvironmentTools
 
 from .calls import (
     RewardFunction,
-    chains_of_calls,
     missing_arguments,
+    needs_messages,
     read_outcomes,
     reward_inputs,
     scores_one_rollout,
+    scoring_calls,
     unique_names,
 )
+from .reward_log import TrainerState
 
 if TYPE_CHECKING:
     from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
 Level = Literal["trajectory", "turn"]
 LEVELS: Final[tuple[Level, ...]] = ("trajectory", "turn")
+CompletionFormat = Literal["auto", "text", "messages"]
+COMPLETION_FORMATS: Final[tuple[CompletionFormat, ...]] = ("auto", "text", "messages")
 
 
 class RewardFunctions(EpisodeTransform, RewardSource):
     """Scores finished episodes with functions of TRL's signature.
 
     A function gets lists, one item per episode that has just finished: ``prompts`` (what came
-    before the policy's first turn) and ``completions`` (everything after it), both lists of
-    messages, ``prompt_ids`` and ``completion_ids`` (their tokens), ``environments`` (``None`` where
-    there is none), and every column of the data. It returns as many rewards; ``None`` means that it
-    does not apply, an exception in the list that this rollout could not be scored. It may be
-    ``async``, and an object with ``__call__``. A function marked with
-    :func:`~torchrl_envs.rewards.calls.row_reward` scores one rollout at a time.
+    before the policy's first turn) and ``completions`` (everything after it), ``prompt_ids`` and
+    ``completion_ids`` (their tokens), ``environments`` (``None`` where there is none), and every
+    column of the data. As with TRL prompts and completions are strings where the data's prompts
+    are, and lists of messages where those are; with tools, which TRL's strings do not have, always
+    messages. It returns as many rewards; ``None`` means that it does not apply, an exception in the
+    list that this rollout could not be scored. It may be ``async``, and an object with
+    ``__call__``. A function marked with :func:`~torchrl_envs.rewards.calls.row_reward` scores one
+    rollout at a time.
+
+    Three arguments are no lists: ``trainer_state.global_step``; ``log_metric(name, value)``, whose
+    mean over the step's rollouts becomes the metric ``logged/<name>``; and ``log_extra(column,
+    values)``, a value per rollout, which goes with its row (``logged_extra``).
 
     A wrong shape (not one number per rollout) is an error of the program: it is raised the first
     time that the function is used. Later, and for everything else that goes wrong, the rollouts
@@ -56,10 +68,13 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             of its turn.
         nan_applies: whether NaN is an error; ``False`` takes it for ``None``, as TRL does.
         timeout_s: deadline of one call.
+        completion_format: ``"text"`` where the prompt is a string, whether or not there are tools
+            (all that was said after it, message by message, a line break between them);
+            ``"messages"`` always; ``"auto"`` as above.
 
     Raises:
-        ValueError: there is no function, not as many finite weights as functions, or the level is
-            unknown.
+        ValueError: there is no function, not as many finite weights as functions, or the level or
+            the format is unknown.
         TypeError: a function can't be called.
     """
 
@@ -71,10 +86,15 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         level: Level | str = "trajectory",
         nan_applies: bool = True,
         timeout_s: float = 60.0,
+        completion_format: CompletionFormat | str = "auto",
     ) -> None:
         super().__init__()
         listed = list(functions) if isinstance(functions, Sequence) else [functions]
         _check_settings(listed, weights, level, timeout_s)
+        self.completion_format = one_of("completion_format", completion_format, COMPLETION_FORMATS)
+        self.trainer_state = TrainerState()
+        """What functions get under this name; a collector keeps ``global_step`` up to date."""
+        self._has_tools = False
         self.functions = dict(zip(unique_names(listed), listed, strict=True))
         self.weights = list(weights) if weights is not None else [1.0] * len(listed)
         self.level = level
@@ -99,6 +119,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             ValueError: a function requires an argument that is neither a column of the data nor
                 one of those that all functions get.
         """
+        self._has_tools = any(True for _ in env.transforms_of(ToolSource))
         functions = list(self.functions.values())
         taken: list[str] = []
         for source in _other_sources(env, self):
@@ -136,16 +157,22 @@ class RewardFunctions(EpisodeTransform, RewardSource):
                 message says what it returned and what is expected.
         """
         own = [_environment(environments, episode) for episode in episodes]
-        inputs = reward_inputs(episodes, own)
-        chains = {
-            name: chains_of_calls(function, inputs, len(episodes))
+        inputs = {
+            as_text: reward_inputs(episodes, own, as_text=as_text)
+            for as_text in {self._reads_text(function) for function in self.functions.values()}
+        }
+        calls_of = {
+            name: scoring_calls(
+                function, inputs[self._reads_text(function)], episodes, self.trainer_state
+            )
             for name, function in self.functions.items()
         }
-        results = iter(calls.run([c for each in chains.values() for c in each], self.timeout_s))
+        made = [call for each in calls_of.values() for call in each]
+        results = iter(calls.run([[call.function] for call in made], self.timeout_s))
         for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
             given = read_outcomes(
                 name,
-                [next(results)[0] for _ in chains[name]],
+                [next(results)[0] for _ in calls_of[name]],
                 episodes,
                 by_turn=self.level == "turn",
                 nan_applies=self.nan_applies,
@@ -156,6 +183,16 @@ class RewardFunctions(EpisodeTransform, RewardSource):
             self._used.add(name)
             for episode, reward in zip(episodes, given.rewards, strict=True):
                 episode.score.add(name, reward, weight=weight)
+        for call in made:
+            call.log.write_to(call.episodes)
+
+    def _reads_text(self, function: RewardFunction) -> bool:
+        """Whether a function gets strings where prompts are strings."""
+        if needs_messages(function):
+            return False
+        if self.completion_format != "auto":
+            return self.completion_format == "text"
+        return self.level == "trajectory" and not self._has_tools
 
     def close(self) -> None:
         """Close the functions that can be, all of them; an error is raised at the end."""

@@ -94,8 +94,8 @@ def _typed(text: Any, schema: Any) -> Any:
 
 def environment_tools(environment: type | object) -> dict[str, Tool]:
     """The public methods of an environment, as tools."""
-    # Every public method is one, inherited methods included, but for `reset`, `get_reward`,
-    # `close`, properties and class methods.
+    # As with TRL: methods and class methods, inherited ones included, but for `reset`,
+    # `get_reward` and `close`; properties and static methods are none.
     cls = environment if isinstance(environment, type) else type(environment)
     tools: dict[str, Tool] = {}
     for owner in reversed(cls.__mro__[:-1]):
@@ -103,10 +103,9 @@ def environment_tools(environment: type | object) -> dict[str, Tool]:
             static = inspect.getattr_static(cls, name)
             if name.startswith("_") or name in RESERVED:
                 continue
-            if isinstance(static, staticmethod):
-                tools[name] = function_tool(static.__func__, owner=cls.__name__)
-            elif isinstance(static, types.FunctionType):
-                bound = types.MethodType(static, object())
+            method = static.__func__ if isinstance(static, classmethod) else static
+            if isinstance(method, types.FunctionType):
+                bound = types.MethodType(method, object())
                 tools[name] = function_tool(bound, owner=cls.__name__)
     return tools
 

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchrl_data.tool_calls.parse import ToolCall
@@ -30,7 +31,8 @@ class EnvironmentTools(ToolSource, RewardSource):
     An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
     (all of them if it takes ``**kwargs``), and ``seed``, the group's seed, if it names it; what it
     returns, a string or a list of content parts, is added to the last user message (a string after
-    a blank line), or becomes a user message if there is none. Every other public method is a tool.
+    a blank line), or becomes a user message if there is none. Every other public method is a tool
+    (class methods too, static ones not, as with TRL).
     ``get_reward()`` is asked once, when the episode ends; it gets ``messages``, the whole
     conversation, if it names it, and ``None`` from it means that it does not apply. ``close()`` is
     always called. All may be ``async``.
@@ -52,7 +54,8 @@ class EnvironmentTools(ToolSource, RewardSource):
         show_schemas: whether the chat template shows the tools to the model.
 
     Raises:
-        TypeError: a factory can't be called.
+        TypeError: a factory can't be called, a class can't be made without arguments, or its
+            ``get_reward`` or ``close`` requires arguments that nobody gives.
         ValueError: a tool lacks a docstring or type hints, or there is no tool at all.
     """
 
@@ -77,6 +80,8 @@ class EnvironmentTools(ToolSource, RewardSource):
         self.route_column = route_column
         self.overlap_calls = overlap_calls
         self.types = {name: _environment_type(f, timeout_s) for name, f in self.factories.items()}
+        for cls in self.types.values():
+            _check_lifecycle(cls)
         if not self.is_routed:  # known by its class, also where a lambda or a partial makes it
             name = self.types[""].__name__
             self.factories, self.types = {name: self.factories[""]}, {name: self.types[""]}
@@ -215,6 +220,13 @@ class EnvironmentTools(ToolSource, RewardSource):
 def _environment_type(factory: Factory, timeout_s: float) -> type:
     """The class that a factory makes; a callable that is not a class is called once to see."""
     if isinstance(factory, type):
+        missing = _required_arguments(factory)
+        if missing:
+            raise TypeError(
+                f"The environment {factory.__name__} is made without arguments, but its "
+                f"constructor requires {missing}. Give them defaults, or give a factory: "
+                f"EnvironmentTools(lambda: {factory.__name__}({missing[0]}=...))."
+            )
         return factory
     if not callable(factory):
         raise TypeError(
@@ -230,6 +242,41 @@ def _environment_type(factory: Factory, timeout_s: float) -> type:
     return type(probe)
 
 
+def _check_lifecycle(cls: type) -> None:
+    """Methods that are called for the environment require no arguments that nobody gives."""
+    for name, given in (("get_reward", ("messages",)), ("close", ())):
+        method = getattr(cls, name, None)
+        if method is None:
+            continue
+        if not callable(method):
+            raise TypeError(
+                f"{cls.__name__}.{name} must be a method, got {type(method).__name__}: "
+                f"{method!r:.80}."
+            )
+        bound = not isinstance(inspect.getattr_static(cls, name), types.FunctionType)
+        missing = [a for a in _required_arguments(method)[0 if bound else 1 :] if a not in given]
+        if missing:
+            gets = f"{', '.join(given)} if it names it" if given else "no arguments"
+            raise TypeError(
+                f"{cls.__name__}.{name} requires {missing}, which nobody gives: it gets {gets}. "
+                "Keep what it needs on the environment (reset gets the data row), or give the "
+                "arguments defaults."
+            )
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    """What a call must be given; nothing where that can't be told."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a class that is not written in Python
+        return []
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+
+
 def _required_parameters(cls: type) -> set[str]:
     reset = getattr(cls, "reset", None)
     if reset is None:
@@ -237,9 +284,4 @@ def _required_parameters(cls: type) -> set[str]:
             f"The environment {cls.__name__} has no reset(self, **row) method; add one (it may "
             "return None)."
         )
-    parameters = list(inspect.signature(reset).parameters.values())[1:]
-    return {
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
+    return set(_required_arguments(reset)[1:])

@@ -5,10 +5,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
 """Arguments that say where files are, for the tokenizer too."""
+_SHOWN_KEYS: Final = 5
 
 
 class Loading(NamedTuple):
@@ -46,7 +47,7 @@ class Loading(NamedTuple):
             self._check_attention(path, attention)
             more["attn_implementation"] = attention
         dtype = torch.float32 if self.dtype is None else self.dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **more)
+        model: Any = load_causal_lm(path, dtype=dtype, **more)
         return model.to(accelerator() if self.device is None else self.device)
 
     def _check_attention(self, path: str, attention: str) -> None:
@@ -58,6 +59,21 @@ class Loading(NamedTuple):
                 "attn_implementation='sdpa' leaves out and vLLM does not. Leave it away, or give "
                 "'eager'."
             )
+
+
+def load_causal_lm(path: str, **arguments: Any) -> PreTrainedModel:
+    """A causal language model with all of its weights; ``arguments`` are ``from_pretrained``'s."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **arguments)
+    model, found = loaded
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = "" if len(missing) <= _SHOWN_KEYS else f" and {len(missing) - _SHOWN_KEYS} more"
+        raise ValueError(
+            f"The files of {path!r} lack {len(missing)} of the model's weights: "
+            f"{', '.join(missing[:_SHOWN_KEYS])}{more}. They would be random numbers. Is the "
+            "checkpoint whole, and the model's class that of its config?"
+        )
+    return model
 
 
 def accelerator() -> torch.device:

@@ -1,5 +1,6 @@
 """Data and composition: what is drawn, and what can't work is said before anything runs."""
 
+import copy
 import functools
 
 import datasets
@@ -12,6 +13,8 @@ from tensordict import TensorDict
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
+from collectors import LLMCollector
+from torchrl_data import ToolsNotShownError, builtin_template
 from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_envs import (
@@ -155,7 +158,7 @@ def test_a_dataset_of_datasets_works():
             lambda: compose(
                 DataLoadingPrimer(ROWS),
                 RewardFunctions([score]),
-                EnvironmentTools(type("Static", (), {"get_reward": id})),
+                EnvironmentTools(type("Static", (), {"get_reward": Good.get_reward})),
             ).check(),
             r"Static has no reset\(self, \*\*row\)",
             id="no reset",
@@ -212,15 +215,15 @@ def test_every_public_method_is_a_tool_and_nothing_else():
         def value(self):
             return 1
 
-        @classmethod
-        def build(cls): ...
+        @staticmethod
+        def build(x): ...
 
     class Child(Base):
         hidden = None
 
-        @staticmethod
-        def second(x: int = 3) -> str:
-            """Be static.
+        @classmethod
+        def second(cls, x: int = 3) -> str:
+            """Be of the class.
 
             Args:
                 x: A number.
@@ -236,6 +239,50 @@ def test_every_public_method_is_a_tool_and_nothing_else():
     assert "required" not in parameters
     assert tools["second"].argument_error({}) is None
     assert "['x']" in tools["second"].argument_error({"x": "3"})
+
+
+class Needs(Good):
+    def __init__(self, url):
+        self.url = url
+
+
+class Asks(Good):
+    def get_reward(self, completions, messages, scale=1.0): ...
+
+
+class Holds(Good):
+    get_reward = 3.0
+
+
+class Stays(Good):
+    async def close(self, force): ...
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Needs, r"Needs is made without arguments.*requires \['url'\].*lambda: Needs\(url=...\)"),
+        (Asks, r"Asks.get_reward requires \['completions'\].*gets messages if it names it"),
+        (Holds, r"Holds.get_reward must be a method, got float"),
+        (Stays, r"Stays.close requires \['force'\].*it gets no arguments"),
+    ],
+)
+def test_signatures_of_environments_are_checked_when_composed(cls, words):
+    with pytest.raises(TypeError, match=words):
+        EnvironmentTools(cls)
+    with pytest.raises(TypeError, match=words):
+        EnvironmentTools({"one": Good, "other": cls})
+
+
+def test_environments_made_by_functions_and_with_further_arguments_are_taken():
+    class Scored(Good):
+        def get_reward(self, messages, scale=1.0, **rest): ...
+
+        @classmethod
+        def close(cls): ...
+
+    assert list(EnvironmentTools(lambda: Needs("url")).types) == ["Needs"]
+    assert EnvironmentTools(Scored).reward_names == ["Scored"]
 
 
 @pytest.mark.parametrize(
@@ -375,3 +422,51 @@ def test_an_environment_is_known_by_its_class_whatever_makes_it(make):
 def test_what_can_not_make_an_environment_is_named():
     with pytest.raises(TypeError, match=r"a class, a callable .* got 5"):
         EnvironmentTools(5)
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: The other.
+    """
+    return a + b
+
+
+@pytest.fixture
+def silent(chatml_tokenizer):
+    """A tokenizer whose chat template leaves tools out."""
+    tokenizer = copy.deepcopy(chatml_tokenizer)
+    tokenizer.chat_template = builtin_template("falcon")
+    return tokenizer
+
+
+def with_tools(prompt, *, show_schemas=True, **kwargs):
+    tools = FunctionTools([add], show_schemas=show_schemas)
+    return ChatEnv(batch_size=1, **kwargs).append_transform(
+        Compose(DataLoadingPrimer([{"prompt": prompt}]), tools, RewardFunctions([score]))
+    )
+
+
+def test_tools_that_a_template_leaves_out_are_refused_at_the_door(silent, scripted):
+    with pytest.raises(ToolsNotShownError, match=r"does not show tools.*\['add'\]"):
+        with_tools("2 + 2?", tokenizer=silent).check()
+    policy = scripted(["4"], tokenizer=silent)
+    with pytest.raises(ToolsNotShownError, match=r"does not show tools.*\['add'\]"):
+        LLMCollector(with_tools("2 + 2?"), policy)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda: with_tools("Call add."), id="the prompt names them"),
+        pytest.param(lambda: with_tools("2?", system_prompt="add(a, b) adds."), id="the system's"),
+        pytest.param(lambda: with_tools("2?", show_schemas=False), id="not to be shown"),
+    ],
+)
+def test_tools_that_prompts_name_need_no_template(build, silent, scripted):
+    env = build()
+    env.base_env.tokenizer = silent
+    env.check()
+    LLMCollector(env, scripted(["4"], tokenizer=silent))

@@ -265,7 +265,7 @@ def test_tools_rewards_data_and_limits_work_in_every_mode_and_shape(
         Compose(
             DataLoadingPrimer(ROWS),
             EnvironmentTools(Echo),
-            RewardFunctions([number_of_messages]),
+            RewardFunctions([number_of_messages], completion_format="messages"),
             StepCounter(max_steps=3),
         )
     )
@@ -305,7 +305,7 @@ def test_specs_are_those_of_the_data(mode, shape, make_env):
         Compose(
             DataLoadingPrimer(ROWS),
             EnvironmentTools(Echo),
-            RewardFunctions([number_of_messages]),
+            RewardFunctions([number_of_messages], completion_format="messages"),
             StepCounter(max_steps=2),
         )
     )
@@ -332,7 +332,9 @@ def test_specs_of_rewards_by_turn_are_dynamic(make_env):
 def test_torchrls_own_rollout_resets_each_row_when_it_is_done(mode, make_env, make_policy):
     env = make_env(mode, (3,)).append_transform(
         Compose(
-            DataLoadingPrimer(ROWS), RewardFunctions([number_of_messages]), StepCounter(max_steps=2)
+            DataLoadingPrimer(ROWS),
+            RewardFunctions([number_of_messages], completion_format="messages"),
+            StepCounter(max_steps=2),
         )
     )
     batch = env.rollout(3, make_policy(mode), break_when_any_done=False)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_data.conversation.object_entries import read_objects
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
+from torchrl_envs import ChatEnv, DataLoadingPrimer, RepetitionPenalty, RewardFunctions
 from torchrl_envs.graders.answers import (
     exact_match,
     final_text,
@@ -207,3 +207,54 @@ def test_the_last_message_counts_if_the_policy_wrote_it():
     assert final_text([]) == ""
     assert final_text(said([{"type": "text", "text": "x"}, {"type": "image"}])) == "x"
     assert final_text(said(None)) == ""
+
+
+def slow_penalty(texts, size, most):
+    """Each n-gram is looked for among all earlier ones."""
+    grams = []
+    for text in texts:
+        words = text.lower().split()
+        grams += [words[i : i + size] for i in range(len(words)) if i + size <= len(words)]
+    repeated = sum(gram in grams[:i] for i, gram in enumerate(grams))
+    return most * repeated / len(grams) if grams else 0.0
+
+
+WORDS = st.lists(st.sampled_from(["a", "A", "b", "c d"]), max_size=12).map(" ".join)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=3), st.integers(1, 4), st.floats(-3, -0.1))
+def test_repetition_costs_the_share_of_repeated_ngrams(texts, size, most):
+    messages = [message for text in texts for message in (said(text)[0], ANSWER)]
+    (reward,) = RepetitionPenalty(size, most)([messages])
+    assert reward == pytest.approx(slow_penalty(texts, size, most))
+    assert most < reward <= 0
+
+
+ANSWER = {"role": "tool", "content": "a a a a a a"}
+
+
+def test_repetition_by_hand():
+    # Of 7 words 5 trigrams; "the cat sat" is there twice: -2 * (1 - 4 / 5).
+    chat = said("The cat sat, the cat sat, yes".replace(",", ""))
+    assert RepetitionPenalty(3, -2.0)([chat]) == pytest.approx([-0.4])
+    # Thoughts count; n-grams do not reach over the border of two texts.
+    thought = {"role": "assistant", "content": "one two", "reasoning_content": "one two"}
+    assert RepetitionPenalty(2)([[thought], said("one two"), said("one")]) == [-0.5, 0.0, 0.0]
+    # Without spaces: 6 characters, 4 trigrams, of which 3 differ.
+    assert RepetitionPenalty(3, unit="characters")([said("\u4f60\u597d\u5417" * 2)]) == [-0.25]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((0,), "ngram_size"), ((3, 0.0), "below 0, got 0.0"), ((3, -1.0, "letters"), "unit")],
+)
+def test_repetition_settings_that_make_no_sense_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        RepetitionPenalty(*arguments[:2], **({"unit": arguments[2]} if arguments[2:] else {}))
+
+
+def test_repetition_reads_messages_of_string_data(scripted, play):
+    env = ChatEnv(batch_size=1).append_transform(DataLoadingPrimer([{"prompt": "q"}]))
+    env.append_transform(RewardFunctions([RepetitionPenalty(1)]))
+    end = play(env, scripted(["a a"]))[0]
+    assert end["reward"].item() == -0.5

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, RewardModel
@@ -49,3 +49,14 @@ def test_wrong_models_are_named(classifier, chatml_tokenizer):
         RewardModel(classifier(2), chatml_tokenizer)
     with pytest.raises(TypeError, match="needs the tokenizer"):
         RewardModel(classifier())
+
+
+def test_a_model_that_was_not_trained_to_classify_is_refused(chatml_tokenizer, tmp_path):
+    config = LlamaConfig(
+        vocab_size=len(chatml_tokenizer), hidden_size=16, intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, num_labels=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    chatml_tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lack the weights \['score.weight'\]"):
+        RewardModel(str(tmp_path))

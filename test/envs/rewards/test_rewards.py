@@ -99,10 +99,13 @@ def test_a_function_gets_what_it_names(score):
         "completion_ids",
         "completions",
         "environments",
+        "log_extra",
+        "log_metric",
         "number",
         "prompt",
         "prompt_ids",
         "prompts",
+        "trainer_state",
     ]
 
 

@@ -1,7 +1,10 @@
 """A model from a path: where it goes, its type, its attention and how many positions it has."""
 
+import copy
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -49,6 +52,31 @@ def test_a_checkpoint_of_bfloat16_is_trained_in_float32_unless_told_otherwise(pa
     assert changed > 0.9, "a step of 1e-6 is lost in bfloat16"
     kept = TransformersWrapper(path, dtype="auto", device="cpu").model
     assert {p.dtype for p in kept.parameters()} == {torch.bfloat16}
+
+
+def without(path, *names):
+    """The files at a path without some weights."""
+    file = f"{path}/model.safetensors"
+    weights = load_file(file)
+    for name in names:
+        del weights[name]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_a_model_whose_files_lack_weights_is_refused_by_their_names(path):
+    without(path, "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+    with pytest.raises(ValueError, match=r"lack 2 .*layers.1.mlp.down_proj.weight, model.norm.w"):
+        TransformersWrapper(path)
+
+
+def test_weights_that_are_tied_are_not_missing(make_tiny_model, chatml_tokenizer, tmp_path):
+    model = make_tiny_model()
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = True
+    type(model)(config).save_pretrained(tmp_path)
+    chatml_tokenizer.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    TransformersWrapper(str(tmp_path))
 
 
 def test_an_attention_that_is_chosen_is_kept(path):
