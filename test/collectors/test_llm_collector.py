@@ -132,7 +132,8 @@ def test_the_buffer_holds_what_the_collector_gives(make_policy):
     full = first["tokens", "full"]
     split = torch.cat([first["tokens", "prompt"], first["tokens", "response"]])
     assert torch.equal(full, split)
-    assert length_reward([first["history", "full"].to_chats()[1]["content"]]) == [first["reward"].item()]
+    said = first["history", "full"].to_chats()[1]["content"]
+    assert length_reward([said]) == [first["reward"].item()]
 
 
 def test_rewards_can_be_changed_before_they_are_stored(make_policy):
