@@ -125,7 +125,7 @@ def build_env(name, encoder):
     if name == "environment":
         parts += [EnvironmentTools(Counter), RewardErrorLimit(1.0)]
     else:
-        parts.append(RewardFunctions([length_reward]))
+        parts.append(RewardFunctions([length_reward], completion_format="messages"))
     parts += {
         "counter": [StepCounter(max_steps=2)],
         "budget": [TokenBudget(60, encoder=encoder)],
