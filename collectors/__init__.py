@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from .llm_collector import LLMCollector
     from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
+    from .streaming.collector import StreamingCollector
+    from .streaming.evaluation import EvaluationPoint
     from .text_environment.environment import TextEnvironment
     from .weight_update.in_process import InProcessUpdater
     from .weight_update.interface import WeightUpdater
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Drop": ".ledger.policies",
+    "EvaluationPoint": ".streaming.evaluation",
     "GroupLedger": ".ledger.ledger",
     "InProcessUpdater": ".weight_update.in_process",
     "LLMCollector": ".llm_collector",
@@ -23,6 +26,7 @@ _HOMES = {
     "PhaseTimer": ".metrics",
     "RolloutFunctionCollector": ".rollout_func",
     "StepMetrics": ".metrics",
+    "StreamingCollector": ".streaming.collector",
     "TextEnvironment": ".text_environment.environment",
     "Wait": ".ledger.policies",
     "WeightUpdater": ".weight_update.interface",
@@ -34,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "Drop",
+    "EvaluationPoint",
     "GroupLedger",
     "InProcessUpdater",
     "LLMCollector",
@@ -41,6 +46,7 @@ __all__ = [
     "PhaseTimer",
     "RolloutFunctionCollector",
     "StepMetrics",
+    "StreamingCollector",
     "TextEnvironment",
     "Wait",
     "WeightUpdater",

@@ -72,7 +72,7 @@ def check_groups(
     Raises:
         ValueError: the sizes differ, so no group would ever be complete.
     """
-    for part in _advantages(buffer):
+    for part in advantages_of(buffer):
         for loader in loaders:
             if part.group_size != loader.group_size:
                 raise ValueError(
@@ -91,12 +91,12 @@ def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> 
         env.batch_size.numel(),
         getattr(getattr(buffer, "storage", None), "max_size", None),
     )
-    if _advantages(buffer) and room is not None and room < num_rows:
+    if advantages_of(buffer) and room is not None and room < num_rows:
         raise ValueError(
             f"{who}: a batch has {num_rows} rows, and the storage of the buffer holds {room}: the "
             f"later ones would take the place of the first. Give the storage at least {num_rows}."
         )
-    if REWARD not in set(env.full_reward_spec.keys()) and any(_advantages(buffer)):
+    if REWARD not in set(env.full_reward_spec.keys()) and any(advantages_of(buffer)):
         raise ValueError(
             f"{who}: MCAdvantage needs rewards, and no part of the environment gives any. Append "
             "RewardFunctions([...]), give the environment of EnvironmentTools a get_reward(), or "
@@ -104,6 +104,11 @@ def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> 
         )
 
 
-def _advantages(buffer: ReplayBuffer | None) -> list[MCAdvantage]:
+def advantages_of(buffer: ReplayBuffer | None) -> list[MCAdvantage]:
+    """The transforms of a buffer that compute advantages.
+
+    Args:
+        buffer: or none.
+    """
     transforms = getattr(getattr(buffer, "_transform", None), "transforms", ())
     return [part for part in transforms if isinstance(part, MCAdvantage)]

@@ -208,6 +208,23 @@ class MCAdvantage(Transform):
             refills, self._refills = dict(self._refills), Counter()
             return refills
 
+    def asks_again(self, rows: Sequence[TensorDictBase]) -> bool:
+        """Whether a complete group would be refused, in whole or in part, and asked for again.
+
+        For who can have it sampled again at once; nothing is taken in or counted.
+
+        Args:
+            rows: of one whole group.
+        """
+        if "refill" not in (self.zero_variance, self.unscorable):
+            return False
+        segments = SegmentQueue()
+        members = [segments.add(None, row) for row in rows]
+        group = self._group(None, [member for member in members if member is not None])
+        if self.unscorable == "refill" and any(map(math.isnan, group.returns)):
+            return True
+        return self.zero_variance == "refill" and self.estimator.is_flat(group)
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Leave sampled rows as they are."""
         return tensordict

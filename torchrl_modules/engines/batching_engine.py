@@ -34,7 +34,7 @@ class BatchingEngine:
             :meth:`check`. Without it nobody is waited for.
     """
 
-    def __init__(self, engine: Engine, *, num_expected: Callable[[], int] | None = None) -> None:
+    def __init__(self, engine: Engine, *, num_expected: Callable[[], float] | None = None) -> None:
         self.inside = engine
         """The engine that draws."""
         self._num_expected = num_expected

@@ -1,0 +1,1 @@
+"""Collection beside training, episode by episode."""

@@ -1,0 +1,385 @@
+"""Collection beside training: no row waits for another, and every token's age is bounded.
+
+Shape legend: B rows, T tokens of a row (ragged).
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torchrl.data import ReplayBuffer
+
+from collectors.base import Collector, PostProcessing
+from collectors.composition_checks import advantages_of
+from collectors.ledger import GroupLedger, StalenessPolicy, Ticket, Wait
+from torchrl_data.validation import check_counts
+from torchrl_envs.datasets.primer import DataExhaustedError
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_modules import LLMWrapperBase
+from torchrl_modules.engines.async_protocol import AsyncEngine, open_async
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.policies.async_policy import AsyncPolicy
+
+from .checks import WHO, check_composition, check_room, most_episodes
+from .evaluation import EvaluationPoint, Evaluations
+from .group_runner import Group, GroupRunner
+from .monitor import Monitor
+from .producer import Producer
+from .trace import Timeline
+from .updater import SnapshotUpdater, shares_memory
+from .weights import WeightPushes
+
+_LOOK_S: Final = 0.5
+_CLOSE_S: Final = 60.0
+_MAX_UNWANTED: Final = 16
+"""Groups without a signal in a row, in steps of training, before the collection gives up."""
+_log = logging.getLogger(__name__)
+
+
+class StreamingCollector(Collector):
+    """Collects beside training: episodes run by themselves, groups are trained as they finish.
+
+    Iterate it, train on each batch, and push the weights; generation goes on meanwhile::
+
+        with StreamingCollector(env, policy, replay_buffer=buffer) as collector:
+            for batch in collector:
+                train(buffer)
+                collector.update_policy_weights_(model)
+
+    No turn, tool or reward of an episode waits for another's; groups complete in any order, and a
+    batch is ``groups_per_step`` complete groups. A :class:`~collectors.GroupLedger` admits them: by
+    construction no token is older at its use than ``staleness`` allows, and with the default
+    nothing is thrown away and no slow prompt starves. New weights are taken up in the middle of
+    responses; every token knows the version that drew it.
+
+    With ``staleness=OnPolicy()`` generation and training take turns, and everything is, to the bit,
+    what :class:`~collectors.LLMCollector` gives.
+
+    Args:
+        env: a :class:`~torchrl_envs.ChatEnv` with its transforms, as for
+            :class:`~collectors.LLMCollector`. The size of its batch does not matter, but as the
+            default of ``groups_per_step``.
+        policy: whose turns are taken.
+        replay_buffer: extended with every batch; its
+            :class:`~objectives.advantages.MCAdvantage` says which groups are worth training.
+        groups_per_step: groups of a batch; as many as the environment's batch holds when not given.
+        staleness: how old tokens may be, and what is done about it: :class:`~collectors.Wait`,
+            :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`.
+        weight_sync_steps: batches that are trained for each push of weights.
+        max_inflight_tasks: most episodes that run at once; -1: all that are admitted.
+        engine: serves the policy's engine to many callers; made of it when not given.
+        total_trajectories: stop after this many; ``None`` goes on while there are data.
+        postproc: changes a batch before it goes into the buffer.
+
+    Raises:
+        ValueError: environment, policy, buffer and settings don't fit together.
+        TypeError: the environment has no transforms, or the policy or the engine is none.
+    """
+
+    def __init__(
+        self,
+        env: EpisodeEnv,
+        policy: LLMWrapperBase,
+        *,
+        replay_buffer: ReplayBuffer | None = None,
+        groups_per_step: int | None = None,
+        staleness: StalenessPolicy | None = None,
+        weight_sync_steps: int = 1,
+        max_inflight_tasks: int = -1,
+        engine: AsyncEngine | None = None,
+        total_trajectories: int | None = None,
+        postproc: PostProcessing | None = None,
+    ) -> None:
+        loaders = check_composition(env, policy, replay_buffer, postproc)
+        check_counts(WHO, groups_per_step=groups_per_step, total_trajectories=total_trajectories)
+        group_size = loaders[0].group_size if loaders else 1
+        if groups_per_step is None:
+            groups_per_step = max(1, env.batch_size.numel() // group_size)
+        self.group_size = group_size
+        self.ledger = GroupLedger(
+            groups_per_step=groups_per_step,
+            group_size=group_size,
+            policy=Wait() if staleness is None else staleness,
+            weight_sync_steps=weight_sync_steps,
+        )
+        """Knows what became of every group; to be read while nothing is collected."""
+        self.env = env
+        self.timeline = Timeline()
+        """What took how long."""
+        self._advantages = advantages_of(replay_buffer)
+        check_room(replay_buffer, groups_per_step * group_size)
+        updater = SnapshotUpdater(policy)
+        super().__init__(
+            policy,
+            [],  # the data run ahead of the batches
+            replay_buffer=replay_buffer,
+            total_episodes=total_trajectories,
+            postproc=postproc,
+            weight_updater=updater,
+        )
+        self._async_policy = AsyncPolicy(policy, self._open_engine(policy, engine))
+        self._producer = Producer(
+            partial(
+                GroupRunner,
+                AsyncEpisodeRunner(env),
+                self._async_policy,
+                group_size=group_size,
+                max_episodes=most_episodes(self.ledger, max_inflight_tasks),
+                further_entries=env.reward_entries,
+                timeline=self.timeline,
+            ),
+            self._async_policy,
+            self.ledger,
+            is_wanted=self._is_wanted,
+            max_unwanted=_MAX_UNWANTED * groups_per_step,
+        )
+        parts = (self._producer, self._async_policy)
+        self._weights = WeightPushes(*parts, self.ledger, updater, self.timeline)
+        self._evaluations = Evaluations(*parts, self.timeline)
+        self._monitor = Monitor(self._producer, self.ledger, self.timeline)
+        self._taken: list[Ticket] = []
+        self._is_closed = False
+
+    # What it is made of -------------------------------------------------------------------------
+
+    @property
+    def _is_lockstep(self) -> bool:
+        return self.ledger.policy.max_staleness == 0
+
+    def _open_engine(self, policy: LLMWrapperBase, engine: AsyncEngine | None) -> AsyncEngine:
+        if engine is not None:
+            return engine
+        if self._is_lockstep:
+            return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
+        return open_async(policy.engine)
+
+    def _is_wanted(self, rows: Sequence[TensorDictBase]) -> bool:
+        return all(part.asks_again(rows) is False for part in self._advantages)
+
+    # Collecting ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to collect in the background, if that has not begun; iterating does so too."""
+        self._open()
+        self._producer.begin()
+
+    def _open(self) -> None:
+        if not self._producer.is_alive:
+            self._producer.check_open()
+            self._producer.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it collects in the background."""
+        return self._producer.is_alive and self._producer.error is None
+
+    def collect(self) -> TensorDictBase:
+        """The next batch: complete groups, as soon as there are enough.
+
+        Returns:
+            Rows ``[B]`` as :meth:`LLMCollector.collect` gives them, the groups in the order in
+            which they are trained. The same rows are in the replay buffer.
+
+        Raises:
+            DataExhaustedError: there are no more data, and nothing is under way.
+            RuntimeError: the collection has failed; the cause is attached.
+        """
+        return super().collect()
+
+    def _run_batch(self) -> tuple[TensorDictBase, int]:
+        self.start()
+        if self._taken:
+            self._weights.unchanged(self._took())
+        groups = self._next_groups()
+        rows = [row for group in groups for row in group.rows]
+        return lazy_stack(rows), sum(len(group.episodes) for group in groups)
+
+    def _took(self) -> list[Ticket]:
+        """What the trainer has used since it last said so."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def _next_groups(self) -> list[Group]:
+        begin = time.monotonic()
+        producer = self._producer
+        with producer.changed:
+            while True:
+                producer.check_alive()
+                tickets = self._take(self.ledger.groups_per_step)
+                for eviction in self.ledger.take_evicted():
+                    producer.forget(eviction)
+                if tickets:
+                    break
+                producer.changed.wait(_LOOK_S)
+            self._taken = list(tickets)
+            groups = [producer.finished.pop(ticket) for ticket in tickets]
+            num_queued = len(producer.finished)
+        self._monitor.taken(begin, time.monotonic(), num_queued)
+        producer.wake()
+        return groups
+
+    def _take(self, num_groups: int) -> list[Ticket] | None:
+        """The groups of the next batch, if there are so many, or all that the data gave."""
+        if self._producer.is_drained:
+            num_groups = min(num_groups, self.ledger.num_queued)
+            if not num_groups:
+                raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
+        return self.ledger.take(num_groups)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Draw no token and begin no group meanwhile; what runs goes on afterwards."""
+        self._open()
+        engine = self._async_policy.engine
+        self._producer.hold()
+        try:
+            self._producer.submit(engine.pause()).result()
+            try:
+                yield
+            finally:
+                self._producer.submit(engine.resume()).result()
+        finally:
+            self._producer.release()
+
+    # Weights ------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """The version that new tokens are stamped with."""
+        return self._async_policy.version
+
+    def update_policy_weights_(
+        self,
+        source: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        version: int | None = None,
+        wait: bool = False,
+    ) -> int:
+        """Push the trainer's weights, while generation and training go on.
+
+        A copy is made at once; the engine takes it up between two tokens, and the next push (or
+        ``wait``) waits until it has. What the engine refuses is raised there, and by
+        :meth:`shutdown`.
+
+        Args:
+            source: the trained model, or its state dict.
+            state_dict: the same under TorchRL's name; give one of the two.
+            version: the number of these weights, above the present one; ``None`` counts on.
+            wait: until the engine has acknowledged them.
+
+        Returns:
+            The version that these weights will have.
+
+        Raises:
+            TypeError: neither or both of ``source`` and ``state_dict`` are given.
+            ValueError: the weights can't be taken; or the policy draws from the very tensors that
+                are trained, though training goes on while it draws.
+            UpdateRefused: the engine refused the last push, and drew on with the weights before.
+        """
+        given = [weights for weights in (source, state_dict) if weights is not None]
+        if len(given) != 1:
+            raise TypeError(
+                f"{WHO}.update_policy_weights_ takes a model or a state dict, got {len(given)} of "
+                "them."
+            )
+        if not self._is_lockstep and shares_memory(given[0], self.policy.engine):
+            raise ValueError(
+                f"{WHO}: the policy draws from the tensors that are trained, so that its tokens "
+                "would be of no version. Give the policy a copy of the model, "
+                "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
+            )
+        self._open()
+        number = self._weights.push(given[0], self._took(), version)
+        if wait or self._is_lockstep:
+            self._weights.wait()
+        return number
+
+    # Evaluation ---------------------------------------------------------------------------------
+
+    def evaluate(self, env: EpisodeEnv, *, wait: bool = False) -> EvaluationPoint | None:
+        """Evaluate the weights that serve now, beside training; they stay until it is over.
+
+        Pushes wait meanwhile, and no group begins. A point that is asked for while another runs is
+        skipped, and says so. What is over is in :attr:`evaluations`.
+
+        Args:
+            env: with held-out data, of which one batch is taken from the beginning.
+            wait: until it is over.
+
+        Returns:
+            The point, if it was waited for or skipped.
+
+        Raises:
+            ValueError: environment and policy don't fit together.
+        """
+        self._open()
+        point = self._evaluations.ask(env, self.ledger.version)
+        return point.result() if wait or point.done() else None
+
+    @property
+    def evaluations(self) -> list[EvaluationPoint]:
+        """All points that were asked for and are over, in order."""
+        return self._evaluations.points
+
+    # What it was like ---------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """What collection was like since the last call, and of the ledger's all.
+
+        Returns:
+            ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished
+            ones that were left when the trainer took its own; ``collect/open_episodes``;
+            ``collect/<what>_s``, seconds summed over episodes by what was done; and the ledger's,
+            see :meth:`~collectors.GroupLedger.metrics`.
+        """
+        return self._monitor.metrics()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write what happened when, for chrome://tracing or ui.perfetto.dev.
+
+        Args:
+            path: of a JSON file.
+        """
+        self.timeline.write(path)
+
+    # The end ------------------------------------------------------------------------------------
+
+    def async_shutdown(self, timeout: float | None = None) -> None:
+        """Cancel what runs, give back everything, and close environment and engine.
+
+        What was in flight is accounted for as returned. May be called twice.
+
+        Args:
+            timeout: seconds until it has to be over; 60 when not given.
+
+        Raises:
+            TimeoutError: it is not.
+            UpdateRefused: the engine refused the last push.
+        """
+        self._producer.stop(_CLOSE_S if timeout is None else timeout)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._async_policy.engine.close()
+        self.env.close(raise_if_closed=False)
+        _log.info("%s", self.ledger)
+        if self._producer.error is None:
+            self._weights.close()
+
+    def shutdown(self) -> None:
+        """See :meth:`async_shutdown`."""
+        self.async_shutdown()
+
+    def __enter__(self) -> "StreamingCollector":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()

@@ -1,0 +1,134 @@
+"""Evaluation beside training: every token of a point is drawn by one version of the weights."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from tensordict import TensorDictBase, lazy_stack
+
+from collectors.composition_checks import check_data, check_policy
+from collectors.trajectory_rows import trajectory_rows
+from torchrl_data.keys import TOKEN_POLICY_VERSION
+from torchrl_data.stop_reasons import NO_DATA
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_modules.policies.async_policy import AsyncPolicy
+
+from .group_runner import run_together
+from .producer import Producer
+from .trace import Timeline
+
+
+class EvaluationPoint(NamedTuple):
+    """One evaluation."""
+
+    step: int
+    """Of the training when it was asked for."""
+    version: int
+    """Of the weights that drew every token of it."""
+    trajectories: TensorDictBase | None
+    """Rows ``[n]`` as a collector gives them; ``None`` where it was skipped."""
+    skipped: str = ""
+    """Why there are none."""
+
+
+class Evaluator:
+    """Runs the episodes of an environment once, with whatever weights serve.
+
+    Args:
+        env: with held-out data.
+        policy: takes the turns.
+
+    Raises:
+        ValueError: environment and policy don't fit together.
+    """
+
+    def __init__(self, env: EpisodeEnv, policy: AsyncPolicy) -> None:
+        check_policy(env, policy.policy, who="evaluate")
+        check_data(env, who="evaluate")
+        env.check()
+        self._env = env
+        self._policy = policy
+        self._runner = AsyncEpisodeRunner(env)
+
+    async def run(self, step: int) -> EvaluationPoint:
+        """Take the data from their beginning, one batch of the environment.
+
+        Whoever calls it keeps the weights as they are.
+
+        Raises:
+            RuntimeError: a token was drawn by other weights.
+        """
+        for data in self._env.transforms_of(DataLoadingPrimer):
+            data.rewind()
+        version = self._policy.version
+        size = self._env.batch_size.numel()
+        episodes = await asyncio.to_thread(self._runner.draw, size)
+        drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
+        try:
+            await run_together(self._runner.run(episode, self._policy) for episode in drawn)
+            batch = await asyncio.to_thread(self._runner.finish, drawn)
+        finally:
+            await asyncio.to_thread(self._runner.give_up, episodes)
+        own = trajectory_rows(batch, range(len(drawn)), further=self._env.reward_entries)
+        rows = [row for each in own for row in each]
+        _check_versions(rows, version)
+        return EvaluationPoint(step, version, lazy_stack(rows))
+
+
+class Evaluations:
+    """Evaluates beside training, one point at a time.
+
+    Args:
+        producer: in whose event loop; it begins no group meanwhile.
+        policy: takes the turns.
+        timeline: notes how long it takes.
+    """
+
+    def __init__(self, producer: Producer, policy: AsyncPolicy, timeline: Timeline) -> None:
+        self._producer = producer
+        self._policy = policy
+        self._timeline = timeline
+        self._running: Future[EvaluationPoint] | None = None
+        self.points: list[EvaluationPoint] = []
+        """All that were asked for and are over, in order."""
+
+    def ask(self, env: EpisodeEnv, step: int) -> "Future[EvaluationPoint]":
+        """Evaluate the weights that serve now; while another point runs, it is skipped.
+
+        Args:
+            env: with held-out data.
+            step: of the training.
+        """
+        if self._running is not None and not self._running.done():
+            skipped: Future[EvaluationPoint] = Future()
+            skipped.set_result(EvaluationPoint(step, self._policy.version, None, "one was running"))
+            self.points.append(skipped.result())
+            return skipped
+        evaluator = Evaluator(env, self._policy)
+        self._running = self._producer.submit(self._run(evaluator, step))
+        return self._running
+
+    async def _run(self, evaluator: Evaluator, step: int) -> EvaluationPoint:
+        self._producer.hold()
+        try:
+            async with self._producer.weights:
+                with self._timeline.span("evaluate", "trainer", 2):
+                    point = await evaluator.run(step)
+        finally:
+            self._producer.release()
+        self.points.append(point)
+        return point
+
+
+def _check_versions(rows: Sequence[TensorDictBase], version: int) -> None:
+    for row in rows:
+        drawn = row.get(TOKEN_POLICY_VERSION)
+        others = set(drawn[drawn >= 0].tolist()) - {version}
+        if others:
+            raise RuntimeError(
+                f"An evaluation of version {version} has tokens of {sorted(others)}: the weights "
+                "were replaced while it ran."
+            )

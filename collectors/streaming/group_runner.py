@@ -1,0 +1,157 @@
+"""The episodes of one group, from their draw to the rows that are trained."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tensordict import TensorDictBase
+
+from collectors.ledger import Ticket
+from collectors.trajectory_rows import trajectory_rows
+from torchrl_data.stop_reasons import NO_DATA
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt_of
+from torchrl_envs.episode.episode import Episode
+from torchrl_modules.policies.async_policy import AsyncPolicy
+
+from .trace import Timeline
+
+_MAX_FINISHERS: Final = 64
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one prompt."""
+
+    ticket: Ticket
+    prompt: Prompt
+    episodes: list[Episode]
+    rows: list[TensorDictBase] = field(default_factory=list)
+    """What is trained of it, once it is scored."""
+    task: asyncio.Task[None] | None = None
+    is_stale: bool = False
+    """Its task was cancelled, because nothing can be trained on it any more."""
+
+
+class GroupRunner:
+    """Runs the episodes of groups, each by itself, and scores a group when all of its are over.
+
+    What blocks (drawing data, scoring, giving back) is done in threads. To be used in one event
+    loop.
+
+    Args:
+        runner: of the environment.
+        policy: takes turns.
+        group_size: episodes of a group.
+        max_episodes: that run at once.
+        further_entries: of the scoring, see :attr:`~torchrl_envs.EpisodeEnv.reward_entries`.
+        timeline: notes what takes how long.
+        on_end: told of each episode that is over: its group, its number in it, and itself.
+    """
+
+    def __init__(
+        self,
+        runner: AsyncEpisodeRunner,
+        policy: AsyncPolicy,
+        *,
+        group_size: int,
+        max_episodes: int,
+        further_entries: Sequence[str],
+        timeline: Timeline,
+        on_end: Callable[[Group, int, Episode], None],
+    ) -> None:
+        self._runner = runner
+        self._policy = policy
+        self._group_size = group_size
+        self._further = further_entries
+        self._timeline = timeline
+        self._on_end = on_end
+        self._slots = asyncio.Semaphore(max_episodes)
+        self._finishers = ThreadPoolExecutor(_MAX_FINISHERS, thread_name_prefix="finish-group")
+        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")
+
+    async def draw(self) -> tuple[Prompt, int, list[Episode]] | None:
+        """The next prompt of the data, its seed and episodes; ``None``: there is none."""
+        loop = asyncio.get_running_loop()
+        episodes = await loop.run_in_executor(self._drawer, self._runner.draw, self._group_size)
+        if any(episode.stop_reason == NO_DATA for episode in episodes):
+            await self.give_up(episodes)
+            return None
+        return prompt_of(episodes[0]), episodes[0].seed, episodes
+
+    def draw_again(self, prompt: Prompt, seed: int) -> list[Episode]:
+        """New episodes of a prompt that was drawn before."""
+        return self._runner.draw_again(prompt, seed, self._group_size)
+
+    async def run(self, group: Group) -> None:
+        """Take all episodes to their ends, and score them.
+
+        Raises:
+            EngineDied: the engine is gone; the others were cancelled.
+        """
+        await run_together(
+            self._run_episode(group, number, episode)
+            for number, episode in enumerate(group.episodes)
+        )
+        loop = asyncio.get_running_loop()
+        with self._timeline.span("score", _track(group), self._group_size):
+            await loop.run_in_executor(self._finishers, self._score, group)
+
+    async def _run_episode(self, group: Group, number: int, episode: Episode) -> None:
+        try:
+            async with self._slots:
+                with self._timeline.span("episode", _track(group), number):
+                    policy = _TimedPolicy(self._policy, self._timeline, _track(group), number)
+                    await self._runner.run(episode, policy)
+        finally:
+            self._policy.engine.end_session(episode.id)
+            self._on_end(group, number, episode)
+
+    def _score(self, group: Group) -> None:
+        batch = self._runner.finish(group.episodes)
+        rows = trajectory_rows(batch, range(len(group.episodes)), further=self._further)
+        group.rows = [row for own in rows for row in own]
+
+    async def give_up(self, episodes: list[Episode]) -> None:
+        """Give back what episodes hold that nobody will score."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._finishers, self._runner.give_up, episodes)
+
+    def close(self) -> None:
+        """Wait for what is done in threads, and end them."""
+        self._drawer.shutdown(wait=True)
+        self._finishers.shutdown(wait=True)
+
+
+class _TimedPolicy:
+    """A policy whose turns are noted."""
+
+    def __init__(self, policy: AsyncPolicy, timeline: Timeline, track: str, line: int) -> None:
+        self._policy = policy
+        self._timeline = timeline
+        self._place = (track, line)
+
+    async def take_turn(self, conversation: Any, **kwargs: Any) -> tuple[Any, str]:
+        with self._timeline.span("generate", *self._place):
+            return await self._policy.take_turn(conversation, **kwargs)
+
+
+def _track(group: Group) -> str:
+    return f"group {group.ticket.ordinal}"
+
+
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at once; when one fails the others are cancelled and waited for.
+
+    Raises:
+        Exception: what the first one raised.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise

@@ -1,0 +1,367 @@
+"""The side of a streaming collection that runs in an event loop: episodes, groups, admission."""
+
+import asyncio
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+
+from collectors.ledger import Eviction, GroupLedger, Refill, Ticket
+from collectors.ledger.reasons import NO_SIGNAL, STALE
+from torchrl_envs.episode.async_runner import Prompt
+from torchrl_envs.episode.episode import Episode
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.protocol import EngineDied
+from torchrl_modules.policies.async_policy import AsyncPolicy
+
+from .checks import WHO
+from .group_runner import Group, GroupRunner
+
+T = TypeVar("T")
+ENGINE_DIED: Final = "engine_died"
+"""Why a group is dropped whose engine died; its prompt is drawn again."""
+_MAX_DEATHS: Final = 3
+MakeRunner = Callable[..., GroupRunner]
+_log = logging.getLogger(__name__)
+
+
+class Producer:
+    """Runs groups of episodes without a barrier, as many as the ledger admits.
+
+    Its methods are called by the trainer's thread; everything else happens in an event loop on a
+    thread of its own. What the two share is guarded by ``changed``.
+
+    Args:
+        make_runner: makes what runs groups, given ``on_end``.
+        policy: takes turns.
+        ledger: admits groups, and knows what became of each.
+        is_wanted: whether the rows of a finished group are worth training.
+        max_unwanted: groups in a row that are not before it gives up.
+    """
+
+    def __init__(
+        self,
+        make_runner: MakeRunner,
+        policy: AsyncPolicy,
+        ledger: GroupLedger,
+        *,
+        is_wanted: Callable[[Sequence[TensorDictBase]], bool],
+        max_unwanted: int,
+    ) -> None:
+        self._make_runner = make_runner
+        self._groups_runner: GroupRunner
+        self._policy = policy
+        self._ledger = ledger
+        self._is_wanted = is_wanted
+        self._max_unwanted = max_unwanted
+        self.changed = threading.Condition()
+        """Held while the ledger or what is below is read or written; told of every change."""
+        self.finished: dict[Ticket, Group] = {}
+        self.error: BaseException | None = None
+        self.steps = {policy.version: ledger.version}
+        """By version of the engine: the steps of training that are in these weights."""
+        self.is_exhausted = False
+        """No more data will be drawn."""
+        self._owed: deque[tuple[Refill, Prompt]] = deque()
+        self._num_unwanted = self._num_deaths = 0
+        self._ordinal = 0
+        self.num_open = 0
+        """Episodes that were admitted and are not over."""
+        self._groups: dict[Ticket, Group] = {}
+        self._has_begun = False
+        self._num_holds = 1  # until it is to begin
+        self.is_over = False
+        """It was stopped, or has failed."""
+        self.weights: asyncio.Lock
+        """Held, in the event loop, by who replaces the weights or needs them to stay."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    # For the trainer's thread -------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the event loop; nothing is collected before :meth:`begin`."""
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._main(started)), name="collector", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+
+    def wake(self) -> None:
+        """Look again whether another group may begin."""
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(self._wake.set)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run something in the event loop.
+
+        Raises:
+            RuntimeError: the collection has ended.
+        """
+        if self._loop is None or self.is_over:
+            coroutine.close()
+            self.check_alive()
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the event loop runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check_open(self) -> None:
+        """Check that it has neither failed nor was stopped.
+
+        Raises:
+            RuntimeError: it has, or was; what it failed of is the cause.
+        """
+        if self.error is not None:
+            raise RuntimeError(
+                f"{WHO}: the collection has failed: {type(self.error).__name__}: {self.error}"
+            ) from self.error
+        if self.is_over:
+            raise RuntimeError(f"{WHO}: it was shut down.")
+
+    def check_alive(self) -> None:
+        """Check that it is under way.
+
+        Raises:
+            RuntimeError: it is not; what it failed of is the cause.
+        """
+        self.check_open()
+        if not self.is_alive:
+            raise RuntimeError(f"{WHO}: the collection has ended.")
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing more will come; to be asked while ``changed`` is held."""
+        return self.is_exhausted and not self._groups and not self._owed
+
+    def begin(self) -> None:
+        """Begin to collect, if that has not begun."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.release()
+
+    def hold(self) -> None:
+        """Begin no further group until as often released as held."""
+        with self.changed:
+            self._num_holds += 1
+
+    def release(self) -> None:
+        """See :meth:`hold`."""
+        with self.changed:
+            self._num_holds -= 1
+        self.wake()
+
+    def forget(self, eviction: Eviction) -> None:
+        """A finished group is not trained; to be called while ``changed`` is held."""
+        group = self.finished.pop(eviction.ticket)
+        if eviction.refill is not None:
+            self._owed.append((eviction.refill, group.prompt))
+
+    def drop_stale(self) -> None:
+        """Cancel the groups that run and have become too old; to be called in the event loop."""
+        with self.changed:
+            stale = [self._groups[ticket] for ticket in self._ledger.stale_tickets()]
+        for group in stale:
+            if group.task is not None:
+                group.is_stale = True
+                group.task.cancel()
+
+    def stop(self, timeout_s: float) -> None:
+        """Cancel what runs, give back what episodes hold, and end the thread.
+
+        Raises:
+            TimeoutError: it does not end.
+        """
+        self.is_over = True
+        if self._thread is None:
+            return
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"The collection did not end within {timeout_s:g} s: a tool, an environment or the "
+                "engine holds it up."
+            )
+
+    # In the event loop --------------------------------------------------------------------------
+
+    async def _main(self, started: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wake, self._stopping = asyncio.Event(), asyncio.Event()
+        self.weights = asyncio.Lock()
+        self._groups_runner = self._make_runner(on_end=self._note_end)
+        self._tasks: set[asyncio.Task[None]] = set()
+        started.set()
+        try:
+            stopping = self._loop.create_task(self._stopping.wait())
+            admitting = self._loop.create_task(self._admit_all())
+            self._tasks.add(admitting)
+            admitting.add_done_callback(self._task_done)
+            await stopping
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        left = [episode for group in self._groups.values() for episode in group.episodes]
+        if left:
+            await self._groups_runner.give_up(left)
+        self._groups_runner.close()
+        with self.changed:
+            self._groups.clear()
+            self._ledger.return_all()
+            self.changed.notify_all()
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """The collection has failed: the trainer hears of it at once."""
+        with self.changed:
+            if self.error is None:
+                self.error = error
+            self.is_over = True
+            self.changed.notify_all()
+        self._stopping.set()
+
+    async def _admit_all(self) -> None:
+        """Begin a group whenever the ledger lets one in."""
+        while True:
+            while self._may_admit() and await self._admit_one():
+                pass
+            self._look_for_batch()
+            await self._wake.wait()
+            self._wake.clear()
+
+    def _may_admit(self) -> bool:
+        with self.changed:
+            if self._num_holds or (self.is_exhausted and not self._owed):
+                return False
+            return self._ledger.can_admit()
+
+    def num_expected(self) -> float:
+        """How many episodes will ask for a turn, given time: all that are open or may yet be."""
+        return math.inf if self._may_admit() else self.num_open
+
+    def _look_for_batch(self) -> None:
+        if isinstance(self._policy.engine, BatchingEngine):
+            self._policy.engine.check()
+
+    async def _admit_one(self) -> bool:
+        """Begin one group; False if there are no data for it."""
+        assert self._loop is not None
+        if self._owed:
+            refill, prompt = self._owed.popleft()
+            with self.changed:
+                ticket = self._ledger.offer(refill.group_id, refill.ordinal)
+            episodes = self._groups_runner.draw_again(prompt, ticket.seed)
+        else:
+            drawn = await self._groups_runner.draw()
+            if drawn is None:
+                with self.changed:
+                    self.is_exhausted = True
+                    self.changed.notify_all()
+                return False
+            prompt, seed, episodes = drawn
+            with self.changed:
+                ticket = self._ledger.offer(prompt.group_id, self._ordinal, seed=seed)
+            self._ordinal += 1
+        group = Group(ticket, prompt, episodes)
+        with self.changed:
+            self._groups[ticket] = group
+            self._ledger.start(ticket)
+        self.num_open += len(episodes)
+        task = group.task = self._loop.create_task(self._run_group(group))
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return True
+
+    async def _run_group(self, group: Group) -> None:
+        try:
+            await self._groups_runner.run(group)
+        except EngineDied as died:
+            self._num_deaths += 1
+            if self._num_deaths >= _MAX_DEATHS * max(1, len(self._groups)):
+                raise
+            _log.warning("The engine died under a group, which is drawn again: %s", died)
+            await self._drop_running(group, ENGINE_DIED)
+        except asyncio.CancelledError:
+            if not group.is_stale:
+                raise
+            await self._drop_running(group, STALE)
+        else:
+            self._num_deaths = 0
+            self._keep(group)
+        self._wake.set()
+
+    def _note_end(self, group: Group, number: int, episode: Episode) -> None:
+        self.num_open -= 1
+        if episode.is_done:  # and not cancelled
+            versions = torch.cat([part.policy_versions(0) for part in episode.rows])
+            sampled = versions[versions >= 0]
+            ends = (int(sampled.min()), int(sampled.max())) if len(sampled) else None
+            with self.changed:
+                self._ledger.finish_episode(
+                    group.ticket,
+                    number,
+                    tokens=len(sampled),
+                    oldest_version=None if ends is None else self.steps[ends[0]],
+                    newest_version=None if ends is None else self.steps[ends[1]],
+                    stop_reason=episode.stop_reason,
+                )
+        self._look_for_batch()
+
+    def _keep(self, group: Group) -> None:
+        """A group is scored: it waits for the trainer, or is asked for again."""
+        wanted = self._is_wanted(group.rows)
+        with self.changed:
+            del self._groups[group.ticket]
+            if wanted:
+                self._ledger.finish(group.ticket)
+                self.finished[group.ticket] = group
+                self._num_unwanted = 0
+            else:
+                self._drop(group, NO_SIGNAL)
+                self._num_unwanted += 1
+            self.changed.notify_all()
+        if self._num_unwanted >= self._max_unwanted:
+            raise RuntimeError(
+                f"{self._num_unwanted} groups in a row were refused, because their rewards are "
+                "equal, and asked for again. Make the task easier or harder, or take "
+                "MCAdvantage(zero_variance='keep')."
+            )
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Account for a group that nobody trains; draw its prompt again if the ledger says so."""
+        again = self._ledger.drop(group.ticket, reason)
+        if again is not None:
+            self._owed.append((again, group.prompt))
+
+    async def _drop_running(self, group: Group, reason: str) -> None:
+        await self._groups_runner.give_up(group.episodes)
+        with self.changed:
+            del self._groups[group.ticket]
+            self._drop(group, reason)
+            self.changed.notify_all()
