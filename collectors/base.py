@@ -3,7 +3,7 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -61,6 +61,12 @@ class Collector(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Give back everything that it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Batches until the data or the budget is used up."""

@@ -1,7 +1,9 @@
 """Whether what a streaming collector is made of fits together, before anything is drawn."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
+from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from collectors.base import PostProcessing
@@ -13,6 +15,7 @@ from collectors.composition_checks import (
     check_rewards,
 )
 from collectors.ledger import GroupLedger
+from objectives import MCAdvantage
 from torchrl_data.validation import check_counts
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -91,3 +94,13 @@ def most_episodes(ledger: GroupLedger, max_inflight_tasks: int) -> int:
             "staleness."
         )
     return min(max_inflight_tasks, most)
+
+
+def is_wanted(advantages: Sequence[MCAdvantage], rows: Sequence[TensorDictBase]) -> bool:
+    """Whether a group is worth training; otherwise it is to be asked for again.
+
+    Args:
+        advantages: of the buffer.
+        rows: of the whole group.
+    """
+    return not any(part.asks_again(rows) for part in advantages)

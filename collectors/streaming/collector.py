@@ -5,7 +5,7 @@ Shape legend: B rows, T tokens of a row (ragged).
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from torchrl_modules.engines.async_protocol import AsyncEngine, open_async
 from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
-from .checks import WHO, check_composition, check_room, most_episodes
+from .checks import WHO, check_composition, check_room, is_wanted, most_episodes
 from .evaluation import EvaluationPoint, Evaluations
 from .group_runner import Group, GroupRunner
 from .monitor import Monitor
@@ -113,7 +113,6 @@ class StreamingCollector(Collector):
         self.env = env
         self.timeline = Timeline()
         """What took how long."""
-        self._advantages = advantages_of(replay_buffer)
         check_room(replay_buffer, groups_per_step * group_size)
         updater = SnapshotUpdater(policy)
         super().__init__(
@@ -137,7 +136,7 @@ class StreamingCollector(Collector):
             ),
             self._async_policy,
             self.ledger,
-            is_wanted=self._is_wanted,
+            is_wanted=partial(is_wanted, advantages_of(replay_buffer)),
             max_unwanted=_MAX_UNWANTED * groups_per_step,
         )
         parts = (self._producer, self._async_policy)
@@ -159,9 +158,6 @@ class StreamingCollector(Collector):
         if self._is_lockstep:
             return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
         return open_async(policy.engine)
-
-    def _is_wanted(self, rows: Sequence[TensorDictBase]) -> bool:
-        return all(part.asks_again(rows) is False for part in self._advantages)
 
     # Collecting ---------------------------------------------------------------------------------
 
@@ -212,7 +208,7 @@ class StreamingCollector(Collector):
         with producer.changed:
             while True:
                 producer.check_alive()
-                tickets = self._take(self.ledger.groups_per_step)
+                tickets = self._take()
                 for eviction in self.ledger.take_evicted():
                     producer.forget(eviction)
                 if tickets:
@@ -225,13 +221,14 @@ class StreamingCollector(Collector):
         producer.wake()
         return groups
 
-    def _take(self, num_groups: int) -> list[Ticket] | None:
+    def _take(self) -> list[Ticket] | None:
         """The groups of the next batch, if there are so many, or all that the data gave."""
-        if self._producer.is_drained:
-            num_groups = min(num_groups, self.ledger.num_queued)
-            if not num_groups:
-                raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
-        return self.ledger.take(num_groups)
+        if not self._producer.is_drained:
+            return self.ledger.take()
+        tickets = self.ledger.take_rest()
+        if not tickets:
+            raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
+        return tickets
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -343,11 +340,7 @@ class StreamingCollector(Collector):
         return self._monitor.metrics()
 
     def write_trace(self, path: str | Path) -> None:
-        """Write what happened when, for chrome://tracing or ui.perfetto.dev.
-
-        Args:
-            path: of a JSON file.
-        """
+        """Write what happened when to a JSON file, for chrome://tracing or ui.perfetto.dev."""
         self.timeline.write(path)
 
     # The end ------------------------------------------------------------------------------------
@@ -377,9 +370,3 @@ class StreamingCollector(Collector):
     def shutdown(self) -> None:
         """See :meth:`async_shutdown`."""
         self.async_shutdown()
-
-    def __enter__(self) -> "StreamingCollector":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()

@@ -234,17 +234,11 @@ class Producer:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._die(error)
-
-    def _die(self, error: BaseException) -> None:
-        """The collection has failed: the trainer hears of it at once."""
-        with self.changed:
-            if self.error is None:
-                self.error = error
-            self.is_over = True
-            self.changed.notify_all()
-        self._stopping.set()
+        if error is not None:  # the trainer hears of it at once
+            with self.changed:
+                self.error, self.is_over = self.error or error, True
+                self.changed.notify_all()
+            self._stopping.set()
 
     async def _admit_all(self) -> None:
         """Begin a group whenever the ledger lets one in."""
