@@ -212,11 +212,12 @@ def test_the_oldest_token_of_all_episodes_counts(versions):
         ledger.trained(ledger.take(), step)
         ledger.weights_pulled(step + 1)
     for index, version in enumerate(versions):
-        ledger.finish_episode(slow, index, tokens=1, oldest_version=version, newest_version=2)
+        newest = min(version + 1, 2)
+        ledger.finish_episode(slow, index, tokens=1, oldest_version=version, newest_version=newest)
     ledger.finish(slow)
     assert ledger.take() == [slow]
     assert ledger.metrics()["staleness/max"] == 2
-    assert ledger.metrics()["versions_span/max"] == 2
+    assert ledger.metrics()["versions_span/max"] == 1  # within one episode
 
 
 def test_the_last_step_takes_what_is_left():
@@ -365,6 +366,17 @@ def test_drop_evicts_what_is_too_old_at_use():
     assert ledger.balance.dropped == {"stale": (1, 10)}
     ledger.start(tickets[4])
     assert ledger.stale_tickets() == [tickets[3]]
+
+
+def test_what_has_no_tokens_has_no_age():
+    ledger = make(policy=Drop(0, pipeline_depth=1))
+    tickets = [ledger.offer(i, i) for i in range(2)]
+    for ticket, tokens in zip(tickets, (10, 0), strict=True):
+        ledger.start(ticket)
+        ledger.finish(ticket, 0, tokens)
+    ledger.trained(ledger.take(), 0)
+    assert ledger.take() == tickets[1:]
+    assert ledger.metrics()["staleness/max"] == 0
 
 
 def test_a_policy_that_chooses_too_old_a_token_is_caught():

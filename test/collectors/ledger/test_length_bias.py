@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from collectors.ledger import Drop, OnPolicy, Wait
+from collectors.ledger.statistics import LengthHistogram
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 NUM_STEPS = 120
@@ -47,6 +48,20 @@ def test_dropping_trains_what_is_short(simulate):
     metrics = run.ledger.metrics()  # the ledger says so itself
     assert metrics["length/trained_mean"] < 0.7 * metrics["length/offered_mean"]
     assert metrics["length/distance"] > 0.1
+
+
+def test_distance_of_histograms_by_hand():
+    short, long = LengthHistogram(), LengthHistogram()
+    for length in (0, 10, 100, 1000):
+        short.add(length)
+    for length in (100, 1000, 1000, 10_000):
+        long.add(length)
+    assert short.distance(long) == long.distance(short) == 0.5
+    assert short.distance(short) == 0
+    assert math.isnan(short.distance(LengthHistogram()))
+    assert list(short.edges().values()) == [1, 1, 1, 1]
+    for edge, length in zip(short.edges(), (0, 10, 100, 1000), strict=True):
+        assert edge <= length <= edge * 2 ** (1 / 8)
 
 
 def test_distance_by_hand(benchmark):

@@ -18,7 +18,7 @@ def make(policy, **settings):
 
 def events(ledger, rng, trained):
     """Run to the end of the data, with faults; stops after each event. Draws from the frontier."""
-    while True:
+    for _ in range(5000):
         ways = [
             ledger.can_admit() and prompts_left(ledger),
             ledger.tickets("dispatched"),
@@ -46,6 +46,7 @@ def events(ledger, rng, trained):
         else:
             ledger.weights_pulled(ledger.version)
         yield
+    raise AssertionError(f"the run goes on for ever:\n{ledger}")
 
 
 def prompts_left(ledger):
