@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from collection import MODES, POLICIES, staleness_of
 from command_line import SettingsError
-from config import GRPOConfig
+from config import CollectorConfig, GRPOConfig
 from training import (
     LOGGERS,
     OPTIMIZERS,
@@ -33,6 +34,9 @@ RULES: Final[dict[str, Rule]] = {
     "collector.max_turns": COUNT,
     "collector.max_episode_tokens": COUNT,
     "collector.min_turn_tokens": COUNT,
+    "collector.max_staleness": NOT_NEGATIVE,
+    "collector.pipeline_depth": NOT_NEGATIVE,
+    "collector.max_inflight_tasks": (lambda x: x == -1 or x >= 1, "-1 or at least 1"),
     "optim.learning_rate": POSITIVE,
     "optim.num_warmup_steps": NOT_NEGATIVE,
     "optim.weight_decay": NOT_NEGATIVE,
@@ -47,6 +51,7 @@ RULES: Final[dict[str, Rule]] = {
     "train.num_epochs": COUNT,
     "train.micro_batch_tokens": COUNT,
     "evaluate.num_prompts": COUNT,
+    "evaluate.every": COUNT,
     "evaluate.num_shown": NOT_NEGATIVE,
 }
 """What each number must be; ``None`` is always allowed."""
@@ -66,6 +71,8 @@ def check_config(cfg: GRPOConfig) -> None:
         if value is not None and not holds(value):
             raise SettingsError(f"{key} must be {rule}, got {value}.")
     names = {
+        "collector.mode": (cfg.collector.mode, MODES),
+        "collector.staleness_policy": (cfg.collector.staleness_policy, POLICIES),
         "engine.name": (cfg.engine.name, ("transformers", "vllm")),
         "optim.name": (cfg.optim.name, OPTIMIZERS),
         "optim.schedule": (cfg.optim.schedule, tuple(SCHEDULES)),
@@ -89,6 +96,11 @@ def check_config(cfg: GRPOConfig) -> None:
 def _check_together(cfg: GRPOConfig) -> None:
     if cfg.engine.name != "vllm" and (cfg.engine.url or cfg.engine.engine_kwargs):
         raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
+    streaming = ("max_staleness", "staleness_policy", "pipeline_depth", "max_inflight_tasks")
+    default = CollectorConfig()
+    changed = [n for n in streaming if getattr(cfg.collector, n) != getattr(default, n)]
+    if cfg.collector.mode == "sync" and changed:
+        raise SettingsError(f"collector.{changed[0]} is for collector=streaming.")
     smallest = cfg.collector.min_turn_tokens
     for key, bound in (
         ("policy.max_model_len", cfg.policy.max_model_len),
@@ -125,6 +137,7 @@ def _try_parts(cfg: GRPOConfig) -> None:
         "loss": lambda: build_loss(
             cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
         ),
+        "collector": lambda: staleness_of(cfg.collector),
         "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
     }
     for group, build in parts.items():

@@ -56,6 +56,8 @@ class EngineConfig:
 class CollectorConfig:
     """The rollouts of a step."""
 
+    mode: str = "sync"
+    """sync: a batch before each step; streaming: beside training, episode by episode."""
     num_prompts: int = 16
     """Prompts of a step."""
     group_size: int = 16
@@ -66,6 +68,15 @@ class CollectorConfig:
     """Most tokens of an episode after its prompt; none for no bound but the model's length."""
     min_turn_tokens: int = 16
     """No turn begins with fewer tokens left: the episode ends, truncated."""
+    max_staleness: int = 4
+    """Of streaming: the most steps by which any token may be older than the step that trains it; 0
+    gives what sync gives."""
+    staleness_policy: str = "wait"
+    """Of streaming: wait (nothing is thrown away) or drop (what is too old is drawn again)."""
+    pipeline_depth: int | None = None
+    """Of streaming: how many steps generation runs ahead; none: as far as max_staleness lets it."""
+    max_inflight_tasks: int = -1
+    """Of streaming: most episodes that run at once; -1: all that are admitted."""
 
 
 @dataclass
@@ -165,6 +176,8 @@ class EvaluateConfig:
     """The test on prompts that are never trained on, before and after."""
 
     num_prompts: int = 256
+    every: int | None = None
+    """Also every so many steps, into evaluations.jsonl; beside training where collection is."""
     num_shown: int = 3
     """Conversations that are shown before and after."""
 
@@ -218,7 +231,7 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
         "qwen3_0.6b": PolicyConfig(model="Qwen/Qwen3-0.6B"),
     },
     "engine": {"transformers": EngineConfig(), "vllm": EngineConfig(name="vllm")},
-    "collector": {"batch": CollectorConfig()},
+    "collector": {"sync": CollectorConfig(), "streaming": CollectorConfig(mode="streaming")},
     "loss": {
         "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
         **{name: LossConfig(name=name) for name in ALGORITHMS},

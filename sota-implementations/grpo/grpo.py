@@ -25,6 +25,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import hydra
 import torch
 from checks import check_config
+from collection import (
+    HeldOut,
+    build_collector,
+    collection_metrics,
+    end_collection,
+    evaluate,
+)
 from command_line import SettingsError, prepare, task_settings
 from config import GRPOConfig, fill_in
 from hydra.core.hydra_config import HydraConfig
@@ -35,7 +42,6 @@ from report import NoSignal, RunLog
 from results import Recorder, StepRecord, finite, result_of, show_rollouts
 from run_folder import Run, save_model
 from stop import StopSignals
-from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from training import (
     build_advantage,
@@ -48,9 +54,9 @@ from training import (
 from transformers.utils.logging import disable_progress_bar
 from warm_start import warm_start
 
-from collectors import LLMCollector, PhaseTimer, StepMetrics
+from collectors import LLMCollector, PhaseTimer, StepMetrics, StreamingCollector
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
-from torchrl_envs import DataLoadingPrimer, RewardFunctions, TokenBudget
+from torchrl_envs import RewardFunctions, TokenBudget
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
@@ -71,7 +77,7 @@ class Trainer(NamedTuple):
 
     actor: TransformersWrapper
     policy: LLMWrapperBase
-    collector: LLMCollector
+    collector: LLMCollector | StreamingCollector
     buffer: ReplayBuffer
     loss: GRPOLoss
     optimizer: torch.optim.Optimizer
@@ -148,7 +154,13 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
         transform=build_advantage(cfg.loss, cfg.collector.group_size),
         batch_size=num_rollouts,
     )
-    collector = LLMCollector(env, policy, replay_buffer=buffer, postproc=build_postproc(cfg, actor))
+    collector = build_collector(
+        cfg.collector,
+        env,
+        policy,
+        replay_buffer=buffer,
+        postproc=build_postproc(cfg, actor),
+    )
     for functions in env.transforms_of(RewardFunctions):
         functions.trainer_state.max_steps = cfg.train.num_steps
     loss = build_loss(
@@ -165,13 +177,6 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
     timer.watch(policy, "generate")
     collector.update_policy_weights_(actor.model)
     return Trainer(actor, policy, collector, buffer, loss, optimizer, gate, timer)
-
-
-def evaluate(env: TaskEnv, policy: LLMWrapperBase) -> TensorDictBase:
-    """One rollout of each held-out prompt, sampled as in training."""
-    for data in env.transforms_of(DataLoadingPrimer):
-        data.rewind()
-    return LLMCollector(env, policy).collect()
 
 
 def train_step(cfg: GRPOConfig, trainer: Trainer, step: int) -> StepRecord:
@@ -195,7 +200,8 @@ def train_step(cfg: GRPOConfig, trainer: Trainer, step: int) -> StepRecord:
     with timer("sync"):
         collector.update_policy_weights_(actor.model)
     buffer.empty()
-    return StepRecord(step, metrics.reduce(learning_rate=rate), trajectories, trained)
+    reduced = metrics.reduce(learning_rate=rate, **collection_metrics(collector))
+    return StepRecord(step, reduced, trajectories, trained)
 
 
 def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
@@ -203,11 +209,19 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
     start = time.monotonic()
     trainer = build_trainer(cfg, setup, run, log)
     with log.phase("first evaluation"):
-        before = evaluate(setup.held_out_env, trainer.policy)
+        before = evaluate(trainer.collector, setup.held_out_env, trainer.policy)
     trainer.timer.reset()
 
     history: list[dict[str, float]] = []
     no_signal = NoSignal()
+    held_out = HeldOut(
+        trainer.collector,
+        setup.held_out_env,
+        trainer.policy,
+        every=cfg.evaluate.every,
+        path=run.folder / "evaluations.jsonl",
+    )
+    held_out.after(0)
     loggers = build_loggers(cfg, run.folder)
     with Recorder(run.folder, loggers) as recorder, log.steps("GRPO", cfg.train.num_steps) as steps:
         for step in range(1, cfg.train.num_steps + 1):
@@ -217,6 +231,7 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
                 recorder.write(record)
                 steps.done(step, record.metrics)
                 no_signal.tell(record.metrics, cfg.collector.num_prompts)
+                held_out.after(step)
             if stop.received:
                 break
 
@@ -224,7 +239,8 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
         after = None
         if not stop.received:
             with log.phase("last evaluation"):
-                after = evaluate(setup.held_out_env, trainer.policy)
+                after = evaluate(trainer.collector, setup.held_out_env, trainer.policy)
+        end_collection(trainer.collector, run.folder, history[-1] if history else {})
         save_model(run.folder, set_generation(cfg.policy, trainer.actor))
         run.link()
         result = result_of(cfg, history, before, after)

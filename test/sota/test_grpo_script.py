@@ -104,6 +104,26 @@ def _metrics_agree(out: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
+    settings = ("collector=streaming", "collector.max_staleness=2", "evaluate.every=1")
+    result = result_of(*SMALL, *settings, "train.num_steps=4", cwd=tmp_path)
+    out = Path(result["output_dir"])
+    metrics = lines_of(out / "metrics.jsonl")
+    assert [line["ledger/groups/trained"] for line in metrics] == [2.0, 4.0, 6.0, 8.0]
+    assert all(line["ledger/staleness/max"] <= 2 for line in metrics)
+    points = lines_of(out / "evaluations.jsonl")
+    assert any("reward" in point for point in points)
+    assert all("reward" in point or point["skipped"] for point in points)
+    log = (out / "grpo.log").read_text()
+    assert "GroupLedger at step 4" in log
+    assert "This run was " in log
+    names = {
+        event["name"] for event in json.loads((out / "timeline.json").read_text())["traceEvents"]
+    }
+    assert {"generate", "score", "wait for rollouts", "push weights"} <= names
+
+
 def test_runs_have_folders_of_their_own(result_of, run_script, tmp_path):
     tiny = [*SMALL, "train.num_steps=1", "warm_start.num_steps=0"]
     folders = [Path(result_of(*tiny, cwd=tmp_path)["output_dir"]).name for _ in range(2)]

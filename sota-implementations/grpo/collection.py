@@ -1,0 +1,162 @@
+"""How rollouts are collected: in batches between the steps, or beside training."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from config import CollectorConfig
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from collectors import (
+    Drop,
+    EvaluationPoint,
+    LLMCollector,
+    OnPolicy,
+    StreamingCollector,
+    Wait,
+    rollout_metrics,
+)
+from collectors.base import PostProcessing
+from collectors.ledger import StalenessPolicy
+from collectors.streaming.monitor import verdict
+from torchrl_envs import DataLoadingPrimer
+from torchrl_envs.tasks.task import TaskEnv
+from torchrl_modules import LLMWrapperBase
+
+_LOG = logging.getLogger("grpo")
+MODES = ("sync", "streaming")
+POLICIES = ("wait", "drop")
+
+
+def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
+    """How old tokens may be.
+
+    Raises:
+        ValueError: the settings don't go together.
+    """
+    if cfg.max_staleness == 0:
+        return OnPolicy()
+    kind = {"wait": Wait, "drop": Drop}[cfg.staleness_policy]
+    return kind(cfg.max_staleness, pipeline_depth=cfg.pipeline_depth)
+
+
+def draws_from_a_copy(cfg: CollectorConfig) -> bool:
+    """Whether tokens are drawn while the model is trained, so from weights of their own."""
+    return cfg.mode == "streaming" and cfg.max_staleness > 0
+
+
+def build_collector(
+    cfg: CollectorConfig,
+    env: TaskEnv,
+    policy: LLMWrapperBase,
+    *,
+    replay_buffer: ReplayBuffer,
+    postproc: PostProcessing | None,
+) -> LLMCollector | StreamingCollector:
+    """The collector, as its settings say."""
+    common: dict[str, Any] = {"replay_buffer": replay_buffer, "postproc": postproc}
+    if cfg.mode == "sync":
+        return LLMCollector(env, policy, **common)
+    return StreamingCollector(
+        env,
+        policy,
+        groups_per_step=cfg.num_prompts,
+        staleness=staleness_of(cfg),
+        max_inflight_tasks=cfg.max_inflight_tasks,
+        **common,
+    )
+
+
+def evaluate(
+    collector: LLMCollector | StreamingCollector, env: TaskEnv, policy: LLMWrapperBase
+) -> TensorDictBase:
+    """One rollout of each held-out prompt, sampled as in training; now."""
+    if isinstance(collector, StreamingCollector):
+        point = collector.evaluate(env, wait=True)
+        while point is None or point.trajectories is None:  # one from before was running
+            point = collector.evaluate(env, wait=True)
+        return point.trajectories
+    for data in env.transforms_of(DataLoadingPrimer):
+        data.rewind()
+    return LLMCollector(env, policy).collect()
+
+
+class HeldOut:
+    """Evaluates every so many steps, beside training where that goes on.
+
+    Args:
+        collector: of the run.
+        env: with held-out data.
+        policy: what is evaluated.
+        every: steps; ``None``: never.
+        path: of a JSONL file, a line for each point.
+    """
+
+    def __init__(
+        self,
+        collector: LLMCollector | StreamingCollector,
+        env: TaskEnv,
+        policy: LLMWrapperBase,
+        *,
+        every: int | None,
+        path: Path,
+    ) -> None:
+        self._collector = collector
+        self._env = env
+        self._policy = policy
+        self._every = every
+        self._path = path
+        self._num_written = 0
+
+    def after(self, step: int) -> None:
+        """A step is over: begin a point if it is time, and write those that are over."""
+        collector = self._collector
+        is_time = self._every is not None and step % self._every == 0
+        if isinstance(collector, StreamingCollector):
+            if is_time:
+                collector.evaluate(self._env)
+            new = collector.evaluations[self._num_written :]
+            self._num_written += len(new)
+            for point in new:
+                self._write(point, now=step)
+        elif is_time:
+            rows = evaluate(collector, self._env, self._policy)
+            self._write(EvaluationPoint(step, collector.policy_version, rows), now=step)
+
+    def _write(self, point: EvaluationPoint, now: int) -> None:
+        if now == 0:
+            return  # the first and the last evaluation are in the result
+        record = {"step": point.step, "version": point.version, "lag_steps": now - point.step}
+        if point.trajectories is None:
+            record["skipped"] = point.skipped
+        else:
+            record["reward"] = rollout_metrics(point.trajectories)["reward"]
+        if self._every is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def collection_metrics(collector: LLMCollector | StreamingCollector) -> dict[str, float]:
+    """What collection was like in a step, where it goes on beside training."""
+    return collector.metrics() if isinstance(collector, StreamingCollector) else {}
+
+
+def end_collection(
+    collector: LLMCollector | StreamingCollector, folder: Path, last: dict[str, float]
+) -> None:
+    """Stop collecting, and say what became of every group.
+
+    Args:
+        collector: of the run.
+        folder: of the run; gets ``timeline.json``.
+        last: metrics of the last step.
+    """
+    if not isinstance(collector, StreamingCollector):
+        return
+    collector.shutdown()
+    collector.write_trace(folder / "timeline.json")
+    _LOG.info("%s", collector.ledger)
+    if "collect/trainer_wait_fraction" in last:
+        _LOG.info("This run was %s.", verdict(last))
