@@ -43,7 +43,7 @@ def make_env(num_prompts=64, *, groups=2, reward=length_reward, **primer):
     return ChatEnv(batch_size=groups * N).append_transform(
         Compose(
             DataLoadingPrimer(rows, group_size=N, **primer),
-            RewardFunctions([reward]),
+            RewardFunctions([reward], completion_format="messages"),
             StepCounter(max_steps=3),
         )
     )
@@ -327,7 +327,7 @@ def test_a_slow_tool_holds_up_no_other_group(scripted, call_text):
         Compose(
             DataLoadingPrimer(rows, group_size=1, num_epochs=1),
             FunctionTools([wait], timeout_s=60.0),
-            RewardFunctions([length_reward]),
+            RewardFunctions([length_reward], completion_format="messages"),
         )
     )
     script = {f"<{i}>": [call_text("wait", number=i), "hello"] for i in range(8)}
