@@ -73,6 +73,7 @@ class AsyncTransformersEngine:
             version=lambda: self._engine.version,
             max_running=max_running,
             kept=KeptCaches(max_cached_tokens),
+            is_own=copy_model,
         )
         self._thread = EngineThread(
             self._decoding,
@@ -100,6 +101,11 @@ class AsyncTransformersEngine:
     def num_prompt_tokens_read(self) -> int:
         """Tokens of prompts that the model has read: without those that were kept or shared."""
         return self._decoding.num_read
+
+    @property
+    def num_tokens_drawn(self) -> int:
+        """Tokens of all responses, those that were cancelled included."""
+        return self._decoding.num_drawn
 
     @property
     def num_cached_tokens(self) -> int:

@@ -4,7 +4,8 @@ import asyncio
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,6 +36,7 @@ class ContinuousDecoding:
         version: of its weights now.
         max_running: most rows that are drawn at a time.
         kept: what is kept of earlier turns.
+        is_own: nobody else has the model.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ContinuousDecoding:
         version: Callable[[], int],
         max_running: int,
         kept: KeptCaches,
+        is_own: bool,
     ) -> None:
         self._model = model
         self._precision = precision
@@ -68,6 +71,16 @@ class ContinuousDecoding:
         self.waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._num_steps_waited = 0
+        self.num_drawn = 0
+        """Tokens of all responses."""
+        # Of a model that others have, too: they must not change it, and may train it by its modes.
+        self._watched = [] if is_own else list(model.parameters())
+        self._evaluating: Callable[[], AbstractContextManager[Any]] = partial(
+            evaluation_mode, model
+        )
+        if is_own:
+            model.eval()
+            self._evaluating = nullcontext
         self._changes = self._num_changes()
 
     @property
@@ -88,7 +101,7 @@ class ContinuousDecoding:
                 "the weights were changed by somebody else than update_weights. Train a copy, or "
                 "leave copy_model=True"
             )
-        with evaluation_mode(self._model), self._precision():
+        with self._evaluating(), self._precision():
             if self._running:
                 self._draw(*self._rows.advance())
             if joining := self._joining():
@@ -104,7 +117,7 @@ class ContinuousDecoding:
             for request in self._running.values():
                 request.session = None
         elif self._running:
-            with torch.no_grad(), evaluation_mode(self._model), self._precision():
+            with torch.no_grad(), self._evaluating(), self._precision():
                 self._rows.reread()
 
     def abort(self, request: Request) -> None:
@@ -137,7 +150,7 @@ class ContinuousDecoding:
                 loop.call_soon_threadsafe(_settle, items)
 
     def _num_changes(self) -> int:
-        return sum(one._version for one in self._model.parameters())
+        return sum(weight._version for weight in self._watched)
 
     def _joining(self) -> list[Request]:
         """Those that wait and may run now; a pass over few prompts costs as much as over many."""
@@ -158,6 +171,7 @@ class ContinuousDecoding:
         for group in groups.values():
             own = logits if len(group) == len(rows) else logits[group]
             draw_alike([rows[at] for at in group], own, self._version())
+        self.num_drawn += len(rows)
         ended = []
         for request in rows:
             reason = "error" if request.is_broken else request.finish_reason()
