@@ -15,6 +15,9 @@ _ASYNC: Final = {
         "torchrl_modules.engines.async_transformers.AsyncTransformersEngine"
     ),
     "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine.AsyncVLLMEngine",
+    "torchrl_modules.vllm.client.VLLMServerEngine": (
+        "torchrl_modules.vllm.bridges.AsyncServerEngine"
+    ),
 }
 """By what an engine is served to asyncio; loaded when it is asked for."""
 
@@ -102,7 +105,8 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
     """Serve an engine to asyncio; it belongs to what is returned until that is closed.
 
     Args:
-        engine: one of ``VLLMEngine``, or what is an :class:`AsyncEngine` already.
+        engine: a ``TransformersEngine``, ``VLLMEngine`` or ``VLLMServerEngine``, or what is an
+            :class:`AsyncEngine` already.
         options: of the class that serves it, such as ``stall_timeout_s`` of
             :class:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine`.
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from torchrl_modules.engines.protocol import Engine
 from torchrl_modules.sampling.params import requested_sampling
 from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
-from torchrl_modules.vllm.blocking_engine import BlockingVLLMEngine
+from torchrl_modules.vllm.bridges import BlockingVLLMEngine
 from torchrl_modules.vllm.client import VLLMServerEngine
 from torchrl_modules.vllm.engine import VLLMEngine
 from torchrl_modules.vllm.requests import check_reported

@@ -18,14 +18,61 @@ from torchrl_modules.weights.state import UpdateRefused, next_version
 from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
 
 from .base import Row, WholeBatchEngine
-from .http import AnswerTimeout, JSONClient
+from .http import AnswerTimeout, Interrupt, JSONClient
 from .requests import check_prompt, read_answer, sampling_fields, version_number
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
 
 
-class VLLMServerEngine(WholeBatchEngine):
+class _Routes:
+    """A server's routes."""
+
+    _client: JSONClient
+    _prober: JSONClient
+
+    def _raise_if_dead(self, error: Exception) -> None:
+        try:
+            self._check_health()
+        except ConnectionError as dead:
+            raise EngineDied(f"VLLMServerEngine.update_weights: {dead} ({error})") from dead
+
+    def _check_health(self) -> None:
+        status, _ = self._prober.request("GET", "/health")
+        if status != 200:
+            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
+
+    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
+        results = self._rpc_all(method, *args)
+        kinds = {str(result if result is None else list(result)) for result in results}
+        if len(kinds) > 1:
+            return {"failed": f"the workers' answers to {method} differ: {results}"}
+        return results[0]
+
+    def _try_rpc(self, method: str) -> tuple[int, Any]:
+        status, answer = self._client.request(
+            "POST", "/collective_rpc", {"method": method, "args": []}
+        )
+        if status in (401, 403):
+            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
+        return status, answer
+
+    def _rpc_all(self, method: str, *args: str) -> list[Any]:
+        return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
+        if query:
+            path = f"{path}?{urlencode(query)}"
+        status, answer = self._client.request(method, path, body)
+        if status != 200:
+            raise RuntimeError(
+                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
+                "the server started by `python -m torchrl_modules.vllm.launch`?"
+            )
+        return answer
+
+
+class VLLMServerEngine(_Routes, WholeBatchEngine):
     """Draws tokens with a vLLM server on this machine.
 
     Weights are updated where ``torchrl_modules.vllm.launch`` started it; a ``vllm serve
@@ -67,7 +114,7 @@ class VLLMServerEngine(WholeBatchEngine):
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
-        self._updating = False
+        self._updating = self._paused = False
         self._num_probes = 0
         self._failure = ""
         self._workers: list[Any] = []
@@ -144,6 +191,26 @@ class VLLMServerEngine(WholeBatchEngine):
             wait(calls)  # each has a deadline: `timeout_s`, and the watch
         return self._collected(calls)
 
+    def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
+        """Draw one row, for a caller that may let it go.
+
+        Args:
+            row: what is asked for.
+            params: the distribution.
+            interrupt: when it is called, the server stops drawing, and this raises.
+
+        Raises:
+            EngineDied: the server is gone or stuck, or it was interrupted.
+        """
+        self._check_not_mixed()
+        call: Future[Generation] = Future()
+        with self._watch.waiting():
+            try:
+                call.set_result(self._draw_row(row, params, interrupt))
+            except Exception as error:
+                call.set_exception(error)
+        return self._collected([call])[0]
+
     def _collected(self, calls: "list[Future[Generation]]") -> list[Generation]:
         errors = [call.exception() for call in calls]
         others = [e for e in errors if e is not None and not isinstance(e, ConnectionError)]
@@ -161,7 +228,9 @@ class VLLMServerEngine(WholeBatchEngine):
             )
         return [call.result() for call in calls]
 
-    def _draw_row(self, row: Row, params: SamplingParameters) -> Generation:
+    def _draw_row(
+        self, row: Row, params: SamplingParameters, interrupt: Interrupt | None = None
+    ) -> Generation:
         if self._failure:
             raise ConnectionError(self._failure)
         try:
@@ -175,7 +244,9 @@ class VLLMServerEngine(WholeBatchEngine):
             return Generation([], [], "error", str(error))
         first = len(self._labels) - 1
         body["cache_salt"] = self._labels[first]  # Cached prefixes of other weights are never met.
-        status, answer = self._client.request("POST", "/inference/v1/generate", body)
+        status, answer = self._client.request(
+            "POST", "/inference/v1/generate", body, interrupt=interrupt
+        )
         if status == 200:
             return read_answer(answer, self._labels[first:])
         if status >= 500:
@@ -187,21 +258,14 @@ class VLLMServerEngine(WholeBatchEngine):
 
     # Is it there, and does it draw tokens?
 
-    def _raise_if_dead(self, error: Exception) -> None:
-        try:
-            self._check_health()
-        except ConnectionError as dead:
-            raise EngineDied(f"VLLMServerEngine.update_weights: {dead} ({error})") from dead
-
-    def _check_health(self) -> None:
-        status, _ = self._prober.request("GET", "/health")
-        if status != 200:
-            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
-
     def _probe(self) -> object:
         try:
             self._check_health()
-            text = "" if self._updating else str(self._prober.request("GET", "/metrics")[1])
+            text = (
+                ""
+                if self._updating or self._paused
+                else str(self._prober.request("GET", "/metrics")[1])
+            )
         except AnswerTimeout:
             return None
         counts = tuple(line for line in text.splitlines() if line.startswith((_DRAWN, _READ)))
@@ -261,6 +325,20 @@ class VLLMServerEngine(WholeBatchEngine):
             finally:
                 self._updating = False
 
+    def pause(self, *, paused: bool = True) -> None:
+        """Draw no more tokens, or go on; requests wait meanwhile.
+
+        Raises:
+            RuntimeError: the server is a plain ``vllm serve``.
+        """
+        self._check_updatable()
+        with self._lock:
+            self._paused = paused
+            if paused:
+                self._post("/pause", mode="keep", clear_cache="false")
+            elif not self._mixed:
+                self._post("/resume")
+
     def _check_updatable(self) -> None:
         if self._missing:
             raise RuntimeError(
@@ -286,7 +364,7 @@ class VLLMServerEngine(WholeBatchEngine):
                 self._labels.append(label)
                 self._mixed = False
             finally:
-                if not self._mixed:
+                if not (self._mixed or self._paused):
                     self._post("/resume")
 
     @contextmanager
@@ -317,32 +395,3 @@ class VLLMServerEngine(WholeBatchEngine):
         self._pool.shutdown()
         self._client.close()
         self._prober.close()
-
-    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
-        results = self._rpc_all(method, *args)
-        kinds = {str(result if result is None else list(result)) for result in results}
-        if len(kinds) > 1:
-            return {"failed": f"the workers' answers to {method} differ: {results}"}
-        return results[0]
-
-    def _try_rpc(self, method: str) -> tuple[int, Any]:
-        status, answer = self._client.request(
-            "POST", "/collective_rpc", {"method": method, "args": []}
-        )
-        if status in (401, 403):
-            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
-        return status, answer
-
-    def _rpc_all(self, method: str, *args: str) -> list[Any]:
-        return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-
-    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
-        if query:
-            path = f"{path}?{urlencode(query)}"
-        status, answer = self._client.request(method, path, body)
-        if status != 200:
-            raise RuntimeError(
-                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
-                "the server started by `python -m torchrl_modules.vllm.launch`?"
-            )
-        return answer

@@ -5,6 +5,7 @@ import os
 import secrets
 import select
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,30 @@ _KEEP_IDLE_S: Final = 2.0
 
 class AnswerTimeout(ConnectionError):
     """Somebody is there, but did not answer in time."""
+
+
+class Interrupt:
+    """Ends one request, called from another thread: whoever waits gets a ``ConnectionError``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stream: _Stream | None = None
+        self._is_set = False
+
+    def attach(self, stream: "_Stream") -> None:
+        """The request goes over this connection."""
+        with self._lock:
+            self._stream = stream
+            if self._is_set:
+                stream.shut_down()
+
+    def __call__(self) -> None:
+        """End it."""
+        with self._lock:
+            self._is_set = True
+            # A connection that another request has by now is left alone.
+            if self._stream is not None and self._stream.interrupt is self:
+                self._stream.shut_down()
 
 
 class JSONClient:
@@ -49,9 +74,12 @@ class JSONClient:
             network_backend=self._sockets,
         )
 
-    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+    def request(
+        self, method: str, path: str, body: object = None, *, interrupt: Interrupt | None = None
+    ) -> tuple[int, Any]:
         """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
         content = b"" if body is None else json.dumps(body).encode()
+        _asking.interrupt = interrupt
         try:
             response = self._pool.request(
                 method,
@@ -64,6 +92,8 @@ class JSONClient:
             raise AnswerTimeout(f"No answer from {self.url}: it timed out ({error!r}).") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise ConnectionError(f"No answer from {self.url}: {error!r}.") from error
+        finally:
+            _asking.interrupt = None
         return response.status, _parse(response.content.decode())
 
     def await_answer(self, path: str, wait_s: float, *, goes_on: Callable[[], bool]) -> bool:
@@ -85,6 +115,15 @@ class JSONClient:
     def close(self) -> None:
         """Close the connections of all threads; nobody may be waiting."""
         self._pool.close()
+
+
+class _Asking(threading.local):
+    """What this thread's request is interrupted by."""
+
+    interrupt: Interrupt | None = None
+
+
+_asking = _Asking()
 
 
 class _Sockets(httpcore2.NetworkBackend):
@@ -130,6 +169,8 @@ class _Stream(httpcore2.NetworkStream):
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self.interrupt: Interrupt | None = None
+        """Of the request that it carries."""
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         with _as_error(httpcore2.ReadTimeout, httpcore2.ReadError):
@@ -137,9 +178,17 @@ class _Stream(httpcore2.NetworkStream):
             return self._socket.recv(max_bytes)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self.interrupt = _asking.interrupt
+        if self.interrupt is not None:
+            self.interrupt.attach(self)
         with _as_error(httpcore2.WriteTimeout, httpcore2.WriteError):
             self._socket.settimeout(timeout)
             self._socket.sendall(buffer)
+
+    def shut_down(self) -> None:
+        """Whoever reads reads the end."""
+        with suppress(OSError):  # it ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

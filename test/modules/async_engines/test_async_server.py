@@ -1,0 +1,135 @@
+"""A server behind asyncio: versions, cancelling, pausing, dying; the server is a fake one."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_modules import AsyncEngine, EngineDied, SamplingParameters, open_async
+from torchrl_modules.vllm.client import VLLMServerEngine
+
+FAKE = Path(__file__).parents[1] / "engines/fake_engine.py"
+PARAMS = SamplingParameters(max_new_tokens=10, stop_token_ids=())
+WEIGHTS = {"a": torch.ones(4, 3), "b": torch.zeros(3)}
+
+
+@pytest.fixture(name="run")
+def run_fixture(tmp_path):
+    """Run a coroutine function on an engine over a server with the given faults."""
+
+    def run_on_server(function, faults=None, **settings):
+        path = tmp_path / "socket"
+        command = [sys.executable, "-S", str(FAKE), str(path), json.dumps(faults or {})]
+
+        async def main():
+            client = VLLMServerEngine(f"unix://{path}", wait_s=20, **settings)
+            try:
+                async with open_async(client) as engine:
+                    assert isinstance(engine, AsyncEngine)
+                    return await asyncio.wait_for(function(engine), timeout=60)
+            finally:
+                client.close()
+
+        with subprocess.Popen(command) as process:
+            try:
+                return asyncio.run(main())
+            finally:
+                process.kill()
+
+    return run_on_server
+
+
+def test_responses_say_which_version_drew_them(run):
+    async def main(engine):
+        call = asyncio.create_task(engine.respond([1, 2], replace(PARAMS, max_new_tokens=60)))
+        await asyncio.sleep(0.2)
+        await engine.update_weights(WEIGHTS, version=4)
+        return await call, await engine.respond([3], PARAMS), await engine.respond([], PARAMS)
+
+    during, after, bad = run(main, {"token_s": 0.02})
+    assert [span.version for span in during.versions] == [0, 4]
+    assert during.versions[1].start == during.versions[0].end > 0
+    assert after.versions == [(4, 0, 10)]
+    assert bad.finish_reason == "error"
+
+
+def test_many_callers_have_the_responses_that_a_batch_has(run):
+    prompts = [[1, 2], [3], [4, 5, 6], [8]] * 8
+
+    async def main(engine):
+        calls = (engine.respond(prompt, replace(PARAMS, seed=5)) for prompt in prompts)
+        expected = engine._inside.generate(prompts, PARAMS, seeds=PARAMS_SEEDS * len(prompts))
+        return await asyncio.gather(*calls), expected
+
+    drawn, expected = run(main)
+    assert [one.ids for one in drawn] == [one.ids for one in expected]
+
+
+PARAMS_SEEDS = replace(PARAMS, seed=5).row_seeds(1)
+
+
+def test_cancelling_ends_one_request_alone(run):
+    async def main(engine):
+        calls = [
+            asyncio.create_task(engine.respond([number], replace(PARAMS, max_new_tokens=50)))
+            for number in (1, 2, 3)
+        ]
+        await asyncio.sleep(0.2)
+        calls[1].cancel()
+        since = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[1]
+        while engine._inside._watch._num_waiting > 2:  # until its thread does not wait any more
+            await asyncio.sleep(0.01)
+        waited = time.monotonic() - since
+        left = [await calls[0], await calls[2]]
+        return waited, [len(one.ids) for one in left], await engine.respond([9], PARAMS)
+
+    waited, lengths, after = run(main, {"token_s": 0.02})
+    assert waited < 0.5
+    assert lengths == [50, 50]
+    assert after.finish_reason == "length"
+
+
+def test_a_pause_lasts_over_an_update_and_is_no_stall(run):
+    async def main(engine):
+        await engine.pause()
+        call = asyncio.create_task(engine.respond([1], PARAMS))
+        await asyncio.sleep(0.2)
+        await engine.update_weights(WEIGHTS)
+        done, _ = await asyncio.wait({call}, timeout=2.5)
+        assert not done
+        await engine.resume()
+        return await call
+
+    drawn = run(main, stall_timeout_s=1.0)
+    assert drawn.versions == [(1, 0, 10)]
+
+
+def test_a_server_that_dies_ends_all_calls(run):
+    async def main(engine):
+        calls = [engine.respond([number], PARAMS) for number in range(6)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    outcomes = run(main, {"die_after": 5, "token_s": 0.01}, stall_timeout_s=2.0)
+    assert all(isinstance(one, EngineDied) for one in outcomes)
+
+
+def test_what_is_closed_takes_no_more(run):
+    async def main(engine):
+        call = asyncio.create_task(engine.respond([1], replace(PARAMS, max_new_tokens=50)))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(engine.close)
+        engine.close()
+        with pytest.raises(EngineDied):
+            await call
+        with pytest.raises(RuntimeError, match="AsyncServerEngine is closed"):
+            await engine.respond([1], PARAMS)
+
+    run(main, {"token_s": 0.05})
