@@ -351,7 +351,9 @@ def test_what_an_event_raises_is_a_row_of_its_own(scripted, call_text):
     rows = [{"prompt": f"question <{i}>"} for i in range(4)]
     env = ChatEnv(batch_size=4).append_transform(
         Compose(
-            DataLoadingPrimer(rows, num_epochs=1), Faulty([length_reward]), RewardErrorLimit(1.0)
+            DataLoadingPrimer(rows, num_epochs=1),
+            Faulty([length_reward], completion_format="messages"),
+            RewardErrorLimit(1.0),
         )
     )
     with streaming(env, scripted(["hello"], write_tokens=False)) as collector:
