@@ -35,7 +35,7 @@ N = 4  # rollouts of a prompt
 
 
 def length_reward(completions):
-    return [float(len(completion[-1]["content"])) for completion in completions]
+    return [float(len(str(completion))) for completion in completions]
 
 
 def make_env(num_prompts=64, *, groups=2, reward=length_reward, **primer):
