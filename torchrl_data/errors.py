@@ -31,8 +31,8 @@ def require_entries(batch: TensorDictBase, keys: Iterable[NestedKey], who: str) 
         MissingEntryError: one or more entries are missing; the message names them and what the
             batch holds instead.
     """
-    held = set(batch.keys(include_nested=True))
-    missing = [key for key in keys if key not in held]
+    present = set(batch.keys(include_nested=True))
+    missing = [key for key in keys if key not in present]
     if missing:
         found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
         raise MissingEntryError(

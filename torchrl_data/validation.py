@@ -37,7 +37,7 @@ def one_of(
     raise ValueError(f"{_named(who, name)} must be one of {tuple(choices)}, got {value!r}.")
 
 
-def check_given(who: str, /, **settings: object) -> None:
+def check_not_none(who: str, /, **settings: object) -> None:
     """Check that settings which can't be off are not None."""
     for name, value in settings.items():
         if value is None:
@@ -88,9 +88,9 @@ def check_type(name: str, value: object, kind: type, *, who: str = "") -> None:
         raise TypeError(f"{_named(who, name)} takes {kind.__name__}(...), got {value!r}.")
 
 
-def check_names(who: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_names(who: str, names: Iterable[str], known: Collection[str]) -> None:
     """Check that settings given by name are known."""
-    for name in given:
+    for name in names:
         if name not in known:
             meant = get_close_matches(name, known, n=1)
             hint = f" Did you mean {meant[0]!r}?" if meant else ""

@@ -137,12 +137,12 @@ class PackedBatch:
         sizes = self.lengths.tolist() if num_rows is None else [1] * self.num_rows
         tokens = [0, *self.lengths.cumsum(0).tolist()]
         targets = [0, *self.target_lengths.cumsum(0).tolist()]
-        first, held = 0, 0
+        first, filled = 0, 0
         for row, size in enumerate(sizes):
-            if held and held + size > limit:
+            if filled and filled + size > limit:
                 yield self._run(first, row, tokens, targets)
-                first, held = row, 0
-            held += size
+                first, filled = row, 0
+            filled += size
         if first < self.num_rows:
             yield self._run(first, self.num_rows, tokens, targets)
 

@@ -8,7 +8,7 @@ The folder can be copied whole into another codebase. What is where:
 * ``divergence``: KL estimators; ``log_probs``: log-probability and entropy from logits;
 * ``token_filters``, ``sampler_correction``: which tokens count, and how much;
 * ``advantages``, ``turn_advantages``: from rewards to advantages; ``groups``: their statistics;
-* ``supervised``: fine-tuning and distillation; ``diagnostics``: figures to watch.
+* ``supervised``: fine-tuning and distillation; ``diagnostics``: metrics to watch.
 
 Tokens come padded, ``[B, T]``, or packed, ``[N]`` beside ``lengths [B]``; both give the same
 numbers. Everything that does not lie in a mask is ignored, whatever it holds. Log-probabilities,

@@ -29,9 +29,9 @@ AGGREGATIONS: Final[tuple[Aggregation, ...]] = (
 Count = int | float | Tensor
 
 
-def _num_sequences(values: Tensor, lengths: Tensor | None, given: Count | None) -> Count:
-    if given is not None:
-        return given
+def _num_sequences(values: Tensor, lengths: Tensor | None, count: Count | None) -> Count:
+    if count is not None:
+        return count
     return max(values.shape[0] if lengths is None else lengths.shape[0], 1)
 
 

@@ -1,4 +1,4 @@
-"""Figures to watch, from the same tensors as the loss; nothing is differentiated.
+"""Metrics to watch, from the same tensors as the loss; nothing is differentiated.
 
 Shape legend: ``*shape`` is ``[B, T]`` or ``[N]`` tokens.
 """

@@ -156,8 +156,8 @@ def overlong_mask(
     See Also:
         Yu et al., 2025 (DAPO), arXiv:2503.14476, section 3.4.
     """
-    whole = spread((~truncated).to(torch.float32), mask, lengths) > 0
-    return whole & mask
+    complete = spread((~truncated).to(torch.float32), mask, lengths) > 0
+    return complete & mask
 
 
 def overlong_penalty(

@@ -181,7 +181,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             window: counts of the whole accumulation window; None: this batch is all of it.
 
         Returns:
-            Terms and figures; ``.total()`` is what to call ``backward`` on. A batch without a
+            Terms and metrics; ``.total()`` is what to call ``backward`` on. A batch without a
             trained token has loss 0.
 
         Raises:
@@ -198,7 +198,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         if self.options.skip_rows_without_signal:
             batch = with_signal(batch)
         if batch.num_targets == 0:
-            return self._at_rest(device, rows)
+            return self._without_tokens(device, rows)
         wants_entropy = self.options.entropy_bonus or self.filters.top_entropy_fraction is not None
         token_scores = self._score(batch, entropy=wants_entropy)
         scores = policy_scores(batch, token_scores, self.options.old_policy)
@@ -276,7 +276,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         keep = filter_tokens(
             self.filters, scores, batch, entropy_threshold=window.entropy_threshold
         )
-        figures = {
+        metrics = {
             "clip_fraction": surrogate.clipped_low | surrogate.clipped_high,
             "clip_fraction_low": surrogate.clipped_low,
             "clip_fraction_high": surrogate.clipped_high,
@@ -286,9 +286,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             "signal_fraction": signal(batch),
         }
         if weights is not None:
-            figures["correction_fraction"] = weights.changed
-            figures["sampler_gap"] = (scores.old - scores.sampler).abs()
-        terms = {name: value.detach().to(log_ratio.dtype).mean() for name, value in figures.items()}
+            metrics["correction_fraction"] = weights.changed
+            metrics["sampler_gap"] = (scores.old - scores.sampler).abs()
+        terms = {name: value.detach().to(log_ratio.dtype).mean() for name, value in metrics.items()}
         terms["loss_objective"] = self._reduce(loss.masked_fill(~keep, 0.0), batch, window)
         terms["ESS"] = F.effective_sample_fraction(log_ratio)
         return terms
@@ -329,8 +329,8 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             terms["loss_entropy"] = -coefficient * bonus
         return terms
 
-    def _at_rest(self, device: torch.device, rows: dict[str, Tensor]) -> GRPOLossOutput:
-        """The output of a batch in which nothing is trained: loss 0, figures at rest."""
+    def _without_tokens(self, device: torch.device, rows: dict[str, Tensor]) -> GRPOLossOutput:
+        """The output of a batch in which nothing is trained: loss 0, neutral metrics."""
         optional = {
             "kl_to_ref": self.options.kl_to_ref_coeff,
             "kl_to_inference": self.options.kl_to_inference_coeff,

@@ -91,7 +91,7 @@ class GRPOOptions(TokenOptions):
             ``"current"``, this very call's (one update per batch).
         sampler_correction: settings; weighs tokens by ``pi_old / pi_sampler``, for
             ``old_policy`` other than ``"sampler"``.
-        skip_rows_without_signal: do not score rows whose advantage is 0; figures then leave them
+        skip_rows_without_signal: do not score rows whose advantage is 0; metrics then leave them
             out, the loss is the same.
 
     Raises:
@@ -242,11 +242,11 @@ def options_of(
     merged: dict[str, Any] = {**preset, **settings}
     # The preset's clip bounds give way to another surrogate, unless that leaves its own open.
     if "surrogate" in settings and "clip_epsilon" not in settings:
-        given = settings["surrogate"]
+        chosen = settings["surrogate"]
         unbounded = (
-            isinstance(given, ClippedSurrogate) and given.clip_low is None is given.clip_high
+            isinstance(chosen, ClippedSurrogate) and chosen.clip_low is None is chosen.clip_high
         )
-        if given != "clipped" and not unbounded:
+        if chosen != "clipped" and not unbounded:
             merged.pop("clip_epsilon", None)
     return GRPOOptions(**merged)
 

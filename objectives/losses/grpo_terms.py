@@ -131,7 +131,7 @@ def with_signal(batch: PackedBatch) -> PackedBatch:
 
 
 def resting_terms(penalties: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-    """The figures of a batch in which nothing is trained."""
+    """The metrics of a batch in which nothing is trained."""
     zero, one = torch.zeros((), device=device), torch.ones((), device=device)
     terms = dict.fromkeys(_FIGURES, zero) | {"ESS": one}
     for name in penalties:

@@ -1,7 +1,7 @@
 """What the losses give back: named terms, of which only the ``loss_*`` ones are optimised.
 
 Every tensor is a scalar, unless the loss was told not to aggregate. Losses are shares of the
-accumulation window, so those of its micro-batches add up; figures are means over the trained tokens
+accumulation window, so those of its micro-batches add up; metrics are means over the trained tokens
 of the call, and ``combine`` weighs them by these.
 """
 
@@ -62,12 +62,12 @@ def combined_terms(outputs: Sequence[Any]) -> dict[str, Tensor]:
     ]
     combined: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        held = [part for part in parts if name in part]
-        values = torch.stack([part[name] for part in held])
+        present = [part for part in parts if name in part]
+        values = torch.stack([part[name] for part in present])
         if name.startswith(("loss_", "num_")):
             combined[name] = values.sum(0)
         else:
-            combined[name] = _token_mean(values, held)
+            combined[name] = _token_mean(values, present)
     if "ESS" in combined:
         # ESS = mean(r)^2 / mean(r^2): recover the mean square of each part.
         ratio = torch.stack([part["ratio_mean"] for part in parts])
@@ -113,9 +113,9 @@ def _shown(output: TensorClass) -> str:
 
 @loss_output
 class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and figures of :class:`~objectives.GRPOLoss`.
+    """Terms and metrics of :class:`~objectives.GRPOLoss`.
 
-    Figures are detached, and over the trained tokens of the call; :meth:`combine` gives those of a
+    Metrics are detached, and over the trained tokens of the call; :meth:`combine` gives those of a
     window.
     """
 
@@ -161,7 +161,7 @@ class GRPOLossOutput(LossTerms, TensorClass["nocast"]):
 
 @loss_output
 class SFTLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and figures of :class:`~objectives.SFTLoss`."""
+    """Terms and metrics of :class:`~objectives.SFTLoss`."""
 
     loss_sft: Tensor
     num_active_tokens: Tensor
@@ -177,7 +177,7 @@ class SFTLossOutput(LossTerms, TensorClass["nocast"]):
 
 @loss_output
 class DistillationLossOutput(LossTerms, TensorClass["nocast"]):
-    """Terms and figures of :class:`~objectives.DistillationLoss`."""
+    """Terms and metrics of :class:`~objectives.DistillationLoss`."""
 
     loss_distill: Tensor
     kl_to_teacher: Tensor

@@ -112,7 +112,7 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
             window: counts of the whole accumulation window; None: this batch is all of it.
 
         Returns:
-            Terms and figures; ``.total()`` is what to call ``backward`` on.
+            Terms and metrics; ``.total()`` is what to call ``backward`` on.
 
         Raises:
             MissingEntryError: an entry is missing.

@@ -1,4 +1,4 @@
-"""What a policy writes on request: several responses a prompt, padding, further figures."""
+"""What a policy writes on request: several responses a prompt, padding, further values."""
 
 import pytest
 import torch
@@ -180,7 +180,7 @@ def test_the_last_message_is_read_by_a_nested_key(make_policy):
     assert batch[1]["history", "full"][..., -1].content == said[1]
 
 
-# Further figures ----------------------------------------------------------------------------------
+# Further values -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def to_padded(rows, *, side):
 
 
 def run(make_scorer, batch, options, **kwargs):
-    """Terms, figures and gradient by name."""
+    """Terms, metrics and gradient by name."""
     scorer = make_scorer()
     output = GRPOLoss(scorer, **options)(batch, **kwargs)
     output.total().backward()

@@ -179,7 +179,7 @@ def grpo_options(draw):
 )
 @given(options=grpo_options(), data=st.data())
 def test_no_option_of_the_loss_depends_on_the_split(make_scorer, make_batch, options, data):
-    """Loss, figures and gradient of any partition of the rows, in any order, are the whole's."""
+    """Loss, metrics and gradient of any partition of the rows, in any order, are the whole's."""
     batch = make_batch()
     for row in batch.unbind(0):
         row["old_log_probs", "full"] = row["old_log_probs", "full"].nan_to_num(posinf=-1.0)

@@ -1,4 +1,4 @@
-"""What a loss gives back: values that print, figures of the call, one objective."""
+"""What a loss gives back: values that print, metrics of the call, one objective."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def make_losses(make_scorer):
 
 @pytest.mark.parametrize("name", ["grpo", "sft", "distillation"])
 def test_reducing_gives_the_objective_and_its_gradient(make_scorer, make_batch, name):
-    """TorchRL's idiom: counts and figures are no part of it, and nothing is divided."""
+    """TorchRL's idiom: counts and metrics are no part of it, and nothing is divided."""
     loss = make_losses(make_scorer)[name]
     output = loss(make_batch())
     (want,) = torch.autograd.grad(output.total(), loss.actor_network.table, retain_graph=True)
@@ -47,7 +47,7 @@ def test_an_output_prints_its_values(make_scorer, make_batch):
 
 @pytest.mark.parametrize("name", ["grpo", "sft", "distillation"])
 def test_figures_are_of_the_call_and_combine_weighs_them(make_scorer, make_batch, name):
-    """A part of the window has the figures that it would have by itself."""
+    """A part of the window has the metrics that it would have by itself."""
     loss, batch = make_losses(make_scorer)[name], make_batch()
     whole = loss(batch)
     window = loss.measure_window(batch)
@@ -65,13 +65,13 @@ def test_figures_are_of_the_call_and_combine_weighs_them(make_scorer, make_batch
 
 def test_the_weight_of_a_figure_is_its_tokens_by_hand():
     def output(tokens, ratio, ess):
-        figures = dict.fromkeys(
+        metrics = dict.fromkeys(
             ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "kl_approx"), 0.0
         ) | {"kept_fraction": 1.0, "signal_fraction": 1.0, "loss_objective": 0.5}
-        figures |= {"num_active_tokens": tokens, "num_sequences": 1, "num_rows_left_out": 1}
-        figures |= {"ratio_mean": ratio, "ESS": ess}
+        metrics |= {"num_active_tokens": tokens, "num_sequences": 1, "num_rows_left_out": 1}
+        metrics |= {"ratio_mean": ratio, "ESS": ess}
         return make_output(
-            GRPOLossOutput, {name: torch.tensor(float(x)) for name, x in figures.items()}
+            GRPOLossOutput, {name: torch.tensor(float(x)) for name, x in metrics.items()}
         )
 
     # Ratios 1, 3 (mean 2, ESS 16 / 20) and 4.

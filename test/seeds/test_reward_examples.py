@@ -173,7 +173,7 @@ def test_an_aggregator_of_the_guide():
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
         "kwargs": [{}, {"num_words": 100, "relation": "at least"}],
     }
-    given = scorer.parts("<think>a</think><answer>no comma</answer>", row, "")
+    given = scorer.components("<think>a</think><answer>no comma</answer>", row, "")
     # One of two instructions: 0.3 / 2 + 0.1 / 2, and both blocks are there.
     assert float(given["reward"]) == pytest.approx(0.2 + 1.0)
     assert seen == [(["a"], ["no comma"])]

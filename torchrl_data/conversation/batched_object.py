@@ -61,7 +61,7 @@ class BatchedObject(NonTensorData):
     data: Any
     rows: Tensor | None = None
     """Which row of the snapshot each batch element is; int64, shaped like the batch."""
-    whole: Tensor | None = None
+    all_rows: Tensor | None = None
     """The ``rows`` of a leaf that was never indexed: the same tensor, so the check is ``is``."""
     shown_as: Any = None
     """A :class:`ObjectView`, or ``None`` to show the snapshot itself."""
@@ -74,15 +74,15 @@ class BatchedObject(NonTensorData):
         snapshot: Any,
         batch_size: torch.Size,
         rows: Tensor | None = None,
-        whole: Tensor | None = None,
+        all_rows: Tensor | None = None,
         view: ObjectView | None = None,
     ) -> "BatchedObject":
         """A leaf of a batch size; without ``rows``, one that stands for all of them in order."""
         if rows is None:
-            rows = whole = torch.arange(len(snapshot)).view(batch_size)
+            rows = all_rows = torch.arange(len(snapshot)).view(batch_size)
         # As an entry of the inner TensorDict, the rows follow every operation on the batch.
         entries = TensorDict._new_unsafe({"rows": rows}, batch_size=batch_size)
-        rest = {"data": snapshot, "whole": whole, "shown_as": view, "_is_non_tensor": True}
+        rest = {"data": snapshot, "all_rows": all_rows, "shown_as": view, "_is_non_tensor": True}
         return cls._from_tensordict(entries, rest, safe=False)
 
     @property
@@ -95,7 +95,7 @@ class BatchedObject(NonTensorData):
         state = self.__dict__
         everything = state["_non_tensordict"]["data"]
         rows = state["_tensordict"]._get_str("rows", None)
-        if rows is None or rows is state["_non_tensordict"].get("whole"):
+        if rows is None or rows is state["_non_tensordict"].get("all_rows"):
             return everything
         return everything[rows]
 
@@ -125,10 +125,10 @@ class BatchedObject(NonTensorData):
         state = self.__dict__
         size = self.batch_size if batch_size is None else torch.Size(batch_size)
         rows = state["_tensordict"]._get_str("rows", None)
-        whole = state["_non_tensordict"].get("whole")
+        all_rows = state["_non_tensordict"].get("all_rows")
         if rows is not None and rows.shape != size:
             rows = rows.view(size)
-        return type(self).of(state["_non_tensordict"]["data"], size, rows, whole, view_of(self))
+        return type(self).of(state["_non_tensordict"]["data"], size, rows, all_rows, view_of(self))
 
     def where(  # type: ignore[override]
         self,

@@ -78,10 +78,10 @@ class Conversations:
             awaits_response: the next token is the policy's.
         """
         records, positions = [], []
-        for ids, said in zip(rows, messages, strict=True):
+        for ids, row_messages in zip(rows, messages, strict=True):
             record = ConversationRecord()
             record.extend_tokens(ids, [Source.CONTENT] * len(ids))
-            record.messages.extend(said)
+            record.messages.extend(row_messages)
             n, m = len(record.ids), len(record.messages)
             records.append(record)
             positions.append(Position(n, m, m, awaits_response, n if awaits_response else 0))
@@ -225,7 +225,7 @@ class Conversations:
         return self._copy(self._records[row].log_probs, row, np.float32)
 
     def extra(self, row: int) -> dict[str, Tensor]:
-        """Further figures of the sampled tokens by name, float32 ``[T]``; 0 elsewhere."""
+        """Further values of the sampled tokens by name, float32 ``[T]``; 0 elsewhere."""
         n = self._positions[row].num_tokens
         columns = {}
         for name, column in self._records[row].extra.items():
@@ -307,11 +307,11 @@ class Conversations:
 
         Args:
             turns: one per row; ``None`` leaves the row as it is. Every row has all columns of
-                further figures from then on.
+                further values from then on.
 
         Raises:
             RuntimeError: a row does not await a response.
-            ValueError: a turn has not as many log-probs, versions or further figures, as ids.
+            ValueError: a turn has not as many log-probs, versions or further values, as ids.
         """
         records, positions = list(self._records), list(self._positions)
         columns = {name for turn in turns if turn is not None for name in turn.extra}

@@ -43,7 +43,7 @@ class Turn(NamedTuple):
     versions: int | Sequence[int] = -1
     """The policy version that sampled them, or one per token when the weights changed meanwhile."""
     extra: Mapping[str, Sequence[float]] = MappingProxyType({})
-    """Further figures of the tokens by name, such as their entropy; one per token each."""
+    """Further values of the tokens by name, such as their entropy; one per token each."""
 
     def check(self, row: int) -> None:
         """Check that everything is aligned with the tokens.
@@ -52,7 +52,7 @@ class Turn(NamedTuple):
             row: whose turn it is, named in the error.
 
         Raises:
-            ValueError: there are not as many log-probs, versions or further figures, as ids.
+            ValueError: there are not as many log-probs, versions or further values, as ids.
         """
         aligned = {"log-probs": self.log_probs, **self.extra}
         if not isinstance(self.versions, int):
@@ -83,7 +83,7 @@ class ConversationRecord:
         self.sources = bytearray()
         self.log_probs = array("f")
         self.versions = array("q")
-        # Further figures of sampled tokens by name; what lies past the end of a column is 0.
+        # Further values of sampled tokens by name; what lies past the end of a column is 0.
         self.extra: dict[str, array] = {}
         self.messages: list[Message] = []
         self.tools = tuple(tools) if tools else None

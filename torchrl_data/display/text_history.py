@@ -206,9 +206,9 @@ class TextHistory:
         console = console or Console()
         console.print(Panel(text))
         if self.completed:
-            said = [] if math.isnan(self.reward) else [f"reward: {self.reward:g}"]
-            said += ["truncated"] if self.truncated else []
-            if said:
-                console.print(RichText(", ".join(said), style="bold red"))
+            lines = [] if math.isnan(self.reward) else [f"reward: {self.reward:g}"]
+            lines += ["truncated"] if self.truncated else []
+            if lines:
+                console.print(RichText(", ".join(lines), style="bold red"))
         if show_legend:
             self.show_colour_legend(console)

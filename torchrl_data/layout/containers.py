@@ -79,7 +79,7 @@ class Tokens(TokenRows, TensorClass["nocast"]):
                 "Padded tokens can't be decoded, as a pad id may be a real token too. Call "
                 "to_ragged(masks) first."
             )
-        columns = {name: self.rows(name) for name in _parts_of(self)}
+        columns = {name: self.rows(name) for name in _present_parts(self)}
         return Text.from_rows(**decode_columns(columns, tokenizer, skip_special_tokens))
 
     def to_history(
@@ -208,7 +208,7 @@ class Text(TensorClass["nocast"]):
 
     def _columns(self) -> dict[str, list[str]]:
         columns = {}
-        for name in _parts_of(self):
+        for name in _present_parts(self):
             value = getattr(self, name)
             columns[name] = [value] if isinstance(value, str) else list(value)
         return columns
@@ -358,6 +358,6 @@ class ChatHistory(TensorClass["nocast"]):
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
 
-def _parts_of(group: Any) -> list[str]:
+def _present_parts(group: Any) -> list[str]:
     names = set(entries_of(group).keys())
     return [name for name in PARTS if name in names]

@@ -65,8 +65,8 @@ def write_conversations(
         )
     view: ConversationView | HistoryView = HistoryView(which)
     if mode is None:
-        held = _held_leaf(batch, which)
-        shown_as = None if held is None else view_of(held)
+        stored = _newest_leaf(batch, which)
+        shown_as = None if stored is None else view_of(stored)
         if isinstance(shown_as, ConversationView):
             view, mode = shown_as, shown_as.mode
         else:
@@ -95,7 +95,7 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
     Raises:
         MissingEntryError: there is none.
     """
-    conversations = conversations_of(_held_leaf(batch, which))
+    conversations = conversations_of(_newest_leaf(batch, which))
     if conversations is None:
         group = _group(batch, HISTORY)
         leaf = None if group is None else group.get(which, None)
@@ -114,7 +114,7 @@ def _group(batch: TensorDictBase, mode: str) -> Any:
     return None if group is None or is_non_tensor(group) else entries_of(group)
 
 
-def _held_leaf(batch: TensorDictBase, which: str) -> Any:
+def _newest_leaf(batch: TensorDictBase, which: str) -> Any:
     """The leaf of a name that holds conversations."""
     # A policy writes `history` in every mode, so that of another mode is the newer one.
     leaves = (conversation_leaf(batch, mode, which) for mode in reversed(INPUT_MODES))

@@ -37,16 +37,16 @@ def read_prompts(
     # Gives B conversations. Messages wait to be encoded; text and tokens are the whole prompt, to
     # which no template is applied, and show as one message of the user (unless a policy left a
     # record of the same tokens at `("history", "prompt")`).
-    held = read_held(batch, mode, PROMPT)
-    if held is not None:
-        return held
+    stored = stored_conversations(batch, mode, PROMPT)
+    if stored is not None:
+        return stored
     if mode == HISTORY:
         return Conversations.from_messages(_chats(batch, PROMPT, who))
     encoder = _need(encoder, mode, who)
     if mode == TEXT:
         return prompt_of_tokens(encode_texts(_texts(batch, PROMPT, who), encoder), encoder)
     ids = TokenEntries(batch, PROMPT, who=who).ids()
-    record = read_held(batch, HISTORY, PROMPT)
+    record = stored_conversations(batch, HISTORY, PROMPT)
     if record is not None and _all_ids(record) == ids:
         return record
     return prompt_of_tokens(ids, encoder)
@@ -66,16 +66,16 @@ def read_fulls(
     # `full` goes on from the prompt of the batch, only what is new is taken over, as a turn of the
     # assistant; `("masks", "all_assistant_mask")` and `("log_probs", "full")` beside it say that
     # the policy sampled it.
-    held = read_held(batch, mode, FULL)
-    if held is not None:
-        return held
+    stored = stored_conversations(batch, mode, FULL)
+    if stored is not None:
+        return stored
     prompt = None
     if has_entry(batch, (mode, PROMPT)):
         prompt = read_prompts(batch, mode, encoder=encoder, who=who)
     if mode == HISTORY:
         return _continued_chats(prompt, _chats(batch, FULL, who))
     encoder = _need(encoder, mode, who)
-    record = read_held(batch, HISTORY, FULL)
+    record = stored_conversations(batch, HISTORY, FULL)
     if mode == TEXT:
         return _full_texts(_texts(batch, FULL, who), prompt, record, encoder)
     return _full_tokens(TokenEntries(batch, FULL, who=who), prompt, record, encoder)
@@ -95,7 +95,7 @@ def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
     return not is_value or leaf.data is not None
 
 
-def read_held(batch: TensorDictBase, mode: str, which: str) -> Conversations | None:
+def stored_conversations(batch: TensorDictBase, mode: str, which: str) -> Conversations | None:
     """The conversations that a mode holds as such, or ``None`` if they were handed in otherwise."""
     leaf = conversation_leaf(batch, mode, which)
     return None if leaf is None else conversations_of(leaf)
@@ -238,13 +238,13 @@ def _full_tokens(
 def _continued(
     prompt: Conversations,
     turns: Sequence[_Turn | None],
-    whole: Any,
+    full_ids: Any,
     encoder: "ConversationEncoder",
 ) -> Conversations:
     """The prompts with their turns; rows that do not go on from theirs are taken over whole."""
     prompt = prompt.append_turns(
         [
-            Turn(turn.ids, turn.log_probs, _said(turn.content))
+            Turn(turn.ids, turn.log_probs, _assistant_message(turn.content))
             if turn is not None and turn.ids
             else None
             for turn in turns
@@ -252,17 +252,19 @@ def _continued(
     )
     if all(turn is not None for turn in turns):
         return prompt
-    other = _without_prompt(whole(), encoder)
+    other = _without_prompt(full_ids(), encoder)
     index = [i if turn is not None else i + len(turns) for i, turn in enumerate(turns)]
     return Conversations.cat([prompt, other])[index]
 
 
 def _without_prompt(ids: Sequence[Sequence[int]], encoder: "ConversationEncoder") -> Conversations:
     """Where nobody knows what of it is the response, the whole is shown as one turn."""
-    return Conversations.from_tokens(ids, [[_said(text)] for text in encoder.decode(ids)])
+    return Conversations.from_tokens(
+        ids, [[_assistant_message(text)] for text in encoder.decode(ids)]
+    )
 
 
-def _said(content: str) -> Message:
+def _assistant_message(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 

@@ -23,7 +23,7 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
     Returns:
         B TensorDicts without batch size: ``tokens``, a :class:`Tokens` of prompt, response and
         full, int64; ``masks``, a :class:`Masks`, bool; ``log_probs``, a :class:`LogProbs` of
-        response and full, float32; ``("policy_versions", "full")``, int64; further figures as
+        response and full, float32; ``("policy_versions", "full")``, int64; further values as
         ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
         for prompt and response, which are its beginning and end.
     """

@@ -239,5 +239,5 @@ class ConversationEncoder(TemplateRenderer):
             text: white space around the token goes too.
         """
         end = self._shape.end_of_turn
-        said = text.rstrip()
-        return said.removesuffix(end).rstrip() if end and said.endswith(end) else text
+        stripped = text.rstrip()
+        return stripped.removesuffix(end).rstrip() if end and stripped.endswith(end) else text

@@ -81,9 +81,9 @@ def _object_body(text: str, position: int, closer: str) -> tuple[int, int, int] 
 
 def _closed_by(text: str, start: int, body: int, closer: str) -> Found:
     """The call between an opener and its closer."""
-    whole = _object_body(text, body, closer)
-    if whole is not None:
-        return Found(start, whole[2], _read(text[whole[0] : whole[1]]))
+    span = _object_body(text, body, closer)
+    if span is not None:
+        return Found(start, span[2], _read(text[span[0] : span[1]]))
     end = text.find(closer, body)
     if end < 0:
         return Found(start, len(text), MalformedCall(f"the call is not closed with {closer}"))

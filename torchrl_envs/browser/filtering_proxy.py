@@ -142,8 +142,8 @@ class FilteringProxy:
         expected = b"proxy-authorization: basic " + token
         for header in headers:
             name, _, value = header.partition(b": ")
-            scheme, _, given = value.partition(b" ")
-            found = name.lower() + b": " + scheme.lower() + b" " + given
+            scheme, _, credentials = value.partition(b" ")
+            found = name.lower() + b": " + scheme.lower() + b" " + credentials
             if secrets.compare_digest(found, expected):
                 return
         raise _RefusedError(

@@ -12,7 +12,7 @@ import numpy as np
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.messages import check_messages
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.validation import check_counts, check_given
+from torchrl_data.validation import check_counts, check_not_none
 
 from .sources import SequenceSource, StreamSource
 from .stream import BadRow, PrepareRow
@@ -160,7 +160,7 @@ class PromptLimit:
         *,
         chat_template_name: str | None = None,
     ) -> None:
-        check_given("PromptLimit", max_tokens=max_tokens)
+        check_not_none("PromptLimit", max_tokens=max_tokens)
         check_counts("PromptLimit", max_tokens=max_tokens)
         self.max_tokens = max_tokens
         self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)

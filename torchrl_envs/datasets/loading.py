@@ -90,9 +90,9 @@ def _is_saved(path: Path) -> bool:
     return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
 
 
-def one_of(*, default: Any = None, **given: Any) -> Any:
+def one_of(*, default: Any = None, **choices: Any) -> Any:
     """The value of the one of several names that was used; not more than one may be."""
-    used = {name: value for name, value in given.items() if value is not None}
+    used = {name: value for name, value in choices.items() if value is not None}
     if len(used) > 1 or (not used and default is None):
-        raise ValueError(f"DataLoadingPrimer: give one of {', '.join(given)}, got {len(used)}.")
+        raise ValueError(f"DataLoadingPrimer: give one of {', '.join(choices)}, got {len(used)}.")
     return next(iter(used.values()), default)

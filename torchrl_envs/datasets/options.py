@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchrl_data.validation import POSITIVE, check_counts, check_given, check_numbers
+from torchrl_data.validation import POSITIVE, check_counts, check_not_none, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class DataOptions:
     skip_bad_rows: bool = False
 
     def __post_init__(self) -> None:
-        check_given("DataOptions", **vars(self))
+        check_not_none("DataOptions", **vars(self))
         check_counts("DataOptions", shuffle_buffer_size=self.shuffle_buffer_size)
         check_counts("DataOptions", 0, num_checked_rows=self.num_checked_rows)
         check_numbers("DataOptions", POSITIVE, worker_timeout_s=self.worker_timeout_s)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from torchrl_data.stop_reasons import NO_DATA
-from torchrl_data.validation import check_counts, check_given
+from torchrl_data.validation import check_counts, check_not_none
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.episode.tool_source import ToolSource
@@ -117,7 +117,7 @@ class DataLoadingPrimer(EpisodeTransform):
         super().__init__()
         self.group_size: int = one_of(group_size=group_size, repeats=repeats, default=1)
         check_counts("DataLoadingPrimer", group_size=self.group_size, num_epochs=num_epochs)
-        check_given("DataLoadingPrimer", num_workers=num_workers, seed=seed)
+        check_not_none("DataLoadingPrimer", num_workers=num_workers, seed=seed)
         check_counts("DataLoadingPrimer", 0, num_workers=num_workers, seed=seed)
         self.options = options or DataOptions()
         self.dataset = load_rows(one_of(dataset=dataset, dataloader=dataloader))

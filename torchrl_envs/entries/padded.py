@@ -35,8 +35,8 @@ def write_token_entry(
     for row, value in zip(rows, values, strict=True):
         padded[row, : len(value)] = value
     batch.set(key, padded)
-    held = batch.get(TOKEN_ENTRIES, None)
-    noted = {} if held is None else dict(held.data)
+    note = batch.get(TOKEN_ENTRIES, None)
+    noted = {} if note is None else dict(note.data)
     noted[key] = key if row_key is None else row_key
     batch.set(TOKEN_ENTRIES, NonTensorData(noted, batch_size=batch.batch_size))
 
@@ -46,8 +46,8 @@ def read_token_entry(
 ) -> Tensor | None:
     """One row of a per-token entry, without padding."""
     # Gives [T_i, ...], or `None` if there is no such per-token entry.
-    held = batch.get(TOKEN_ENTRIES, None)
-    if held is None or key not in held.data:
+    note = batch.get(TOKEN_ENTRIES, None)
+    if note is None or key not in note.data:
         return None
     value = batch.get(key)[row, :num_tokens]
     missing = num_tokens - len(value)
@@ -58,9 +58,9 @@ def token_entries_of_row(
     batch: TensorDictBase, row: int, num_tokens: int
 ) -> dict[NestedKey, Tensor]:
     """All per-token entries of a row, by their names in a row, each ``[T_i, ...]``."""
-    held = batch.get(TOKEN_ENTRIES, None)
+    note = batch.get(TOKEN_ENTRIES, None)
     found: dict[NestedKey, Tensor] = {}
-    for key, row_key in ({} if held is None else held.data).items():
+    for key, row_key in ({} if note is None else note.data).items():
         value = read_token_entry(batch, key, row, num_tokens)
         if value is not None:
             found[row_key] = value

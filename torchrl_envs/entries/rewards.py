@@ -70,9 +70,11 @@ class Score:
         """Whether it was scored, and nothing failed."""
         return self.is_scored and not self.error
 
-    def add(self, name: str, given: RowReward, *, weight: float = 1.0, scores: bool = True) -> None:
+    def add(
+        self, name: str, reward: RowReward, *, weight: float = 1.0, scores: bool = True
+    ) -> None:
         """Add what a source gave, already checked."""
-        value, error = given
+        value, error = reward
         if error:
             self.error = f"{self.error}\n{error}".strip()
         if value is None or error:

@@ -105,9 +105,9 @@ def hash_answer_match(
     """1 where the number after the last ``####`` is that of the answer."""
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        said, expected = hash_answer(final_text(completion)), hash_answer(right)
+        found, expected = hash_answer(final_text(completion)), hash_answer(right)
         wanted = normalize_number(right if expected is None else expected)
-        rewards.append(float(said is not None and normalize_number(said) == wanted))
+        rewards.append(float(found is not None and normalize_number(found) == wanted))
     return rewards
 
 

@@ -199,8 +199,8 @@ def two_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
     if len(parts) > 2 and not all(parts[1:-1]):
         return False
-    given = [part for part in parts if part]
-    return len(given) == 2 and given[0] != given[1]
+    responses = [part for part in parts if part]
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
@@ -256,11 +256,11 @@ def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> boo
             f"There is no instruction {instruction_id!r}; there are {sorted(INSTRUCTIONS)}."
         )
     names = list(inspect.signature(check).parameters)[1:]
-    given = {name: arguments.get(name) for name in names}
-    missing = [name for name, value in given.items() if value is None]
+    settings = {name: arguments.get(name) for name in names}
+    missing = [name for name, value in settings.items() if value is None]
     if missing:
         raise ValueError(f"The instruction {instruction_id} needs {missing}.")
-    return bool(text.strip()) and check(text, **given)
+    return bool(text.strip()) and check(text, **settings)
 
 
 def loose_variants(text: str) -> list[str]:

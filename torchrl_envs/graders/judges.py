@@ -101,9 +101,9 @@ class ChatCompletions:
             return list(await asyncio.gather(*map(ask, questions)))
 
     async def _ask(self, client: "AsyncOpenAI", messages: Sequence[Message]) -> str:
-        given: Any = list(messages)
+        chat: Any = list(messages)
         reply = await client.chat.completions.create(
-            model=self.model, messages=given, **self.generation
+            model=self.model, messages=chat, **self.generation
         )
         if not reply.choices:
             raise ValueError(f"{self.model} gave no answer at all")

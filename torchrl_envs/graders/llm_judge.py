@@ -112,16 +112,16 @@ class LLMJudge:
         return [self._score(answer) for answer in answers]
 
     async def _answers(self, questions: Sequence[Sequence[Message]]) -> Answers:
-        given: Any
+        grades: Any
         if is_async(self.judge):
-            given = self.judge(questions)
+            grades = self.judge(questions)
         else:
             # A judge that hangs must not hold up the end of the program.
             thread = DaemonThreads(1)
             answering = thread.submit(functools.partial(self.judge, questions))
             thread.close()
-            given = await asyncio.wrap_future(answering)
-        return await given if inspect.isawaitable(given) else given
+            grades = await asyncio.wrap_future(answering)
+        return await grades if inspect.isawaitable(grades) else grades
 
     def _score(self, answer: str | Exception) -> float | Exception:
         if isinstance(answer, Exception):

@@ -84,7 +84,7 @@ class MathVerifyReward:
             TimeoutError: time was up, and ``timeout_reward`` is ``None``.
             RuntimeError: the right answer can't be read, or the process died.
         """
-        arguments = {"said": final_text(completion), "right": str(columns[self.answer_column])}
+        arguments = {"response": final_text(completion), "right": str(columns[self.answer_column])}
         try:
             return float(self._processes.call("grade", arguments))
         except CallTimeoutError:
@@ -100,7 +100,7 @@ class MathVerifyReward:
         self._processes.close()
 
 
-def grade_math(said: str, right: str) -> float:
+def grade_math(response: str, right: str) -> float:
     """Compare two answers; without a time limit, so run it in a killable process."""
     # It warns that its own time limits are off; here processes are killed instead.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -108,10 +108,10 @@ def grade_math(said: str, right: str) -> float:
     expected = _parse(math_verify, right) or _parse(math_verify, f"${right}$")
     if not expected:
         raise ValueError(f"math-verify can't read the right answer {right!r:.200}")
-    answer = read_tags(said).answer
-    given = _parse(math_verify, answer) or _parse(math_verify, f"${answer}$") if answer else []
-    given = given or _parse(math_verify, said)
-    return float(math_verify.verify(expected, given, timeout_seconds=None))
+    answer = read_tags(response).answer
+    parsed = _parse(math_verify, answer) or _parse(math_verify, f"${answer}$") if answer else []
+    parsed = parsed or _parse(math_verify, response)
+    return float(math_verify.verify(expected, parsed, timeout_seconds=None))
 
 
 def _parse(math_verify: Any, text: str) -> list[Any]:

@@ -38,46 +38,46 @@ class WorkerPool:
         self._setup = {"max_memory_mb": max_memory_mb, "preload": list(preload)}
         self._deadline_s = min(timeout_s, threading.TIMEOUT_MAX)
         self._free = threading.Semaphore(num_processes)
-        self._held = _Held()
-        weakref.finalize(self, self._held.close)
+        self._workers = _Workers()
+        weakref.finalize(self, self._workers.close)
 
     def start(self) -> None:
         """Start the first worker."""
-        self._held.put_back(self._start(self._held.generation))
+        self._workers.put_back(self._start(self._workers.generation))
 
     def ask(self, request: bytes) -> bytes:
         """Handle a request as soon as a worker is free; from any thread."""
-        generation = self._held.generation
+        generation = self._workers.generation
         with self._free:
-            worker = self._held.take() or self._start(generation)
+            worker = self._workers.take() or self._start(generation)
             try:
                 answer = worker.ask(request, self._deadline_s)
             except BaseException:
-                self._held.end(worker)
+                self._workers.end(worker)
                 raise
-            self._held.put_back(worker)
+            self._workers.put_back(worker)
         return answer
 
     def _start(self, generation: int) -> WorkerProcess:
-        worker = self._held.make(self._setup, self._handler, generation)
+        worker = self._workers.make(self._setup, self._handler, generation)
         try:
             problem = worker.start(_START_S)
         except BaseException as error:
-            self._held.end(worker)
-            if isinstance(error, Exception) and generation == self._held.generation:
+            self._workers.end(worker)
+            if isinstance(error, Exception) and generation == self._workers.generation:
                 raise WorkerStartError(f"a worker process did not start: {error}") from error
             raise
         if problem:
-            self._held.end(worker)
+            self._workers.end(worker)
             raise WorkerStartError(problem)
         return worker
 
     def close(self) -> None:
         """Kill the workers, and with them the requests that run; a later one starts new workers."""
-        self._held.close()
+        self._workers.close()
 
 
-class _Held:
+class _Workers:
     """The workers that there are: those that wait here, and those that a thread uses."""
 
     def __init__(self) -> None:

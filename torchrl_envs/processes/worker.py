@@ -37,6 +37,6 @@ def _limit_memory(max_memory_mb: int | None) -> None:
     if max_memory_mb is None:
         return
     with open("/proc/self/statm") as statm:
-        held = int(statm.read().split()[5]) * resource.getpagesize()
-    limit = held + max_memory_mb * 2**20
+        in_use = int(statm.read().split()[5]) * resource.getpagesize()
+    limit = in_use + max_memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -47,8 +47,8 @@ class AnswerReward(EpisodeTransform, RewardSource):
     """
 
     required_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns of the data that :meth:`parts` reads."""
-    part_keys: ClassVar[tuple[str, ...]] = ("success",)
+    """Columns of the data that :meth:`components` reads."""
+    component_keys: ClassVar[tuple[str, ...]] = ("success",)
     """Further entries, float32 ``[B, 1, 1]`` (``success`` is bool); NaN or False where the row has
     just not been scored."""
 
@@ -63,7 +63,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
         self.add_to_reward = add_to_reward
         self._id = uuid.uuid4().hex
 
-    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+    def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """Score a message.
 
         Args:
@@ -72,7 +72,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
             query: the last message before the policy's first turn.
 
         Returns:
-            ``reward``, and what belongs to :attr:`part_keys`.
+            ``reward``, and what belongs to :attr:`component_keys`.
         """
         raise NotImplementedError
 
@@ -101,8 +101,8 @@ class AnswerReward(EpisodeTransform, RewardSource):
         """End an episode whose turn has an ``<answer>`` block, whatever else might answer it."""
         if not self.set_done_if_answer:
             return
-        said = next(m for m in reversed(episode.messages) if m["role"] == "assistant")
-        if read_tags(final_text([said])).num_answer:
+        turn = next(m for m in reversed(episode.messages) if m["role"] == "assistant")
+        if read_tags(final_text([turn])).num_answer:
             episode.terminate()
 
     def finish(self, episode: Episode) -> None:
@@ -119,7 +119,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
 
     def export(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         """Write the further entries."""
-        for key in self.part_keys:
+        for key in self.component_keys:
             value = self.empty_part(key, batch.batch_size)
             for episode in episodes:
                 if self.key in episode.metrics:
@@ -139,7 +139,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:  # type: ignore[override]
         """Declares the further entries."""
-        for key in self.part_keys:
+        for key in self.component_keys:
             example = self.empty_part(key, reward_spec.shape)
             is_flag = example.dtype == torch.bool
             kind = Binary(n=1, shape=example.shape, dtype=torch.bool) if is_flag else None
@@ -151,7 +151,7 @@ class AnswerReward(EpisodeTransform, RewardSource):
 
         Args:
             key: its name.
-            value: what :meth:`parts` gave.
+            value: what :meth:`components` gave.
         """
         del key
         return torch.tensor([[value]])
@@ -167,13 +167,13 @@ class AnswerReward(EpisodeTransform, RewardSource):
             row: of the data.
 
         Returns:
-            What :meth:`parts` gives, or the exception that it raised.
+            What :meth:`components` gives, or the exception that it raised.
         """
         query = message_text(messages[first - 1]) if first else ""
         # A row of data that can't be scored marks itself, never the batch.
         try:
-            said = [m for m in messages[first:] if m["role"] == "assistant"]
-            return self.parts(message_text(said[-1] if said else None), row or {}, query)
+            turns = [m for m in messages[first:] if m["role"] == "assistant"]
+            return self.components(message_text(turns[-1] if turns else None), row or {}, query)
         except Exception as error:
             return error
 
@@ -205,9 +205,11 @@ class AnswerReward(EpisodeTransform, RewardSource):
                 raise parts
             if parts[REWARD] is not None:
                 value = torch.tensor([[self.weight * float(parts[REWARD])]])
-                held = row.get(REWARD, None)
-                row.set(REWARD, value + held if self.add_to_reward and held is not None else value)
-            for key in self.part_keys:
+                reward = row.get(REWARD, None)
+                row.set(
+                    REWARD, value + reward if self.add_to_reward and reward is not None else value
+                )
+            for key in self.component_keys:
                 row.set(key, self.row_entry(key, parts[key]))
             row.set_non_tensor(SCORED_BY, self._id)
         return joined_rows(out, tensordict.batch_size)

@@ -76,13 +76,13 @@ def missing_arguments(function: RewardFunction, columns: Sequence[str]) -> list[
     """Arguments that a function requires and nobody gives."""
     required = [c for c in getattr(function, "required_columns", ()) if c not in columns]
     lists = SINGULAR.values() if scores_one_rollout(function) else LISTS
-    given = {*columns, *lists, *OF_TRAINING}
+    available = {*columns, *lists, *OF_TRAINING}
     return required + [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        and parameter.name not in given
+        and parameter.name not in available
     ]
 
 
@@ -160,7 +160,7 @@ def _of_training(*values: Any) -> dict[str, Any]:
     return dict(zip(OF_TRAINING, values, strict=True))
 
 
-class Given(NamedTuple):
+class FunctionRewards(NamedTuple):
     """What one function gave all rollouts."""
 
     rewards: list[RowReward]
@@ -176,7 +176,7 @@ def read_outcomes(
     by_turn: bool,
     nan_applies: bool,
     one_each: bool,
-) -> Given:
+) -> FunctionRewards:
     """Check what a function returned."""
     if not one_each:
         (outcome,) = outcomes
@@ -188,7 +188,7 @@ def read_outcomes(
                     f"{name} must return one reward per completion: expected a list of "
                     f"{len(episodes)}, got {outcome.value!r:.80}."
                 )
-                return Given([RowReward(error=wrong)] * len(episodes), wrong)
+                return FunctionRewards([RowReward(error=wrong)] * len(episodes), wrong)
             outcomes = [_outcome(item) for item in items]
     rewards, wrong_shape = [], ""
     for episode, outcome in zip(episodes, outcomes, strict=True):
@@ -202,7 +202,7 @@ def read_outcomes(
             wrong = reward.error if "not a number" in reward.error else ""
         rewards.append(reward)
         wrong_shape = wrong_shape or wrong
-    return Given(rewards, wrong_shape)
+    return FunctionRewards(rewards, wrong_shape)
 
 
 def _items(value: Any) -> list[Any] | None:

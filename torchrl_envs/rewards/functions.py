@@ -170,7 +170,7 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         made = [call for each in calls_of.values() for call in each]
         results = iter(calls.run([[call.function] for call in made], self.timeout_s))
         for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
-            given = read_outcomes(
+            result = read_outcomes(
                 name,
                 [next(results)[0] for _ in calls_of[name]],
                 episodes,
@@ -178,10 +178,10 @@ class RewardFunctions(EpisodeTransform, RewardSource):
                 nan_applies=self.nan_applies,
                 one_each=scores_one_rollout(function),
             )
-            if given.wrong_shape and name not in self._used:
-                raise ValueError(f"The reward function {given.wrong_shape}")
+            if result.wrong_shape and name not in self._used:
+                raise ValueError(f"The reward function {result.wrong_shape}")
             self._used.add(name)
-            for episode, reward in zip(episodes, given.rewards, strict=True):
+            for episode, reward in zip(episodes, result.rewards, strict=True):
                 episode.score.add(name, reward, weight=weight)
         for call in made:
             call.log.write_to(call.episodes)

@@ -209,13 +209,13 @@ class RetrieveKL(TrajectoryTransform):
         self.kl = KLComputation(gen_key, ref_log_probs_full_key, **kwargs)
         # Of the distribution that was sampled from; what else a policy records says so itself.
         self._is_recorded = gen is None and gen_key == LOG_PROBS_FULL
-        self.parts: list[TrajectoryTransform] = [
+        self.steps: list[TrajectoryTransform] = [
             RetrieveLogProb(model, log_probs_full_key=key, **settings)
             for model, key in ((gen, gen_key), (ref, ref_log_probs_full_key))
             if model is not None
         ]
-        self.parts.append(self.kl)
-        self.results = tuple(key for part in self.parts for key in part.results)
+        self.steps.append(self.kl)
+        self.results = tuple(key for step in self.steps for key in step.results)
         self.penalty_name = self.kl.penalty_name
         self.dense = self.kl.dense
 
@@ -230,8 +230,8 @@ class RetrieveKL(TrajectoryTransform):
 
     def score(self, rows: Sequence[TokenRow]) -> None:
         """Add log-probs, the KL and the penalty of each row."""
-        for part in self.parts:
-            part.score(rows)
+        for step in self.steps:
+            step.score(rows)
 
 
 class KLRewardTransform(RetrieveKL):

@@ -227,8 +227,8 @@ def await_start(process: SandboxProcess) -> None:
     """Wait until the supervisor has started a worker."""
     report = process.next_report(timeout_s=_START_S)
     if report != "ready":
-        said = process.stderr.text().strip()
-        raise SandboxStartError(f"it does not start ({report}). {said}".rstrip())
+        output = process.stderr.text().strip()
+        raise SandboxStartError(f"it does not start ({report}). {output}".rstrip())
 
 
 def _reason_against(choice: Isolation, interpreter: Interpreter) -> str | None:

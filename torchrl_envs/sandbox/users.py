@@ -41,5 +41,5 @@ def _can_be_other_user() -> bool:
 @functools.cache
 def _has(capability: int) -> bool:
     with open("/proc/self/status") as file:
-        held = next(line.split()[1] for line in file if line.startswith("CapEff:"))
-    return bool(int(held, 16) >> capability & 1)
+        capabilities = next(line.split()[1] for line in file if line.startswith("CapEff:"))
+    return bool(int(capabilities, 16) >> capability & 1)

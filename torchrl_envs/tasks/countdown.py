@@ -106,7 +106,7 @@ class CountdownRewardParser(AnswerReward):
     """
 
     required_columns = ("numbers", "target")
-    part_keys = ("reward_answer", "reward_think", "reward_right", "success")
+    component_keys = ("reward_answer", "reward_think", "reward_right", "success")
 
     def __init__(
         self, *, format_reward: float = 0.1, correct_reward: float = 1.0, **kwargs: Any
@@ -115,7 +115,7 @@ class CountdownRewardParser(AnswerReward):
         self.format_reward = format_reward
         self.correct_reward = correct_reward
 
-    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+    def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """See :class:`AnswerReward`."""
         del query
         tags = read_tags(text)

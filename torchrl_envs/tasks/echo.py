@@ -36,12 +36,12 @@ class Echo:
 
 
 def _demonstration(row: Row, rng: random.Random) -> list[Message]:
-    said = row["message"] if rng.random() < 0.3 else rng.choice(WORDS)
-    call = {"function": {"name": "echo", "arguments": {"message": said}}}
+    message = row["message"] if rng.random() < 0.3 else rng.choice(WORDS)
+    call = {"function": {"name": "echo", "arguments": {"message": message}}}
     return [
         {"role": "user", "content": row["prompt"]},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": said},
+        {"role": "tool", "content": message},
         {"role": "assistant", "content": "done"},
     ]
 

@@ -35,7 +35,7 @@ class GSM8KRewardParser(AnswerReward):
         **kwargs: see :class:`~torchrl_envs.rewards.answer.AnswerReward`.
     """
 
-    part_keys = ("reward_answer", "reward_think", "reward_right", "success")
+    component_keys = ("reward_answer", "reward_think", "reward_right", "success")
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class GSM8KRewardParser(AnswerReward):
         self.answer_column = answer_column
         self.required_columns = (answer_column,)  # type: ignore[misc]
 
-    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+    def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """See :class:`AnswerReward`."""
         del query
         tags = read_tags(text)

@@ -82,10 +82,12 @@ def score_instructions(
     """Which instructions a text follows, strictly and loosely."""
     if len(instruction_ids) != len(arguments):
         raise ValueError(f"{len(instruction_ids)} instructions but {len(arguments)} arguments.")
-    pairs = [(name, given or {}) for name, given in zip(instruction_ids, arguments, strict=True)]
+    pairs = [
+        (name, settings or {}) for name, settings in zip(instruction_ids, arguments, strict=True)
+    ]
     variants = loose_variants(text)
-    strict = [follows(text, name, given) for name, given in pairs]
-    loose = [any(follows(v, name, given) for v in variants) for name, given in pairs]
+    strict = [follows(text, name, settings) for name, settings in pairs]
+    loose = [any(follows(v, name, settings) for v in variants) for name, settings in pairs]
     return strict, loose
 
 
@@ -111,7 +113,7 @@ class IfEvalScorer(AnswerReward):
         ValueError: there are not four finite weights.
     """
 
-    part_keys = (SCORE,)
+    component_keys = (SCORE,)
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class IfEvalScorer(AnswerReward):
         """The class's name, if it gives a reward."""
         return super().reward_names if self.aggregate_reward else []
 
-    def parts(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+    def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
         """See :class:`AnswerReward`."""
         del query
         thinks, answers = read_blocks(text, "think"), read_blocks(text, "answer")

@@ -228,6 +228,6 @@ def demonstrate(
         text = answer(row)
         if text is not None:
             question: Message = {"role": "user", "content": row[prompt_column]}
-            said: Message = {"role": "assistant", "content": text}
-            demonstrations.append([*opening, question, said])
+            response: Message = {"role": "assistant", "content": text}
+            demonstrations.append([*opening, question, response])
     return demonstrations

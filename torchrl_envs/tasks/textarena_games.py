@@ -136,8 +136,8 @@ class TextArenaGame:
             seed: the group's seed, or the row's ``game_seed`` where the data has one.
             **row: other columns.
         """
-        given = row.get("game_seed")
-        self._session = TextArenaSession(self.game, seed=seed if given is None else given)
+        game_seed = row.get("game_seed")
+        self._session = TextArenaSession(self.game, seed=seed if game_seed is None else game_seed)
         return self._session.opening
 
     def act(self, action: str) -> str:

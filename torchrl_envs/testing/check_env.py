@@ -179,7 +179,7 @@ def _check_steps(trial: Trial, env: Any) -> None:
         batch = policy(batch)
         full = read_conversations(batch, FULL, who="check_env")
         for row in (~over).nonzero().view(-1).tolist():
-            sampled[row] += policy.said
+            sampled[row] += policy.sampled
         flags = {key: batch.get(key).clone() for key in _FLAGS if batch.get(key, None) is not None}
         following = env.step(batch).get("next")
         _check_flags(following, env)
@@ -243,8 +243,8 @@ def _check_untouched(
             f"row {row} took no part in the step, but its prompt changed. Write to the rows of "
             "active_rows(tensordict) only.",
         )
-    for key, held in flags.items():
-        if bool(held.view(-1)[row]) != bool(following.get(key).view(-1)[row]):
+    for key, values in flags.items():
+        if bool(values.view(-1)[row]) != bool(following.get(key).view(-1)[row]):
             raise EnvironmentRuleError(
                 "done rows", f"row {row} took no part in the step, but its {key} changed."
             )

@@ -30,16 +30,16 @@ class ScriptedTurns:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[str]) -> None:
         self.encoder = ConversationEncoder(tokenizer)
         self._turns = [self.encoder.encode_turn(text, close=True) for text in turns]
-        self._num_said = 0
-        self.said: list[int] = []
+        self._num_turns = 0
+        self.sampled: list[int] = []
         """Token ids of the last turn."""
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Write ``full`` and ``finish_reason``, in the mode of the batch's prompt."""
         mode = next(m for m in INPUT_MODES if conversation_leaf(batch, m, PROMPT) is not None)
-        ids, content = self._turns[min(self._num_said, len(self._turns) - 1)]
-        self._num_said += 1
-        self.said = list(ids)
+        ids, content = self._turns[min(self._num_turns, len(self._turns) - 1)]
+        self._num_turns += 1
+        self.sampled = list(ids)
         prompt = read_conversations(batch, PROMPT, who="ScriptedTurns")
         active = active_rows(batch).tolist()
         opened = self.encoder.encode_waiting(prompt)

@@ -6,13 +6,13 @@ from typing import Any
 
 
 def accepted_arguments(
-    function: Callable[..., Any], given: Mapping[str, Any], *, drop: str = ""
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, drop: str = ""
 ) -> dict[str, Any]:
     """The arguments that a function names, or all but ``drop`` if it takes ``**kwargs``."""
     parameters = inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {
         name: value
-        for name, value in given.items()
+        for name, value in arguments.items()
         if name in parameters or (takes_any and name != drop)
     }

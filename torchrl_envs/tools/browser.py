@@ -199,7 +199,7 @@ def _brief_errors(act: Any) -> Any:
         except BrowserActionError:
             raise
         except Exception as error:
-            said = str(error).split("\nCall log:")[0].strip()
-            raise BrowserActionError(said or type(error).__name__) from error
+            text = str(error).split("\nCall log:")[0].strip()
+            raise BrowserActionError(text or type(error).__name__) from error
 
     return act_briefly

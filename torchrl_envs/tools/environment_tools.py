@@ -147,10 +147,10 @@ class EnvironmentTools(ToolSource, RewardSource):
             episode: any, or the number of the row in which it runs.
         """
         if isinstance(episode, int):
-            held = self._environment().resources_in(episode).get(self)
+            found = self._environment().resources_in(episode).get(self)
         else:
-            held = episode.resources.get(self)
-        return None if held is None else held.environment
+            found = episode.resources.get(self)
+        return None if found is None else found.environment
 
     async def begin(self, episode: Episode) -> None:
         """Make and reset an environment; add what it says to the query.
@@ -190,8 +190,8 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
         """The tools of the environment that an episode has."""
-        held = episode.resources.get(self)
-        return {} if held is None else self.tools[held.name]
+        instance = episode.resources.get(self)
+        return {} if instance is None else self.tools[instance.name]
 
     def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of a method of the episode's environment."""
@@ -203,18 +203,18 @@ class EnvironmentTools(ToolSource, RewardSource):
 
     def finish(self, episode: Episode) -> Event:
         """Ask the environment for its reward."""
-        held: Instance | None = episode.resources.get(self)
-        if held is None or not hasattr(self.types[held.name], "get_reward"):
+        instance: Instance | None = episode.resources.get(self)
+        if instance is None or not hasattr(self.types[instance.name], "get_reward"):
             return None
-        return self._score(episode, held)
+        return self._score(episode, instance)
 
-    async def _score(self, episode: Episode, held: Instance) -> None:
-        get_reward = held.environment.get_reward
-        given = accepted_arguments(get_reward, {"messages": episode.messages})
+    async def _score(self, episode: Episode, instance: Instance) -> None:
+        get_reward = instance.environment.get_reward
+        arguments = accepted_arguments(get_reward, {"messages": episode.messages})
         (outcome,) = await self.call(
-            functools.partial(get_reward, **given), timeout_s=self.timeout_s
+            functools.partial(get_reward, **arguments), timeout_s=self.timeout_s
         )
-        episode.score.add_outcome(held.name, outcome, who=f"{held.name}.get_reward")
+        episode.score.add_outcome(instance.name, outcome, who=f"{instance.name}.get_reward")
 
 
 def _environment_type(factory: Factory, timeout_s: float) -> type:

@@ -64,9 +64,9 @@ class FoldContext(EpisodeTransform):
 
     async def before_turn(self, episode: Episode) -> None:
         """Fold the history of an episode if it is long enough."""
-        prompt, said = self._parts(episode)
-        folded = said[: len(said) - self.keep_last]
-        if not folded or not self._is_long(episode, said):
+        prompt, later = self._split(episode)
+        folded = later[: len(later) - self.keep_last]
+        if not folded or not self._is_long(episode, later):
             return
         call = functools.partial(self.summarize, folded)
         (outcome,) = await self.call(call, timeout_s=self.timeout_s)
@@ -77,20 +77,20 @@ class FoldContext(EpisodeTransform):
             episode.stop_reason = f"{ENVIRONMENT_ERROR}: FoldContext: {error_line(error)}"
             return
         episode.memory = {**episode.memory, self.key: (prompt, summary)}
-        episode.rewrite([*with_observation(prompt, summary), *said[len(folded) :]])
+        episode.rewrite([*with_observation(prompt, summary), *later[len(folded) :]])
 
-    def _parts(self, episode: Episode) -> tuple[list[Message], list[Message]]:
+    def _split(self, episode: Episode) -> tuple[list[Message], list[Message]]:
         """The prompt as it was at first, and what was said since: an earlier summary first."""
-        messages, held = episode.messages, episode.memory.get(self.key)
-        if held is None:
+        messages, folded = episode.messages, episode.memory.get(self.key)
+        if folded is None:
             first = episode.first_response
             return messages[:first], messages[first:]
-        prompt, summary = held
+        prompt, summary = folded
         after = messages[len(with_observation(prompt, summary)) :]
         return prompt, [{"role": "user", "content": summary}, *after]
 
-    def _is_long(self, episode: Episode, said: Sequence[Message]) -> bool:
-        num_turns = sum(message["role"] == "assistant" for message in said)
+    def _is_long(self, episode: Episode, later: Sequence[Message]) -> bool:
+        num_turns = sum(message["role"] == "assistant" for message in later)
         by_turns = self.max_turns is not None and num_turns >= self.max_turns
         num_tokens = episode.conversation.num_tokens(0)
         return by_turns or (self.max_tokens is not None and num_tokens >= self.max_tokens)

@@ -203,6 +203,6 @@ class TemplateTransform(_EverywhereAlike):
                 continue
             texts: Any = read_objects(tensordict, out_key)  # type: ignore[arg-type]
             parsed: list[Any] = [History.from_text(text, **self._template) for text in texts]
-            said = [history[-1].content for history in parsed]
-            write_objects(tensordict, in_key, said)  # type: ignore[arg-type]
+            contents = [history[-1].content for history in parsed]
+            write_objects(tensordict, in_key, contents)  # type: ignore[arg-type]
         return tensordict

@@ -24,7 +24,7 @@ from torchrl_data.keys import (
     TOKENS_PROMPT,
 )
 from torchrl_data.layout.conversation_io import conversation_leaf
-from torchrl_data.layout.ingest import read_fulls, read_held, read_prompts
+from torchrl_data.layout.ingest import read_fulls, read_prompts, stored_conversations
 from torchrl_data.layout.token_entries import TokenEntries
 from torchrl_data.ragged.packed import pack, unpack
 from torchrl_data.ragged.reading import read_rows
@@ -72,11 +72,11 @@ class PolicyInput:
         # token outside the model's vocabulary is marked, see `known`.
         # batch: of B rows with `(mode, "full")`; ragged `("tokens", "full")` beside an assistant
         # mask is enough in every mode.
-        is_record = read_held(batch, TOKENS, FULL) is not None
+        is_record = stored_conversations(batch, TOKENS, FULL) is not None
         if not is_record and read_rows(batch, TOKENS_FULL) is not None:
             return self._checked(self._tokens_to_score(batch))
         fulls = read_fulls(batch, self.mode, encoder=self.encoder, who=self.who)
-        if read_held(batch, self.mode, FULL) is not None:
+        if stored_conversations(batch, self.mode, FULL) is not None:
             masks = [fulls.assistant_mask(i) for i in range(len(fulls))]
             return self._checked(RowsToScore(_all_ids(fulls), masks))
         if self.mode == HISTORY:

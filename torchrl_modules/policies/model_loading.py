@@ -22,10 +22,10 @@ class Loading(NamedTuple):
 
     def refuse(self, name: str) -> None:
         """A model is given that is built already."""
-        said = [key for key, value in self._asdict().items() if value is not None]
-        if said:
+        options = [key for key, value in self._asdict().items() if value is not None]
+        if options:
             raise TypeError(
-                f"TransformersWrapper: {', '.join(said)} say how a model is loaded, but "
+                f"TransformersWrapper: {', '.join(options)} say how a model is loaded, but "
                 f"{name} is built already. Give its hub id or path, or build it like that."
             )
 

@@ -92,10 +92,10 @@ class PolicyOutput:
 def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = False) -> None:
     """Set groups of token rows; entries of other layouts give way to them."""
     for name in list(groups.keys()):
-        held = batch.get(name, None)
-        held = None if held is None or is_non_tensor(held) else entries_of(held)
-        if isinstance(held, LazyStackedTensorDict):
-            held.update(entries_of(groups.get(name)))
+        stored = batch.get(name, None)
+        stored = None if stored is None or is_non_tensor(stored) else entries_of(stored)
+        if isinstance(stored, LazyStackedTensorDict):
+            stored.update(entries_of(groups.get(name)))
         else:
             batch.set(name, token_group(name, groups.get(name), padded=padded))
 
@@ -106,10 +106,10 @@ def write_scores(
     """Write what was scored, aligned with the full tokens; those too, if the batch lacks them."""
     # values: by entry, B tensors [T] without padding.
     if rows.keep is not None:
-        for key, given in values.items():
+        for key, scored in values.items():
             padded = [
                 row.new_zeros(len(keep)).masked_scatter(keep.to(row.device), row)
-                for row, keep in zip(given, rows.keep, strict=True)
+                for row, keep in zip(scored, rows.keep, strict=True)
             ]
             batch.set(key, torch.stack(padded).reshape(*batch.batch_size, -1))
         return

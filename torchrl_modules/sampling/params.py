@@ -9,7 +9,7 @@ from torchrl_data.validation import (
     NOT_NEGATIVE,
     POSITIVE,
     check_counts,
-    check_given,
+    check_not_none,
     check_numbers,
 )
 
@@ -76,7 +76,7 @@ class SamplingParameters:
     def __post_init__(self) -> None:
         who = "SamplingParameters"
         optional = ("stop_token_ids", "seed", "stop_matcher")
-        check_given(who, **{n: value for n, value in vars(self).items() if n not in optional})
+        check_not_none(who, **{n: value for n, value in vars(self).items() if n not in optional})
         check_counts(who, max_new_tokens=self.max_new_tokens)
         check_counts(who, 0, top_k=self.top_k, min_tokens=self.min_tokens, seed=self.seed)
         check_numbers(who, NOT_NEGATIVE, temperature=self.temperature)
@@ -87,10 +87,10 @@ class SamplingParameters:
         check_numbers(who, "[-2, 2]", frequency_penalty=self.frequency_penalty)
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
-                check_given(who, **{f"a token of {name}": token})
+                check_not_none(who, **{f"a token of {name}": token})
                 check_counts(who, 0, **{f"a token of {name}": token})
         biases = {f"logit_bias[{token}]": bias for token, bias in self.logit_bias.items()}
-        check_given(who, **biases)
+        check_not_none(who, **biases)
         check_numbers(who, "[-100, 100]", **biases)
         if self.seed is not None and self.seed >= 1 << 63:
             raise ValueError(f"{who}: seed must be below 2^63, got {self.seed}.")

@@ -42,7 +42,7 @@ def read_kwargs(kwargs: Mapping[str, Any], known: Collection[str]) -> dict[str, 
         TypeError: a name is not known, or what it asks for is written in another way here.
         ValueError: a name is given twice under two spellings.
     """
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in kwargs.items():
         target = _ALIASES.get(name, name)
         if name in _INSTEAD:
@@ -54,11 +54,11 @@ def read_kwargs(kwargs: Mapping[str, Any], known: Collection[str]) -> dict[str, 
             raise TypeError(
                 f"SamplingParameters has no parameter {name!r}; it has {sorted(known)}."
             )
-        if target in given:
+        if target in settings:
             raise ValueError(f"SamplingParameters: {target} is given twice, once as {name!r}.")
         if value is not None:
-            given[target] = _plain(target, value)
-    return given
+            settings[target] = _plain(target, value)
+    return settings
 
 
 def _plain(name: str, value: Any) -> Any:

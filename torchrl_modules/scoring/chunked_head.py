@@ -142,12 +142,12 @@ def _gradients(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[T
     grad_hidden = torch.zeros_like(hidden)
     grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.zeros_like(bias) if bias is not None else None
-    given = grad_log_prob != 0
+    has_grad = grad_log_prob != 0
     use_entropy = bool((grad_entropy != 0).any())
     if use_entropy:
-        given |= grad_entropy != 0
+        has_grad |= grad_entropy != 0
     # A token without gradient (a clipped one, say) costs nothing.
-    live = given.nonzero().squeeze(1)
+    live = has_grad.nonzero().squeeze(1)
     if len(live) == 0:
         return grad_hidden, grad_weight, grad_bias, None, None, None
     some = _Live(

@@ -108,8 +108,8 @@ def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> Pr
 
 
 def _join(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    whole = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return torch.from_numpy(whole).to(device)
+    joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return torch.from_numpy(joined).to(device)
 
 
 class _Row(NamedTuple):

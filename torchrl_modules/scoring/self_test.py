@@ -132,8 +132,8 @@ def find_first(
 
 def _logits(model: PreTrainedModel, row: Tensor) -> Tensor:
     named: Any = inspect.signature(model.forward).parameters
-    given = {"use_cache": False} if "use_cache" in named else {}
-    return call(model, input_ids=row[None], **given).logits[0]
+    options = {"use_cache": False} if "use_cache" in named else {}
+    return call(model, input_ids=row[None], **options).logits[0]
 
 
 def _rows(model: PreTrainedModel) -> list[Tensor]:

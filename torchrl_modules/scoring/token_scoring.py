@@ -85,11 +85,11 @@ class PackedScorer:
             )
         self.model = unwrapped(model, who="PackedScorer")
         self.micro_batch_tokens = micro_batch_tokens
-        self._given = model
+        self._wrapped = model
         self._autocast_dtype = autocast_dtype
         self._head_dtype = head_dtype
         self._longest = settle_rope_factors(self.model, max_model_len, who="PackedScorer")
-        self.reading = find_reading(self._given, self.model, pack=pack)
+        self.reading = find_reading(self._wrapped, self.model, pack=pack)
         """How the model is read, and how far its scores are from its own."""
         self._reader = ModelReader(
             self.model,
@@ -182,7 +182,7 @@ class PackedScorer:
             weight = head.weight.to(self._head_dtype)
             return nn.functional.linear(outputs.to(self._head_dtype), weight, bias).float()
 
-        return run_inside(self._given, read)
+        return run_inside(self._wrapped, read)
 
     def _precision(self) -> Any:
         if self._autocast_dtype is None:
@@ -209,7 +209,7 @@ class PackedScorer:
                 outputs = self._reader.read(targets_of(ids, lengths, target_mask))
                 return self._scores(outputs, targets, drawn_from, history)
 
-        return run_inside(self._given, score)
+        return run_inside(self._wrapped, score)
 
     def _scores(
         self,
@@ -273,7 +273,7 @@ class PackedScorer:
 _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKeyDictionary()
 
 
-def find_reading(given: nn.Module, model: Any, *, pack: bool) -> Reading:
+def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     """The fastest way to read a model that gives its own log-probs; tried once per model."""
     head = plain_head(model)
     state = (pack, type(head), model.dtype, model.device, model.config._attn_implementation)
@@ -281,14 +281,14 @@ def find_reading(given: nn.Module, model: Any, *, pack: bool) -> Reading:
     if earlier is not None and earlier[0] == state:
         return earlier[1]
     own_attention = use_packed_attention(model) if pack else None
-    trial = run_inside(given, lambda: run_trial(model, who="PackedScorer"))
+    trial = run_inside(wrapped, lambda: run_trial(model, who="PackedScorer"))
     layouts = [x for x in Layout if x is not Layout.PACKED or own_attention is not None]
     ways = [(layout, x) for layout in layouts for x in (head, None) if x is not None or x is None]
     ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
     names = [f"{layout.value}{'' if x is not None else ', its own logits'}" for layout, x in ways]
 
     def compute(layout: Layout, head: nn.Linear | None) -> Sequence[Tensor]:
-        return run_inside(given, lambda: _trial_log_probs(model, layout, head, trial.rows))
+        return run_inside(wrapped, lambda: _trial_log_probs(model, layout, head, trial.rows))
 
     at, difference, wrong = find_first(
         model,

@@ -13,7 +13,7 @@ from torchrl_modules.engines.process_state import is_near, is_stopped
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.engines.watchdog import ProgressWatch
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.weights.handover import handed_over
+from torchrl_modules.weights.shared_file import weights_file
 from torchrl_modules.weights.state import UpdateRefused, next_version
 from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
 
@@ -375,7 +375,7 @@ class VLLMServerEngine(_Routes, WholeBatchEngine):
         if via is not None:
             yield lambda: via.send(state_dict)
             return
-        with handed_over(
+        with weights_file(
             state_dict,
             directory=self._weights_directory,
             is_near=all(map(is_near, self._workers)),

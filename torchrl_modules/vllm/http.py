@@ -249,8 +249,8 @@ class AccessControl:
         return await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: Scope, headers: dict[bytes, str]) -> tuple[int, str]:
-        given = headers.get(b"authorization", "").encode()
-        if self._token and not secrets.compare_digest(given, f"Bearer {self._token}".encode()):
+        sent = headers.get(b"authorization", "").encode()
+        if self._token and not secrets.compare_digest(sent, f"Bearer {self._token}".encode()):
             return 401, f"This server asks for its token: set {TOKEN_VARIABLE}, or token=..."
         origin = headers.get(b"origin")
         if origin is not None and urlsplit(origin).netloc != headers.get(b"host"):

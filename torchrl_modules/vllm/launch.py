@@ -51,7 +51,7 @@ def main() -> None:
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         sys.argv.insert(1, "--model")  # as `vllm serve MODEL` has it; its server would ignore it
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
-        sys.argv += _access(_given(), folder)
+        sys.argv += _access(_command_line_options(), folder)
         environment = dict(_ENVIRONMENT)
         is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
         if is_cpu and "--no-enforce-eager" not in sys.argv:
@@ -59,11 +59,13 @@ def main() -> None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         options = as_options(_OPTIONS | (CPU_DEFAULTS if is_cpu else {}))
-        sys.argv += _words({n: v for n, v in options.items() if _plain(n) not in _given()})
+        sys.argv += _words(
+            {n: v for n, v in options.items() if _plain(n) not in _command_line_options()}
+        )
         serve()
 
 
-def _given() -> set[str]:
+def _command_line_options() -> set[str]:
     """The options of the command line, ``--no-x`` as ``--x``."""
     return {_plain(word.partition("=")[0]) for word in sys.argv if word.startswith("--")}
 
@@ -72,15 +74,15 @@ def _plain(option: str) -> str:
     return option.replace("_", "-").replace("--no-", "--", 1)
 
 
-def _access(given: set[str], folder: str) -> list[str]:
+def _access(options: set[str], folder: str) -> list[str]:
     """Options that say where the server listens and who may ask it."""
     words = ["--middleware", _GUARD]
-    if not given & {"--host", "--port", "--uds"}:
+    if not options & {"--host", "--port", "--uds"}:
         path = Path(folder, "socket")
         sys.stdout.write(f"unix://{path}\n")
         sys.stdout.flush()
         return [*words, "--uds", str(path)]
-    if "--uds" not in given and len(os.environ.get(TOKEN_VARIABLE, "")) < _SHORTEST_TOKEN:
+    if "--uds" not in options and len(os.environ.get(TOKEN_VARIABLE, "")) < _SHORTEST_TOKEN:
         raise SystemExit(
             "torchrl_modules.vllm.launch: on a TCP port every user of this machine could replace "
             f"the weights. Set {TOKEN_VARIABLE} to a secret of {_SHORTEST_TOKEN} letters or more, "

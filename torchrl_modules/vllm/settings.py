@@ -32,13 +32,13 @@ CPU_DEFAULTS: Final = {
 """On a CPU, where the user has not said otherwise."""
 
 
-def engine_settings(given: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
+def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
     """What an engine of this process is built with; `TypeError` if a fixed setting is given."""
-    fixed = sorted(FIXED.keys() & given.keys())
+    fixed = sorted(FIXED.keys() & requested.keys())
     if fixed:
         raise TypeError(f"{who} sets {fixed} itself; leave them out.")
     defaults = CPU_DEFAULTS if is_cpu else {}
-    return {"use_tqdm_on_load": False, **WORKER, **defaults, **given, **FIXED}
+    return {"use_tqdm_on_load": False, **WORKER, **defaults, **requested, **FIXED}
 
 
 def as_options(settings: Mapping[str, Any]) -> dict[str, str | None]:

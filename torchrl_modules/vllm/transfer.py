@@ -13,7 +13,7 @@ from torchrl_modules.weights.buckets import WeightLayout
 from torchrl_modules.weights.process_group import BroadcastGroup, stateless_init_process_group
 
 from .runtime import weight_transfer_base
-from .weights import take_whole
+from .weights import load_all_or_none
 
 _base = weight_transfer_base()
 
@@ -48,7 +48,7 @@ class C10dWeightTransferEngine(_base.WeightTransferEngine):
     _group: BroadcastGroup | None = None
     _received: dict[str, torch.Tensor] | None = None
     outcome: dict[str, str] | None = None
-    """Of the last update: see `take_whole`; ``None`` until its end."""
+    """Of the last update: see `load_all_or_none`; ``None`` until its end."""
 
     def init_transfer_engine(self, init_info: C10dInitInfo) -> None:
         """Join the trainer's group; of an earlier trainer, leave it."""
@@ -86,7 +86,7 @@ class C10dWeightTransferEngine(_base.WeightTransferEngine):
     def finish_weight_update(self) -> None:
         """Check what has come as a whole, and load it; `outcome` says how it went."""
         weights, self._received = self._received, None
-        self.outcome = take_whole(self, self.model, lambda: weights or {})
+        self.outcome = load_all_or_none(self, self.model, lambda: weights or {})
 
     def shutdown(self) -> None:
         """Leave the trainer's group."""

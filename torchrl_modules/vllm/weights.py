@@ -42,7 +42,9 @@ def check_updatable(llm_engine: Any) -> None:
         )
 
 
-def take_whole(worker: Any, model: Any, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, str]:
+def load_all_or_none(
+    worker: Any, model: Any, read: Callable[[], Mapping[str, Tensor]]
+) -> dict[str, str]:
     """Check weights that have come to a worker, and load them: all or none."""
     # Gives `{}`; or what was `refused`, and nothing was changed; or what `failed`, and the weights
     # are a mixture.

@@ -14,7 +14,7 @@ from torchrl_modules.engines.process_state import end_with_parent, this_process
 
 from .requests import own_ends
 from .runtime import PARENT_VARIABLE, register_weight_transfer
-from .weights import take_whole
+from .weights import load_all_or_none
 
 if PARENT_VARIABLE in os.environ:
     end_with_parent()  # the engine of a server that ends with its own parent
@@ -61,7 +61,7 @@ class vLLMWorker:
             ``{}``; or what was wrong: ``refused``, and nothing was changed, or ``failed``, and the
             weights are a mixture.
         """
-        return take_whole(self, self.model_runner.get_model(), lambda: load_file(path))
+        return load_all_or_none(self, self.model_runner.get_model(), lambda: load_file(path))
 
     def torchrl_transfer_outcome(self) -> dict[str, str] | None:
         """How the last update by weight transfer went, as for `torchrl_load_weights`."""

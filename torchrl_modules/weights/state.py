@@ -38,23 +38,23 @@ class ExpectedWeights:
         """Check an update as a whole, and give the values to load, aliases left out."""
         known = {name: self.aliases.get(name, name) for name in new}
         faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
-        given: dict[str, Tensor] = {}
+        updates: dict[str, Tensor] = {}
         for name, value in new.items():
             at = known[name]
             fault = self._fault(name, value, self.own[at]) if at in self.own else None
             if fault is not None:
                 faults.append(fault)
             elif at in self.own:
-                given.setdefault(at, value.detach())
-            if at in given and not _same(given[at], value):
+                updates.setdefault(at, value.detach())
+            if at in updates and not _same(updates[at], value):
                 faults.append(f"{name} and {at} are tied, but are given different values")
         named = set(known.values())
         faults += [f"it lacks {name}" for name in self.own if name not in named]
         refuse(faults, who=who)
-        return given
+        return updates
 
     def _fault(self, name: str, value: Any, own: Tensor) -> str | None:
-        if fault := not_whole(name, value):
+        if fault := value_fault(name, value):
             return fault
         if value.is_floating_point() != own.is_floating_point():
             return f"{name} is {value.dtype}, not {own.dtype}"
@@ -75,7 +75,7 @@ def refuse(faults: Sequence[str], *, who: str) -> None:
         )
 
 
-def not_whole(name: str, value: Any) -> str | None:
+def value_fault(name: str, value: Any) -> str | None:
     """What keeps a value from being sent, or ``None``: a shard, no data, no tensor at all."""
     if isinstance(value, Tensor) and not value.is_meta and not hasattr(value, "full_tensor"):
         return None
@@ -90,7 +90,7 @@ def _place(value: Tensor) -> Any:
 
 
 def _same(left: Tensor, right: Any) -> bool:
-    if not_whole("", right):
+    if value_fault("", right):
         return False
     return _place(left) == _place(right) or torch.equal(left, right.to(left))
 

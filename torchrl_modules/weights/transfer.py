@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .buckets import WeightLayout
 from .process_group import BroadcastGroup, stateless_init_process_group
-from .state import not_whole, refuse
+from .state import refuse, value_fault
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class C10dWeightTransfer:
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Send whole weights, and let the workers check and load them; gives their outcome."""
-        faults = [not_whole(name, value) for name, value in weights.items()]
+        faults = [value_fault(name, value) for name, value in weights.items()]
         refuse([fault for fault in faults if fault], who="C10dWeightTransfer")
         group, call = self._group, self._control.call
         if group is None:

@@ -117,9 +117,9 @@ def test_where_a_server_listens(monkeypatch, capsys, tmp_path, words, token, exp
     monkeypatch.setattr(sys, "argv", ["launch", "--model", "x", *words])
     if expected is SystemExit:
         with pytest.raises(SystemExit, match=TOKEN_VARIABLE):
-            launch._access(launch._given(), str(tmp_path))
+            launch._access(launch._command_line_options(), str(tmp_path))
         return
-    options = launch._access(launch._given(), str(tmp_path))
+    options = launch._access(launch._command_line_options(), str(tmp_path))
     assert options[:2] == ["--middleware", "torchrl_modules.vllm.http.AccessControl"]
     assert options[2:] == ([expected, f"{tmp_path}/socket"] if expected else [])
     assert capsys.readouterr().out == (f"unix://{tmp_path}/socket\n" if expected else "")

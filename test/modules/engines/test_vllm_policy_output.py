@@ -1,4 +1,4 @@
-"""What a policy over vLLM writes on request: several responses a prompt, padding, figures."""
+"""What a policy over vLLM writes on request: several responses a prompt, padding, metrics."""
 
 import warnings
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from torchrl_modules.weights.buckets import WeightLayout
-from torchrl_modules.weights.handover import handed_over
 from torchrl_modules.weights.process_group import stateless_init_process_group
+from torchrl_modules.weights.shared_file import weights_file
 from torchrl_modules.weights.state import ExpectedWeights, next_version
 from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl, _free_port
 
@@ -205,7 +205,7 @@ def test_what_is_handed_over_is_read_again_and_leaves_nothing(tmp_path, is_near,
     sent["of another order"] = sent["w0"].T
     sent["tied"] = sent["w0"]
     directory = None if in_memory else str(tmp_path)
-    with handed_over(sent, directory=directory, is_near=is_near, who="Engine") as path:
+    with weights_file(sent, directory=directory, is_near=is_near, who="Engine") as path:
         read = load_file(path)
     assert not list(tmp_path.iterdir())
     assert read.keys() == sent.keys()
@@ -215,6 +215,6 @@ def test_what_is_handed_over_is_read_again_and_leaves_nothing(tmp_path, is_near,
     for wrong, message in [([1.0], "no whole"), (torch.ones(1, dtype=torch.complex64), "complex")]:
         with (
             pytest.raises(ValueError, match=f"Engine refuses .*{message}"),
-            handed_over({"a": wrong}, directory=directory, is_near=is_near, who="Engine"),
+            weights_file({"a": wrong}, directory=directory, is_near=is_near, who="Engine"),
         ):
             pass

@@ -48,8 +48,8 @@ def one_step(F, log_prob, old, other, advantage, mask, lengths):
         F.aggregate(tokens, mask, lengths, aggregation=name, max_tokens=7)
         for name in ("token_mean", "sequence_mean", "fixed_length", "sequence_sum")
     ]
-    figures = F.effective_sample_fraction(ratio, mask) + F.flag_fraction(keep, mask)
-    return torch.stack(reduced).sum(), figures + F.off_policy_gap(log_prob, old, mask)
+    metrics = F.effective_sample_fraction(ratio, mask) + F.flag_fraction(keep, mask)
+    return torch.stack(reduced).sum(), metrics + F.off_policy_gap(log_prob, old, mask)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -58,8 +58,8 @@ def test_losses_are_one_graph(plain, packed):
     compiled = torch.compile(partial(one_step, plain), fullgraph=True, backend="aot_eager")
     results = []
     for function in (partial(one_step, plain), compiled):
-        loss, figures = function(*inputs)
-        results.append((loss, figures, *torch.autograd.grad(loss, inputs[0])))
+        loss, metrics = function(*inputs)
+        results.append((loss, metrics, *torch.autograd.grad(loss, inputs[0])))
     for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(graph, eager)
 

@@ -77,15 +77,15 @@ class MLGymActions(ToolSource, RewardSource):
 
     def read_turn(self, episode: Episode, text: str) -> list[Job | Answer]:
         """The command of a turn."""
-        held: Instance | None = episode.resources.get(self)
-        if held is None:
+        instance: Instance | None = episode.resources.get(self)
+        if instance is None:
             return []
         blocks = [block for block in code_blocks(text) if block.is_closed and block.code.strip()]
         if not blocks:
             num_wrong = episode.memory.get(self.key, 0) + 1
             episode.memory = {**episode.memory, self.key: num_wrong}
             return [Answer({"role": "user", "content": NO_ACTION}, is_error=True)]
-        step = functools.partial(held.environment.step, blocks[-1].code)
+        step = functools.partial(instance.environment.step, blocks[-1].code)
         position = blocks[-1].position
         return [Job(step, self._phrase, self.timeout_s, lane=episode.id, position=position)]
 
@@ -99,10 +99,10 @@ class MLGymActions(ToolSource, RewardSource):
 
     async def finish(self, episode: Episode) -> None:
         """What the environment measured."""
-        held: Instance | None = episode.resources.get(self)
-        if held is None:
+        instance: Instance | None = episode.resources.get(self)
+        if instance is None:
             return
-        (outcome,) = await self.call(held.environment.get_reward, timeout_s=self.timeout_s)
+        (outcome,) = await self.call(instance.environment.get_reward, timeout_s=self.timeout_s)
         if outcome.error is None:
             wrong = self.reward_wrong_format * episode.memory.get(self.key, 0)
             outcome = Outcome(outcome.value + wrong)

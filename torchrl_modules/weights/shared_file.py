@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from .state import not_whole, refuse
+from .state import refuse, value_fault
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -28,12 +28,12 @@ _DTYPES: Final = {
 
 
 @contextmanager
-def handed_over(
+def weights_file(
     state_dict: Mapping[str, Tensor], *, directory: str | None, is_near: bool, who: str
 ) -> Iterator[str]:
     """Gives the path of a safetensors file for another process of this user."""
     # The file has no name: it is a descriptor of this process, and gone with it, however it ends.
-    faults = [not_whole(name, value) for name, value in state_dict.items()]
+    faults = [value_fault(name, value) for name, value in state_dict.items()]
     faults += [
         f"{name} is {value.dtype}, which can't be sent"
         for name, value in state_dict.items()
