@@ -9,8 +9,10 @@ from objectives.advantages.mc_advantage import MCAdvantage
 from torchrl_data.keys import REWARD
 from torchrl_data.templates.rendering_identity import check_same_rendering
 from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.episode.episode_transform import overrides
+from torchrl_envs.episode.step import flat_transforms
 from torchrl_modules.policies.base import LLMWrapperBase
 
 
@@ -85,7 +87,7 @@ def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> 
     """Check that the buffer takes a batch, and that something scores what advantages are of.
 
     Raises:
-        ValueError: its storage is smaller than a batch, or nothing does.
+        ValueError: its storage is smaller than a batch, or nothing does (in time).
     """
     num_rows, room = (
         env.batch_size.numel(),
@@ -96,11 +98,22 @@ def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> 
             f"{who}: a batch has {num_rows} rows, and the storage of the buffer holds {room}: the "
             f"later ones would take the place of the first. Give the storage at least {num_rows}."
         )
-    if REWARD not in set(env.full_reward_spec.keys()) and any(advantages_of(buffer)):
+    if not advantages_of(buffer) or REWARD in set(env.full_reward_spec.keys()):
+        return
+    parts = _transforms(buffer)
+    sources = [i for i, part in enumerate(parts) if isinstance(part, RewardSource)]
+    if not sources:
         raise ValueError(
             f"{who}: MCAdvantage needs rewards, and no part of the environment gives any. Append "
             "RewardFunctions([...]), give the environment of EnvironmentTools a get_reward(), or "
             "write `reward` in postproc=."
+        )
+    advantage = next(i for i, part in enumerate(parts) if isinstance(part, MCAdvantage))
+    if sources[0] < advantage:
+        raise ValueError(
+            f"{who}: in the buffer {type(parts[sources[0]]).__name__} stands before MCAdvantage, "
+            "which would get rows without a reward: what comes in passes the last transform first. "
+            "Put MCAdvantage first in the Compose."
         )
 
 
@@ -110,5 +123,9 @@ def advantages_of(buffer: ReplayBuffer | None) -> list[MCAdvantage]:
     Args:
         buffer: or none.
     """
-    transforms = getattr(getattr(buffer, "_transform", None), "transforms", ())
-    return [part for part in transforms if isinstance(part, MCAdvantage)]
+    return [part for part in _transforms(buffer) if isinstance(part, MCAdvantage)]
+
+
+def _transforms(buffer: ReplayBuffer | None) -> list[Any]:
+    transform = getattr(buffer, "_transform", None)
+    return [] if transform is None else flat_transforms(transform)

@@ -1,5 +1,6 @@
 """What users read of the rows that a collector gives, and of those that a buffer gives back."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,8 +10,15 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
-from torchrl_data import LogProbs, Masks, Tokens
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
+from torchrl_data import LogProbs, Masks, MissingEntryError, Tokens
+from torchrl_envs import (
+    AnswerReward,
+    ChatEnv,
+    DataLoadingPrimer,
+    RewardFunctions,
+    StepCounter,
+    row_reward,
+)
 from torchrl_modules import TransformersWrapper
 
 GROUPS = {"tokens": Tokens, "masks": Masks, "log_probs": LogProbs}
@@ -58,3 +66,131 @@ def test_rows_hold_tokens_masks_and_log_probs_before_and_after_the_buffer(policy
         padded, attention = batch["tokens"].to_padded(0)
         assert attention.all_attention_mask.sum() == sum(map(len, full))
         assert padded.full.shape[0] == 4
+
+
+class Parser(AnswerReward):
+    """1 for a message that has the letter of its row."""
+
+    def parts(self, text, row, query):
+        return {"reward": float(row["letter"] in text), "success": True}
+
+
+def match(completions, letter, **_):
+    return [float(one in said) for one, said in zip(letter, completions, strict=True)]
+
+
+LETTERS = [{"prompt": "<a>", "letter": "a"}, {"prompt": "<b>", "letter": "b"}]
+
+
+def unscored(*parts):
+    transforms = [DataLoadingPrimer(LETTERS, group_size=2), *parts, StepCounter(max_steps=1)]
+    return ChatEnv(batch_size=4).append_transform(Compose(*transforms))
+
+
+def filled(*transforms):
+    return ReplayBuffer(storage=LazyStackStorage(4), transform=Compose(*transforms), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(Parser, id="parser"), pytest.param(RewardFunctions, id="functions")]
+)
+def test_rewards_given_in_the_buffer_reach_the_advantages(source, scripted):
+    transform = RewardFunctions([match], weights=[2.0]) if source is RewardFunctions else Parser()
+    policy = scripted({"<a>": ["a", "a"], "<b>": ["c"]})
+    buffer = filled(MCAdvantage(2, scale="none"), transform)
+    LLMCollector(unscored(), policy, replay_buffer=buffer).collect()
+    full = 2.0 if source is RewardFunctions else 1.0
+    assert buffer[:]["reward"].flatten().tolist() == [full, full, 0.0, 0.0]
+    assert buffer[:]["advantage"].flatten().tolist() == [0.0] * 4
+    if source is RewardFunctions:
+        assert buffer[:]["rewards", "match"].flatten().tolist() == [1.0, 1.0, 0.0, 0.0]
+        assert buffer[:]["scorable"].all()
+    transform.close()
+
+
+def test_a_reward_that_comes_after_the_advantages_is_refused_when_composed(scripted):
+    buffer = filled(Parser(), MCAdvantage(2))
+    with pytest.raises(ValueError, match="Parser stands before MCAdvantage"):
+        LLMCollector(unscored(), scripted(["a"]), replay_buffer=buffer)
+    with pytest.raises(ValueError, match="MCAdvantage needs rewards"):
+        LLMCollector(unscored(), scripted(["a"]), replay_buffer=filled(MCAdvantage(2)))
+
+
+@pytest.mark.parametrize("level", ["trajectory", "turn"])
+def test_finished_rows_are_scored_as_in_their_environment(level, scripted):
+    """By functions of strings, of messages, of one rollout, and of turns."""
+
+    def of_turns(completions, number, **_):
+        return [[float(n) + len(said)] for n, said in zip(number, completions, strict=True)]
+
+    def of_text(completions, log_metric, **_):
+        log_metric("length", len(completions[0]))
+        return [None if said == "c" else float(len(said)) for said in completions]
+
+    @row_reward
+    def of_one(completion, number):
+        if number == 1:
+            raise ValueError("none")
+        return number
+
+    def make():
+        functions = [of_turns] if level == "turn" else [of_text, of_one]
+        return RewardFunctions(functions, level=level)
+
+    rows = [{"prompt": "<a>", "number": 3}, {"prompt": "<b>", "number": 1}]
+
+    def collect(*parts):
+        transforms = [DataLoadingPrimer(rows), *parts, StepCounter(max_steps=1)]
+        env = ChatEnv(batch_size=2).append_transform(Compose(*transforms))
+        batch = LLMCollector(env, scripted({"<a>": ["aa"], "<b>": ["c"]})).collect()
+        env.close()
+        return batch
+
+    later = make()
+    expected, got = collect(make()), later(collect())
+    assert later(got) is got
+    for row in range(2):
+        assert got[row]["reward"].tolist() == expected[row]["reward"].tolist()
+        assert got[row]["scorable"].tolist() == expected[row]["scorable"].tolist()
+        rewards, own = got[row]["rewards"].to_dict(), expected[row]["rewards"].to_dict()
+        torch.testing.assert_close(rewards, own, equal_nan=True)
+    assert list(map(bool, got["reward_errors"])) == [False, level == "trajectory"]
+    if level == "trajectory":
+        assert got[0]["logged_metrics"] == {"length": 2.0}
+    later.close()
+
+
+def test_rows_whose_prompts_nobody_knows_are_not_guessed(scripted):
+    rows = [{"task": "<a>"}]
+    env = ChatEnv(batch_size=1).append_transform(
+        Compose(DataLoadingPrimer(rows, prompt_column="task"), StepCounter(max_steps=1))
+    )
+    batch = LLMCollector(env, scripted(["a"])).collect()
+    with pytest.raises(MissingEntryError, match="completion_format='text' or 'messages'"):
+        RewardFunctions([one])(batch)
+    assert RewardFunctions([one], completion_format="messages")(batch)["reward"].item() == 1.0
+
+
+def test_a_state_dict_of_a_buffer_loses_nothing_in_silence(policy, tmp_path):
+    def make():
+        storage = LazyStackStorage(4)
+        return ReplayBuffer(storage=storage, transform=MCAdvantage(2), batch_size=4)
+
+    buffer, other = make(), make()
+    LLMCollector(
+        make_env(RewardFunctions([one]), num_rows=4), policy, replay_buffer=buffer
+    ).collect()
+    with pytest.raises(
+        RuntimeError, match=r"leave out the messages.*torch.save\(buffer\[:\], path"
+    ):
+        buffer.state_dict()
+    torch.save(buffer[:], tmp_path / "rows.pt")
+    other.extend(torch.load(tmp_path / "rows.pt", weights_only=False))
+    copies = [other[:], pickle.loads(pickle.dumps(buffer))[:]]
+    for row in range(4):
+        own = buffer[:][row]
+        for copied in copies:
+            assert copied[row]["history", "full"].to_chats() == own["history", "full"].to_chats()
+            assert copied[row]["stop_reason"] == own["stop_reason"]
+            assert copied[row]["row"] == own["row"]
+            assert torch.equal(copied[row]["tokens"].full, own["tokens"].full)

@@ -358,6 +358,19 @@ class ChatHistory(TensorClass["nocast"]):
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
 
+def _refuse_state_dict(group: Any, *_: Any, **__: Any) -> Any:
+    del group
+    raise RuntimeError(
+        "TensorDict's state_dict keeps tensors only: it would leave out the messages, texts and "
+        "data rows, and so does a replay buffer's. Save the rows, torch.save(buffer[:], path), "
+        "and extend a buffer with torch.load(path, weights_only=False); or pickle the buffer."
+    )
+
+
+# TensorClass writes its own over that of the class body.
+ChatHistory.state_dict = _refuse_state_dict  # type: ignore[method-assign]
+
+
 def _present_parts(group: Any) -> list[str]:
     names = set(entries_of(group).keys())
     return [name for name in PARTS if name in names]

@@ -22,6 +22,9 @@ from .padded import TOKEN_ENTRIES, write_token_entry
 REWARD_ERRORS: Final = "reward_errors"
 """What went wrong, a string per row; empty where nothing did."""
 
+SCORED_BY: Final = "scored_by"
+"""Which transform scored a finished trajectory, so that it does so once."""
+
 MOST_REWARD: Final = 1e30
 """What lies beyond it is an error: float32, in which rewards are added up, ends at 3e38."""
 

@@ -6,7 +6,7 @@ Shape legend: B rows.
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -18,7 +18,7 @@ from torchrl_data.keys import FULL, REWARD, ROW
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs.concurrency.calls import Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.entries.rewards import SCORED_BY, RewardSource
 from torchrl_envs.entries.trajectory_batches import copied_rows, joined_rows
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
@@ -26,10 +26,6 @@ from torchrl_envs.graders.answers import final_text, message_text, read_tags
 
 if TYPE_CHECKING:
     from torchrl_envs.episode.episode_transform import EpisodeEnvironment
-
-
-SCORED_BY: Final = "scored_by"
-"""Which transform scored a finished trajectory, so that it does so once."""
 
 
 class AnswerReward(EpisodeTransform, RewardSource):

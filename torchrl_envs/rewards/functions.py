@@ -4,14 +4,20 @@ Shape legend: B rows, T tokens of a row.
 """
 
 import math
+import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
+from tensordict import TensorDictBase
+
+from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.keys import NUM_TOOL_CALLS
 from torchrl_data.validation import one_of
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.concurrency.cleanup import run_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.entries.rewards import SCORED_BY, RewardSource
+from torchrl_envs.entries.trajectory_batches import copied_rows, joined_rows
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.episode.tool_source import ToolSource
@@ -27,6 +33,7 @@ from .calls import (
     scoring_calls,
     unique_names,
 )
+from .finished_rows import check_prompts_are_known, finished_episodes, write_finished
 from .reward_log import TrainerState
 
 if TYPE_CHECKING:
@@ -50,6 +57,10 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     list that this rollout could not be scored. It may be ``async``, and an object with
     ``__call__``. A function marked with :func:`~torchrl_envs.rewards.calls.row_reward` scores one
     rollout at a time.
+
+    In an environment it is one of the sources whose rewards are summed. As a collector's
+    ``postproc``, or in a replay buffer (after ``MCAdvantage`` in a ``Compose``, because inverse
+    transforms run last to first), it scores the rows that come in.
 
     Three arguments are no lists: ``trainer_state.global_step``; ``log_metric(name, value)``, whose
     mean over the step's rollouts becomes the metric ``logged/<name>``; and ``log_extra(column,
@@ -95,6 +106,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         self.trainer_state = TrainerState()
         """What functions get under this name; a collector keeps ``global_step`` up to date."""
         self._has_tools = False
+        self._own_calls: ConcurrentCalls | None = None
+        self._id = uuid.uuid4().hex
         self.functions = dict(zip(unique_names(listed), listed, strict=True))
         self.weights = list(weights) if weights is not None else [1.0] * len(listed)
         self.level = level
@@ -186,6 +199,48 @@ class RewardFunctions(EpisodeTransform, RewardSource):
         for call in made:
             call.log.write_to(call.episodes)
 
+    # On finished trajectories -------------------------------------------------------------------
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score finished trajectories; their environments are gone.
+
+        Args:
+            tensordict: rows ``[B]`` of a collector; of an episode of several rows all.
+
+        Returns:
+            A batch of the same size with ``reward``, ``scorable``, ``rewards`` and
+            ``reward_errors`` in the place of what was there; the batch itself if this transform
+            has scored it already.
+
+        Raises:
+            MissingEntryError: nobody knows whether the prompts were strings.
+            ValueError: rows of an episode are missing, or a function that is used for the first
+                time returned a wrong shape.
+        """
+        rows = copied_rows(tensordict)
+        if all(read_objects(row, SCORED_BY)[0] == self._id for row in rows):
+            return tensordict  # on the way into this replay buffer, say
+        who = self._get_name()
+        found = finished_episodes(rows, who)
+        self._has_tools = rows[0].get(NUM_TOOL_CALLS, None) is not None
+        if any(map(self._reads_text, self.functions.values())):
+            check_prompts_are_known(found, who)
+        if self._own_calls is None:
+            self._own_calls = ConcurrentCalls()
+        scored = [episode for episode, _ in found if episode.is_scorable]
+        if scored:
+            self.score(scored, self._own_calls)
+        for finished in found:
+            write_finished(finished, self.reward_names)
+        for row in rows:
+            row.set_non_tensor(SCORED_BY, self._id)
+        return joined_rows(rows, tensordict.batch_size)
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        if tensordict is None or self.in_environment:
+            return tensordict
+        return self.forward(tensordict)
+
     def _reads_text(self, function: RewardFunction) -> bool:
         """Whether a function gets strings where prompts are strings."""
         if needs_messages(function):
@@ -197,7 +252,8 @@ class RewardFunctions(EpisodeTransform, RewardSource):
     def close(self) -> None:
         """Close the functions that can be, all of them; an error is raised at the end."""
         closes = [getattr(function, "close", None) for function in self.functions.values()]
-        run_all(close for close in closes if close is not None)
+        own = [] if self._own_calls is None else [self._own_calls.close]
+        run_all([*own, *(close for close in closes if close is not None)])
 
 
 def _check_settings(
