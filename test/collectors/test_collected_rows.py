@@ -47,6 +47,7 @@ def test_rows_hold_tokens_masks_and_log_probs_before_and_after_the_buffer(policy
     )
     env = make_env(RewardFunctions([one]), num_rows=4)
     collected = LLMCollector(env, policy, replay_buffer=buffer).collect()
+    assert len({len(row) for row in collected["tokens"].full}) > 1
     batch: Any
     for batch in (collected, buffer[:], buffer.sample()):
         for name, kind in GROUPS.items():
@@ -55,7 +56,6 @@ def test_rows_hold_tokens_masks_and_log_probs_before_and_after_the_buffer(policy
             assert batch[name].batch_size == (4,)
         full = batch["tokens"].full
         assert isinstance(full, list)
-        assert len({len(row) for row in full}) > 1
         prompts, responses = batch["tokens"].prompt, batch["tokens"].response
         for row, start, end in zip(full, prompts, responses, strict=True):
             assert torch.equal(row, torch.cat([start, end]))
