@@ -71,7 +71,7 @@ def test_rows_hold_tokens_masks_and_log_probs_before_and_after_the_buffer(policy
 class Parser(AnswerReward):
     """1 for a message that has the letter of its row."""
 
-    def parts(self, text, row, query):
+    def components(self, text, row, query):
         return {"reward": float(row["letter"] in text), "success": True}
 
 
