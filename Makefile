@@ -58,7 +58,7 @@ mutants: .venv/.installed-test
 	$(BIN)/python test/objectives/mutate.py
 
 benchmarks: .venv/.installed-test
-	for script in benchmarks/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
+	for script in benchmarks/*.py benchmarks/collection/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
 
 clean:
 	rm -rf .venv .venv-openenv outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

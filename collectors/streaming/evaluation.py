@@ -52,6 +52,7 @@ class Evaluator:
         self._env = env
         self._policy = policy
         self._runner = AsyncEpisodeRunner(env)
+        self._runner.allow(env.batch_size.numel())
 
     async def run(self, step: int) -> EvaluationPoint:
         """Take the data from their beginning, one batch of the environment.

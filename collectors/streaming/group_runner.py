@@ -67,6 +67,7 @@ class GroupRunner:
         self._further = further_entries
         self._timeline = timeline
         self._on_end = on_end
+        runner.allow(max_episodes)
         self._slots = asyncio.Semaphore(max_episodes)
         self._finishers = ThreadPoolExecutor(_MAX_FINISHERS, thread_name_prefix="finish-group")
         self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")

@@ -57,6 +57,11 @@ class ConcurrentCalls:
         # Not the threads' own affair: they hold on to what they work for.
         weakref.finalize(self, self._threads.close).atexit = False
 
+    def allow_threads(self, num_threads: int) -> None:
+        """Let at least so many sync calls run at once."""
+        self.max_threads = max(self.max_threads, num_threads)
+        self._threads.allow(num_threads)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has threads of its own."""
         settings = {"timeout_s": self.timeout_s, "max_threads": self.max_threads}

@@ -15,13 +15,24 @@ class DaemonThreads:
     """Runs calls on daemon threads, which are started as they are needed."""
 
     def __init__(self, limit: int) -> None:
+        self._allowed = limit
         self._limit = limit
+        """With those that stand in for threads which nobody waits for."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_alive = 0
         self._num_unfinished = 0
         self._num_lost = 0
         self._running: set[Future[Any]] = set()
+
+    def allow(self, limit: int) -> None:
+        """Allow at least so many threads."""
+        with self._lock:
+            more = max(0, limit - self._allowed)
+            self._allowed += more
+            self._limit += more
+            for _ in range(more):
+                self._start_if_needed()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Run a call as soon as a thread is free; that of a cancelled future is not started."""

@@ -103,6 +103,10 @@ class AsyncEpisodeRunner:
                 "(LLMCollector)."
             )
 
+    def allow(self, num_episodes: int) -> None:
+        """Let so many episodes run at once, none of which waits for another's thread."""
+        self._env.calls.allow_threads(num_episodes)
+
     def draw(self, num_episodes: int) -> list[Episode]:
         """New episodes with their examples; that there are no data for has a ``stop_reason``.
 
