@@ -144,15 +144,19 @@ class Conversations:
             [position for part in parts for position in part._positions],
         )
 
+    def row(self, index: int) -> Self:
+        """A snapshot of one row by itself.
+
+        Args:
+            index: which.
+        """
+        row = object.__new__(type(self))
+        row._records, row._positions = [self._records[index]], [self._positions[index]]
+        return row
+
     def split(self) -> list[Self]:
         """A snapshot of each row by itself."""
-        new, kind = object.__new__, type(self)
-        rows = []
-        for record, position in zip(self._records, self._positions, strict=True):
-            row = new(kind)
-            row._records, row._positions = [record], [position]
-            rows.append(row)
-        return rows
+        return [self.row(index) for index in range(len(self))]
 
     # What is in a row ---------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
         # A call that is broken may have spelled the end of a thought itself.
         if after or not any(start < end < stop for start, stop, _ in found):
             found = after
+    if not found:
+        return ParsedTurn(text.strip(), [], [])
     pieces: list[str] = []
     position = 0
     for start, stop, _ in found:

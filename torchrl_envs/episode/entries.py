@@ -94,9 +94,9 @@ def write_flags(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         batch: of B rows.
         episodes: B.
     """
-    flags = torch.tensor(flags_of(episodes)).view(*batch.batch_size, 1, len(_FLAGS))
-    for key, values in zip(_FLAGS, flags.unbind(-1), strict=True):
-        batch.set(key, values.contiguous())
+    shape = (*batch.batch_size, 1)
+    for key, values in zip(_FLAGS, zip(*flags_of(episodes), strict=True), strict=True):
+        batch.set(key, torch.tensor(values).view(shape))
 
 
 def write_episodes(

@@ -26,6 +26,7 @@ from torchrl_envs.entries.rewards import Score
 from .resources import Resources
 
 _NOTHING: Final = Conversations.from_messages([[]])
+_NO_MEMORY: Final[Mapping[str, Any]] = {}
 _ids = itertools.count()
 
 
@@ -55,8 +56,8 @@ class Episode:
         """What opens the conversation: a string, messages or token ids; for ``begin``."""
         self.tools: Sequence[dict[str, Any]] | None = None
         """JSON schemas that the prompt shows."""
-        self.conversation: Conversations = _NOTHING
-        """One conversation: an append-only record and how far it has got."""
+        # Its conversation is one of a snapshot, usually that of a whole batch.
+        self._snapshot, self._index = _NOTHING, 0
         self.segments: tuple[Conversations, ...] = ()
         """What was said before the past was rewritten, see :meth:`rewrite`; one of a row each."""
         self.max_new_tokens: int | None = None
@@ -79,7 +80,7 @@ class Episode:
         """What transforms measured at its end, by their ``key``."""
         self.token_entries: dict[Any, Tensor] = {}
         """Values by token, ``[T, ...]`` over all tokens of all its rows, by entry."""
-        self.memory: Mapping[str, Any] = {}
+        self.memory: Mapping[str, Any] = _NO_MEMORY
         """What transforms remember of it, by their ``key``; replace it, don't write into it."""
         self.resources: Resources = Resources()
         """What it holds; given back when it is over."""
@@ -91,8 +92,9 @@ class Episode:
         return fork
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its values; what it holds does not travel."""
-        return {**self.__dict__, "resources": Resources()}
+        """Its values; what it holds does not travel, nor do the conversations of others."""
+        own = {"_snapshot": self.conversation, "_index": 0, "resources": Resources()}
+        return {**self.__dict__, **own}
 
     def __repr__(self) -> str:
         state = self.stop_reason or "running"
@@ -101,19 +103,36 @@ class Episode:
     # What was said ------------------------------------------------------------------------------
 
     @property
+    def conversation(self) -> Conversations:
+        """One conversation: an append-only record and how far it has got."""
+        return self._snapshot if len(self._snapshot) == 1 else self._snapshot.row(self._index)
+
+    @conversation.setter
+    def conversation(self, conversation: Conversations) -> None:
+        self._snapshot, self._index = conversation, 0
+
+    def share(self, conversations: Conversations, index: int) -> None:
+        """Its conversation is one of several, which takes no object for each row."""
+        self._snapshot, self._index = conversations, index
+
+    def shares(self, conversations: Conversations) -> bool:
+        """Whether its conversation is one of these still, see :meth:`share`."""
+        return self._snapshot is conversations
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation as it stands."""
-        return self.conversation.messages(0)
+        return self._snapshot.messages(self._index)
 
     @property
     def last_message(self) -> Message:
         """The newest message."""
-        return self.conversation.last_message(0)
+        return self._snapshot.last_message(self._index)
 
     @property
     def first_response(self) -> int:
         """Messages before the policy's first turn."""
-        return self.conversation.first_response(0)
+        return self._snapshot.first_response(self._index)
 
     @property
     def prompt_messages(self) -> list[Message]:
@@ -149,7 +168,7 @@ class Episode:
     @property
     def awaits_answer(self) -> bool:
         """Whether the policy spoke last."""
-        return self.conversation.last_message(0).get("role") == "assistant"
+        return self._snapshot.last_message(self._index).get("role") == "assistant"
 
     @property
     def rows(self) -> list[Conversations]:
@@ -163,7 +182,7 @@ class Episode:
     def assistant_mask(self) -> Tensor:
         """True on the tokens that the policy sampled, of all rows one after the other, ``[T]``."""
         if not self.segments:
-            return self.conversation.assistant_mask(0)
+            return self._snapshot.assistant_mask(self._index)
         return torch.cat([row.assistant_mask(0) for row in self.rows])
 
     def say(self, *messages: Message) -> None:
@@ -185,7 +204,7 @@ class Episode:
             messages: the whole conversation from now on; they get their tokens before the next
                 turn.
         """
-        tools = self.conversation.tools(0)
+        tools = self._snapshot.tools(self._index)
         self.replace_conversation(Conversations.from_messages([list(messages)], [tools]))
 
     def replace_conversation(self, conversation: Conversations) -> None:
@@ -194,7 +213,7 @@ class Episode:
         Args:
             conversation: one; none of its tokens is trained again.
         """
-        if self.conversation.was_sampled(0):
+        if self._snapshot.was_sampled(self._index):
             self.segments = (*self.segments, self.conversation)
         self.conversation = conversation
 

@@ -4,7 +4,6 @@ Shape legend: B rows.
 """
 
 import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -12,7 +11,6 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.keys import (
     GROUP_ID,
@@ -25,7 +23,6 @@ from torchrl_data.keys import (
 from torchrl_data.layout.conversation_io import (
     one_dimension,
     read_conversations,
-    write_conversations,
 )
 from torchrl_data.tool_calls.parse import parse_tool_calls
 from torchrl_envs.concurrency.calls import ConcurrentCalls
@@ -41,7 +38,7 @@ from .episode_transform import EpisodeTransform, overrides
 from .error_limit import RewardErrorLimit
 from .resources import Resources
 from .runner import EpisodeRunner
-from .step import EpisodeStep, StepOrder, flat_transforms, in_shape
+from .step import EpisodeStep, StepOrder, flat_transforms, in_shape, written
 from .tool_dispatcher import ToolDispatcher
 from .tool_source import ToolSource, check_tool_names
 
@@ -170,22 +167,20 @@ class EpisodeEnv(TransformedEnv):
         mask = batch.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().squeeze(-1).tolist()
         self.close_episodes(rows)
-        episodes = read_episodes(batch)
-        for row in rows:
-            episodes[row] = Episode(row)
-        new = [episodes[row] for row in rows]
+        new = [Episode(row) for row in rows]
+        episodes = new if len(new) == size else read_episodes(batch)
+        for episode in new:
+            episodes[episode.row] = episode
         try:
             reset = one_dimension(self._begin(batch, new, **kwargs))
-            shown = read_conversations(reset, PROMPT, who="EpisodeEnv.reset").split()
-            for episode, conversation in zip(episodes, shown, strict=True):
-                episode.conversation = conversation
+            shown = read_conversations(reset, PROMPT, who="EpisodeEnv.reset")
+            for row, episode in enumerate(episodes):
+                episode.share(shown, row)
             self.runner.before_turn([episode for episode in new if not episode.stop_reason])
             for episode in new:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
-            conversations = [episode.conversation for episode in episodes]
-            if not all(map(operator.is_, conversations, shown)):
-                write_conversations(reset, PROMPT, Conversations.cat(conversations))
+            written(reset, episodes, shown)
         except BaseException:
             self.close_episodes(rows)
             raise

@@ -83,8 +83,11 @@ class Resources:
 
     def _take(self, owner: Any = None) -> list[_Held]:
         """Everything, the newest first, or what one owner has; it is not held any more."""
-        owners = reversed(list(self._held)) if owner is None else [owner] * (owner in self._held)
-        held = [self._held.pop(each) for each in owners]
+        if owner is None:
+            held = list(reversed(self._held.values()))
+            self._held.clear()
+        else:
+            held = [self._held.pop(owner)] if owner in self._held else []
         return [each for each in held if each.closing is not None]
 
 

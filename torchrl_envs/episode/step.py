@@ -3,7 +3,7 @@
 Shape legend: B rows.
 """
 
-import operator
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -53,7 +53,6 @@ class EpisodeStep:
         self._given = tensordict
         self._episodes = read_episodes(tensordict)
         self._shown = read_conversations(next_batch, PROMPT, who=_WHO)
-        self._rows = self._shown.split()
         self._flags = read_flags(next_batch)
         self._active: list[Episode] = []
         self._turns: list[Episode] = []
@@ -70,7 +69,8 @@ class EpisodeStep:
         held = self._flags if all(is_active) else read_flags(self._given)
         reasons = read_objects(self._given, FINISH_REASON, "")
         for row, episode in enumerate(self._episodes):
-            episode.row, episode.conversation = row, self._rows[row]
+            episode.row = row
+            episode.share(self._shown, row)
             flags = self._flags if is_active[row] else held
             _, episode.is_terminated, episode.is_truncated = flags[row]
             if not is_active[row]:
@@ -128,9 +128,10 @@ class EpisodeStep:
         """What TorchRL's transforms did to the episodes since they were last written."""
         shown = read_conversations(batch, PROMPT, who=_WHO)
         if shown is not self._shown:
-            self._shown, self._rows = shown, shown.split()
-            for episode, conversation in zip(self._episodes, self._rows, strict=True):
-                take_over(episode, conversation)
+            self._shown = shown
+            for row, episode in enumerate(self._episodes):
+                take_over(episode, shown.row(row))
+                episode.share(shown, row)
         flags = read_flags(batch)
         if flags != self._flags:
             self._flags = flags
@@ -139,16 +140,35 @@ class EpisodeStep:
                 episode.is_terminated |= is_done and not episode.is_truncated
 
     def _write_prompts(self, batch: TensorDictBase) -> None:
-        conversations = [episode.conversation for episode in self._episodes]
-        if not all(map(operator.is_, conversations, self._rows)):
-            self._rows, self._shown = conversations, Conversations.cat(conversations)
-            write_conversations(batch, PROMPT, self._shown)
+        self._shown = written(batch, self._episodes, self._shown)
 
     def _write_flags(self, batch: TensorDictBase) -> None:
         flags: Flags = flags_of(self._episodes)
         if flags != self._flags:
             self._flags = flags
             write_flags(batch, self._episodes)
+
+
+def written(
+    batch: TensorDictBase, episodes: Sequence[Episode], shown: Conversations
+) -> Conversations:
+    """Write the conversations of episodes, if one of them has changed.
+
+    Args:
+        batch: of B rows.
+        episodes: B.
+        shown: what the batch shows.
+
+    Returns:
+        What it shows now.
+    """
+    if all(episode.shares(shown) for episode in episodes):
+        return shown
+    shown = Conversations.cat([episode.conversation for episode in episodes])
+    write_conversations(batch, PROMPT, shown)
+    for row, episode in enumerate(episodes):
+        episode.share(shown, row)
+    return shown
 
 
 class StepOrder(Compose):

@@ -50,7 +50,7 @@ class ToolDispatcher:
         Returns:
             A coroutine that waits for the jobs, or ``None`` if there is nothing to run.
         """
-        message = episode.conversation.last_message(0)
+        message = episode.last_message
         if message["role"] != "assistant":
             return None
         items = self._read(episode, message["content"])
