@@ -124,7 +124,7 @@ def write_scores(
             by_source[name][row] = value
     named = {name: torch.tensor(values).view(size, 1, 1) for name, values in by_source.items()}
     batch.set(SCORABLE, torch.tensor(scorable).view(size, 1))
-    batch.set(REWARDS, TensorDict(named, batch_size=batch.batch_size))
+    batch.set(REWARDS, TensorDict._new_unsafe(named, batch_size=batch.batch_size))
     write_objects(batch, REWARD_ERRORS, errors)
     if dense is None:
         batch.set(REWARD, torch.tensor(reward).view(size, 1, 1))

@@ -174,6 +174,10 @@ def written(
 class StepOrder(Compose):
     """The transforms of an environment; those that read the reward come once it is there."""
 
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What the base environment gets; TorchRL's own also takes entries one by one."""
+        return self._inv_call(tensordict.clone(recurse=False))
+
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         env: Any = self.container
         step = EpisodeStep(env.runner, env.entries, tensordict, next_tensordict)

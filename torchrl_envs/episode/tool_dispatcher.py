@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchrl_data.conversation.messages import Message
 from torchrl_data.tool_calls.parse import MalformedCall, ToolCall, TurnParser, parse_tool_calls
 from torchrl_envs.tool_calls.results import error_text
 
@@ -114,12 +115,17 @@ class ToolDispatcher:
 
 def _append(episode: Episode, answers: Sequence[Answer]) -> None:
     """Say, count and end what answers say, in order; the first that ends it says why."""
-    episode.num_tool_calls += len(answers)
-    episode.num_tool_errors += sum(answer.is_error for answer in answers)
-    messages = [answer.message for answer in answers if answer.message is not None]
+    messages: list[Message] = []
+    end: Answer | None = None
+    for answer in answers:
+        episode.num_tool_calls += 1
+        episode.num_tool_errors += answer.is_error
+        if answer.message is not None:
+            messages.append(answer.message)
+        if answer.stop_reason and end is None:
+            end = answer
     if messages:
         episode.say(*messages)
-    end = next((answer for answer in answers if answer.stop_reason), None)
     if end is not None:
         (episode.truncate if end.is_truncation else episode.terminate)(end.stop_reason)
 
