@@ -1,6 +1,6 @@
 """How many files a rollout goes through: what somebody has to read who follows it.
 
-    python benchmarks/code_paths.py [--names]
+    python test/house/code_paths.py [--names]
 
 ``files`` are those of this library whose functions run while prompts go from ``env.reset`` to
 ``GRPOLoss``: a batch is collected with a tool and a reward function, gets its advantages in the
@@ -107,7 +107,7 @@ class Says:
     def __init__(self, ids: list[int]) -> None:
         self.said = Generation(ids, [-0.5] * len(ids), "stop")
 
-    def generate(self, prompts: list[Any], params: Any, *, max_new_tokens: Any) -> list[Any]:
+    def generate(self, prompts: list[Any], params: Any, *, max_new_tokens: Any = None) -> list[Any]:
         del params, max_new_tokens
         return [self.said] * len(prompts)
 
