@@ -4,6 +4,7 @@ Shape legend: H heads, T tokens, D head size.
 """
 
 import sys
+import threading
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -42,7 +43,7 @@ class KeptCaches:
     """Caches of rows by their tokens, the latest used ones.
 
     They are looked up by tokens alone: what is found is always what was read of these tokens, by
-    the present weights, as long as `clear` is called when those change.
+    the present weights, as long as `clear` is called when those change. Any thread may call it.
 
     Args:
         max_tokens: most tokens that are kept; ``None`` for what takes ``max_bytes``.
@@ -52,6 +53,7 @@ class KeptCaches:
     def __init__(self, max_tokens: int | None, *, max_bytes: int = 1 << 30) -> None:
         self.max_tokens = max_tokens
         self._max_bytes = max_bytes
+        self._lock = threading.RLock()
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         # In the order of their tokens, so that those that begin alike are neighbours.
         self._index: list[tuple[bytes, int]] = []
@@ -69,22 +71,22 @@ class KeptCaches:
 
         Args:
             ids: of the row.
-
         """
-        if not self._index:
-            return Found()
-        tokens = _as_bytes(ids[:-1])
-        at = bisect_left(self._index, (tokens, 0))
-        near = [self._keys[number] for _, number in self._index[max(0, at - 1) : at + 1]]
-        lengths = [_num_shared(self._kept[key].tokens, tokens) for key in near]
-        longest = max(lengths)
-        if not longest:
-            return Found()
-        key = near[lengths.index(longest)]
-        self._kept.move_to_end(key)
-        kept = self._kept[key]
-        used_up = kept.is_anonymous and kept.num_tokens == longest
-        return Found(longest, kept.cache, key if used_up else None)
+        with self._lock:
+            if not self._index:
+                return Found()
+            tokens = _as_bytes(ids[:-1])
+            at = bisect_left(self._index, (tokens, 0))
+            near = [self._keys[number] for _, number in self._index[max(0, at - 1) : at + 1]]
+            lengths = [_num_shared(self._kept[key].tokens, tokens) for key in near]
+            longest = max(lengths)
+            if not longest:
+                return Found()
+            key = near[lengths.index(longest)]
+            self._kept.move_to_end(key)
+            kept = self._kept[key]
+            used_up = kept.is_anonymous and kept.num_tokens == longest
+            return Found(longest, kept.cache, key if used_up else None)
 
     def keep(self, key: Hashable, ids: Sequence[int], cache: RowCache) -> None:
         """Keep a row in the place of what its key had.
@@ -94,38 +96,43 @@ class KeptCaches:
             ids: the tokens that were read.
             cache: of these; it is not copied.
         """
-        is_anonymous = key is None
-        key = object() if is_anonymous else key
-        self.end(key)
-        if self.max_tokens is None:
-            num_bytes = sum(k.nbytes + v.nbytes for k, v in cache) // max(1, len(ids))
-            self.max_tokens = self._max_bytes // max(1, num_bytes)
-        if not len(ids) or len(ids) > self.max_tokens:
-            return
-        kept = _Kept(_as_bytes(ids), cache, is_anonymous)
-        self._kept[key] = kept
-        self._numbers[key] = self._next_number
-        self._keys[self._next_number] = key
-        insort(self._index, (kept.tokens, self._next_number))
-        self._next_number += 1
-        self.num_tokens += kept.num_tokens
-        while self.num_tokens > self.max_tokens:
-            self.end(next(iter(self._kept)))
+        with self._lock:
+            is_anonymous = key is None
+            key = object() if is_anonymous else key
+            self.end(key)
+            if not len(ids):
+                return
+            if self.max_tokens is None:
+                num_bytes = sum(k.nbytes + v.nbytes for k, v in cache) // len(ids)
+                self.max_tokens = self._max_bytes // max(1, num_bytes)
+            if len(ids) > self.max_tokens:
+                return
+            kept = _Kept(_as_bytes(ids), cache, is_anonymous)
+            self._kept[key] = kept
+            self._numbers[key] = self._next_number
+            self._keys[self._next_number] = key
+            insort(self._index, (kept.tokens, self._next_number))
+            self._next_number += 1
+            self.num_tokens += kept.num_tokens
+            while self.num_tokens > self.max_tokens:
+                self.end(next(iter(self._kept)))
 
     def end(self, key: Hashable) -> None:
         """Forget what a conversation has."""
-        kept = self._kept.pop(key, None)
-        if kept is None:
-            return
-        number = self._numbers.pop(key)
-        del self._keys[number]
-        del self._index[bisect_left(self._index, (kept.tokens, number))]
-        self.num_tokens -= kept.num_tokens
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            if kept is None:
+                return
+            number = self._numbers.pop(key)
+            del self._keys[number]
+            del self._index[bisect_left(self._index, (kept.tokens, number))]
+            self.num_tokens -= kept.num_tokens
 
     def clear(self) -> None:
         """Forget everything: the weights have changed."""
-        for key in list(self._kept):
-            self.end(key)
+        with self._lock:
+            for key in list(self._kept):
+                self.end(key)
 
 
 def _as_bytes(ids: Sequence[int]) -> bytes:
