@@ -166,12 +166,12 @@ def main() -> None:
     model = build(options.hidden)
     for name, seconds in conversations(model, options.repeats).items():
         print(f"conversation  {name:32} {seconds:7.3f} s")
-    found, total = lengths(model, options.repeats)
+    lengths = Lengths(model)
+    lengths.continuous(checks=True)
+    found = interleaved(lengths.ways(), options.repeats)
     for name, seconds in found.items():
-        ratio = seconds / found["continuous"]
-        print(
-            f"lengths       {name:32} {seconds:7.3f} s {ratio:6.2f}x {total / seconds:8.0f} tok/s"
-        )
+        ratio, rate = seconds / found["continuous"], sum(lengths.budgets) / seconds
+        print(f"lengths       {name:40} {seconds:7.3f} s {ratio:6.2f}x {rate:8.0f} tok/s")
 
 
 if __name__ == "__main__":
