@@ -147,7 +147,8 @@ class AsyncTransformersEngine:
         try:
             return await self._thread.wait(request.future)
         finally:
-            if not request.future.done() or request.future.cancelled():
+            if not request.future.done():
+                request.future.cancel()
                 with suppress(RuntimeError):  # It has ended, and so has the request.
                     self._thread.put(lambda: self._decoding.abort(request), _ignore)
 

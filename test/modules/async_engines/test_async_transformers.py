@@ -166,7 +166,11 @@ def test_a_row_that_is_not_finite_spoils_no_other_row_and_no_slot(run, build_mod
 
 def test_rows_of_a_group_read_their_prompt_once(run):
     async def main(engine):
-        await asyncio.gather(*(engine.respond(PROMPTS[0], ENDLESS) for _ in range(16)))
+        await engine.pause()  # so that they are let in together
+        calls = [asyncio.create_task(engine.respond(PROMPTS[0], ENDLESS)) for _ in range(16)]
+        await asyncio.sleep(0.01)
+        await engine.resume()
+        await asyncio.gather(*calls)
         return engine.num_prompt_tokens_read
 
     assert run(main) == len(PROMPTS[0])
