@@ -62,8 +62,8 @@ class RetrieveLogProb(TrajectoryTransform):
             raise ValueError(
                 f"{self._get_name()}: temperature must be positive, got {temperature!r}."
             )
-        self.written_key: NestedKey = REF_LOG_PROBS if log_probs_full_key is None else log_probs_full_key
-        self.results = (self.written_key,)
+        self.entry: NestedKey = REF_LOG_PROBS if log_probs_full_key is None else log_probs_full_key
+        self.results = (self.entry,)
         self.assistant_only = assistant_only
         self.detach = detach
         self.temperature = temperature
@@ -73,7 +73,7 @@ class RetrieveLogProb(TrajectoryTransform):
         """Add the log-probs of each row."""
         targets = [self._targets(row) for row in rows]
         for row, target in zip(rows, targets, strict=True):
-            row.results[self.written_key] = torch.zeros(len(target))
+            row.results[self.entry] = torch.zeros(len(target))
         chosen = [i for i, target in enumerate(targets) if bool(target.any())]
         if not chosen:
             return
@@ -84,7 +84,7 @@ class RetrieveLogProb(TrajectoryTransform):
         log_probs = scores.log_prob.to(ids.device).float()
         counts = [int(targets[i].sum()) for i in chosen]
         for i, part in zip(chosen, log_probs.split(counts), strict=True):
-            rows[i].results[self.written_key] = torch.zeros(len(rows[i].ids)).masked_scatter(
+            rows[i].results[self.entry] = torch.zeros(len(rows[i].ids)).masked_scatter(
                 targets[i], part
             )
 
