@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import multiprocessing
+import random
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
     DataLoadingPrimer,
+    EpisodeTransform,
     FunctionTools,
     RewardErrorLimit,
     RewardFunctions,
@@ -99,11 +101,22 @@ def story(batch):
     ]
 
 
+class Again(EpisodeTransform):
+    """Asks again, after a while that differs; some episodes end earlier than others."""
+
+    async def after_turn(self, episode):
+        seconds = 0.02 * random.random()
+        await self.call(lambda: time.sleep(seconds), timeout_s=10.0)
+        if episode.num_turns < 1 + (episode.group_id + episode.row % N) % 3:
+            episode.say({"role": "user", "content": f"again, {episode.num_turns}"})
+
+
 class TestOnPolicy:
     def run(self, kind, make_policy, make_tiny_model, num_steps=4):
         model = make_tiny_model(0)
         actor = make_policy(model)
         env, buffer = make_env(shuffle=True, seed=3), make_buffer()
+        env.append_transform(Again())
         if kind == "batches":
             collector = LLMCollector(env, actor, replay_buffer=buffer)
         else:
@@ -123,6 +136,7 @@ class TestOnPolicy:
         one = self.run("batches", make_policy, make_tiny_model)
         other = self.run("streaming", make_policy, make_tiny_model)
         assert one[0] == other[0]
+        assert {turns for *_, turns in one[0][0]} == {1, 2, 3}
         assert one[1] == other[1]
         assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
         assert not torch.equal(one[2]["lm_head.weight"], make_tiny_model(0).lm_head.weight)
