@@ -22,6 +22,7 @@ from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
 
 WHO: Final = "StreamingCollector"
+_REQUEST_TIMEOUT_S: Final = 600.0
 
 
 def check_composition(
@@ -94,6 +95,25 @@ def most_episodes(ledger: GroupLedger, max_inflight_tasks: int) -> int:
             "staleness."
         )
     return min(max_inflight_tasks, most)
+
+
+def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float | None:
+    """How long one turn's generation may take, in seconds; ``None``: any time.
+
+    Raises:
+        ValueError: it is not positive; or it is given on policy, where nothing can keep it.
+    """
+    if ledger.policy.max_staleness == 0:
+        if request_timeout is not None:
+            raise ValueError(
+                f"{WHO}: on policy a step is one batch, of which no row can end by itself, so "
+                f"request_timeout={request_timeout:g} can't be kept. Leave it out, or allow some "
+                "staleness."
+            )
+        return None
+    if request_timeout is not None and not request_timeout > 0:
+        raise ValueError(f"{WHO}: request_timeout must be positive, got {request_timeout}.")
+    return _REQUEST_TIMEOUT_S if request_timeout is None else request_timeout
 
 
 def is_wanted(advantages: Sequence[MCAdvantage], rows: Sequence[TensorDictBase]) -> bool:

@@ -27,13 +27,20 @@ from torchrl_modules.engines.async_protocol import AsyncEngine, open_async
 from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
-from .checks import WHO, check_composition, check_room, is_wanted, most_episodes
+from .checks import (
+    WHO,
+    check_composition,
+    check_room,
+    is_wanted,
+    most_episodes,
+    turn_timeout_s,
+)
 from .evaluation import EvaluationPoint, Evaluations
 from .group_runner import Group, GroupRunner
 from .monitor import Monitor
 from .producer import Producer
 from .trace import Timeline
-from .updater import SnapshotUpdater, shares_memory
+from .updater import SnapshotUpdater, check_own_memory, one_source
 from .weights import WeightPushes
 
 _LOOK_S: Final = 0.5
@@ -74,6 +81,9 @@ class StreamingCollector(Collector):
             :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`.
         weight_sync_steps: batches that are trained for each push of weights.
         max_inflight_tasks: most episodes that run at once; -1: all that are admitted.
+        request_timeout: seconds that one turn's generation may take, pauses included; what takes
+            longer ends as ``"error: ..."``, alone. 600 when not given, and none on policy, where a
+            step is one batch.
         engine: serves the policy's engine to many callers; made of it when not given.
         total_trajectories: stop after this many; ``None`` goes on while there are data.
         postproc: changes a batch before it goes into the buffer.
@@ -93,6 +103,7 @@ class StreamingCollector(Collector):
         staleness: StalenessPolicy | None = None,
         weight_sync_steps: int = 1,
         max_inflight_tasks: int = -1,
+        request_timeout: float | None = None,
         engine: AsyncEngine | None = None,
         total_trajectories: int | None = None,
         postproc: PostProcessing | None = None,
@@ -113,6 +124,8 @@ class StreamingCollector(Collector):
         self.env = env
         self.timeline = Timeline()
         """What took how long."""
+        max_episodes = most_episodes(self.ledger, max_inflight_tasks)
+        timeout_s = turn_timeout_s(self.ledger, request_timeout)
         check_room(replay_buffer, groups_per_step * group_size)
         updater = SnapshotUpdater(policy)
         super().__init__(
@@ -123,14 +136,18 @@ class StreamingCollector(Collector):
             postproc=postproc,
             weight_updater=updater,
         )
-        self._async_policy = AsyncPolicy(policy, self._open_engine(policy, engine))
+        self._async_policy = AsyncPolicy(
+            policy,
+            self._open_engine(policy, engine),
+            request_timeout_s=timeout_s,
+        )
         self._producer = Producer(
             partial(
                 GroupRunner,
                 AsyncEpisodeRunner(env),
                 self._async_policy,
                 group_size=group_size,
-                max_episodes=most_episodes(self.ledger, max_inflight_tasks),
+                max_episodes=max_episodes,
                 further_entries=env.reward_entries,
                 timeline=self.timeline,
             ),
@@ -281,20 +298,11 @@ class StreamingCollector(Collector):
                 are trained, though training goes on while it draws.
             UpdateRefused: the engine refused the last push, and drew on with the weights before.
         """
-        given = [weights for weights in (source, state_dict) if weights is not None]
-        if len(given) != 1:
-            raise TypeError(
-                f"{WHO}.update_policy_weights_ takes a model or a state dict, got {len(given)} of "
-                "them."
-            )
-        if not self._is_lockstep and shares_memory(given[0], self.policy.engine):
-            raise ValueError(
-                f"{WHO}: the policy draws from the tensors that are trained, so that its tokens "
-                "would be of no version. Give the policy a copy of the model, "
-                "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
-            )
+        given = one_source(source, state_dict)
+        if not self._is_lockstep:
+            check_own_memory(given, self.policy.engine)
         self._open()
-        number = self._weights.push(given[0], self._took(), version)
+        number = self._weights.push(given, self._took(), version)
         if wait or self._is_lockstep:
             self._weights.wait()
         return number

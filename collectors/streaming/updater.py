@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from collectors.weight_update.in_process import InProcessUpdater
 
+from .checks import WHO
+
 
 class SnapshotUpdater(InProcessUpdater):
     """Copies the trainer's weights, for an engine that takes them up while training goes on."""
@@ -26,6 +28,36 @@ class SnapshotUpdater(InProcessUpdater):
         del weights, version
         raise RuntimeError(
             "A streaming collector's weights are pushed by its update_policy_weights_()."
+        )
+
+
+def one_source(
+    source: nn.Module | Mapping[str, Tensor] | None, state_dict: Mapping[str, Tensor] | None
+) -> nn.Module | Mapping[str, Tensor]:
+    """The one of the two that is given.
+
+    Raises:
+        TypeError: neither or both are.
+    """
+    given = [weights for weights in (source, state_dict) if weights is not None]
+    if len(given) != 1:
+        raise TypeError(
+            f"{WHO}.update_policy_weights_ takes a model or a state dict, got {len(given)} of them."
+        )
+    return given[0]
+
+
+def check_own_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> None:
+    """Check that an engine draws from tensors of its own.
+
+    Raises:
+        ValueError: they are those that are trained.
+    """
+    if shares_memory(source, engine):
+        raise ValueError(
+            f"{WHO}: the policy draws from the tensors that are trained, so that its tokens "
+            "would be of no version. Give the policy a copy of the model, "
+            "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
         )
 
 

@@ -22,9 +22,16 @@ class AsyncPolicy:
     # What is new in conversations is encoded together with that of all others that came in since
     # the event loop last ran; nothing else waits for anybody.
 
-    def __init__(self, policy: LLMWrapperBase, engine: AsyncEngine) -> None:
+    def __init__(
+        self,
+        policy: LLMWrapperBase,
+        engine: AsyncEngine,
+        *,
+        request_timeout_s: float | None = None,
+    ) -> None:
         self.policy = policy
         self.engine = engine
+        self._request_timeout_s = request_timeout_s
         self._waiting: list[_Waiting] = []
 
     @property
@@ -49,12 +56,18 @@ class AsyncPolicy:
         limit = self.policy.sampling.max_new_tokens
         budget = limit if max_new_tokens is None else min(limit, max_new_tokens)
         version = self.engine.version
-        generation: Generation = await self.engine.respond(
-            ids,
-            self.policy.sampling,
-            max_new_tokens=self.policy.bounded_turn(budget, len(ids)),
-            session=session,
-        )
+        try:
+            async with asyncio.timeout(self._request_timeout_s) as deadline:
+                generation: Generation = await self.engine.respond(
+                    ids,
+                    self.policy.sampling,
+                    max_new_tokens=self.policy.bounded_turn(budget, len(ids)),
+                    session=session,
+                )
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return encoded, f"error: no response within {self._request_timeout_s:g} s"
         full = self.policy.append_generations(encoded, [generation], version)
         return full, finish_reason_of(generation)
 

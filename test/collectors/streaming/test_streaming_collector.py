@@ -155,7 +155,7 @@ def check_balance(balance):
 
 
 @pytest.mark.parametrize("staleness", [Wait(2), Wait(4, pipeline_depth=1), Drop(1)])
-def test_no_token_is_too_old_and_none_is_lost(staleness, make_policy, make_tiny_model):
+def test_E10_no_token_is_too_old_and_none_is_lost(staleness, make_policy, make_tiny_model):
     model = make_tiny_model(1)
     with streaming(
         make_env(40), make_policy(), replay_buffer=make_buffer(), staleness=staleness
@@ -253,7 +253,7 @@ def test_an_engine_that_dies_once_costs_nothing(make_policy):
 
 
 @pytest.mark.parametrize("error", [EngineDied("gone"), ZeroDivisionError("a fault")])
-def test_the_trainer_hears_at_once_that_collection_has_died(error, make_policy):
+def test_E08_the_trainer_hears_at_once_that_collection_has_died(error, make_policy):
     policy = make_policy()
     engine = Failing(policy.engine, error)
     with StreamingCollector(make_env(), policy, engine=BatchingEngine(engine)) as collector:
