@@ -300,7 +300,7 @@ class StreamingCollector(Collector):
         """
         given = one_source(source, state_dict)
         if not self._is_lockstep:
-            check_own_memory(given, self.policy.engine)
+            check_own_memory(given, self._async_policy.engine)
         self._open()
         number = self._weights.push(given, self._took(), version)
         if wait or self._is_lockstep:

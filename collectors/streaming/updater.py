@@ -66,7 +66,7 @@ def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool
 
     Args:
         source: the trained model, or its state dict.
-        engine: of the policy.
+        engine: what draws.
     """
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module):

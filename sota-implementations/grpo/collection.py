@@ -42,11 +42,6 @@ def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
     return kind(cfg.max_staleness, pipeline_depth=cfg.pipeline_depth)
 
 
-def draws_from_a_copy(cfg: CollectorConfig) -> bool:
-    """Whether tokens are drawn while the model is trained, so from weights of their own."""
-    return cfg.mode == "streaming" and cfg.max_staleness > 0
-
-
 def build_collector(
     cfg: CollectorConfig,
     env: TaskEnv,

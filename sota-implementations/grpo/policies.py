@@ -1,6 +1,5 @@
 """The model that is trained and the policy that samples, from the settings."""
 
-import copy
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 from checks import sampling_of
-from collection import draws_from_a_copy
 from command_line import SettingsError
 from config import GRPOConfig, PolicyConfig
 from transformers import (
@@ -92,8 +90,8 @@ def load_model(cfg: PolicyConfig, source: str) -> tuple[PreTrainedModel, PreTrai
 def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """The actor that is trained and the policy that samples.
 
-    With Transformers they are one, so that the weights are there once, unless tokens are drawn
-    while the model is trained; vLLM has its own copy, which every update replaces.
+    With Transformers they are one, so that the weights are there once (a streaming collector makes
+    a copy to draw from); vLLM has its own copy, which every update replaces.
 
     Args:
         cfg: the settings.
@@ -120,14 +118,7 @@ def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LL
         except ValueError as error:
             raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
         if cfg.engine.name == "transformers":
-            if not draws_from_a_copy(cfg.collector):
-                return actor, actor
-            # Without checkpointing: nothing is ever computed backwards in it.
-            drawing = copy.deepcopy(actor.model).requires_grad_(False)
-            drawing.gradient_checkpointing_disable()
-            return actor, TransformersWrapper(
-                drawing, max_model_len=cfg.policy.max_model_len, **common
-            )
+            return actor, actor
         from torchrl_modules import vLLMWrapper
 
         engine_kwargs = dict(cfg.engine.engine_kwargs)

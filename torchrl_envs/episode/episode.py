@@ -45,7 +45,7 @@ class Episode:
         self.id: int = next(_ids)
         """Of this episode alone, in this process."""
         self.row: int = row
-        """Which row of the environment's batch it runs in."""
+        """Which row of the environment's batch it runs in; where there is none, of its group."""
         self.example: Mapping[str, Any] | None = None
         """The data set's row that it started from."""
         self.group_id: int = -1

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.weights.state import UpdateRefused
@@ -81,6 +81,11 @@ class AsyncTransformersEngine:
             stall_timeout_s=stall_timeout_s,
             command_timeout_s=update_timeout_s,
         )
+
+    @property
+    def model(self) -> nn.Module:
+        """What it draws from: a copy, unless that was declined."""
+        return self._engine.model
 
     @property
     def version(self) -> int:

@@ -46,6 +46,11 @@ class BatchingEngine:
         self._is_closed = False
 
     @property
+    def model(self) -> Any:
+        """What it draws from, where that is in this process."""
+        return getattr(self.inside, "model", None)
+
+    @property
     def version(self) -> int:
         """Of the weights that serve."""
         return self.inside.version

@@ -74,8 +74,11 @@ def test_E11_before_a_slow_trainer_no_more_groups_wait_than_there_are_slots(stal
         num_slots, num_queued, numbers = collector.ledger.num_slots, 0, []
         assert num_slots < 24  # so that the data alone would not bound it
         for batch in collector:
-            time.sleep(0.2)  # the episodes take far less
-            num_queued = max(num_queued, int(collector.metrics()["collect/queued_groups"]))
+            deadline = time.monotonic() + 60  # the trainer is slower than all that may begin
+            while (now := collector.metrics())["ledger/in_flight/unfinished"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            num_queued = max(num_queued, int(now["ledger/in_flight/waiting"]))
             numbers += [int(row["group_id"]) for row in batch.unbind(0)]
     assert 0 < num_queued <= num_slots
     assert len(set(numbers)) == len(numbers)
