@@ -202,6 +202,8 @@ def test_a_signal_before_the_first_step_leaves_no_model(tmp_path):
 def test_the_vllm_engine_trains_too(result_of, tmp_path):
     """And what it leaves serves in vLLM as it is."""
     assert result_of(*SMALL, "engine=vllm", cwd=tmp_path)["steps"] == 2
+    streams = ("engine=vllm", "collector=streaming", "name=streams")
+    assert result_of(*SMALL, *streams, cwd=tmp_path)["steps"] == 2
     model = tmp_path / "outputs/grpo/calculator/tiny/model"
     code = (
         "import vllm, sys; m = vllm.LLM(sys.argv[1], enforce_eager=True, max_model_len=256); "

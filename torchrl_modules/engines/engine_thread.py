@@ -12,6 +12,8 @@ from .protocol import EngineDied
 
 T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 10.0
+_GATHER_S = 0.001
+"""An idle engine waits so long for those who come with the first one: they share their prompt."""
 
 
 class Stepped(Protocol):
@@ -193,6 +195,8 @@ class EngineThread:
                 raise
             self._progress_s = time.monotonic()
             self._in_command = False
+            if waiting and self._stepped.has_work:
+                time.sleep(_GATHER_S)
             waiting = False
 
     def _end(self) -> None:
