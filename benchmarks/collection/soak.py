@@ -258,6 +258,7 @@ def soak(seconds: float, seed: int) -> dict[str, Any]:
             collector.update_policy_weights_(weights)
             if step % 20 == 0:
                 collector.evaluate(held_out)
+            collector.take_evaluations()
             step += 1
             memory.append(psutil.Process().memory_info().rss)
     held_out.close()

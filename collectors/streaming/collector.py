@@ -313,7 +313,7 @@ class StreamingCollector(Collector):
         """Evaluate the weights that serve now, beside training; they stay until it is over.
 
         Pushes wait meanwhile, and no group begins. A point that is asked for while another runs is
-        skipped, and says so. What is over is in :attr:`evaluations`.
+        skipped, and says so. What is over waits for :meth:`take_evaluations`.
 
         Args:
             env: with held-out data, of which one batch is taken from the beginning.
@@ -329,10 +329,10 @@ class StreamingCollector(Collector):
         point = self._evaluations.ask(env, self.ledger.version)
         return point.result() if wait or point.done() else None
 
-    @property
-    def evaluations(self) -> list[EvaluationPoint]:
-        """All points that were asked for and are over, in order."""
-        return self._evaluations.points
+    def take_evaluations(self) -> list[EvaluationPoint]:
+        """The points that are over, in order, skipped ones too; given once, then forgotten."""
+        points = self._evaluations.points
+        return [points.popleft() for _ in range(len(points))]
 
     # What it was like ---------------------------------------------------------------------------
 

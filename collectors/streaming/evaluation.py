@@ -1,6 +1,7 @@
 """Evaluation beside training: every token of a point is drawn by one version of the weights."""
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -93,8 +94,8 @@ class Evaluations:
         self._policy = policy
         self._timeline = timeline
         self._running: Future[EvaluationPoint] | None = None
-        self.points: list[EvaluationPoint] = []
-        """All that were asked for and are over, in order."""
+        self.points: deque[EvaluationPoint] = deque()
+        """Those that are over and that nobody has asked for, in order."""
 
     def ask(self, env: EpisodeEnv, step: int) -> "Future[EvaluationPoint]":
         """Evaluate the weights that serve now; while another point runs, it is skipped.

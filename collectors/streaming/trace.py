@@ -31,7 +31,7 @@ class Timeline:
     """
 
     def __init__(
-        self, *, max_spans: int = 100_000, clock: Callable[[], float] = time.monotonic
+        self, *, max_spans: int = 20_000, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
         self._spans: deque[Span] = deque(maxlen=max_spans)

@@ -100,8 +100,10 @@ class WeightPushes:
         Raises:
             UpdateRefused: the engine refused it.
         """
-        with suppress(CancelledError):
-            self.wait()
+        push, self._push = self._push, None
+        if push is not None:
+            with suppress(CancelledError):
+                push.result()
 
     def wait(self) -> None:
         """Wait until the engine has the weights that were pushed last.
@@ -110,6 +112,11 @@ class WeightPushes:
             UpdateRefused: it refused them.
         """
         push, self._push = self._push, None
-        if push is not None:
+        if push is None:
+            return
+        try:
             with self._timeline.span("wait for push", "trainer", 0):
                 push.result()
+        except CancelledError:
+            self._producer.check_alive()
+            raise

@@ -103,7 +103,6 @@ class HeldOut:
         self._policy = policy
         self._every = every
         self._path = path
-        self._num_written = 0
 
     def after(self, step: int) -> None:
         """A step is over: begin a point if it is time, and write those that are over."""
@@ -112,9 +111,7 @@ class HeldOut:
         if isinstance(collector, StreamingCollector):
             if is_time:
                 collector.evaluate(self._env)
-            new = collector.evaluations[self._num_written :]
-            self._num_written += len(new)
-            for point in new:
+            for point in collector.take_evaluations():
                 self._write(point, now=step)
         elif is_time:
             rows = evaluate(collector, self._env, self._policy)

@@ -199,10 +199,21 @@ def test_the_same_seed_draws_the_same_tokens(make_tiny_model):
         pytest.param({"temprature": 1.0}, TypeError, "'temprature'.*'temperature'", id="misspelt"),
         pytest.param({"temperature": -1.0}, ValueError, "temperature must be", id="temperature"),
         pytest.param({"temperature": math.nan}, ValueError, "temperature must be", id="NaN"),
-        pytest.param({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\]", id="top_p"),
-        pytest.param({"top_k": -1}, ValueError, "top_k must be at least 0", id="top_k"),
-        pytest.param({"min_p": 1.5}, ValueError, r"min_p must be in \[0, 1\]", id="min_p"),
-        pytest.param({"max_tokens": 0}, ValueError, "max_new_tokens must be at least 1", id="0"),
+        pytest.param(
+            {"top_p": 0.0}, ValueError, r"top_p must be a finite number in \(0, 1\]", id="top_p"
+        ),
+        pytest.param(
+            {"top_k": -1}, ValueError, "top_k must be a whole number, at least 0", id="top_k"
+        ),
+        pytest.param(
+            {"min_p": 1.5}, ValueError, r"min_p must be a finite number in \[0, 1\]", id="min_p"
+        ),
+        pytest.param(
+            {"max_tokens": 0},
+            ValueError,
+            "max_new_tokens must be a whole number, at least 1",
+            id="0",
+        ),
         pytest.param(
             {"max_tokens": 3, "max_new_tokens": 3}, ValueError, "given twice", id="two spellings"
         ),

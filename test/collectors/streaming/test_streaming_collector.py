@@ -303,11 +303,13 @@ def test_every_token_of_an_evaluation_is_of_one_version(make_policy, make_tiny_m
             collector.update_policy_weights_(make_tiny_model(step), wait=step == 2)
         point = collector.evaluate(held_out, wait=True)
     assert point.version == 3
-    assert [p.version for p in collector.evaluations if p.trajectories is not None][-1] == 3
+    points = collector.take_evaluations()
+    assert [p.version for p in points if p.trajectories is not None][-1] == 3
     rows = point.trajectories.unbind(0)
     assert len(rows) == N
     assert {int(v) for row in rows for v in row["policy_versions", "full"] if v >= 0} == {3}
-    assert all(p.skipped or p.trajectories is not None for p in collector.evaluations)
+    assert all(p.skipped or p.trajectories is not None for p in points)
+    assert collector.take_evaluations() == []
     held_out.close()
 
 

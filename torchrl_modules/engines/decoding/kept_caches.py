@@ -3,6 +3,7 @@
 Shape legend: H heads, T tokens, D head size.
 """
 
+import functools
 import sys
 import threading
 from array import array
@@ -10,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -62,6 +63,10 @@ class KeptCaches:
         self._next_number = 0
         self.num_tokens = 0
         """Tokens that are kept."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy keeps nothing yet."""
+        return functools.partial(type(self), self.max_tokens, max_bytes=self._max_bytes), ()
 
     def __len__(self) -> int:
         return len(self._kept)
