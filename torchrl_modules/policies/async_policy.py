@@ -56,8 +56,9 @@ class AsyncPolicy:
         limit = self.policy.sampling.max_new_tokens
         budget = limit if max_new_tokens is None else min(limit, max_new_tokens)
         version = self.engine.version
+        deadline = asyncio.timeout(self._request_timeout_s)
         try:
-            async with asyncio.timeout(self._request_timeout_s) as deadline:
+            async with deadline:
                 generation: Generation = await self.engine.respond(
                     ids,
                     self.policy.sampling,
