@@ -119,11 +119,14 @@ class Collector(ABC):
                 f"{type(self).__name__}.update_policy_weights_ takes a model or a state dict, got "
                 f"{len(given)} of them."
             )
-        version = self.weight_updater.push(given[0], version=version)
+        version = self._push(given[0], version)
         if self.num_collected:  # what comes before the first batch is no step of the training
             for functions in self._reward_functions:
                 functions.trainer_state.global_step += 1
         return version
+
+    def _push(self, source: nn.Module | Mapping[str, Tensor], version: int | None) -> int:
+        return self.weight_updater.push(source, version=version)
 
 
 @contextlib.contextmanager

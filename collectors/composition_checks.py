@@ -16,6 +16,58 @@ from torchrl_envs.episode.step import flat_transforms
 from torchrl_modules.policies.base import LLMWrapperBase
 
 
+def check_env(env: Any, *, who: str) -> None:
+    """Check that it is an environment of episodes.
+
+    Args:
+        env: any.
+        who: the component, named in errors.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(env, EpisodeEnv):
+        raise TypeError(
+            f"{who} takes a ChatEnv with transforms, got {type(env).__name__}. Append a "
+            "DataLoadingPrimer at least: ChatEnv(...).append_transform(...)."
+        )
+
+
+def check_composition(
+    env: EpisodeEnv,
+    policy: Any,
+    buffer: ReplayBuffer | None,
+    *,
+    has_postproc: bool,
+    who: str,
+) -> list[DataLoadingPrimer]:
+    """Check that an environment, a policy and a buffer fit together; gives the sources of data.
+
+    Args:
+        env: what the policy acts in.
+        policy: see :func:`check_policy`.
+        buffer: what is filled, if anything is.
+        has_postproc: whether batches are changed on their way into the buffer; groups and rewards
+            may be made there.
+        who: the component, named in errors.
+
+    Raises:
+        TypeError: the policy is a bare model.
+        ValueError: they don't fit; the message says what does not.
+    """
+    check_policy(env, policy, who=who)
+    check_data(env, who=who)
+    env.check()
+    for transform in env.episode_transforms():
+        transform.check_policy(policy)
+    loaders = list(env.transforms_of(DataLoadingPrimer))
+    if not has_postproc:
+        check_groups(loaders, buffer, who=who)
+        check_room(buffer, env.batch_size.numel(), who=who)
+        check_rewards(env, buffer, who=who)
+    return loaders
+
+
 def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
     """Check that a policy writes one turn for each row of an environment.
 
@@ -83,21 +135,31 @@ def check_groups(
                 )
 
 
-def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> None:
-    """Check that the buffer takes a batch, and that something scores what advantages are of.
+def check_room(buffer: ReplayBuffer | None, num_rows: int, *, who: str) -> None:
+    """Check that the storage of a buffer takes a batch.
+
+    Args:
+        buffer: or none.
+        num_rows: of a batch.
+        who: the component, named in errors.
 
     Raises:
-        ValueError: its storage is smaller than a batch, or nothing does (in time).
+        ValueError: the later rows would take the place of the first.
     """
-    num_rows, room = (
-        env.batch_size.numel(),
-        getattr(getattr(buffer, "storage", None), "max_size", None),
-    )
+    room = getattr(getattr(buffer, "storage", None), "max_size", None)
     if advantages_of(buffer) and room is not None and room < num_rows:
         raise ValueError(
             f"{who}: a batch has {num_rows} rows, and the storage of the buffer holds {room}: the "
             f"later ones would take the place of the first. Give the storage at least {num_rows}."
         )
+
+
+def check_rewards(env: EpisodeEnv, buffer: ReplayBuffer | None, *, who: str) -> None:
+    """Check that something scores what advantages are of.
+
+    Raises:
+        ValueError: nothing does (in time).
+    """
     if not advantages_of(buffer) or REWARD in set(env.full_reward_spec.keys()):
         return
     parts = _transforms(buffer)

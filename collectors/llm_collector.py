@@ -12,14 +12,13 @@ from torchrl.data import ReplayBuffer
 from torchrl_data.keys import DONE, POLICY_VERSION, STEP_MASK, STOP_REASON
 from torchrl_data.layout.conversation_io import one_dimension
 from torchrl_data.stop_reasons import NO_DATA
-from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import REWARD_KEYS
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
 from .base import Collector, PostProcessing
-from .composition_checks import check_data, check_groups, check_policy, check_rewards
+from .composition_checks import check_composition, check_env
 from .trajectory_rows import trajectory_rows
 from .weight_update.interface import WeightUpdater
 
@@ -61,11 +60,7 @@ class LLMCollector(Collector):
         track_policy_version: bool | PolicyVersion = False,
         max_turns: int = 1000,
     ) -> None:
-        if not isinstance(env, EpisodeEnv):
-            raise TypeError(
-                f"LLMCollector takes a ChatEnv with transforms, got {type(env).__name__}. Append a "
-                "DataLoadingPrimer at least: ChatEnv(...).append_transform(...)."
-            )
+        check_env(env, who="LLMCollector")
         if max_turns < 1 or (total_trajectories is not None and total_trajectories < 1):
             raise ValueError(
                 "LLMCollector: max_turns and total_trajectories must be at least 1, got "
@@ -75,16 +70,10 @@ class LLMCollector(Collector):
         """Knows the policy's version, if it is tracked."""
         if self.policy_version_tracker is not None:
             env.append_transform(self.policy_version_tracker)
-        check_policy(env, policy, who="LLMCollector")
-        check_data(env, who="LLMCollector")
-        env.check()
-        for transform in env.episode_transforms():
-            transform.check_policy(policy)
+        loaders = check_composition(
+            env, policy, replay_buffer, has_postproc=postproc is not None, who="LLMCollector"
+        )
         self.env = env
-        loaders = list(env.transforms_of(DataLoadingPrimer))
-        if postproc is None:  # which may make groups and rewards of its own
-            check_groups(loaders, replay_buffer, who="LLMCollector")
-            check_rewards(env, replay_buffer, who="LLMCollector")
         super().__init__(
             policy,
             loaders,

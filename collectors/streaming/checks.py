@@ -7,25 +7,18 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from collectors.base import PostProcessing
-from collectors.composition_checks import (
-    advantages_of,
-    check_data,
-    check_groups,
-    check_policy,
-    check_rewards,
-)
+from collectors.composition_checks import check_composition, check_env
 from collectors.ledger import GroupLedger
 from objectives import MCAdvantage
 from torchrl_data.validation import check_counts
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
 
 WHO: Final = "StreamingCollector"
 _REQUEST_TIMEOUT_S: Final = 600.0
 
 
-def check_composition(
+def check_streaming(
     env: Any, policy: Any, buffer: ReplayBuffer | None, postproc: PostProcessing | None
 ) -> list[DataLoadingPrimer]:
     """Check that environment, policy and buffer fit together; gives the sources of data.
@@ -34,44 +27,13 @@ def check_composition(
         ValueError: they do not.
         TypeError: one of them is none.
     """
-    if not isinstance(env, EpisodeEnv):
-        raise TypeError(
-            f"{WHO} takes a ChatEnv with transforms, got {type(env).__name__}. Append a "
-            "DataLoadingPrimer at least: ChatEnv(...).append_transform(...)."
-        )
+    check_env(env, who=WHO)
     if not isinstance(policy, LLMWrapperBase):
         raise TypeError(
             f"{WHO}: the policy takes one turn at a time, so it has to be an LLMWrapperBase "
             f"(TransformersWrapper, vLLMWrapper), got {type(policy).__name__}."
         )
-    check_policy(env, policy, who=WHO)
-    check_data(env, who=WHO)
-    env.check()
-    for transform in env.episode_transforms():
-        transform.check_policy(policy)
-    loaders = list(env.transforms_of(DataLoadingPrimer))
-    if postproc is None:
-        check_groups(loaders, buffer, who=WHO)
-        check_rewards(env, buffer, who=WHO)
-    return loaders
-
-
-def check_room(buffer: ReplayBuffer | None, num_rows: int) -> None:
-    """Check that the storage of a buffer takes a batch.
-
-    Args:
-        buffer: or none.
-        num_rows: of a batch.
-
-    Raises:
-        ValueError: the later rows would take the place of the first.
-    """
-    room = getattr(getattr(buffer, "storage", None), "max_size", None)
-    if advantages_of(buffer) and room is not None and room < num_rows:
-        raise ValueError(
-            f"{WHO}: a batch has {num_rows} rows, and the storage of the buffer holds {room}: the "
-            f"later ones would take the place of the first. Give it at least {num_rows}."
-        )
+    return check_composition(env, policy, buffer, has_postproc=postproc is not None, who=WHO)
 
 
 def most_episodes(ledger: GroupLedger, max_inflight_tasks: int) -> int:

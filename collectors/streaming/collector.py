@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
 from collectors.base import Collector, PostProcessing
-from collectors.composition_checks import advantages_of
+from collectors.composition_checks import advantages_of, check_room
 from collectors.ledger import GroupLedger, StalenessPolicy, Ticket, Wait
 from torchrl_data.validation import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.async_protocol import AsyncEngine, open_async
 from torchrl_modules.engines.batching_engine import BatchingEngine
@@ -29,8 +30,7 @@ from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .checks import (
     WHO,
-    check_composition,
-    check_room,
+    check_streaming,
     is_wanted,
     most_episodes,
     turn_timeout_s,
@@ -40,7 +40,7 @@ from .group_runner import Group, GroupRunner
 from .monitor import Monitor
 from .producer import Producer
 from .trace import Timeline
-from .updater import SnapshotUpdater, check_own_memory, one_source
+from .updater import SnapshotUpdater, check_own_memory
 from .weights import WeightPushes
 
 _LOOK_S: Final = 0.5
@@ -108,7 +108,7 @@ class StreamingCollector(Collector):
         total_trajectories: int | None = None,
         postproc: PostProcessing | None = None,
     ) -> None:
-        loaders = check_composition(env, policy, replay_buffer, postproc)
+        loaders = check_streaming(env, policy, replay_buffer, postproc)
         check_counts(WHO, groups_per_step=groups_per_step, total_trajectories=total_trajectories)
         group_size = loaders[0].group_size if loaders else 1
         if groups_per_step is None:
@@ -126,7 +126,7 @@ class StreamingCollector(Collector):
         """What took how long."""
         max_episodes = most_episodes(self.ledger, max_inflight_tasks)
         timeout_s = turn_timeout_s(self.ledger, request_timeout)
-        check_room(replay_buffer, groups_per_step * group_size)
+        check_room(replay_buffer, groups_per_step * group_size, who=WHO)
         updater = SnapshotUpdater(policy)
         super().__init__(
             policy,
@@ -135,6 +135,7 @@ class StreamingCollector(Collector):
             total_episodes=total_trajectories,
             postproc=postproc,
             weight_updater=updater,
+            reward_functions=list(env.transforms_of(RewardFunctions)),
         )
         self._async_policy = AsyncPolicy(
             policy,
@@ -298,14 +299,16 @@ class StreamingCollector(Collector):
                 are trained, though training goes on while it draws.
             UpdateRefused: the engine refused the last push, and drew on with the weights before.
         """
-        given = one_source(source, state_dict)
-        if not self._is_lockstep:
-            check_own_memory(given, self._async_policy.engine)
-        self._open()
-        number = self._weights.push(given, self._took(), version)
+        number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
         if wait or self._is_lockstep:
             self._weights.wait()
         return number
+
+    def _push(self, source: nn.Module | Mapping[str, Tensor], version: int | None) -> int:
+        if not self._is_lockstep:
+            check_own_memory(source, self._async_policy.engine)
+        self._open()
+        return self._weights.push(source, self._took(), version)
 
     # Evaluation ---------------------------------------------------------------------------------
 

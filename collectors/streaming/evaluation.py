@@ -9,7 +9,6 @@ from typing import NamedTuple
 from tensordict import TensorDictBase, lazy_stack
 
 from collectors.composition_checks import check_data, check_policy
-from collectors.trajectory_rows import trajectory_rows
 from torchrl_data.keys import TOKEN_POLICY_VERSION
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -17,7 +16,7 @@ from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
-from .group_runner import run_together
+from .group_runner import run_together, scored_rows
 from .producer import Producer
 from .trace import Timeline
 
@@ -71,11 +70,10 @@ class Evaluator:
         drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
         try:
             await run_together(self._runner.run(episode, self._policy) for episode in drawn)
-            batch = await asyncio.to_thread(self._runner.finish, drawn)
+            further = self._env.reward_entries
+            rows = await asyncio.to_thread(scored_rows, self._runner, drawn, further)
         finally:
             await asyncio.to_thread(self._runner.give_up, episodes)
-        own = trajectory_rows(batch, range(len(drawn)), further=self._env.reward_entries)
-        rows = [row for each in own for row in each]
         _check_versions(rows, version)
         return EvaluationPoint(step, version, lazy_stack(rows))
 

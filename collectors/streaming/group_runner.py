@@ -110,9 +110,7 @@ class GroupRunner:
             self._on_end(group, number, episode)
 
     def _score(self, group: Group) -> None:
-        batch = self._runner.finish(group.episodes)
-        rows = trajectory_rows(batch, range(len(group.episodes)), further=self._further)
-        group.rows = [row for own in rows for row in own]
+        group.rows = scored_rows(self._runner, group.episodes, self._further)
 
     async def give_up(self, episodes: list[Episode]) -> None:
         """Give back what episodes hold that nobody will score."""
@@ -140,6 +138,21 @@ class _TimedPolicy:
 
 def _track(group: Group) -> str:
     return f"group {group.ticket.ordinal}"
+
+
+def scored_rows(
+    runner: AsyncEpisodeRunner, episodes: Sequence[Episode], further_entries: Sequence[str]
+) -> list[TensorDictBase]:
+    """Score episodes that are over, and give what is trained of them; may take its time.
+
+    Args:
+        runner: of the environment.
+        episodes: of one group or test.
+        further_entries: see :attr:`~torchrl_envs.EpisodeEnv.reward_entries`.
+    """
+    batch = runner.finish(episodes)
+    rows = trajectory_rows(batch, range(len(episodes)), further=further_entries)
+    return [row for own in rows for row in own]
 
 
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

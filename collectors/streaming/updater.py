@@ -19,32 +19,13 @@ class SnapshotUpdater(InProcessUpdater):
         Args:
             source: the trained model, or its state dict.
         """
-        weights = self._gathered(source)
-        if self._metadata is not None:
-            self._check(weights)
-        return {name: value.detach().clone() for name, value in weights.items()}
+        return {name: value.detach().clone() for name, value in self._checked(source).items()}
 
     def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
         del weights, version
         raise RuntimeError(
             "A streaming collector's weights are pushed by its update_policy_weights_()."
         )
-
-
-def one_source(
-    source: nn.Module | Mapping[str, Tensor] | None, state_dict: Mapping[str, Tensor] | None
-) -> nn.Module | Mapping[str, Tensor]:
-    """The one of the two that is given.
-
-    Raises:
-        TypeError: neither or both are.
-    """
-    given = [weights for weights in (source, state_dict) if weights is not None]
-    if len(given) != 1:
-        raise TypeError(
-            f"{WHO}.update_policy_weights_ takes a model or a state dict, got {len(given)} of them."
-        )
-    return given[0]
 
 
 def check_own_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> None:

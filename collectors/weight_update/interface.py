@@ -109,15 +109,13 @@ class WeightUpdater:
             ValueError: the policy refuses the update and goes on with its old weights; or the
                 state dict is one of adapters alone, which can't be applied.
         """
-        weights = self._gathered(source)
-        if self._metadata is not None:
-            self._check(weights)
-        return self._send(weights, version)
+        return self._send(self._checked(source), version)
 
-    def _check(self, weights: Mapping[str, Tensor]) -> None:
-        assert self._metadata is not None
+    def _checked(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights as the policy takes them, and as :meth:`init` said that they would be."""
+        weights = self._gathered(source)
         shapes = {name: value.shape for name, value in weights.items()}
-        if shapes != self._metadata:
+        if self._metadata is not None and shapes != self._metadata:
             wrong = sorted(
                 name
                 for name in shapes.keys() | self._metadata.keys()
@@ -127,6 +125,7 @@ class WeightUpdater:
                 f"{type(self).__name__}.push: {len(wrong)} weights are not as init(model_metadata) "
                 f"said, such as {wrong[:4]}. Nothing was sent."
             )
+        return weights
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The weights as the policy takes them."""

@@ -69,13 +69,12 @@ class AsyncEpisodeRunner:
 
     Args:
         env: its events, data, tools and limits.
-        ignored: transforms that have nothing to do here.
 
     Raises:
         ValueError: a transform works on batches of steps, and there are none.
     """
 
-    def __init__(self, env: "EpisodeEnv", *, ignored: Sequence[type[Transform]] = ()) -> None:
+    def __init__(self, env: "EpisodeEnv") -> None:
         self._env = env
         self._runner = env.runner
         self._driver = LoopDriver(env.calls)
@@ -84,9 +83,9 @@ class AsyncEpisodeRunner:
         if self._runner.dispatcher.sources:
             self._turn_steps.append(("tools", self._runner.dispatcher.after_turn))
         for transform in env.transforms_of(Transform):
-            self._take_in(transform, (*_HARMLESS, *ignored))
+            self._take_in(transform)
 
-    def _take_in(self, transform: Transform, harmless: tuple[type[Transform], ...]) -> None:
+    def _take_in(self, transform: Transform) -> None:
         if isinstance(transform, EpisodeTransform):
             if overrides(transform, "after_turn"):
                 self._turn_steps.append((type(transform).__name__, transform.after_turn))
@@ -96,7 +95,7 @@ class AsyncEpisodeRunner:
                 self._turn_steps.append(("StepCounter", lambda e: _count(e, limit)))
         elif REWARD in (transform.in_keys or ()):
             self._late.append(transform)
-        elif not isinstance(transform, harmless):
+        elif not isinstance(transform, _HARMLESS):
             raise ValueError(
                 f"{type(transform).__name__} works on the steps of a batch, and here each episode "
                 "runs by itself. Write it as an EpisodeTransform, or collect in batches "
