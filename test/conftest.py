@@ -20,6 +20,7 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
@@ -73,6 +74,52 @@ def reference_log_probs(model, ids, *, temperature=1.0):
 @pytest.fixture(scope="session", name="reference_log_probs")
 def reference_log_probs_fixture():
     return reference_log_probs
+
+
+def split_state(state, tensors):
+    """A state with a name in the place of each tensor."""
+    if isinstance(state, torch.Tensor):
+        tensors[str(len(tensors))] = state
+        return {"tensor": str(len(tensors) - 1)}
+    if isinstance(state, dict):
+        return {key: split_state(value, tensors) for key, value in state.items()}
+    if isinstance(state, list):
+        return [split_state(value, tensors) for value in state]
+    return state
+
+
+@pytest.fixture(scope="session")
+def through_files(tmp_path_factory):
+    """A state as JSON and safetensors hold it: nothing that needs pickle gets through."""
+    path = tmp_path_factory.mktemp("state") / "tensors.safetensors"
+
+    def load(state):
+        tensors = {}
+        text = json.dumps(split_state(state, tensors))
+        save_file(tensors, path)
+        loaded = load_file(path)
+        return json.loads(
+            text, object_hook=lambda d: loaded[d["tensor"]] if d.keys() == {"tensor"} else d
+        )
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def same():
+    """Whether two states are equal, NaN by NaN."""
+
+    def compare(a, b):
+        if isinstance(a, torch.Tensor):
+            alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+            return alike and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(compare(a[key], b[key]) for key in a)
+        if isinstance(a, list):
+            return len(a) == len(b) and all(map(compare, a, b))
+        return type(a) is type(b) and (a == b or (a != a and b != b))
+
+    return compare
 
 
 class ScriptedEngine:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .layout.conversation_io import read_conversations, write_conversations
     from .layout.conversion import conversation_tokens
     from .layout.export import history_view
+    from .layout.row_state import row_from_state, row_state
     from .layout.token_tensordicts import row_tensordicts
     from .protocols import TokenScorer, TokenScores
     from .ragged.packed import cumulative_lengths, pack, pad, sequence_index, unpack
@@ -82,6 +83,8 @@ _HOME = {
     "read_conversations": "layout.conversation_io",
     "require_entries": "errors",
     "resolve_template": "templates.registry",
+    "row_from_state": "layout.row_state",
+    "row_state": "layout.row_state",
     "row_tensordicts": "layout.token_tensordicts",
     "sequence_index": "ragged.packed",
     "show_conversation": "display.terminal",
@@ -129,6 +132,8 @@ __all__ = [
     "read_conversations",
     "require_entries",
     "resolve_template",
+    "row_from_state",
+    "row_state",
     "row_tensordicts",
     "sequence_index",
     "show_conversation",

@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from torchrl_data.layout.containers import row_group
-from torchrl_data.layout.token_rows import TokenRows
-from torchrl_data.ragged.reading import entries_of
+from torchrl_data.layout.row_state import row_from_state, row_state
 from torchrl_data.validation import check_counts
 
 from .segments import num_rows
@@ -156,14 +154,19 @@ class GroupQueue:
             raise
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, as plain containers of tensors and values."""
+        """Everything that a resumed run needs: what JSON can hold, and tensors."""
         return {
+            "group_size": self.group_size,
             "pending": [
-                (group, self._first_row[group], [row_state(row) for row in rows])
+                {
+                    "group": group,
+                    "first_row": self._first_row[group],
+                    "rows": [row_state(row) for row in rows],
+                }
                 for group, rows in self._pending.items()
             ],
             "stats": asdict(self.stats),
-            "expired": list(self.expired),
+            "expired": [list(item) for item in self.expired],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -171,48 +174,19 @@ class GroupQueue:
 
         Args:
             state: what :meth:`state` gave.
+
+        Raises:
+            ValueError: it belongs to groups of another size.
         """
+        if state["group_size"] != self.group_size:
+            raise ValueError(
+                f"GroupQueue: the saved groups have {state['group_size']} members, these have "
+                f"{self.group_size}. Resume with the group_size of the saved run."
+            )
+        waiting = state["pending"]
         self._pending = {
-            group: [row_from_state(row) for row in rows] for group, _, rows in state["pending"]
+            item["group"]: [row_from_state(row) for row in item["rows"]] for item in waiting
         }
-        self._first_row = {group: first for group, first, _ in state["pending"]}
+        self._first_row = {item["group"]: item["first_row"] for item in waiting}
         self.stats = GroupStats(**state["stats"])
         self.expired = deque(map(tuple, state["expired"]), maxlen=self.expired.maxlen)
-
-
-def row_state(row: TensorDictBase) -> dict[str, Any]:
-    """A row as plain containers: tensors, values, and rows within it."""
-    tensors, values, lists, nested, tokens = {}, {}, {}, {}, {}
-    for key, value in row.items():
-        if isinstance(value, NonTensorData):
-            values[key] = value.data
-        elif isinstance(value, NonTensorStack):
-            lists[key] = value.tolist()
-        elif isinstance(value, TensorDictBase):
-            nested[key] = row_state(value)
-        elif isinstance(value, TokenRows):
-            tokens[key] = row_state(entries_of(value))
-        else:
-            tensors[key] = value
-    return {
-        "batch_size": tuple(row.batch_size),
-        "tensors": tensors,
-        "values": values,
-        "lists": lists,
-        "nested": nested,
-        "tokens": tokens,
-    }
-
-
-def row_from_state(state: dict[str, Any]) -> TensorDictBase:
-    """The row of which :func:`row_state` made plain containers."""
-    row = TensorDict({}, batch_size=state["batch_size"])
-    for key, value in (state["tensors"] | state["lists"]).items():
-        row.set(key, value)
-    for key, value in state["values"].items():
-        row.set_non_tensor(key, value)
-    for key, value in state["nested"].items():
-        row.set(key, row_from_state(value))
-    for key, value in state.get("tokens", {}).items():
-        row.set(key, row_group(key, row_from_state(value)))
-    return row

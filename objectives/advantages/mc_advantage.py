@@ -29,7 +29,7 @@ from .estimators import (
     RewardedGroup,
     TurnCredit,
 )
-from .group_queue import GroupQueue, GroupStats, row_from_state, row_state
+from .group_queue import GroupQueue, GroupStats
 from .returns import (
     TRAJECTORY_RETURNS,
     TrajectoryReturn,
@@ -249,13 +249,19 @@ class MCAdvantage(Transform):
             raise
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Incomplete groups, counts and pending refills, for ``state_dict``."""
+        """Incomplete groups, counts and pending refills, for ``state_dict``.
+
+        Returns:
+            Dictionaries and lists of what JSON can hold, and of tensors: no pickle is needed.
+
+        Raises:
+            TypeError: a row that waits holds something without a plain form.
+        """
         with self._lock:
-            segments = [(*place, row_state(row)) for *place, row in self._segments.items()]
             return {
                 "queue": self.queue.state(),
-                "refills": dict(self._refills),
-                "segments": segments,
+                "refills": [list(item) for item in self._refills.items()],
+                "segments": self._segments.state(),
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -263,12 +269,14 @@ class MCAdvantage(Transform):
 
         Args:
             state: what :meth:`get_extra_state` gave.
+
+        Raises:
+            ValueError: it belongs to groups of another size.
         """
         with self._lock:
             self.queue.load_state(state["queue"])
-            self._refills = Counter(state["refills"])
-            waiting = state.get("segments", ())
-            self._segments.load([(*place, row_from_state(row)) for *place, row in waiting])
+            self._refills = Counter(dict(map(tuple, state["refills"])))
+            self._segments.load_state(state["segments"])
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -11,6 +11,7 @@ from typing import Any, Final
 from tensordict import TensorDictBase
 
 from torchrl_data.keys import EPISODE_ID, NUM_SEGMENTS, SEGMENT
+from torchrl_data.layout.row_state import row_from_state, row_state
 
 _EARLIER: Final = "earlier_segments"
 
@@ -74,16 +75,17 @@ class SegmentQueue:
         copy._waiting = {key: dict(rows) for key, rows in self._waiting.items()}
         return copy
 
-    def items(self) -> list[tuple[Hashable, int, int, TensorDictBase]]:
-        """Group, episode, segment and row of each row that waits."""
+    def state(self) -> list[dict[str, Any]]:
+        """The rows that wait, with their place: what JSON can hold, and tensors."""
         return [
-            (group, episode, segment, row)
+            {"group": group, "episode": episode, "segment": segment, "row": row_state(row)}
             for (group, episode), rows in self._waiting.items()
             for segment, row in rows.items()
         ]
 
-    def load(self, items: Sequence[tuple[Hashable, int, int, Any]]) -> None:
-        """Go back to what :meth:`items` gave."""
+    def load_state(self, state: Sequence[dict[str, Any]]) -> None:
+        """Go back to what :meth:`state` gave."""
         self._waiting = {}
-        for group, episode, segment, row in items:
-            self._waiting.setdefault((group, episode), {})[segment] = row
+        for item in state:
+            rows = self._waiting.setdefault((item["group"], item["episode"]), {})
+            rows[item["segment"]] = row_from_state(item["row"])

@@ -99,6 +99,9 @@ class TopKRewardSelector(Transform):
 
         Args:
             state: what :meth:`get_extra_state` gave.
+
+        Raises:
+            ValueError: it belongs to groups of another size.
         """
         with self._lock:
             self.queue.load_state(state)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from tensordict import lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_data import write_conversations
+from torchrl_data import row_state, write_conversations
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs import (
@@ -143,6 +144,32 @@ def test_each_sampled_token_is_trained_once_and_rows_share_reward_and_advantage(
     with torch.no_grad():
         output = loss(buffer[:])
     torch.testing.assert_close(output.ratio_mean, torch.ones(()), rtol=0, atol=1e-4)
+
+
+def test_groups_that_wait_go_on_after_a_checkpoint_without_pickle(
+    make_tiny_model, chatml_tokenizer, through_files, same
+):
+    """Real rows, with their conversations; of one episode only some segments were there."""
+    rows = list(
+        collect(make_tiny_model(), chatml_tokenizer, FoldContext(shorten, max_turns=1), Asks(2))[
+            0
+        ].unbind(0)
+    )
+    # The last row of the first group comes after the save, and most of the second group.
+    first = [row for row in rows if int(row["group_id"]) == int(rows[0]["group_id"])]
+    second = [row for row in rows if int(row["group_id"]) != int(rows[0]["group_id"])]
+    before, after = [*first[:-1], second[0]], [first[-1], *second[1:]]
+    runs = MCAdvantage(GROUP), MCAdvantage(GROUP)
+    assert runs[0].inv(lazy_stack(before)) is None
+    runs[1].load_state_dict(through_files(runs[0].state_dict()))
+    assert runs[1].stats == runs[0].stats
+    assert runs[1].queue.missing() == runs[0].queue.missing()
+    released = [run.inv(lazy_stack(after)) for run in runs]
+    states = [[row_state(row) for row in out.unbind(0)] for out in released]
+    assert len(states[0]) == len(rows) > 2 * GROUP
+    assert same(*states)
+    with pytest.raises(ValueError, match="have 2 members, these have 3"):
+        MCAdvantage(3).load_state_dict(runs[0].state_dict())
 
 
 def test_a_second_fold_gets_the_first_summary(make_tiny_model, chatml_tokenizer):

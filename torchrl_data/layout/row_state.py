@@ -1,0 +1,195 @@
+"""A row of a buffer as plain values: what a file holds of it without pickle.
+
+Nested dictionaries and lists of strings, numbers, booleans, ``None`` and tensors, so the tensors
+can go into safetensors and all else into JSON. Shape legend: T tokens of a row.
+"""
+
+from array import array
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensorclass
+from torch import Tensor
+
+from torchrl_data.conversation.batched_object import BatchedObject, view_of
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.record import ConversationRecord, Position
+from torchrl_data.history.history import History
+from torchrl_data.ragged.reading import entries_of
+
+from .containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from .export import HistoryView, conversations_of
+
+_GROUPS: Final[dict[str, Any]] = {
+    kind.__name__: kind for kind in (ChatHistory, LogProbs, Masks, Text, Tokens)
+}
+_ROWS: Final = "rows"
+_COLUMNS: Final = {
+    "ids": torch.int64,
+    "sources": torch.uint8,
+    "log_probs": torch.float32,
+    "versions": torch.int64,
+}
+
+
+def row_state(row: TensorDictBase) -> dict[str, Any]:
+    """A row as plain values, for a checkpoint.
+
+    Args:
+        row: of any batch size; tensors, Python values and rows within it, groups such as
+            :class:`Tokens` and :class:`ChatHistory` with their conversations.
+
+    Returns:
+        Dictionaries with strings as keys, and lists, of plain values and tensors; the tensors are
+        copies, of their dtype and on their device. :func:`row_from_state` makes the row again;
+        tuples come back as lists.
+
+    Raises:
+        TypeError: an entry holds something that is no plain value; the message names it.
+    """
+    return _state(row, ())
+
+
+def row_from_state(state: Mapping[str, Any]) -> TensorDict:
+    """The row of which :func:`row_state` made plain values.
+
+    Args:
+        state: what it gave.
+
+    Returns:
+        The row; conversations have records of their own.
+    """
+    row = TensorDict({}, batch_size=state["batch_size"])
+    for key, entry in state["entries"].items():
+        if isinstance(entry, Tensor):
+            row.set(key, entry)
+            continue
+        ((kind, content),) = entry.items()
+        if kind == "value":
+            row.set_non_tensor(key, content)
+        elif kind == "list":
+            row.set(key, content)
+        elif kind == "messages":
+            row.set(key, History.from_chats(content))
+        elif kind == "conversations":
+            view = HistoryView(key)
+            row.set(key, BatchedObject.of(_conversations(content), row.batch_size, view=view))
+        else:
+            entries = row_from_state(content)
+            row.set(key, entries if kind == _ROWS else _GROUPS[kind]._from_tensordict(entries, {}))
+    return row
+
+
+# To plain values ---------------------------------------------------------------------------------
+
+
+def _state(row: TensorDictBase, path: tuple[str, ...]) -> dict[str, Any]:
+    entries = {str(key): _entry(value, (*path, str(key))) for key, value in row.items()}
+    return {"batch_size": list(row.batch_size), "entries": entries}
+
+
+def _entry(value: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(value, Tensor):
+        return _copied(value)
+    if isinstance(value, BatchedObject):
+        return _object(value, path)
+    if isinstance(value, NonTensorStack):
+        return {"list": _plain(value.tolist(), path)}
+    if isinstance(value, NonTensorData):
+        return {"value": _plain(value.data, path)}
+    if isinstance(value, History):
+        return {"messages": _plain(value.to_chats(), path)}
+    name = type(value).__name__
+    if name in _GROUPS:
+        return {name: _state(entries_of(value), path)}
+    if isinstance(value, TensorDictBase) and not is_tensorclass(value):
+        return {_ROWS: _state(value, path)}
+    raise _not_plain(value, path)
+
+
+def _object(leaf: BatchedObject, path: tuple[str, ...]) -> dict[str, Any]:
+    conversations, view = conversations_of(leaf), view_of(leaf)
+    if conversations is None and view is None:
+        return {"value": _plain(leaf.shown(), path)}
+    if conversations is None or not isinstance(view, HistoryView):
+        raise _not_plain(leaf, path)
+    rows = range(len(conversations))
+    return {"conversations": [_conversation_state(conversations, i, path) for i in rows]}
+
+
+def _copied(value: Tensor) -> Tensor:
+    """By itself, in order: a view would take what it looks at into the file."""
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    """A value with the types that JSON has, and tensors."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):  # members of enumerations too
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Tensor):
+        return _copied(value)
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise _not_plain(value, path)
+        return {str(key): _plain(item, (*path, str(key))) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*path, str(i))) for i, item in enumerate(value)]
+    raise _not_plain(value, path)
+
+
+def _not_plain(value: Any, path: tuple[str, ...]) -> TypeError:
+    return TypeError(
+        f"row_state: the entry {path} holds a {type(value).__name__} ({value!r:.80}), which has no "
+        "plain form. A row that is saved holds tensors, strings, numbers, lists, dictionaries "
+        "with strings as keys, and conversations: convert it, or leave it out (map_row= of the "
+        "data, exclude() of the row)."
+    )
+
+
+# Conversations -----------------------------------------------------------------------------------
+
+
+def _conversation_state(
+    conversations: Conversations, row: int, path: tuple[str, ...]
+) -> dict[str, Any]:
+    position = conversations.position(row)
+    # A copy of as much as this snapshot shows: the record may have grown past it.
+    record = conversations._records[row].copy_prefix(position.num_tokens, position.num_messages)
+    return {
+        "position": _plain(position._asdict(), path),
+        "messages": _plain(record.messages, path),
+        "tools": None if record.tools is None else _plain(record.tools, path),
+        "first_response": record.first_response,
+        "columns": {
+            name: torch.tensor(list(getattr(record, name)), dtype=dtype)
+            for name, dtype in _COLUMNS.items()
+        },
+        "extra": {
+            name: torch.tensor(list(column), dtype=torch.float32)
+            for name, column in record.extra.items()
+        },
+    }
+
+
+def _conversations(states: list[dict[str, Any]]) -> Conversations:
+    records, positions = [], []
+    for state in states:
+        record = ConversationRecord(state["tools"])
+        columns = {name: state["columns"][name].tolist() for name in _COLUMNS}
+        record.extend_tokens(
+            columns["ids"], columns["sources"], columns["log_probs"], columns["versions"]
+        )
+        for name, column in state["extra"].items():
+            record.extra[name] = array("f", column.tolist())
+        record.messages.extend(state["messages"])
+        record.first_response = state["first_response"]
+        records.append(record)
+        positions.append(Position(**state["position"]))
+    return Conversations(records, positions)
