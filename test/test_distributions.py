@@ -14,6 +14,7 @@ import torchrl_data
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")
+PACKAGES = (*LIBRARY, "torchrl_agents")
 IMPORT_EVERYTHING = """
 import importlib, json, sys
 found = {}
@@ -66,9 +67,9 @@ def counts(path):
 def test_wheel_holds_the_packages_whole_and_nothing_else(wheel):
     files = set(zipfile.ZipFile(wheel).namelist())
     metadata = f"torchrl_agents-{torchrl_data.__version__}.dist-info"
-    assert {name.partition("/")[0] for name in files} == {*LIBRARY, metadata}
+    assert {name.partition("/")[0] for name in files} == {*PACKAGES, metadata}
     ours = {
-        p.relative_to(ROOT).as_posix() for k in LIBRARY for p in (ROOT / k).rglob("*") if counts(p)
+        p.relative_to(ROOT).as_posix() for k in PACKAGES for p in (ROOT / k).rglob("*") if counts(p)
     }
     assert {name for name in files if not name.startswith(metadata)} == ours
     described = message_from_bytes(zipfile.ZipFile(wheel).read(f"{metadata}/METADATA"))

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXCEPTIONS = tomllib.loads((ROOT / "test/house/exceptions.toml").read_text(encoding="utf-8"))
 LIBRARY = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")
-SCRIPTS = ("sota-implementations", "benchmarks")
+SCRIPTS = ("torchrl_agents", "sota-implementations", "benchmarks")
 
 LIBRARY_LINES = 33_000
 FILE_LINES = 400

@@ -10,66 +10,56 @@ all rollouts and the trained model are in a new folder ``outputs/grpo/<task>/<na
 which ``outputs/grpo/<task>/<name>`` then shows.
 """
 
-import json
-import logging
 import os
-import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-import hydra
 import torch
-from checks import check_config
-from collection import (
+from config import GROUPS, GRPOConfig
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from training import NoActor, build_advantage, build_loss, build_postproc
+
+from collectors import LLMCollector, PhaseTimer, StepMetrics, StreamingCollector
+from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
+from torchrl_agents.recipe.collection import (
     HeldOut,
     build_collector,
     collection_metrics,
     end_collection,
     evaluate,
 )
-from command_line import SettingsError, prepare, task_settings
-from config import GRPOConfig, fill_in
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-from plot import plot_learning_curve
-from policies import build_policies, set_generation
-from report import NoSignal, RunLog
-from results import Recorder, StepRecord, finite, result_of, show_rollouts
-from run_folder import Run, save_model
-from stop import StopSignals
-from torchrl.data import LazyStackStorage, ReplayBuffer
-from training import (
-    build_advantage,
-    build_loggers,
-    build_loss,
-    build_optimizer,
-    build_postproc,
-    set_learning_rate,
-)
-from transformers.utils.logging import disable_progress_bar
-from warm_start import warm_start
-
-from collectors import LLMCollector, PhaseTimer, StepMetrics, StreamingCollector
-from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
-from torchrl_envs import RewardFunctions, TokenBudget
-from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.task import Task, TaskEnv
+from torchrl_agents.recipe.optim import build_optimizer, set_learning_rate
+from torchrl_agents.recipe.plot import plot_learning_curve
+from torchrl_agents.recipe.policies import set_generation
+from torchrl_agents.recipe.preparation import Setup, load_policies
+from torchrl_agents.recipe.report import NoSignal, RunLog
+from torchrl_agents.recipe.results import Recorder, StepRecord, result_of, show_rollouts
+from torchrl_agents.recipe.run_folder import Run, save_model
+from torchrl_agents.recipe.start import run_recipe
+from torchrl_agents.recipe.stop import StopSignals
+from torchrl_agents.recipe.trackers import build_loggers
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_envs import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
-_LOG = logging.getLogger("grpo")
-
-
-class Setup(NamedTuple):
-    """What a run is made of before its model is loaded."""
-
-    task: Task
-    env: TaskEnv
-    held_out_env: TaskEnv
+RECIPE = Recipe(
+    name="grpo",
+    summary="GRPO: a language model learns a task in an environment that scores it.",
+    example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
+    script=Path(__file__),
+    config=GRPOConfig,
+    groups=GROUPS,
+    parts=lambda cfg: {
+        "loss": lambda: build_loss(
+            cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
+        ),
+        "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
+    },
+)
 
 
 class Trainer(NamedTuple):
@@ -85,67 +75,11 @@ class Trainer(NamedTuple):
     timer: PhaseTimer
 
 
-def build_task(cfg: GRPOConfig, settings: dict[str, Any]) -> Setup:
-    """The task and its environments; whatever is wrong with them shows before a model is loaded.
-
-    Raises:
-        SettingsError: the task's settings or data can't be used.
-    """
-    try:
-        task = make_task(
-            cfg.task.id, seed=cfg.seed, num_held_out=cfg.evaluate.num_prompts, **settings
-        )
-        fill_in(
-            cfg,
-            max_new_tokens=task.max_new_tokens,
-            has_demonstrations=bool(task.demonstrations),
-        )
-        if cfg.warm_start.num_steps and not task.demonstrations:
-            raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
-        common: dict[str, Any] = {
-            "shuffle": False,
-            "seed": cfg.seed,
-            "max_steps": cfg.collector.max_turns,
-            "show_schemas": cfg.policy.show_tool_schemas,
-        }
-        group_size = cfg.collector.group_size
-        num_rollouts = cfg.collector.num_prompts * group_size
-        env = TaskEnv(task, num_envs=num_rollouts, repeats=group_size, **common)
-        held_out_env = TaskEnv(task, held_out=True, num_envs=len(task.held_out_rows), **common)
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        raise SettingsError(f"task={cfg.task.id}: {error}") from error
-    return Setup(task, env, held_out_env)
-
-
 def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Trainer:
     """The model, warmed up, and everything around it."""
-    task, env, held_out_env = setup
+    task, env, _ = setup
 
-    # The model that is trained, and the policy that samples with its weights.
-    with log.phase("loading the model"):
-        actor, policy = build_policies(cfg, task)
-        for each in (env, held_out_env):
-            budget = TokenBudget(
-                cfg.collector.max_episode_tokens,
-                max_model_len=policy.engine.max_model_len,  # type: ignore[attr-defined]
-                min_turn_tokens=cfg.collector.min_turn_tokens,
-                encoder=policy.encoder,
-            )
-            each.append_transform(budget)
-    torch.manual_seed(cfg.seed)
-
-    # Warm start: demonstrations teach the format.
-    num_warm = cfg.warm_start.num_steps or 0
-    if num_warm:
-        with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
-            warm_start(
-                actor,
-                task.demonstrations,
-                num_steps=num_warm,
-                batch_size=cfg.warm_start.batch_size,
-                learning_rate=cfg.warm_start.learning_rate,
-                on_step=lambda step, loss: steps.done(step, {"loss": loss}, quiet=step % 100 > 0),
-            )
+    actor, policy = load_policies(cfg, setup, log)
 
     # GRPO: the collector fills the buffer with groups that have advantages; the loss reads it.
     num_rollouts = env.batch_size.numel()
@@ -222,7 +156,7 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
         path=run.folder / "evaluations.jsonl",
     )
     held_out.after(0)
-    loggers = build_loggers(cfg, run.folder)
+    loggers = build_loggers(cfg.logger, run.folder, RECIPE.name)
     with Recorder(run.folder, loggers) as recorder, log.steps("GRPO", cfg.train.num_steps) as steps:
         for step in range(1, cfg.train.num_steps + 1):
             with stop.held():  # a signal in here ends the run after the step
@@ -258,58 +192,5 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
     return result | {"seconds": seconds, "output_dir": str(run.folder)}
 
 
-def run_script(typed: DictConfig) -> None:
-    """Check, train, tell."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    with ExitStack() as stack:
-        stack.callback(_remove_if_empty, folder)
-        settings = task_settings(typed)
-        cfg = OmegaConf.to_object(typed)
-        assert isinstance(cfg, GRPOConfig)
-        check_config(cfg)
-        disable_progress_bar()  # loading a model has bars of its own
-        run = stack.enter_context(Run(folder, overwrite=cfg.overwrite))
-        log = stack.enter_context(RunLog(folder / "grpo.log"))
-        stop = stack.enter_context(StopSignals())
-        _LOG.info("GRPO on %s, seed %d; results in %s", cfg.task.id, cfg.seed, folder)
-        with log.phase("loading the data"):
-            setup = build_task(cfg, settings)
-        stack.callback(setup.env.close, raise_if_closed=False)
-        stack.callback(setup.held_out_env.close, raise_if_closed=False)
-        config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
-        (folder / "config.yaml").write_text(config, encoding="utf-8")
-        if cfg.dry_run:
-            run.set_status("checked")
-            print(config)
-            return
-        result = train(cfg, setup, run, log, stop)
-        run.set_status("interrupted" if stop.received else "finished")
-        sys.stdout.flush()
-        print(json.dumps(finite(result)), flush=True)
-        if stop.received:
-            raise SystemExit(stop.status)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if not any(folder.iterdir()):
-        folder.rmdir()
-
-
-@hydra.main(version_base="1.3", config_path="config", config_name="grpo")
-def main(typed: DictConfig) -> None:
-    """The script, with short errors for what is wrong with the settings."""
-    try:
-        run_script(typed)
-    except SettingsError as error:
-        raise SystemExit(f"grpo.py: {error}") from error
-
-
 if __name__ == "__main__":
-    try:
-        help_text = prepare(sys.argv[1:])
-    except SettingsError as wrong:
-        raise SystemExit(f"grpo.py: {wrong}") from wrong
-    if help_text is not None:
-        print(help_text)
-    else:
-        main()
+    run_recipe(RECIPE, train)

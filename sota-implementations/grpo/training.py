@@ -1,15 +1,12 @@
-"""What trains, from the settings: loss, advantages, optimizer, schedule, loggers."""
+"""What trains, from the settings: loss, advantages, and what happens to rollouts before them."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
-from importlib.util import find_spec
 from inspect import signature
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from config import GRPOConfig, LossConfig, OptimConfig
+from config import GRPOConfig, LossConfig
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -44,21 +41,6 @@ PRESETS: Final = {
     "sapo": SAPO,
     "vespo": VESPO,
 }
-OPTIMIZERS: Final = ("adamw", "sgd")
-SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
-    "trapezoid": lambda done: min(1.0, 2 * (1 - done)),
-    "constant": lambda _: 1.0,
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-}
-"""What the learning rate is multiplied by, from the fraction of the run that is done."""
-LOGGERS: Final = {
-    "csv": ("torchrl.record.loggers.csv", "CSVLogger", None),
-    "tensorboard": ("torchrl.record.loggers.tensorboard", "TensorboardLogger", "tensorboard"),
-    "wandb": ("torchrl.record.loggers.wandb", "WandbLogger", "wandb"),
-    "trackio": ("torchrl.record.loggers.trackio", "TrackioLogger", "trackio"),
-}
-"""Module, class, and the package that it needs."""
 
 
 class NoActor:
@@ -186,60 +168,3 @@ def _shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
     for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
         row["reward"] = rewards[index]
     return trajectories
-
-
-def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer, as its settings say."""
-    rate = cfg.learning_rate
-    assert rate is not None
-    if cfg.name == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=rate, momentum=cfg.beta1, weight_decay=cfg.weight_decay
-        )
-    return torch.optim.AdamW(
-        parameters,
-        lr=rate,
-        betas=(cfg.beta1, cfg.beta2),
-        eps=cfg.eps,
-        weight_decay=cfg.weight_decay,
-    )
-
-
-def set_learning_rate(
-    cfg: OptimConfig, optimizer: torch.optim.Optimizer, step: int, num_steps: int
-) -> float:
-    """Set the learning rate of a step: a linear warm-up, then the schedule.
-
-    Args:
-        cfg: the settings.
-        optimizer: of which it is set.
-        step: from 1.
-        num_steps: of the whole run.
-
-    Returns:
-        The learning rate.
-    """
-    shape = SCHEDULES[cfg.schedule]((step - 1) / num_steps)
-    rate = (cfg.learning_rate or 0.0) * min(step / max(1, cfg.num_warmup_steps), shape)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    return rate
-
-
-def build_loggers(cfg: GRPOConfig, folder: Path) -> list[Any]:
-    """TorchRL's loggers, by name."""
-    loggers = []
-    for name in cfg.logger.backends:
-        module, kind, _ = LOGGERS[name]
-        make = getattr(__import__(module, fromlist=[kind]), kind)
-        if name in ("csv", "tensorboard"):
-            loggers.append(make(name, str(folder)))
-        else:
-            loggers.append(make(exp_name=folder.name, project=cfg.logger.project))
-    return loggers
-
-
-def missing_package(logger: str) -> str | None:
-    """The package that a logger needs and that is not installed."""
-    package = LOGGERS[logger][2]
-    return None if package is None or find_spec(package) else package

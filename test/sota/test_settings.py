@@ -1,59 +1,66 @@
 """Settings: every choice composes and builds; what makes no sense is refused before any loading."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+
+from torchrl_agents.recipe import checks, optim
+from torchrl_agents.settings.command_line import (
+    compose_config,
+    groups,
+    prepare,
+    store_task,
+    task_settings,
+)
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import defaults_of, fill_in
+from torchrl_envs.tasks.registry import TASKS
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo.py"
 
 
 @pytest.fixture
-def script_modules(monkeypatch):
-    """The modules of the script can be imported, as they import each other."""
+def grpo(monkeypatch):
+    """The script's module; its folder's modules can be imported, as they import each other."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     before = set(sys.modules)
-    yield
+    yield import_module("grpo")
     for name in set(sys.modules) - before:
         if str(SCRIPT.parent) in str(getattr(sys.modules[name], "__file__", None)):
             del sys.modules[name]
 
 
 @pytest.fixture
-def compose(script_modules):
-    import run_folder  # noqa: F401  registers a resolver
-    from command_line import compose_config, store_task
-
-    from torchrl_envs.tasks.registry import TASKS
-
-    chosen = [*TASKS, "textarena/2048-v0", "reasoning_gym/countdown"]
-    for name in chosen:
-        store_task(name)
-    return lambda *overrides: OmegaConf.to_object(compose_config(list(overrides)))
+def training(grpo):
+    return sys.modules["training"]
 
 
 @pytest.fixture
-def check(compose):
-    from checks import check_config
+def compose(grpo):
+    for name in [*TASKS, "textarena/2048-v0", "reasoning_gym/countdown"]:
+        store_task(name)
+    return lambda *overrides: OmegaConf.to_object(compose_config(grpo.RECIPE, list(overrides)))
 
+
+@pytest.fixture
+def check(compose, grpo):
     def check(*overrides):
         cfg = compose(*overrides)
-        check_config(cfg)
+        checks.check_config(grpo.RECIPE, cfg)
         return cfg
 
     return check
 
 
-def test_every_choice_of_every_group_composes_and_builds(check, monkeypatch):
-    import checks
-    import training
-    from command_line import groups
-
+def test_every_choice_of_every_group_composes_and_builds(check, grpo, training, monkeypatch):
     monkeypatch.setattr(checks, "missing_package", lambda _: None)
     monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
     tried = 0
-    for group, choices in groups().items():
+    for group, choices in groups(grpo.RECIPE).items():
         for choice in choices:
             needed = ["task.base_url=http://x"] if choice == "openenv" else []
             cfg = check(f"{group}={choice}", *needed)
@@ -65,10 +72,7 @@ def test_every_choice_of_every_group_composes_and_builds(check, monkeypatch):
     assert tried > 30
 
 
-def test_settings_reach_the_parts(check):
-    import torch
-    import training
-
+def test_settings_reach_the_parts(check, training):
     cfg = check(
         *("loss=dr_grpo", "loss.clip_high=0.3", "loss.kl_to_ref_coeff=0.1", "loss.kl_estimator=k2"),
         *("optim=sgd", "optim.learning_rate=0.5", "optim.beta1=0.7", "optim.schedule=linear"),
@@ -79,9 +83,9 @@ def test_settings_reach_the_parts(check):
     assert (loss.max_tokens, loss.temperature) == (77, 0.7)
     assert (loss.options.kl_to_ref_coeff, loss.options.kl_estimator) == (0.1, "k2")
     assert training.build_advantage(cfg.loss, 4).estimator.scale == "none"
-    optimizer = training.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
+    optimizer = optim.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
     assert optimizer.param_groups[0]["momentum"] == 0.7
-    rates = [training.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
+    rates = [optim.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
     assert rates == pytest.approx([0.125, 0.35, 0.25, 0.05])
     assert optimizer.param_groups[0]["lr"] == rates[-1]
 
@@ -90,15 +94,13 @@ def test_settings_reach_the_parts(check):
     ("given", "rate", "steps"), [(None, 1e-3, 600), ("org/model", 1e-6, 0)], ids=["own", "given"]
 )
 def test_defaults_fit_the_model(compose, given, rate, steps):
-    from config import fill_in
-
     cfg = compose(*([f"policy.model={given}"] if given else []))
-    fill_in(cfg, max_new_tokens=28, has_demonstrations=True)
+    fill_in(cfg, defaults_of(cfg, {}, {}))
     assert (cfg.optim.learning_rate, cfg.warm_start.num_steps) == (rate, steps)
     assert cfg.policy.gradient_checkpointing is (given is not None)
-    assert cfg.policy.max_new_tokens == (512 if given else 28)
+    assert cfg.policy.max_new_tokens == (512 if given else None)
     chosen = compose("optim.learning_rate=0.1")
-    fill_in(chosen, max_new_tokens=28, has_demonstrations=False)
+    fill_in(chosen, {**defaults_of(chosen, {}, {}), "warm_start.num_steps": 0})
     assert (chosen.optim.learning_rate, chosen.warm_start.num_steps) == (0.1, 0)
 
 
@@ -131,18 +133,14 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_what_makes_no_sense_is_refused(check, overrides, words):
-    from command_line import SettingsError
-
     with pytest.raises(SettingsError, match=words):
         check(*overrides)
 
 
-def test_a_generators_own_settings_are_settings(compose):
-    from command_line import compose_config, prepare, task_settings
-
+def test_a_generators_own_settings_are_settings(compose, grpo):
     overrides = ["task=gcd", "task.config.max_value=7", "task.num_rows=30"]
-    prepare(overrides)
-    settings = task_settings(compose_config(overrides))
+    prepare(grpo.RECIPE, overrides)
+    settings = task_settings(compose_config(grpo.RECIPE, overrides))
     assert settings["config"] == {"max_value": 7}
     assert settings["num_rows"] == 30
     assert compose("task=textarena/2048-v0").task.id == "textarena/2048-v0"

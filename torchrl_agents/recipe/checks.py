@@ -1,24 +1,19 @@
 """Settings that can't work are refused by name, before anything is loaded."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-from collection import MODES, POLICIES, staleness_of
-from command_line import SettingsError
-from config import CollectorConfig, GRPOConfig
-from training import (
-    LOGGERS,
-    OPTIMIZERS,
-    SCHEDULES,
-    NoActor,
-    build_advantage,
-    build_loss,
-    missing_package,
-)
 
-from torchrl_modules import SamplingParameters
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.schema import CollectorConfig, RecipeConfig, RolloutsConfig
+
+from .collection import MODES, POLICIES, staleness_of
+from .optim import OPTIMIZERS, SCHEDULES
+from .policies import sampling_of
+from .trackers import LOGGERS, missing_package
 
 Rule = tuple[Callable[[Any], bool], str]
 COUNT: Final[Rule] = (lambda x: x >= 1, "at least 1")
@@ -58,44 +53,52 @@ RULES: Final[dict[str, Rule]] = {
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
-def check_config(cfg: GRPOConfig) -> None:
+def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     """Refuse settings that can't work, alone or together.
 
     Raises:
         SettingsError: names the setting, what it must be, and what it is.
     """
     for key, (holds, rule) in RULES.items():
-        value: Any = cfg
-        for part in key.split("."):
-            value = getattr(value, part)
+        group, _, name = key.rpartition(".")
+        owner: Any = getattr(cfg, group, None) if group else cfg
+        value = getattr(owner, name, None)
         if value is not None and not holds(value):
             raise SettingsError(f"{key} must be {rule}, got {value}.")
-    names = {
-        "collector.mode": (cfg.collector.mode, MODES),
-        "collector.staleness_policy": (cfg.collector.staleness_policy, POLICIES),
-        "engine.name": (cfg.engine.name, ("transformers", "vllm")),
-        "optim.name": (cfg.optim.name, OPTIMIZERS),
-        "optim.schedule": (cfg.optim.schedule, tuple(SCHEDULES)),
-        "policy.dtype": (cfg.policy.dtype, DTYPES),
-        **{f"logger.backends[{i}]": (b, LOGGERS) for i, b in enumerate(cfg.logger.backends)},
-    }
-    for key, (value, known) in names.items():
-        if value not in known:
-            raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+    _check_names(cfg)
     for backend in cfg.logger.backends:
         package = missing_package(backend)
         if package is not None:
             raise SettingsError(
                 f"logger.backends: {backend} needs the package {package}: pip install {package}."
             )
-    _check_together(cfg)
-    _check_device(cfg.policy.device)
-    _try_parts(cfg)
-
-
-def _check_together(cfg: GRPOConfig) -> None:
     if cfg.engine.name != "vllm" and (cfg.engine.url or cfg.engine.engine_kwargs):
         raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
+    if cfg.policy.model is None and cfg.policy.model_kwargs:
+        raise SettingsError("policy.model_kwargs are for a policy.model that is loaded.")
+    if isinstance(cfg, RolloutsConfig):
+        _check_rollouts(cfg)
+    _check_device(cfg.policy.device)
+    _try_parts({"policy": lambda: sampling_of(cfg.policy), **recipe.parts(cfg)})
+
+
+def _check_names(cfg: RecipeConfig) -> None:
+    names = {
+        "engine.name": (cfg.engine.name, ("transformers", "vllm")),
+        "optim.name": (cfg.optim.name, OPTIMIZERS),
+        "optim.schedule": (cfg.optim.schedule, tuple(SCHEDULES)),
+        "policy.dtype": (cfg.policy.dtype, DTYPES),
+        **{f"logger.backends[{i}]": (b, LOGGERS) for i, b in enumerate(cfg.logger.backends)},
+    }
+    if isinstance(cfg, RolloutsConfig):
+        names["collector.mode"] = (cfg.collector.mode, MODES)
+        names["collector.staleness_policy"] = (cfg.collector.staleness_policy, POLICIES)
+    for key, (value, known) in names.items():
+        if value not in known:
+            raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+
+
+def _check_rollouts(cfg: RolloutsConfig) -> None:
     streaming = ("max_staleness", "staleness_policy", "pipeline_depth", "max_inflight_tasks")
     default = CollectorConfig()
     changed = [n for n in streaming if getattr(cfg.collector, n) != getattr(default, n)]
@@ -115,8 +118,7 @@ def _check_together(cfg: GRPOConfig) -> None:
             f"policy.temperature must be positive, got {cfg.policy.temperature}: rollouts of one "
             "prompt must differ."
         )
-    if cfg.policy.model is None and cfg.policy.model_kwargs:
-        raise SettingsError("policy.model_kwargs are for a policy.model that is loaded.")
+    _try_parts({"collector": lambda: staleness_of(cfg.collector)})
 
 
 def _check_device(device: str | None) -> None:
@@ -130,29 +132,10 @@ def _check_device(device: str | None) -> None:
         raise SettingsError(f"policy.device={device!r}, but torch finds no GPU here.")
 
 
-def _try_parts(cfg: GRPOConfig) -> None:
+def _try_parts(parts: Mapping[str, Callable[[], Any]]) -> None:
     """What other parts refuse, tried without a model."""
-    parts: dict[str, Callable[[], Any]] = {
-        "policy": lambda: sampling_of(cfg),
-        "loss": lambda: build_loss(
-            cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
-        ),
-        "collector": lambda: staleness_of(cfg.collector),
-        "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
-    }
     for group, build in parts.items():
         try:
             build()
         except (TypeError, ValueError) as error:
             raise SettingsError(f"{group}: {error}") from error
-
-
-def sampling_of(cfg: GRPOConfig) -> SamplingParameters:
-    """How turns are sampled."""
-    return SamplingParameters(
-        max_new_tokens=cfg.policy.max_new_tokens or 1,
-        temperature=cfg.policy.temperature,
-        top_p=cfg.policy.top_p,
-        top_k=cfg.policy.top_k,
-        min_p=cfg.policy.min_p,
-    )

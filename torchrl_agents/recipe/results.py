@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-from config import GRPOConfig
 from rich.console import Console
 from rich.rule import Rule
 from tensordict import TensorDictBase
 
 from collectors import rollout_metrics
+from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_data import read_conversations
 from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.display.terminal import show_conversation
@@ -31,7 +31,7 @@ from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
 
 
 class StepRecord(NamedTuple):
-    """One step of GRPO."""
+    """One step of a recipe."""
 
     step: int
     metrics: dict[str, float]
@@ -129,11 +129,11 @@ def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> Non
 
 
 def _conversation(row: TensorDictBase) -> Any:
-    return read_conversations(row, FULL, who="grpo.py")
+    return read_conversations(row, FULL, who="The recipe")
 
 
 def result_of(
-    cfg: GRPOConfig,
+    cfg: RecipeConfig,
     history: Sequence[Mapping[str, float]],
     before: TensorDictBase,
     after: TensorDictBase | None,

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any, Final
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LOG = logging.getLogger("grpo")
+_LOG = logging.getLogger("torchrl_agents")
 
 
 class StopSignals:

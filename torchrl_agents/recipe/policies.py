@@ -4,12 +4,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from checks import sampling_of
-from command_line import SettingsError
-from config import GRPOConfig, PolicyConfig
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
@@ -17,23 +14,36 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
-from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules import LLMWrapperBase, SamplingParameters, TransformersWrapper
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 _NUM_TEXTS = 1024
 
 
+def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
+    """How turns are sampled."""
+    return SamplingParameters(
+        max_new_tokens=cfg.max_new_tokens or 1,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        min_p=cfg.min_p,
+    )
+
+
 @contextmanager
-def model_source(cfg: GRPOConfig, task: Task) -> Iterator[str]:
+def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
     """Where to load the model from: as given, or a folder with the embedded one, for a while."""
     if cfg.policy.model is not None:
         yield cfg.policy.model
         return
-    with tempfile.TemporaryDirectory(prefix="grpo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         tokenizer = train_tokenizer(task_texts(task), isolated=task.isolated)
         tokenizer.save_pretrained(folder)
         torch.manual_seed(cfg.seed)
@@ -87,7 +97,7 @@ def load_model(cfg: PolicyConfig, source: str) -> tuple[PreTrainedModel, PreTrai
     return model, tokenizer
 
 
-def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LLMWrapperBase]:
+def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """The actor that is trained and the policy that samples.
 
     With Transformers they are one, so that the weights are there once (a streaming collector makes
@@ -104,7 +114,7 @@ def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LL
         model, tokenizer = load_model(cfg.policy, source)
         common: dict[str, Any] = {
             "tokenizer": tokenizer,
-            "generate_kwargs": sampling_of(cfg),
+            "generate_kwargs": sampling_of(cfg.policy),
             "chat_template_name": cfg.policy.chat_template_name,
             "write_tokens": False,
         }
@@ -131,7 +141,8 @@ def build_policies(cfg: GRPOConfig, task: Task) -> tuple[TransformersWrapper, LL
 
 def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:
     """Let the model, once saved, sample as it did here, and stop where it did."""
-    settings = policy.model.generation_config
+    model = cast("PreTrainedModel", policy.model)
+    settings = model.generation_config
     assert settings is not None
     settings._from_model_config = False  # or Transformers makes them anew
     settings.update(

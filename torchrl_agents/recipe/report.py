@@ -12,7 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-_LOG: Final = logging.getLogger("grpo")
+_LOG: Final = logging.getLogger("torchrl_agents")
 _SHOWN: Final = {"reward": ".3f", "loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
 
 

@@ -5,7 +5,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from config import CollectorConfig
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
@@ -21,11 +20,12 @@ from collectors import (
 from collectors.base import PostProcessing
 from collectors.ledger import StalenessPolicy
 from collectors.streaming.monitor import verdict
+from torchrl_agents.settings.schema import CollectorConfig
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase
 
-_LOG = logging.getLogger("grpo")
+_LOG = logging.getLogger("torchrl_agents")
 MODES = ("sync", "streaming")
 POLICIES = ("wait", "drop")
 
@@ -120,7 +120,11 @@ class HeldOut:
     def _write(self, point: EvaluationPoint, now: int) -> None:
         if now == 0:
             return  # the first and the last evaluation are in the result
-        record = {"step": point.step, "version": point.version, "lag_steps": now - point.step}
+        record: dict[str, Any] = {
+            "step": point.step,
+            "version": point.version,
+            "lag_steps": now - point.step,
+        }
         if point.trajectories is None:
             record["skipped"] = point.skipped
         else:

@@ -1,15 +1,12 @@
-"""The command line: settings of the chosen task, help with descriptions, and what was misspelt."""
+"""The command line: settings of the chosen task, and what was misspelt."""
 
-import ast
 import inspect
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
-import config as schema
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,15 +17,17 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from torchrl_envs.tasks.reasoning_gym_questions import generator_settings
 from torchrl_envs.tasks.registry import TASKS, task_factory
 
-CONFIG_DIR: Final = Path(__file__).parent / "config"
+from .errors import SettingsError
+from .help_text import help_text, setting_names
+from .recipe import Recipe
+
 GIVEN_BY_THE_SCRIPT: Final = {"seed": "seed", "num_held_out": "evaluate.num_prompts"}
 """Settings of tasks that the script's own settings stand for."""
 _TYPES: Final = (int, float, bool, str, int | None, float | None, bool | None, str | None)
+SHARED: Final = Path(__file__).parent / "config"
+"""Files that all recipes have."""
 _FILES: Final = ("profile", "experiment", "debug")
-
-
-class SettingsError(ValueError):
-    """A setting can't work; shown without a traceback."""
+"""Groups of YAML files."""
 
 
 # Tasks --------------------------------------------------------------------------------------------
@@ -89,10 +88,11 @@ def task_settings(cfg: DictConfig) -> dict[str, Any]:
 # What was written ---------------------------------------------------------------------------------
 
 
-def prepare(arguments: Sequence[str]) -> str | None:
+def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     """Make the command line's task known, and check the names that are on it.
 
     Args:
+        recipe: whose settings they are.
         arguments: without the program's name.
 
     Returns:
@@ -108,44 +108,46 @@ def prepare(arguments: Sequence[str]) -> str | None:
         overrides = OverridesParser.create().parse_overrides(written)
     except HydraException as error:
         raise SettingsError(str(error).splitlines()[0]) from error
-    choices = [o for o in overrides if _group_of(o) is not None]
+    known_groups = groups(recipe)
+    choices = [o for o in overrides if o.key_or_group in known_groups]
     for override in choices:
-        _check_choice(str(_group_of(override)), override)
-    composed = compose_config([o.input_line or "" for o in choices if not o.is_sweep_override()])
-    known = sorted(_keys(composed))
+        _check_choice(known_groups, override)
+    composed = compose_config(
+        recipe, [o.input_line or "" for o in choices if not o.is_sweep_override()]
+    )
+    known = sorted(setting_names(composed))
     for override in overrides:
         if override not in choices:
             _check_setting(override, known, composed)
     if {"--help", "-h"} & set(arguments):
-        return _help_text(composed)
+        return help_text(recipe, composed, known_groups)
     return None
 
 
-def compose_config(overrides: Sequence[str]) -> DictConfig:
+def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     """The settings that a command line gives.
 
     Raises:
         SettingsError: they do not go together.
     """
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
-            return compose(config_name="grpo", overrides=list(overrides))
+        with initialize_config_dir(version_base="1.3", config_dir=str(recipe.config_dir)):
+            return compose(config_name=recipe.name, overrides=list(overrides))
     except HydraException as error:
         raise SettingsError(str(error).partition("\nfull_key")[0]) from error
 
 
-def groups() -> dict[str, list[str]]:
+def groups(recipe: Recipe) -> dict[str, list[str]]:
     """The choices of each group."""
-    found = {"task": list(TASKS)} | {name: list(each) for name, each in schema.GROUPS.items()}
-    return found | {name: sorted(p.stem for p in (CONFIG_DIR / name).glob("*")) for name in _FILES}
+    found = {"task": list(TASKS)} | {name: list(each) for name, each in recipe.all_groups.items()}
+    for name in _FILES:
+        paths = [path for each in (recipe.config_dir, SHARED) for path in (each / name).glob("*")]
+        found[name] = sorted(path.stem for path in paths if path.suffix == ".yaml")
+    return found
 
 
-def _group_of(override: Override) -> str | None:
-    key = override.key_or_group
-    return key if key in groups() else None
-
-
-def _check_choice(group: str, override: Override) -> None:
+def _check_choice(known: Mapping[str, Sequence[str]], override: Override) -> None:
+    group = override.key_or_group
     if override.is_sweep_override():
         chosen = list(override.sweep_string_iterator())
     else:
@@ -153,10 +155,10 @@ def _check_choice(group: str, override: Override) -> None:
     for choice in chosen:
         if group == "task" and isinstance(choice, str):
             store_task(choice)
-        elif choice not in (*groups()[group], None):
+        elif choice not in (*known[group], None):
             raise SettingsError(
-                f"{group} has no choice {choice!r}.{_guess(str(choice), groups()[group])} There "
-                f"are {', '.join(groups()[group])}."
+                f"{group} has no choice {choice!r}.{_guess(str(choice), known[group])} There "
+                f"are {', '.join(known[group])}."
             )
 
 
@@ -178,81 +180,3 @@ def _check_setting(override: Override, known: Sequence[str], composed: DictConfi
 def _guess(name: str, known: Sequence[str]) -> str:
     close = get_close_matches(name, known, n=2, cutoff=0.75)
     return f" Did you mean {' or '.join(close)}?" if close else ""
-
-
-def _keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in cfg:
-        yield f"{prefix}{key}"
-        inside = None if OmegaConf.is_missing(cfg, key) else cfg._get_node(key)
-        if isinstance(inside, DictConfig) and not inside._is_none():
-            yield from _keys(inside, f"{prefix}{key}.")
-
-
-# Help ---------------------------------------------------------------------------------------------
-
-
-def _help_text(cfg: DictConfig) -> str:
-    lines = [
-        "GRPO: a language model learns a task in an environment that scores it.",
-        "",
-        "  grpo.py task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
-        "",
-        "Choices (group=choice); --multirun takes several, with commas:",
-    ]
-    for group, choices in groups().items():
-        more = ", textarena/<game>, any generator of reasoning-gym" if group == "task" else ""
-        lines.append(f"  {group:<12}{', '.join(choices)}{more}")
-    lines += ["", f"Settings (setting=value), with the values of task={cfg.task.id}:", ""]
-    docs = _descriptions(Path(schema.__file__).read_text(encoding="utf-8"))
-    root = docs["GRPOConfig"]
-    for name in (n for n in cfg if not isinstance(cfg._get_node(n), DictConfig)):
-        lines.append(_setting(cfg, str(name), root.get(str(name), "")))
-    for name in (n for n in cfg if isinstance(cfg._get_node(n), DictConfig) and n != "task"):
-        kind = OmegaConf.get_type(cfg, str(name))
-        of_group = docs[kind.__name__]  # type: ignore[union-attr]
-        lines += ["", f"{name}: {of_group['']}"]
-        lines += [_setting(cfg, f"{name}.{key}", of_group.get(str(key), "")) for key in cfg[name]]
-    lines += ["", f"task: {cfg.task.id}"]
-    factory = task_factory(cfg.task.id)
-    said = _arguments(inspect.getdoc(getattr(factory, "func", factory)) or "")
-    for key in (k for k in _keys(cfg.task) if k not in ("id", "config")):
-        lines.append(_setting(cfg, f"task.{key}", said.get(key, "")))
-    return "\n".join(lines)
-
-
-def _setting(cfg: DictConfig, key: str, text: str) -> str:
-    value = "???" if OmegaConf.is_missing(cfg, key) else OmegaConf.select(cfg, key)
-    if value is None and key in {**schema.EMBEDDED, **schema.PRETRAINED}:
-        own = [d.get(key, "the task's") for d in (schema.EMBEDDED, schema.PRETRAINED)]
-        text = f"{text} [embedded model: {own[0]}; given model: {own[1]}]".strip()
-    plain = value is None or isinstance(value, bool)
-    shown = {None: "null", True: "true", False: "false"}[value] if plain else str(value)
-    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-    return f"  {f'{key}={shown}':<44} {text}".rstrip()
-
-
-def _descriptions(source: str) -> dict[str, dict[str, str]]:
-    """The docstrings of data classes and of their fields; that of the class itself under ``""``."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        texts = found[node.name] = {"": ast.get_docstring(node) or ""}
-        for line, after in zip(node.body, [*node.body[1:], None], strict=True):
-            if (
-                isinstance(line, ast.AnnAssign)
-                and isinstance(line.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                texts[line.target.id] = " ".join(str(after.value.value).split())
-    return found
-
-
-def _arguments(docstring: str) -> dict[str, str]:
-    """What the ``Args:`` section of a docstring says of each argument."""
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", docstring, re.MULTILINE | re.DOTALL)
-    if section is None:
-        return {}
-    pairs = re.findall(r"^    (\w+): (.*?)(?=^    \S|\Z)", section[1], re.MULTILINE | re.DOTALL)
-    return {name: " ".join(text.split()) for name, text in pairs}

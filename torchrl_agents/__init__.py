@@ -1,0 +1,1 @@
+"""The program ``torchrl-agents``, and what every recipe of ``sota-implementations`` is made of."""

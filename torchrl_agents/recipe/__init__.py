@@ -1,0 +1,1 @@
+"""What recipes share: data and model, a run's folder, log, signals, metrics and results."""

@@ -1,0 +1,94 @@
+"""How a recipe runs: its settings are checked, its folder is its own, it is told how it ended."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from transformers.utils.logging import disable_progress_bar
+
+from torchrl_agents.settings.command_line import prepare, task_settings
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.schema import RolloutsConfig
+
+from .checks import check_config
+from .preparation import Setup, build_task
+from .report import RunLog
+from .results import finite
+from .run_folder import Run
+from .stop import StopSignals
+
+_LOG = logging.getLogger("torchrl_agents")
+Train = Callable[[Any, Setup, Run, RunLog, StopSignals], dict[str, Any]]
+"""Trains as the settings say; gives the result."""
+
+
+def run_recipe(recipe: Recipe, train: Train) -> None:
+    """Do what the command line says: help, a check, or a run, with short errors for settings.
+
+    Args:
+        recipe: its settings.
+        train: its loop.
+    """
+
+    def with_settings(typed: DictConfig) -> None:
+        try:
+            _run(recipe, train, typed)
+        except SettingsError as error:
+            raise SystemExit(f"{recipe.name}.py: {error}") from error
+
+    try:
+        text = prepare(recipe, sys.argv[1:])
+    except SettingsError as error:
+        raise SystemExit(f"{recipe.name}.py: {error}") from error
+    if text is not None:
+        print(text)
+        return
+    decorate = hydra.main(
+        version_base="1.3", config_path=str(recipe.config_dir), config_name=recipe.name
+    )
+    decorate(with_settings)()
+
+
+def _run(recipe: Recipe, train: Train, typed: DictConfig) -> None:
+    """Check, train, tell."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with ExitStack() as stack:
+        stack.callback(_remove_if_empty, folder)
+        settings = task_settings(typed)
+        cfg = OmegaConf.to_object(typed)
+        assert isinstance(cfg, RolloutsConfig)
+        check_config(recipe, cfg)
+        disable_progress_bar()  # loading a model has bars of its own
+        run = stack.enter_context(Run(folder, overwrite=cfg.overwrite))
+        log = stack.enter_context(RunLog(folder / f"{recipe.name}.log"))
+        stop = stack.enter_context(StopSignals())
+        _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
+        with log.phase("loading the data"):
+            setup = build_task(recipe, cfg, settings)
+        stack.callback(setup.env.close, raise_if_closed=False)
+        stack.callback(setup.held_out_env.close, raise_if_closed=False)
+        config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+        (folder / "config.yaml").write_text(config, encoding="utf-8")
+        if cfg.dry_run:
+            run.set_status("checked")
+            print(config)
+            return
+        result = train(cfg, setup, run, log, stop)
+        run.set_status("interrupted" if stop.received else "finished")
+        sys.stdout.flush()
+        print(json.dumps(finite(result)), flush=True)
+        if stop.received:
+            raise SystemExit(stop.status)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if not any(folder.iterdir()):
+        folder.rmdir()

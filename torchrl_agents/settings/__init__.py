@@ -1,0 +1,1 @@
+"""Settings of recipes: their schema, the files that all have, the command line and its help."""

@@ -1,0 +1,49 @@
+"""What tells one recipe from another: its settings, and what they are checked with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .schema import GROUPS, RecipeConfig, store_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A script with settings of its own.
+
+    Making one tells Hydra its schema, as ``schema``, and the choices of its groups.
+    """
+
+    name: str
+    """Of the script, of the file with its defaults, and of the folder of its runs."""
+    summary: str
+    """One line for the help."""
+    example: str
+    """Arguments, for the help."""
+    script: Path
+    """Its file; ``config/`` is beside it."""
+    config: type[RecipeConfig]
+    """Its settings."""
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The choices of its own groups, by name; those of all recipes are :data:`GROUPS`."""
+    embedded: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of the embedded model that differ from those of all recipes."""
+    pretrained: Mapping[str, Any] = field(default_factory=dict)
+    """The same of a model that was given."""
+    parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
+    """What is tried without a model, from the settings, by the group that is wrong if it fails."""
+
+    def __post_init__(self) -> None:
+        store_groups(self.config, self.all_groups)
+
+    @property
+    def all_groups(self) -> dict[str, Mapping[str, Any]]:
+        """The choices of each group that its settings have."""
+        shared = {k: v for k, v in GROUPS.items() if k in self.config.__dataclass_fields__}
+        return {**shared, **self.groups}
+
+    @property
+    def config_dir(self) -> Path:
+        """The folder with its YAML files."""
+        return self.script.parent / "config"
