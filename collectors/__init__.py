@@ -4,6 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint.errors import CheckpointError, CheckpointWarning
+    from .checkpoint.reading import Checkpoint
+    from .checkpoint.store import CheckpointStore
     from .ledger.ledger import GroupLedger
     from .ledger.policies import Drop, OnPolicy, Wait
     from .llm_collector import LLMCollector
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
     from .weight_update.vllm_updater import vLLMUpdater
 
 _HOMES = {
+    "Checkpoint": ".checkpoint.reading",
+    "CheckpointError": ".checkpoint.errors",
+    "CheckpointStore": ".checkpoint.store",
+    "CheckpointWarning": ".checkpoint.errors",
     "Drop": ".ledger.policies",
     "EvaluationPoint": ".streaming.evaluation",
     "GroupLedger": ".ledger.ledger",
@@ -37,6 +44,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointStore",
+    "CheckpointWarning",
     "Drop",
     "EvaluationPoint",
     "GroupLedger",

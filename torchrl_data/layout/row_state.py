@@ -4,7 +4,6 @@ Nested dictionaries and lists of strings, numbers, booleans, ``None`` and tensor
 can go into safetensors and all else into JSON. Shape legend: T tokens of a row.
 """
 
-from array import array
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -14,8 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_data.conversation.batched_object import BatchedObject, view_of
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.record import ConversationRecord, Position
+from torchrl_data.conversation.record_state import conversation_states, conversations_from_states
 from torchrl_data.history.history import History
 from torchrl_data.ragged.reading import entries_of
 
@@ -26,12 +24,6 @@ _GROUPS: Final[dict[str, Any]] = {
     kind.__name__: kind for kind in (ChatHistory, LogProbs, Masks, Text, Tokens)
 }
 _ROWS: Final = "rows"
-_COLUMNS: Final = {
-    "ids": torch.int64,
-    "sources": torch.uint8,
-    "log_probs": torch.float32,
-    "versions": torch.int64,
-}
 
 
 def row_state(row: TensorDictBase) -> dict[str, Any]:
@@ -75,7 +67,9 @@ def row_from_state(state: Mapping[str, Any]) -> TensorDict:
             row.set(key, History.from_chats(content))
         elif kind == "conversations":
             view = HistoryView(key)
-            row.set(key, BatchedObject.of(_conversations(content), row.batch_size, view=view))
+            row.set(
+                key, BatchedObject.of(conversations_from_states(content), row.batch_size, view=view)
+            )
         else:
             entries = row_from_state(content)
             row.set(key, entries if kind == _ROWS else _GROUPS[kind]._from_tensordict(entries, {}))
@@ -115,8 +109,7 @@ def _object(leaf: BatchedObject, path: tuple[str, ...]) -> dict[str, Any]:
         return {"value": _plain(leaf.shown(), path)}
     if conversations is None or not isinstance(view, HistoryView):
         raise _not_plain(leaf, path)
-    rows = range(len(conversations))
-    return {"conversations": [_conversation_state(conversations, i, path) for i in rows]}
+    return {"conversations": _plain(conversation_states(conversations), path)}
 
 
 def _copied(value: Tensor) -> Tensor:
@@ -151,45 +144,3 @@ def _not_plain(value: Any, path: tuple[str, ...]) -> TypeError:
         "with strings as keys, and conversations: convert it, or leave it out (map_row= of the "
         "data, exclude() of the row)."
     )
-
-
-# Conversations -----------------------------------------------------------------------------------
-
-
-def _conversation_state(
-    conversations: Conversations, row: int, path: tuple[str, ...]
-) -> dict[str, Any]:
-    position = conversations.position(row)
-    # A copy of as much as this snapshot shows: the record may have grown past it.
-    record = conversations._records[row].copy_prefix(position.num_tokens, position.num_messages)
-    return {
-        "position": _plain(position._asdict(), path),
-        "messages": _plain(record.messages, path),
-        "tools": None if record.tools is None else _plain(record.tools, path),
-        "first_response": record.first_response,
-        "columns": {
-            name: torch.tensor(list(getattr(record, name)), dtype=dtype)
-            for name, dtype in _COLUMNS.items()
-        },
-        "extra": {
-            name: torch.tensor(list(column), dtype=torch.float32)
-            for name, column in record.extra.items()
-        },
-    }
-
-
-def _conversations(states: list[dict[str, Any]]) -> Conversations:
-    records, positions = [], []
-    for state in states:
-        record = ConversationRecord(state["tools"])
-        columns = {name: state["columns"][name].tolist() for name in _COLUMNS}
-        record.extend_tokens(
-            columns["ids"], columns["sources"], columns["log_probs"], columns["versions"]
-        )
-        for name, column in state["extra"].items():
-            record.extra[name] = array("f", column.tolist())
-        record.messages.extend(state["messages"])
-        record.first_response = state["first_response"]
-        records.append(record)
-        positions.append(Position(**state["position"]))
-    return Conversations(records, positions)

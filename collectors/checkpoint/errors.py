@@ -1,0 +1,9 @@
+"""What can go wrong with a checkpoint."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message names the file and what is wrong."""
+
+
+class CheckpointWarning(RuntimeWarning):
+    """Something is wrong with a checkpoint, and the run goes on without it."""
