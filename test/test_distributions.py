@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -71,6 +73,12 @@ def test_wheel_holds_the_packages_whole_and_nothing_else(wheel):
     ours = {
         p.relative_to(ROOT).as_posix() for k in PACKAGES for p in (ROOT / k).rglob("*") if counts(p)
     }
+    scripts = ROOT / "sota-implementations"
+    ours |= {
+        f"torchrl_agents/recipes/{p.relative_to(scripts).as_posix()}"
+        for p in scripts.rglob("*")
+        if counts(p)
+    }
     assert {name for name in files if not name.startswith(metadata)} == ours
     described = message_from_bytes(zipfile.ZipFile(wheel).read(f"{metadata}/METADATA"))
     assert described["Version"] == torchrl_data.__version__
@@ -96,3 +104,36 @@ def test_wheel_works_from_an_empty_folder(wheel, tmp_path):
         file, version = found[package]
         assert Path(file).is_relative_to(site)
         assert version == torchrl_data.__version__
+
+
+def test_the_command_of_a_wheel_runs_its_recipes(wheel, tmp_path):
+    """Installed without its dependencies, which are there: help, a dry run, and what is wrong."""
+    environment, empty = tmp_path / "venv", tmp_path / "empty"
+    empty.mkdir()
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", f"--python={environment}/bin/python", "--quiet"]
+    install = ["install", "--disable-pip-version-check", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*pip, *install], check=True, timeout=120)
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+
+    def command(*arguments):
+        return subprocess.run(
+            [environment / "bin/torchrl-agents", *arguments],
+            cwd=empty,
+            env={"PATH": "", "HOME": str(empty), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+
+    assert f"{torchrl_data.__version__}\n" == command("--version").stdout
+    helped = command("--help")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert "  grpo " in helped.stdout
+    wrong = command("gpro")
+    assert (wrong.returncode, "Did you mean grpo?" in wrong.stderr) == (2, True)
+    checked = command("grpo", "debug=dry_run", "evaluate.num_prompts=8", "task.num_rows=32")
+    assert checked.returncode == 0, checked.stderr
+    assert (empty / "outputs/grpo/calculator/seed0-001/config.yaml").exists()

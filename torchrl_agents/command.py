@@ -1,0 +1,135 @@
+"""The command ``torchrl-agents``: recipes by name, and what is done with what they leave.
+
+    torchrl-agents grpo task=gsm8k policy.model=Qwen/Qwen3-0.6B
+    torchrl-agents --help
+
+It imports nothing heavy: a recipe is a script, which runs in place of this one.
+"""
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn
+
+RECIPES: Final = (
+    Path(__file__).parent / "recipes",  # in a wheel
+    Path(__file__).parents[1] / "sota-implementations",  # in a checkout
+)
+"""Where the scripts are, the first that there is: each in a folder of its name."""
+NEEDED: Final = ("matplotlib", "reasoning_gym", "tensorboard")
+"""Modules that recipes need beside the library: those of the extra ``train``."""
+
+
+class Command(NamedTuple):
+    """Something to do that is no recipe."""
+
+    summary: str
+    """One line for the help."""
+    function: str
+    """``module:function``, imported when it is called: gets the arguments, gives the status."""
+
+
+COMMANDS: Final[dict[str, Command]] = {}
+"""What can be done beside recipes, by its name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says.
+
+    Args:
+        arguments: without the program's name; those of this process when not given.
+
+    Returns:
+        The exit status.
+    """
+    name, *rest = sys.argv[1:] if arguments is None else arguments or ["--help"]
+    scripts = recipes()
+    if name in ("--help", "-h", "help"):
+        print(help_text(scripts))
+        return 0
+    if name == "--version":
+        print(_version())
+        return 0
+    if name in COMMANDS:
+        module, _, function = COMMANDS[name].function.partition(":")
+        run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+        return run(rest)
+    if name in scripts:
+        return run_recipe(name, scripts[name], rest)
+    close = get_close_matches(name, [*scripts, *COMMANDS], n=1, cutoff=0.5)
+    guess = f" Did you mean {close[0]}?" if close else ""
+    print(f"torchrl-agents: there is no command {name!r}.{guess} See --help.", file=sys.stderr)
+    return 2
+
+
+def recipes() -> dict[str, Path]:
+    """The script of each recipe, by its name."""
+    folder = next((path for path in RECIPES if path.is_dir()), None)
+    if folder is None:
+        return {}
+    scripts = [each / f"{each.name.replace('-', '_')}.py" for each in sorted(folder.iterdir())]
+    return {path.parent.name: path for path in scripts if path.is_file()}
+
+
+def run_recipe(name: str, script: Path, arguments: Sequence[str]) -> int:
+    """Become the script of a recipe, signals and exit status included.
+
+    Args:
+        name: of the recipe.
+        script: its file.
+        arguments: for it.
+
+    Returns:
+        The exit status, where it can't run.
+    """
+    missing = [module for module in NEEDED if find_spec(module) is None]
+    if missing:
+        print(
+            f"torchrl-agents {name} needs {', '.join(missing)}: pip install "
+            "'torchrl-agents[train]'.",
+            file=sys.stderr,
+        )
+        return 1
+    return _become([sys.executable, str(script), *arguments])
+
+
+def _become(command: list[str]) -> NoReturn:
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def help_text(scripts: dict[str, Path]) -> str:
+    """Every command in a line.
+
+    Args:
+        scripts: of the recipes, by name.
+    """
+    width = 2 + max(map(len, [*scripts, *COMMANDS]), default=0)
+    lines = ["usage: torchrl-agents COMMAND [ARGUMENTS]", "", "Recipes (setting=value):"]
+    for name, path in scripts.items():
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {name:<{width}}{text.partition(chr(10))[0]}")
+    if COMMANDS:
+        lines += ["", "And:"]
+        lines += [f"  {name:<{width}}{each.summary}" for name, each in COMMANDS.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "torchrl-agents COMMAND --help shows what it takes, with task=NAME that of a task too.",
+            "Results are in outputs/, below the folder where it is called.",
+        ]
+    )
+
+
+def _version() -> str:
+    try:
+        return version("torchrl-agents")
+    except PackageNotFoundError:
+        return "unknown: not installed"
