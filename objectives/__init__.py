@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .batching.accumulation import Window
     from .batching.non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
     from .batching.packed_batch import MaskingStrategy, PackedBatch
+    from .batching.ranks import RankFailedError, Ranks
     from .keys import DistillationLossKeys, GRPOLossKeys, SFTLossKeys
     from .losses.distillation import DistillationLoss
     from .losses.grpo import GRPOLoss
@@ -58,6 +59,8 @@ _HOME = {
     "GroupMean": "advantages.estimators",
     "LeaveOneOut": "advantages.estimators",
     "PassAtK": "advantages.estimators",
+    "RankFailedError": "batching.ranks",
+    "Ranks": "batching.ranks",
     "BNPO": "losses.presets",
     "CISPO": "losses.presets",
     "CISPOLoss": "losses.presets",
@@ -133,6 +136,8 @@ __all__ = [
     "OriginalGRPO",
     "PackedBatch",
     "PassAtK",
+    "RankFailedError",
+    "Ranks",
     "RayMCAdvantage",
     "SFTLoss",
     "SFTLossKeys",

@@ -11,8 +11,8 @@ class Window(NamedTuple):
     """The counts of one optimizer step, whatever it is split into.
 
     Pass it to each micro-batch's loss, add their gradients up, and the sum is the gradient of the
-    whole. Across processes: add the counts of all; where the framework averages gradients (DDP),
-    divide them by the number of processes.
+    whole. ``loss.measure_window(parts, ranks=ranks)`` gives the counts of all ranks, divided by
+    their number because the mean of their gradients is taken.
     """
 
     num_active_tokens: float

@@ -146,6 +146,20 @@ class PackedBatch:
         if first < self.num_rows:
             yield self._run(first, self.num_rows, tokens, targets)
 
+    def run(self, first: int, last: int) -> PackedBatch:
+        """Some rows that lie together, without copying.
+
+        Args:
+            first: the first of them.
+            last: the first that is none of them; ``first`` for no rows.
+
+        Returns:
+            The batch of these rows.
+        """
+        tokens = [0, *self.lengths.cumsum(0).tolist()]
+        targets = [0, *self.target_lengths.cumsum(0).tolist()]
+        return self._run(first, last, tokens, targets)
+
     def _run(self, first: int, last: int, tokens: list[int], targets: list[int]) -> PackedBatch:
         some = slice(tokens[first], tokens[last])
         trained = slice(targets[first], targets[last])

@@ -21,6 +21,7 @@ from objectives.batching.packed_batch import (
     pack_batch,
     resolve_masking_strategy,
 )
+from objectives.batching.ranks import Ranks
 from objectives.keys import TokenKeys
 from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_data.validation import check_type
@@ -131,15 +132,20 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         )
 
     def measure_window(
-        self, batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch]
+        self,
+        batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch],
+        *,
+        ranks: Ranks | None = None,
     ) -> Window:
         """Count what an accumulation window will train, before any of it is trained.
 
         Args:
-            batches: all rows of the window, as one batch or several.
+            batches: all rows of the window that this process trains, as one batch or several.
+            ranks: train the window together; each of them calls it.
 
         Returns:
-            Their counts, for ``window=``.
+            The counts, for ``window=``; of several ranks their sum divided by their number, because
+            the mean of their gradients is taken.
 
         Raises:
             MissingEntryError: an entry is missing.
@@ -147,11 +153,16 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         parts = [batches] if isinstance(batches, TensorDictBase | PackedBatch) else batches
         packed = [self.pack(rows) for rows in parts]
         counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
-        return counts._replace(entropy_threshold=self._entropy_threshold(packed))
+        if ranks is not None:
+            tokens, rows = ranks.sum((counts.num_active_tokens, counts.num_sequences))
+            counts = Window(tokens / ranks.size, rows / ranks.size)
+        return counts._replace(entropy_threshold=self._entropy_threshold(packed, ranks))
 
-    def _entropy_threshold(self, batches: Sequence[PackedBatch]) -> float | None:
+    def _entropy_threshold(
+        self, batches: Sequence[PackedBatch], ranks: Ranks | None
+    ) -> float | None:
         """What a filter by entropy needs to know of the whole window; None for no such filter."""
-        del batches
+        del batches, ranks
         return None
 
     def _pack_window(
@@ -173,7 +184,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
 
     def _score(self, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
         """Log-probs (and entropies) of the trained tokens, ``[K]``, in float32 at least."""
-        if batch.num_targets == 0:
+        if batch.num_targets == 0 and not self._takes_part_in_every_pass:
             return TokenScores(torch.zeros(0, device=batch.ids.device, requires_grad=True))
         trained = batch.target_lengths > 0  # a scorer takes no empty rows
         if not bool(trained.all()):
@@ -186,6 +197,11 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
             entropy=entropy,
         )
         return scores._replace(log_prob=F.at_least_float32(scores.log_prob))
+
+    @property
+    def _takes_part_in_every_pass(self) -> bool:
+        """Whether other ranks wait for the actor's passes, those without a token included."""
+        return bool(getattr(self.actor_network, "is_distributed", False))
 
     def _reduce(self, values: Tensor, batch: PackedBatch, window: Window) -> Tensor:
         """One number from a value per trained token, ``[K]``."""

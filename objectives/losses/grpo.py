@@ -16,6 +16,7 @@ from torch import Tensor
 from objectives import functional as F
 from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
+from objectives.batching.ranks import Ranks, gathered_rows
 from objectives.keys import GRPOLossKeys
 from torchrl_data.protocols import TokenScorer
 
@@ -149,7 +150,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         return trained and (self.options.has_penalty or bool(signal(packed).any()))
 
     def measure_window(
-        self, batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch]
+        self,
+        batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch],
+        *,
+        ranks: Ranks | None = None,
     ) -> Window:
         """Count what an accumulation window will train, before any of it is trained.
 
@@ -159,15 +163,16 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         result does not depend on them.
 
         Args:
-            batches: all rows of the window, as one batch or several.
+            batches: all rows of the window that this process trains, as one batch or several.
+            ranks: train the window together; each of them calls it, with equally many batches.
 
         Returns:
-            The counts, and the threshold, for ``window=``.
+            The counts, and the threshold, for ``window=``; see :meth:`TokenLoss.measure_window`.
 
         Raises:
             MissingEntryError: an entry is missing.
         """
-        return super().measure_window(batches)
+        return super().measure_window(batches, ranks=ranks)
 
     def forward(
         self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
@@ -198,7 +203,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         if self.options.skip_rows_without_signal:
             batch = with_signal(batch)
         if batch.num_targets == 0:
-            return self._without_tokens(device, rows)
+            return self._without_tokens(batch, rows)
         wants_entropy = self.options.entropy_bonus or self.filters.top_entropy_fraction is not None
         token_scores = self._score(batch, entropy=wants_entropy)
         scores = policy_scores(batch, token_scores, self.options.old_policy)
@@ -242,14 +247,16 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         return super()._pack_window(batch, window)
 
     @torch.no_grad()
-    def _entropy_threshold(self, batches: Sequence[PackedBatch]) -> float | None:
+    def _entropy_threshold(
+        self, batches: Sequence[PackedBatch], ranks: Ranks | None
+    ) -> float | None:
         """See the base class; scores the batches one by one."""
         fraction = self.filters.top_entropy_fraction
         if fraction is None:
             return None
         scores = [self._score(batch, entropy=True).entropy for batch in batches]
         entropy = torch.cat([torch.zeros(0)] + [part.cpu() for part in scores if part is not None])
-        return separating_threshold(entropy, top_fraction=fraction)
+        return separating_threshold(gathered_rows(ranks, entropy), top_fraction=fraction)
 
     def _policy_term(
         self, batch: PackedBatch, scores: PolicyScores, window: Window
@@ -329,16 +336,16 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             terms["loss_entropy"] = -coefficient * bonus
         return terms
 
-    def _without_tokens(self, device: torch.device, rows: dict[str, Tensor]) -> GRPOLossOutput:
+    def _without_tokens(self, batch: PackedBatch, rows: dict[str, Tensor]) -> GRPOLossOutput:
         """The output of a batch in which nothing is trained: loss 0, neutral metrics."""
         optional = {
             "kl_to_ref": self.options.kl_to_ref_coeff,
             "kl_to_inference": self.options.kl_to_inference_coeff,
             "entropy": self.options.entropy_bonus,
         }
-        terms = resting_terms([name for name, on in optional.items() if on], device)
-        shape = (0,) if self.aggregation == "none" else ()
-        terms["loss_objective"] = torch.zeros(shape, device=device, requires_grad=True)
+        terms = resting_terms([name for name, on in optional.items() if on], batch.ids.device)
+        nothing = self._score(batch).log_prob
+        terms["loss_objective"] = nothing if self.aggregation == "none" else nothing.sum()
         return make_output(GRPOLossOutput, terms | rows)
 
 

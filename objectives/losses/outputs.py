@@ -14,6 +14,8 @@ import torch
 from tensordict import TensorClass, TensorDict
 from torch import Tensor
 
+from objectives.batching.ranks import Ranks
+
 Output = TypeVar("Output")
 
 
@@ -37,21 +39,35 @@ class LossTerms:
         return sum_of_losses(self)
 
     @classmethod
-    def combine(cls: type[Output], outputs: Sequence[Output]) -> Output:
+    def combine(
+        cls: type[Output], outputs: Sequence[Output], *, ranks: Ranks | None = None
+    ) -> Output:
         """The output of a whole window from those of its micro-batches, detached.
 
         Args:
             outputs: at least one, each computed with the window's counts (``window=``).
+            ranks: also over all of these, each of which calls it.
 
         Returns:
-            What one call on all rows would have given.
+            What one call on all rows would have given; over several ranks on the CPU.
 
         Raises:
             ValueError: there are no outputs.
         """
         if not outputs:
             raise ValueError("combine needs at least one output.")
-        return make_output(cls, combined_terms(outputs))
+        terms = combined_terms(outputs)
+        if ranks is not None and ranks.size > 1:
+            terms = combined_terms(ranks.gather(_shares(terms, ranks.size)))
+        return make_output(cls, terms)
+
+
+def _shares(terms: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """One rank's entries on the CPU; its losses were divided by its share of the counts of all."""
+    return {
+        name: value.cpu() / size if name.startswith("loss_") else value.cpu()
+        for name, value in terms.items()
+    }
 
 
 def combined_terms(outputs: Sequence[Any]) -> dict[str, Tensor]:

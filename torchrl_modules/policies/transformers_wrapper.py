@@ -106,6 +106,11 @@ class TransformersWrapper(LLMWrapperBase):
             max_model_len=max_model_len,
         )
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks take part in every scoring pass: all have to make equally many."""
+        return self.scorer.is_distributed
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Sample a turn (``generate=True``) or score ``full`` (``generate=False``).
 

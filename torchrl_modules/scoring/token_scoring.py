@@ -23,7 +23,13 @@ from .model_reader import Layout, ModelReader, plain_head, targets_of
 from .packed_attention import use_packed_attention
 from .rope_factors import settle_rope_factors
 from .self_test import Difference, find_first, run_trial
-from .wrapped_models import run_inside, unwrapped
+from .wrapped_models import (
+    check_wrapped_whole,
+    is_distributed,
+    most_of_ranks,
+    run_inside,
+    unwrapped,
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -51,7 +57,8 @@ class PackedScorer:
         model: a causal language model of Transformers, with or without adapters of PEFT that are
             layers of it, in `DistributedDataParallel` or not, sharded by `fully_shard` or not. It
             is read packed where that gives its own log-probs, which is tried on a few short rows;
-            otherwise padded; otherwise rows of one length at a time.
+            otherwise padded; otherwise rows of one length at a time. Where other ranks take part in
+            its passes, one without a target is a pass as well.
         micro_batch_tokens: most tokens of one forward pass when no gradient is needed; ``None``
             for no limit.
         share_prefixes: run what sequences of a pass begin with in common through the model once,
@@ -63,7 +70,7 @@ class PackedScorer:
         max_model_len: most tokens of a row; for models whose rotary factors depend on it.
 
     Raises:
-        TypeError: a wrapper around the model can't be gone through.
+        TypeError: a wrapper around the model can't be gone through, or is around a part of it.
         ValueError: ``micro_batch_tokens`` is not positive, or the model is none that can be scored:
             it has no weights, its own forward fails, or it sees what comes after a token.
     """
@@ -84,6 +91,7 @@ class PackedScorer:
                 f"PackedScorer: micro_batch_tokens must be at least 1, got {micro_batch_tokens}."
             )
         self.model = unwrapped(model, who="PackedScorer")
+        check_wrapped_whole(model, who="PackedScorer")
         self.micro_batch_tokens = micro_batch_tokens
         self._wrapped = model
         self._autocast_dtype = autocast_dtype
@@ -102,6 +110,11 @@ class PackedScorer:
     def packed(self) -> bool:
         """Whether rows are read without padding, beside each other."""
         return self.reading.layout is Layout.PACKED
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks take part in every pass, so that all have to make equally many."""
+        return is_distributed(self._wrapped)
 
     # Rows become a trie on the host, and no two batches have the same one: nothing to compile.
     @_uncompiled
@@ -148,9 +161,12 @@ class PackedScorer:
         )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
             return self._score(ids, lengths, target_mask, drawn_from)
+        splits = _token_budget_splits(lengths, self.micro_batch_tokens)
+        if self.is_distributed:
+            splits += [(0, 0, 0, 0)] * (most_of_ranks(len(splits), device) - len(splits))
         parts = [
             self._score(ids[a:b], lengths[i:j], target_mask[a:b], drawn_from)
-            for i, j, a, b in _token_budget_splits(lengths, self.micro_batch_tokens)
+            for i, j, a, b in splits
         ]
         return TokenScores(
             torch.cat([part.log_prob for part in parts]),
@@ -194,12 +210,7 @@ class PackedScorer:
     ) -> TokenScores:
         targets = ids[target_mask]
         if len(targets) == 0:
-            empty = torch.zeros(0, device=ids.device)
-            return TokenScores(
-                empty,
-                empty if drawn_from.entropy else None,
-                empty if drawn_from.untempered_log_probs else None,
-            )
+            return self._score_nothing(drawn_from)
 
         def score() -> TokenScores:
             history = None
@@ -210,6 +221,19 @@ class PackedScorer:
                 return self._scores(outputs, targets, drawn_from, history)
 
         return run_inside(self._wrapped, score)
+
+    def _score_nothing(self, drawn_from: SamplingParameters) -> TokenScores:
+        empty = torch.zeros(0, device=self.model.device)
+        if self.is_distributed:  # a pass that others wait for, with a gradient of 0
+            ids = torch.zeros(2, dtype=torch.int64, device=self.model.device)
+            is_target = torch.tensor([False, True], device=ids.device)
+            row = self._score(ids, torch.tensor([2], device=ids.device), is_target, drawn_from)
+            empty = row.log_prob[:0]
+        return TokenScores(
+            empty,
+            empty.detach() if drawn_from.entropy else None,
+            empty.detach() if drawn_from.untempered_log_probs else None,
+        )
 
     def _scores(
         self,
@@ -273,6 +297,7 @@ class PackedScorer:
 _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKeyDictionary()
 
 
+@torch.no_grad()
 def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     """The fastest way to read a model that gives its own log-probs; tried once per model."""
     head = plain_head(model)
