@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
 
-    from .engines.async_protocol import AsyncEngine, open_async
+    from .engines.async_protocol import AsyncEngine
     from .engines.async_transformers import AsyncTransformersEngine
+    from .engines.fleet.engine_fleet import EngineFleet
+    from .engines.fleet.member import EngineHealth
+    from .engines.open_async import open_async
     from .engines.protocol import Engine, EngineDied, Generation, VersionSpan
     from .engines.transformers_engine import TransformersEngine
     from .policies.base import LLMWrapperBase
@@ -30,6 +33,8 @@ _HOMES = {
     "AsyncVLLMEngine": "vllm.async_engine",
     "Engine": "engines.protocol",
     "EngineDied": "engines.protocol",
+    "EngineFleet": "engines.fleet.engine_fleet",
+    "EngineHealth": "engines.fleet.member",
     "Generation": "engines.protocol",
     "LLMOnDevice": "vllm.supervised",
     "LLMWrapperBase": "policies.base",
@@ -43,7 +48,7 @@ _HOMES = {
     "VersionSpan": "engines.protocol",
     "chunked_log_prob": "scoring.chunked_head",
     "make_vllm_worker": "vllm.supervised",
-    "open_async": "engines.async_protocol",
+    "open_async": "engines.open_async",
     "start_server": "vllm.launch",
     "stateless_init_process_group": "weights.process_group",
     "vLLMWorker": "vllm.worker",
@@ -60,6 +65,8 @@ __all__ = [
     "ChatHistory",
     "Engine",
     "EngineDied",
+    "EngineFleet",
+    "EngineHealth",
     "Generation",
     "LLMOnDevice",
     "LLMWrapperBase",

@@ -24,8 +24,9 @@ from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.engines.async_protocol import AsyncEngine, open_async
+from torchrl_modules.engines.async_protocol import AsyncEngine
 from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.open_async import open_async
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .checks import (

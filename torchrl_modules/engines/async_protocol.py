@@ -1,25 +1,13 @@
 """What an engine does for a collector without barriers: one response for each of many callers."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from importlib import import_module
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchrl_modules.sampling.params import SamplingParameters
 
 from .protocol import Generation
-
-_ASYNC: Final = {
-    "torchrl_modules.engines.transformers_engine.TransformersEngine": (
-        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine"
-    ),
-    "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.async_engine.AsyncVLLMEngine",
-    "torchrl_modules.vllm.client.VLLMServerEngine": (
-        "torchrl_modules.vllm.bridges.AsyncServerEngine"
-    ),
-}
-"""By what an engine is served to asyncio; loaded when it is asked for."""
 
 
 @runtime_checkable
@@ -99,35 +87,3 @@ class AsyncEngine(Protocol):
     def close(self) -> None:
         """Abort what is in flight and let go of what it holds. May be called twice."""
         ...
-
-
-def open_async(engine: object, **options: Any) -> AsyncEngine:
-    """Serve an engine to asyncio; it belongs to what is returned until that is closed.
-
-    Args:
-        engine: a ``TransformersEngine``, ``VLLMEngine`` or ``VLLMServerEngine``, or what is an
-            :class:`AsyncEngine` already.
-        options: of the class that serves it, such as ``stall_timeout_s`` of
-            :class:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine`.
-
-    Raises:
-        TypeError: nothing here serves such an engine, or an option is not known.
-        RuntimeError: the engine is closed or in use elsewhere.
-    """
-    for cls in type(engine).__mro__:
-        home = _ASYNC.get(f"{cls.__module__}.{cls.__qualname__}")
-        if home is not None:
-            module, _, name = home.rpartition(".")
-            return getattr(import_module(module), name)(engine, **options)
-    if isinstance(engine, AsyncEngine):
-        if options:
-            raise TypeError(
-                f"open_async: {type(engine).__name__} is asynchronous already and takes no "
-                f"options, got {sorted(options)}. Give them when you build it."
-            )
-        return engine
-    taken = sorted(name.rpartition(".")[2] for name in _ASYNC)
-    raise TypeError(
-        f"open_async takes one of {taken}, or an AsyncEngine (respond, update_weights, pause, "
-        f"resume, end_session, close), got {type(engine).__name__}."
-    )

@@ -190,6 +190,15 @@ class AsyncTransformersEngine:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.resume`."""
         await self._thread.call(lambda: self._thread.set_paused(False))
 
+    async def check_health(self) -> None:
+        """Say whether it is there.
+
+        Raises:
+            EngineDied: it died.
+            RuntimeError: it is closed.
+        """
+        self._thread.check_alive()
+
     def end_session(self, session: Hashable) -> None:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.end_session`."""
         with suppress(RuntimeError):  # It has ended, and keeps nothing.

@@ -1,13 +1,16 @@
 """A policy over vLLM: the same layout as over Transformers."""
 
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from torchrl_modules.engines.blocking_engine import BlockingEngine
+from torchrl_modules.engines.fleet.engine_fleet import EngineFleet
 from torchrl_modules.engines.protocol import Engine
 from torchrl_modules.sampling.params import requested_sampling
 from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
-from torchrl_modules.vllm.bridges import BlockingVLLMEngine
+from torchrl_modules.vllm.bridges import BlockingVLLMEngine, OwnServerEngine
 from torchrl_modules.vllm.client import VLLMServerEngine
 from torchrl_modules.vllm.engine import VLLMEngine
 from torchrl_modules.vllm.requests import check_reported
@@ -24,9 +27,10 @@ class vLLMWrapper(LLMWrapperBase):
     Args:
         model: a hub id or a local path: vLLM is built in this process. A URL
             (``unix:///path/of/the/socket`` or ``http://host:port``): a server that
-            ``torchrl_modules.vllm.launch`` started on this machine. Or an engine that runs already:
-            a ``vllm.LLM`` of this process, a `VLLMEngine`, an `AsyncVLLMEngine`, or whatever else
-            has the methods of :class:`~torchrl_modules.engines.protocol.Engine`.
+            ``torchrl_modules.vllm.launch`` started on this machine; a list of URLs: a fleet of
+            them. Or an engine that runs already: a ``vllm.LLM`` of this process, a `VLLMEngine`, an
+            `AsyncVLLMEngine`, an :class:`~torchrl_modules.EngineFleet`, or whatever else has the
+            methods of :class:`~torchrl_modules.engines.protocol.Engine`.
         tokenizer: the model's tokenizer; loaded beside it when ``model`` is an id or a path.
         engine_kwargs: settings of the engine that is built, see
             :class:`~torchrl_modules.vllm.engine.VLLMEngine` and
@@ -66,7 +70,7 @@ class vLLMWrapper(LLMWrapperBase):
                 entropy=kwargs.get("entropy", False),
             )
         )
-        if not isinstance(model, str) and engine_kwargs is not None:
+        if not isinstance(model, str | list) and engine_kwargs is not None:
             raise TypeError(
                 "vLLMWrapper: engine_kwargs are settings of an engine that is built here, but "
                 f"{type(model).__name__} is built already."
@@ -81,6 +85,12 @@ class vLLMWrapper(LLMWrapperBase):
 
 def as_engine(model: Any, **settings: Any) -> Engine:
     """The engine that a user means."""
+    if isinstance(model, list):
+        return BlockingEngine(
+            EngineFleet([partial(OwnServerEngine, url, **settings) for url in model])
+        )
+    if isinstance(model, EngineFleet):
+        return BlockingEngine(model)
     if isinstance(model, str):
         return (
             VLLMServerEngine(model, **settings) if "://" in model else VLLMEngine(model, **settings)

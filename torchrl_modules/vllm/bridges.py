@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from .base import EngineOver, Row, WholeBatchEngine
 from .client import VLLMServerEngine
 from .http import Interrupt
 from .stream import RespondingEngine, VersionedGeneration
+from .supervised import SupervisedEngine
 
 T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 10.0
@@ -89,19 +91,22 @@ class AsyncServerEngine(RespondingEngine):
     A thread waits for each response; more callers than the client has connections stand in line.
 
     Args:
-        engine: the client; it is not closed with this.
+        engine: the client, or a server that is replaced when it dies; it is not closed with this.
         num_threads: most responses at a time; at most the client's ``num_connections``.
 
     Raises:
         ValueError: ``num_threads`` is not positive.
     """
 
-    def __init__(self, engine: VLLMServerEngine, *, num_threads: int = 128) -> None:
+    def __init__(
+        self, engine: VLLMServerEngine | SupervisedEngine, *, num_threads: int = 128
+    ) -> None:
         if num_threads < 1:
             raise ValueError(f"AsyncServerEngine: num_threads must be at least 1, {num_threads}.")
-        self._inside: VLLMServerEngine = engine
+        self._inside: VLLMServerEngine | SupervisedEngine = engine
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vllm-responses")
         self._control = ThreadPoolExecutor(1, thread_name_prefix="vllm-control")
+        self._prober = ThreadPoolExecutor(1, thread_name_prefix="vllm-prober")
         self._running: set[Interrupt] = set()
         self._is_closed = False
 
@@ -136,6 +141,15 @@ class AsyncServerEngine(RespondingEngine):
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.resume`."""
         await self._submit(self._control, lambda: self._inside.pause(paused=False))
 
+    async def check_health(self) -> None:
+        """Ask the server whether it is well.
+
+        Raises:
+            EngineDied: it is not, or it is gone.
+            ConnectionError: it did not answer in time.
+        """
+        await self._submit(self._prober, self._inside.check_health)
+
     def _submit(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> "asyncio.Future[T]":
         if self._is_closed:
             raise RuntimeError("AsyncServerEngine is closed.")
@@ -146,7 +160,7 @@ class AsyncServerEngine(RespondingEngine):
         self._is_closed = True
         for interrupt in list(self._running):
             interrupt()
-        for pool in (self._pool, self._control):
+        for pool in (self._pool, self._control, self._prober):
             pool.shutdown(cancel_futures=True)
 
     async def __aenter__(self) -> Self:
@@ -154,3 +168,36 @@ class AsyncServerEngine(RespondingEngine):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
+
+
+class OwnServerEngine(AsyncServerEngine):
+    """An :class:`~torchrl_modules.AsyncEngine` that has its server to itself.
+
+    Args:
+        start: the URL of a server that runs; or gives a context manager that starts one, gives its
+            URL, and ends it on leaving, such as ``partial(start_server, "Qwen/Qwen3-0.6B")``.
+        client_settings: of :class:`~torchrl_modules.vllm.client.VLLMServerEngine`, for instance
+            ``stall_timeout_s``.
+
+    Raises:
+        ConnectionError: nobody answers at the URL.
+        RuntimeError: the server can't be started, or takes no token ids.
+    """
+
+    def __init__(
+        self, start: str | Callable[[], AbstractContextManager[str]], **client_settings: Any
+    ) -> None:
+        self.name = start if isinstance(start, str) else ""
+        """Its URL, where that stays the same."""
+        with ExitStack() as stack:
+            url = stack.enter_context(nullcontext(start) if isinstance(start, str) else start())
+            client = VLLMServerEngine(url, **client_settings)
+            super().__init__(client)
+            self._client = client
+            self._process = stack.pop_all()
+
+    def close(self) -> None:
+        """Abort what is in flight, and end the server if it was started here."""
+        self._process.close()  # first, so that nobody waits for it any more
+        super().close()
+        self._client.close()

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlencode
 
 from torch import Tensor
 
@@ -18,61 +17,14 @@ from torchrl_modules.weights.state import UpdateRefused, next_version
 from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
 
 from .base import Row, WholeBatchEngine
-from .http import AnswerTimeout, Interrupt, JSONClient
+from .http import AnswerTimeout, Interrupt, JSONClient, ServerRoutes
 from .requests import check_prompt, read_answer, sampling_fields, version_number
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
 
 
-class _Routes:
-    """A server's routes."""
-
-    _client: JSONClient
-    _prober: JSONClient
-
-    def _raise_if_dead(self, error: Exception) -> None:
-        try:
-            self._check_health()
-        except ConnectionError as dead:
-            raise EngineDied(f"VLLMServerEngine.update_weights: {dead} ({error})") from dead
-
-    def _check_health(self) -> None:
-        status, _ = self._prober.request("GET", "/health")
-        if status != 200:
-            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
-
-    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
-        results = self._rpc_all(method, *args)
-        kinds = {str(result if result is None else list(result)) for result in results}
-        if len(kinds) > 1:
-            return {"failed": f"the workers' answers to {method} differ: {results}"}
-        return results[0]
-
-    def _try_rpc(self, method: str) -> tuple[int, Any]:
-        status, answer = self._client.request(
-            "POST", "/collective_rpc", {"method": method, "args": []}
-        )
-        if status in (401, 403):
-            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
-        return status, answer
-
-    def _rpc_all(self, method: str, *args: str) -> list[Any]:
-        return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-
-    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
-        if query:
-            path = f"{path}?{urlencode(query)}"
-        status, answer = self._client.request(method, path, body)
-        if status != 200:
-            raise RuntimeError(
-                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
-                "the server started by `python -m torchrl_modules.vllm.launch`?"
-            )
-        return answer
-
-
-class VLLMServerEngine(_Routes, WholeBatchEngine):
+class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     """Draws tokens with a vLLM server on this machine.
 
     Weights are updated where ``torchrl_modules.vllm.launch`` started it; a ``vllm serve

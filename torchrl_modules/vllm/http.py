@@ -10,9 +10,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import httpcore2
+
+from torchrl_modules.engines.protocol import EngineDied
 
 TOKEN_VARIABLE: Final = "TORCHRL_VLLM_TOKEN"
 """Holds the secret that a server asks for, at both ends."""
@@ -32,6 +34,11 @@ class Interrupt:
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
         self._is_set = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was called."""
+        return self._is_set
 
     def attach(self, stream: "_Stream") -> None:
         """The request goes over this connection."""
@@ -260,3 +267,59 @@ class AccessControl:
         if scope["type"] == "http" and has_body and kind != "application/json":
             return 415, f"A body has to be application/json, not {kind or 'of no type'}."
         return 0, ""
+
+
+class ServerRoutes:
+    """Asks a server, and says what it answers."""
+
+    _client: JSONClient
+    _prober: JSONClient
+
+    def _raise_if_dead(self, error: Exception) -> None:
+        try:
+            self._check_health()
+        except ConnectionError as dead:
+            raise EngineDied(f"VLLMServerEngine.update_weights: {dead} ({error})") from dead
+
+    def _check_health(self) -> None:
+        status, _ = self._prober.request("GET", "/health")
+        if status != 200:
+            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
+
+    def check_health(self) -> None:
+        """Ask the server whether it is well; ``EngineDied``, ``AnswerTimeout``: it is not."""
+        try:
+            self._check_health()
+        except AnswerTimeout:
+            raise
+        except ConnectionError as error:
+            raise EngineDied(f"VLLMServerEngine: {error}") from error
+
+    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
+        results = self._rpc_all(method, *args)
+        kinds = {str(result if result is None else list(result)) for result in results}
+        if len(kinds) > 1:
+            return {"failed": f"the workers' answers to {method} differ: {results}"}
+        return results[0]
+
+    def _try_rpc(self, method: str) -> tuple[int, Any]:
+        status, answer = self._client.request(
+            "POST", "/collective_rpc", {"method": method, "args": []}
+        )
+        if status in (401, 403):
+            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
+        return status, answer
+
+    def _rpc_all(self, method: str, *args: str) -> list[Any]:
+        return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
+        if query:
+            path = f"{path}?{urlencode(query)}"
+        status, answer = self._client.request(method, path, body)
+        if status != 200:
+            raise RuntimeError(
+                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
+                "the server started by `python -m torchrl_modules.vllm.launch`?"
+            )
+        return answer

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_modules.engines.engine_state import Supervision
+from torchrl_modules.engines.engine_state import EngineState, Supervision
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
 
 from .base import EngineOver, Row, WholeBatchEngine
 from .client import VLLMServerEngine
 from .engine import VLLMEngine
+from .http import Interrupt
 from .launch import start_server
 
 
@@ -58,6 +59,7 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
         """Of the present engine."""
         self._weights: dict[str, Tensor] | None = None
         self._failures = 0
+        self._is_paused = False
         self.num_restarts = 0
         """Engines that were replaced."""
         self.supervision = Supervision()
@@ -100,6 +102,58 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
                 self._failures = 0
                 for index, result in zip(lost, drawn, strict=True):
                     results[index] = result
+
+    def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
+        """Draw one row, for a caller that may let it go; one that is lost is drawn again.
+
+        Args:
+            row: what is asked for.
+            params: the distribution.
+            interrupt: when it is called, the engine stops drawing, and this raises.
+
+        Raises:
+            EngineDied: it was interrupted, or too many engines died in a row.
+        """
+        if row.seed is None:
+            row = row._replace(seed=int(torch.randint(1 << 31, ())))
+        while True:
+            engine, incarnation = self._present()
+            try:
+                generation = engine.draw_one(row, params, interrupt)
+            except EngineDied as error:
+                if interrupt.is_set:
+                    raise
+                self._replace(incarnation, error, None)
+            except RuntimeError as error:
+                if not engine.mixed:
+                    raise
+                self._replace(incarnation, error, None)
+            else:
+                self._failures = 0
+                return generation
+
+    def pause(self, *, paused: bool = True) -> None:
+        """Draw no more tokens, or go on; an engine that takes its place does the same.
+
+        Raises:
+            EngineDied: too many engines died in a row.
+        """
+        with self._pushing:
+            self._is_paused = paused
+            engine, incarnation = self._present()
+            try:
+                engine.pause(paused=paused)
+            except (ConnectionError, EngineDied) as error:
+                self._replace(incarnation, error, None)
+
+    def check_health(self) -> None:
+        """Whether it serves, or will once its engine is replaced, which its callers see to.
+
+        Raises:
+            EngineDied: it is closed, or too many engines died in a row.
+        """
+        if self.supervision.state is EngineState.DEAD and self._failures > self._max_restarts:
+            raise EngineDied(f"SupervisedEngine: {self._failures} engines in a row died.")
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -178,6 +232,8 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
             try:
                 if self._weights is not None:
                     engine.update_weights(self._weights, version=known.wanted)
+                if self._is_paused:
+                    engine.pause()
             except BaseException:
                 self.supervision = known.died(known.incarnation)
                 engine.close()

@@ -8,33 +8,48 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torchrl_modules.engines.engine_state import EngineState, Supervision
 
 EVENTS = {
+    "restarting": lambda s: s.restarting(),
     "started": lambda s: s.started(),
     "acknowledged what is wanted": lambda s: s.acknowledged(s.incarnation, s.wanted),
     "acknowledged something newer": lambda s: s.acknowledged(s.incarnation, s.wanted + 1),
     "acknowledged something older": lambda s: s.acknowledged(s.incarnation, s.wanted - 1),
     "an earlier engine acknowledged": lambda s: s.acknowledged(s.incarnation - 1, s.wanted),
+    "wanted again": lambda s: s.wants(s.wanted),
+    "something newer is wanted": lambda s: s.wants(s.wanted + 1),
+    "suspected": lambda s: s.suspected(s.incarnation),
+    "an earlier engine was suspected": lambda s: s.suspected(s.incarnation - 1),
+    "cleared": lambda s: s.cleared(s.incarnation),
+    "an earlier engine was cleared": lambda s: s.cleared(s.incarnation - 1),
     "died": lambda s: s.died(s.incarnation),
     "an earlier engine died": lambda s: s.died(s.incarnation - 1),
 }
-DEAD, STALE, HEALTHY = EngineState
-# Where each event leads from each state; None: it is refused.
+DEAD, RESTARTING, STALE, SUSPECT, HEALTHY = EngineState
+SAME = (DEAD, RESTARTING, STALE, SUSPECT, HEALTHY)
+# Where each event leads from each state, in the order above; None: it is refused.
 TRANSITIONS = {
-    "started": (STALE, None, None),
-    "acknowledged what is wanted": (DEAD, HEALTHY, HEALTHY),
-    "acknowledged something newer": (DEAD, HEALTHY, HEALTHY),
-    "acknowledged something older": (DEAD, STALE, STALE),
-    "an earlier engine acknowledged": (DEAD, STALE, HEALTHY),
-    "died": (DEAD, DEAD, DEAD),
-    "an earlier engine died": (DEAD, STALE, HEALTHY),
+    "restarting": (RESTARTING, None, None, None, None),
+    "started": (STALE, STALE, None, None, None),
+    "acknowledged what is wanted": (DEAD, RESTARTING, HEALTHY, HEALTHY, HEALTHY),
+    "acknowledged something newer": (DEAD, RESTARTING, HEALTHY, HEALTHY, HEALTHY),
+    "acknowledged something older": (DEAD, RESTARTING, STALE, STALE, STALE),
+    "an earlier engine acknowledged": SAME,
+    "wanted again": SAME,
+    "something newer is wanted": (DEAD, RESTARTING, STALE, STALE, STALE),
+    "suspected": (DEAD, RESTARTING, STALE, SUSPECT, SUSPECT),
+    "an earlier engine was suspected": SAME,
+    "cleared": (DEAD, RESTARTING, STALE, HEALTHY, HEALTHY),
+    "an earlier engine was cleared": SAME,
+    "died": (DEAD, DEAD, DEAD, DEAD, DEAD),
+    "an earlier engine died": SAME,
 }
 
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", EngineState, ids=lambda state: state.value)
 def test_E03_every_transition(state, event):
-    served = {DEAD: None, STALE: None, HEALTHY: 3}[state]
+    served = 3 if state in (SUSPECT, HEALTHY) else None
     before = Supervision(state, incarnation=2, served=served, wanted=3)
-    expected = TRANSITIONS[event][list(EngineState).index(state)]
+    expected = TRANSITIONS[event][SAME.index(state)]
     if expected is None:
         with pytest.raises(RuntimeError, match="only after it died"):
             EVENTS[event](before)
@@ -42,8 +57,21 @@ def test_E03_every_transition(state, event):
     after = EVENTS[event](before)
     assert after.state is expected
     assert after.may_serve == (expected is HEALTHY)
-    if event.startswith("an earlier"):
+    if event.startswith("an earlier") or event == "wanted again":
         assert after == before
+
+
+def test_E03_the_only_way_to_healthy_from_death_is_an_acknowledged_update():
+    ways = {
+        (state, event)
+        for event, ends in TRANSITIONS.items()
+        for state, end in zip(SAME, ends, strict=True)
+        if end is HEALTHY and state not in (HEALTHY, SUSPECT)
+    }
+    assert ways == {
+        (STALE, "acknowledged what is wanted"),
+        (STALE, "acknowledged something newer"),
+    }
 
 
 class Engines(RuleBasedStateMachine):
@@ -55,9 +83,11 @@ class Engines(RuleBasedStateMachine):
         self.real = {}  # incarnation to the version that it really has; gone when it is dead
         self.newest = 0
 
-    @precondition(lambda self: self.known.state is EngineState.DEAD)
-    @rule()
-    def start(self):
+    @precondition(lambda self: self.known.state in (DEAD, RESTARTING))
+    @rule(told=st.booleans())
+    def start(self, told):
+        if told and self.known.state is DEAD:
+            self.known = self.known.restarting()
         self.known = self.known.started()
         self.real = {self.known.incarnation: 0}
 
@@ -67,6 +97,16 @@ class Engines(RuleBasedStateMachine):
         self.newest = max(self.newest, self.known.wanted + step)
         self.real[self.known.incarnation] = self.known.wanted + step
         self.known = self.known.acknowledged(self.known.incarnation, self.known.wanted + step)
+
+    @rule(step=st.integers(0, 2))
+    def want(self, step):
+        self.newest = max(self.newest, self.known.wanted + step)
+        self.known = self.known.wants(self.known.wanted + step)
+
+    @rule(well=st.booleans())
+    def look(self, well):
+        look = self.known.cleared if well else self.known.suspected
+        self.known = look(self.known.incarnation)
 
     @rule(back=st.integers(1, 3), version=st.integers(0, 9))
     def late_news(self, back, version):
