@@ -222,8 +222,7 @@ class StreamingCollector(Collector):
         return taken
 
     def _next_groups(self) -> list[Group]:
-        begin = time.monotonic()
-        producer = self._producer
+        begin, producer = time.monotonic(), self._producer
         with producer.changed:
             while True:
                 producer.check_alive()
