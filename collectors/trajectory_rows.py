@@ -4,9 +4,10 @@ Shape legend: B rows of the environment, T tokens of a row (ragged).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import read_objects
@@ -36,6 +37,7 @@ from torchrl_envs.episode.entries import EPISODE
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
 
+_NO_BATCH = torch.Size([])
 _DENSE = (
     REWARD,
     SCORABLE,
@@ -63,44 +65,73 @@ def trajectory_rows(
         For each, one TensorDict or, where its past was rewritten, one for each segment.
     """
     episodes: list[Episode] = read_objects(batch, EPISODE)
-    kept = (*_DENSE, *further)
-    dense = {key: value for key in kept if (value := batch.get(key, None)) is not None}
-    rewards = dict(batch.get(REWARDS, {}).items())
+    wanted = [episodes[row] for row in rows]
+    columns = _columns(batch, rows, wanted, further)
     errors = read_objects(batch, REWARD_ERRORS, "")
     result = []
-    for row in rows:
-        episode = episodes[row]
-        shared = TensorDict({key: value[row] for key, value in dense.items()})
-        if rewards:
-            shared.set(REWARDS, TensorDict({name: value[row] for name, value in rewards.items()}))
-        shared.set("num_turns", torch.tensor(_num_turns(episode)))
-        shared.set(EPISODE_ID, torch.tensor(episode.id))
-        shared.set(NUM_SEGMENTS, torch.tensor(len(episode.rows)))
-        shared.set_non_tensor(STOP_REASON, episode.stop_reason)
-        shared.set_non_tensor(REWARD_ERRORS, errors[row])
+    for number, (row, episode) in enumerate(zip(rows, wanted, strict=True)):
+        shared = {key: values[number] for key, values in columns.items()}
+        shared[STOP_REASON] = _object(episode.stop_reason)
+        shared[REWARD_ERRORS] = _object(errors[row])
         if episode.example is not None:
-            shared.set_non_tensor(ROW, episode.example)
+            shared[ROW] = _object(episode.example)
         for key in (LOGGED_METRICS, LOGGED_EXTRA):
             if key in episode.metrics:
-                shared.set_non_tensor(key, episode.metrics[key])
-        versions = torch.cat([part.policy_versions(0) for part in episode.rows])
-        sampled = versions[versions >= 0]
-        shared.set(POLICY_VERSION, sampled[0] if len(sampled) else torch.tensor(-1))
+                shared[key] = _object(episode.metrics[key])
         last = token_entries_of_row(batch, row, episode.conversation.num_tokens(0))
         result.append(_rows_of(episode, shared, last))
     return result
 
 
-def _rows_of(episode: Episode, shared: TensorDict, last: dict) -> list[TensorDict]:
+def _columns(
+    batch: TensorDictBase,
+    rows: Sequence[int],
+    episodes: Sequence[Episode],
+    further: Sequence[str],
+) -> dict[str, Sequence[Any]]:
+    """Values of all episodes by entry, each read or made at once."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    columns: dict[str, Sequence[Any]] = {
+        key: value[index].unbind(0)
+        for key in (*_DENSE, *further)
+        if (value := batch.get(key, None)) is not None
+    }
+    rewards = batch.get(REWARDS, {})
+    sources = {name: value[index].unbind(0) for name, value in rewards.items()}
+    if sources:
+        columns[REWARDS] = [
+            TensorDict._new_unsafe({n: v[i] for n, v in sources.items()}, batch_size=_NO_BATCH)
+            for i in range(len(rows))
+        ]
+    counts = {
+        "num_turns": [_num_turns(episode) for episode in episodes],
+        EPISODE_ID: [episode.id for episode in episodes],
+        NUM_SEGMENTS: [len(episode.rows) for episode in episodes],
+        POLICY_VERSION: [_first_version(episode) for episode in episodes],
+    }
+    return columns | {key: torch.tensor(values).unbind(0) for key, values in counts.items()}
+
+
+def _object(value: Any) -> NonTensorData:
+    """What ``set_non_tensor`` writes, without its checks."""
+    nothing = TensorDict._new_unsafe({}, batch_size=_NO_BATCH)
+    rest = {"data": value, "_metadata": None, "_is_non_tensor": True}
+    return NonTensorData._from_tensordict(nothing, rest, safe=False)
+
+
+def _first_version(episode: Episode) -> int:
+    versions = episode.sampled_versions
+    return int(versions[0]) if len(versions) else -1
+
+
+def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[TensorDict]:
     """The rows of one episode; ``last`` are the entries by token of the last of them."""
     out, start = [], 0
     for number, part in enumerate(episode.rows):
         end = start + part.num_tokens(0)
         is_last = number == len(episode.segments)
         own = last if is_last else _earlier(episode, start, end)
-        row = _row(part, shared, own)
-        row.set(SEGMENT, torch.tensor(number))
-        out.append(row)
+        out.append(_row(part, {**shared, SEGMENT: torch.tensor(number)}, own))
         start = end
     return out
 
@@ -112,11 +143,11 @@ def _earlier(episode: Episode, start: int, end: int) -> dict:
     }
 
 
-def _row(part: Conversations, shared: TensorDict, by_token: dict) -> TensorDict:
+def _row(part: Conversations, shared: dict[str, Any], by_token: dict) -> TensorDict:
     (row,) = row_tensordicts(part)
     write_conversations(row, FULL, part)
-    for key, value in shared.items():
-        row.set(key, value)
+    # All of them have the shape of a row, so that each need not be looked at once more.
+    row = TensorDict._new_unsafe({**dict(row.items()), **shared}, batch_size=_NO_BATCH)
     for key, value in by_token.items():
         row.set(key, value)
     return row

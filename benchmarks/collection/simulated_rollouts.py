@@ -126,8 +126,9 @@ class SimulatedEngine:
             rollout, turn = map(int, answered[-1])
             return self._turns[rollout][turn + 1]
         question = int(re.findall(r"question <(\d+)>", tail)[-1])
+        member = self._members[question] % GROUP_SIZE
         self._members[question] += 1
-        return self._turns[question * GROUP_SIZE + self._members[question] - 1][0]
+        return self._turns[question * GROUP_SIZE + member][0]
 
     def generate(self, prompts, *_, **__):
         """A batch: its longest response holds up all."""
@@ -171,8 +172,8 @@ def make_policy() -> LLMWrapperBase:
     )
 
 
-def make_env(trace: Trace, batch_size: int) -> Any:
-    """A chat with slow tools, one of them sync and one async, a turn limit and a slow reward."""
+def make_tools(trace: Trace) -> tuple[Any, Any]:
+    """Slow tools, one of them sync and one async."""
 
     def search(rollout: int, turn: int) -> str:
         """Search.
@@ -194,18 +195,33 @@ def make_env(trace: Trace, batch_size: int) -> Any:
         await asyncio.sleep(trace.tool_s[rollout][turn])
         return f"rollout {rollout} turn {turn}"
 
-    def reward(completions: list) -> list[float]:
-        time.sleep(REWARD_S)
-        said = [int(re.findall(r"<(\d+)>", each[-1]["content"])[-1]) for each in completions]
-        return [float(rollout % 5) for rollout in said]
+    return search, ask
 
-    questions = range(len(trace.tokens) // GROUP_SIZE)
-    rows = [{"prompt": f"question <{i}>"} for i in questions]
+
+def reward(completions: list, **_: Any) -> list[float]:
+    """A slow reward: of the answers that end the completions."""
+    time.sleep(REWARD_S)
+    return [reward_of(each[-1]["content"]) for each in completions]
+
+
+def reward_of(answer: str) -> float:
+    """What an answer is worth."""
+    return float(int(re.findall(r"<(\d+)>", answer)[-1]) % 5)
+
+
+def questions_of(trace: Trace) -> list[str]:
+    """The prompts, one for each group."""
+    return [f"question <{i}>" for i in range(len(trace.tokens) // GROUP_SIZE)]
+
+
+def make_env(trace: Trace, batch_size: int) -> Any:
+    """A chat with slow tools, a turn limit and a slow reward."""
+    rows = [{"prompt": question} for question in questions_of(trace)]
     env: Any = ChatEnv(batch_size=batch_size)
     return env.append_transform(
         Compose(
             DataLoadingPrimer(rows, group_size=GROUP_SIZE, num_epochs=1),
-            FunctionTools([search, ask], timeout_s=60.0),
+            FunctionTools([*make_tools(trace)], timeout_s=60.0),
             RewardFunctions([reward]),
             StepCounter(max_steps=TURNS + 1),
         )

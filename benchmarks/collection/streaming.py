@@ -1,20 +1,29 @@
 """Collection with slow tools and heavy-tailed lengths, against the schedule that no overhead gives.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/streaming.py
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/streaming.py [--without-peers]
 
-64 rollouts of three turns in 16 and in 256 slots: wall time over the streaming bound (the schedule
-of the same trace, slots taking rollouts in their order), of `StreamingCollector`, of `LLMCollector`
-in batches of as many rows as slots, and of a plain asyncio loop that only waits. Runs are
-interleaved and medians taken; the rows must be the same. Then the CPU time of a turn and of an
-episode as slots grow, everything counted but the plain loop's. Templates are compiled beforehand.
+Four rollouts of three turns a slot, in 16 and in 64 slots: wall time over the streaming bound (the
+schedule of the same trace, slots taking rollouts in their order), and CPU time of a rollout, of
+
+- `StreamingCollector` and `LLMCollector`, in batches of as many rows as slots;
+- TorchRL's `LLMCollector`, of a batch of as many rows and of an `AsyncEnvPool` of environments in
+  threads; and TRL's loop of `AsyncGRPOTrainer`, see `peers.py`;
+- a plain asyncio loop that only waits.
+
+Runs are interleaved and medians taken; all must draw the same rollouts, and what is printed as
+``trained`` is the fraction of the tokens sampled that are there to be trained. What does not run is
+named with its error. Then, of `StreamingCollector` alone, the CPU time of a turn and of an episode
+as slots grow, everything counted but the plain loop's. Templates are compiled beforehand.
 """
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from simulated_rollouts import GROUP_SIZE, TURNS, Trace, make_env, make_policy
 from tensordict import TensorDictBase
@@ -23,6 +32,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from collectors import LLMCollector, StreamingCollector
 from objectives import MCAdvantage
 
+T = TypeVar("T")
+ROLLOUTS_PER_SLOT = 4
 POLICY = make_policy()
 ENGINE: Any = POLICY.engine
 
@@ -34,15 +45,19 @@ class Cost(NamedTuple):
     cpu_s: float
 
 
-Story = list[tuple[int, float, str]]
+Rollouts = list[tuple[float, int]]
+"""Of each rollout: the reward, and the tokens that may be trained."""
 
 
-def story(batches: list[TensorDictBase]) -> Story:
+def rollouts_of(batches: list[TensorDictBase]) -> Rollouts:
     """What was collected, in an order that does not depend on when."""
     rows = [row for batch in batches for row in batch.unbind(0)]
     return sorted(
-        (row["tokens", "full"].numel(), float(row["reward"]), row["stop_reason"]) for row in rows
+        (float(row["reward"]), int(row["masks", "all_assistant_mask"].sum())) for row in rows
     )
+
+
+Variant = Callable[[Trace, int], tuple[Cost, Rollouts]]
 
 
 def make_buffer(num_rows: int) -> ReplayBuffer:
@@ -51,28 +66,28 @@ def make_buffer(num_rows: int) -> ReplayBuffer:
     )
 
 
-def timed(collect: Callable[[], list[TensorDictBase]]) -> tuple[Cost, list[TensorDictBase]]:
+def timed(collect: Callable[[], T]) -> tuple[Cost, T]:
     begin, cpu = time.perf_counter(), time.process_time()
-    batches = collect()
-    return Cost(time.perf_counter() - begin, time.process_time() - cpu), batches
+    collected = collect()
+    return Cost(time.perf_counter() - begin, time.process_time() - cpu), collected
 
 
-def streaming(trace: Trace, num_slots: int) -> tuple[Cost, Story]:
-    num_rollouts = len(trace.tokens)
+def streaming(trace: Trace, num_slots: int) -> tuple[Cost, Rollouts]:
+    num_rows = min(num_slots, len(trace.tokens))
     ENGINE.play(trace)
     collector = StreamingCollector(
-        make_env(trace, num_rollouts),
+        make_env(trace, num_rows),
         POLICY,
         engine=ENGINE,
-        replay_buffer=make_buffer(num_rollouts),
+        replay_buffer=make_buffer(num_rows),
         max_inflight_tasks=num_slots,
     )
     with collector:
-        cost, batches = timed(lambda: [collector.collect()])
-    return cost, story(batches)
+        cost, batches = timed(lambda: list(collector))
+    return cost, rollouts_of(batches)
 
 
-def in_batches(trace: Trace, num_slots: int) -> tuple[Cost, Story]:
+def in_batches(trace: Trace, num_slots: int) -> tuple[Cost, Rollouts]:
     num_rows = min(num_slots, len(trace.tokens))
     ENGINE.play(trace)
     collector = LLMCollector(
@@ -83,35 +98,69 @@ def in_batches(trace: Trace, num_slots: int) -> tuple[Cost, Story]:
     )
     with collector:
         cost, batches = timed(lambda: list(collector))
-    return cost, story(batches)
+    return cost, rollouts_of(batches)
 
 
-def plain(trace: Trace, num_slots: int) -> tuple[Cost, Story]:
+def plain(trace: Trace, num_slots: int) -> tuple[Cost, Rollouts]:
     begin, cpu = time.perf_counter(), time.process_time()
     asyncio.run(trace.plain_loop(num_slots))
     return Cost(time.perf_counter() - begin, time.process_time() - cpu), []
 
 
-VARIANTS = {"StreamingCollector": streaming, "LLMCollector": in_batches, "plain loop": plain}
+def of_peer(make: Callable[..., Callable[[], Rollouts]], **options: Any) -> Variant:
+    def run(trace: Trace, num_slots: int) -> tuple[Cost, Rollouts]:
+        ENGINE.play(trace)
+        return timed(make(ENGINE, trace, num_slots, **options))
+
+    return run
 
 
-def wall_times(trace: Trace, num_slots: int, num_runs: int) -> None:
-    bound_s = trace.streaming_bound_s(num_slots)
-    costs: dict[str, list[Cost]] = {name: [] for name in VARIANTS}
+def variants(with_peers: bool) -> dict[str, Variant]:
+    found: dict[str, Variant] = {"StreamingCollector": streaming, "LLMCollector": in_batches}
+    if with_peers:
+        import peers
+
+        found["TorchRL, a batch"] = of_peer(peers.torchrl, pool=False)
+        found["TorchRL, AsyncEnvPool"] = of_peer(peers.torchrl, pool=True)
+        found["TRL, async loop"] = of_peer(peers.trl)
+    return found | {"plain loop": plain}
+
+
+def check(trace: Trace, collected: Rollouts) -> float:
+    """Check what was collected, and give the fraction of the sampled tokens that are trained."""
+    rewards = sorted(float(rollout % 5) for rollout in range(len(trace.tokens)))
+    assert [reward for reward, _ in collected] == rewards, "not the same rollouts"
+    return sum(tokens for _, tokens in collected) / sum(map(sum, trace.tokens))
+
+
+def wall_times(ways: dict[str, Variant], num_slots: int, num_runs: int) -> None:
+    trace = Trace.draw(ROLLOUTS_PER_SLOT * num_slots)
+    bound_s, num = trace.streaming_bound_s(num_slots), len(trace.tokens)
+    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+    trained: dict[str, float] = {}
+    failed: dict[str, str] = {}
     for _ in range(num_runs):
-        stories: list[Story] = []
-        for name, run in VARIANTS.items():
-            cost, told = run(trace, num_slots)
+        for name, run in ways.items():
+            if name in failed:
+                continue
+            try:
+                cost, collected = run(trace, num_slots)
+            except Exception as error:  # a peer's
+                failed[name] = f"{type(error).__name__}: {error}"
+                continue
             costs[name].append(cost)
-            stories += [told] if told else []
-        assert all(told == stories[0] for told in stories), "not the same rollouts"
-        assert len(stories[0]) == len(trace.tokens)
-    num = len(trace.tokens)
+            if collected:
+                trained[name] = check(trace, collected)
     print(f"{num} rollouts x {TURNS} turns, {num_slots} slots: streaming bound {bound_s:.2f} s")
     for name, values in costs.items():
+        if name in failed:
+            print(f"  {name:22s} does not run: {failed[name]}")
+            continue
         wall_s = statistics.median(cost.wall_s for cost in values)
-        cpu_s = statistics.median(cost.cpu_s for cost in values)
-        print(f"  {name:20s} {wall_s:6.2f} s  {wall_s / bound_s:5.2f}x   CPU {cpu_s:5.2f} s")
+        cpu_ms = 1e3 * statistics.median(cost.cpu_s for cost in values) / num
+        told = f"   {trained[name]:4.0%} trained" if name in trained else ""
+        ratio = wall_s / bound_s
+        print(f"  {name:22s} {wall_s:6.2f} s {ratio:6.2f}x   CPU {cpu_ms:5.2f} ms a rollout{told}")
 
 
 def cpu_times(all_slots: list[int]) -> None:
@@ -130,15 +179,19 @@ def cpu_times(all_slots: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Collection against its bound.")
-    parser.add_argument("--rollouts", type=int, default=64)
-    parser.add_argument("--slots", type=int, nargs="+", default=[16, 256])
+    parser.add_argument("--slots", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--cpu-slots", type=int, nargs="*", default=[16, 64, 256, 1024])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--without-peers", action="store_true")
     args = parser.parse_args()
-    for warm in (streaming, in_batches):
-        warm(Trace.draw(GROUP_SIZE), GROUP_SIZE)
+    ways = variants(not args.without_peers)
+    for warm in ways.values():
+        with contextlib.suppress(Exception):  # told of when it is timed
+            warm(Trace.draw(GROUP_SIZE), GROUP_SIZE)
+    gc.collect()
+    gc.freeze()  # full collections would look at all that was imported
     for num_slots in args.slots:
-        wall_times(Trace.draw(args.rollouts), num_slots, args.runs)
+        wall_times(ways, num_slots, args.runs)
     cpu_times(args.cpu_slots)
 
 

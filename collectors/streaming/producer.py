@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-import numpy as np
 from tensordict import TensorDictBase
 
 from collectors.ledger import Eviction, GroupLedger, Refill, Ticket
@@ -313,8 +312,7 @@ class Producer:
     def _note_end(self, group: Group, number: int, episode: Episode) -> None:
         self.num_open -= 1
         if episode.is_done:  # and not cancelled
-            versions = np.concatenate([part.policy_versions(0).numpy() for part in episode.rows])
-            sampled = versions[versions >= 0]
+            sampled = episode.sampled_versions
             ends = (int(sampled.min()), int(sampled.max())) if len(sampled) else None
             with self.changed:
                 self._ledger.finish_episode(

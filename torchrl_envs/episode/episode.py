@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,6 +185,12 @@ class Episode:
         if not self.segments:
             return self._snapshot.assistant_mask(self._index)
         return torch.cat([row.assistant_mask(0) for row in self.rows])
+
+    @property
+    def sampled_versions(self) -> np.ndarray:
+        """Policy version of each token that the policy sampled, of all rows, int64."""
+        versions = np.concatenate([row.policy_versions(0).numpy() for row in self.rows])
+        return versions[versions >= 0]
 
     def say(self, *messages: Message) -> None:
         """Add messages of anybody but the policy to the conversation.
