@@ -7,6 +7,15 @@ if TYPE_CHECKING:
     from .checkpoint.errors import CheckpointError, CheckpointWarning
     from .checkpoint.reading import Checkpoint
     from .checkpoint.store import CheckpointStore
+    from .evaluation import (
+        Estimate,
+        bootstrap_interval,
+        evaluation_estimates,
+        majority_at_n,
+        mean_at_n,
+        pass_at_k,
+        pass_hat_k,
+    )
     from .ledger.ledger import GroupLedger
     from .ledger.policies import Drop, OnPolicy, Wait
     from .llm_collector import LLMCollector
@@ -25,6 +34,7 @@ _HOMES = {
     "CheckpointStore": ".checkpoint.store",
     "CheckpointWarning": ".checkpoint.errors",
     "Drop": ".ledger.policies",
+    "Estimate": ".evaluation",
     "EvaluationPoint": ".streaming.evaluation",
     "GroupLedger": ".ledger.ledger",
     "InProcessUpdater": ".weight_update.in_process",
@@ -37,7 +47,13 @@ _HOMES = {
     "TextEnvironment": ".text_environment.environment",
     "Wait": ".ledger.policies",
     "WeightUpdater": ".weight_update.interface",
+    "bootstrap_interval": ".evaluation",
+    "evaluation_estimates": ".evaluation",
     "generate_rollout_completions": ".rollout_func",
+    "majority_at_n": ".evaluation",
+    "mean_at_n": ".evaluation",
+    "pass_at_k": ".evaluation",
+    "pass_hat_k": ".evaluation",
     "rollout_metrics": ".metrics",
     "update_metrics": ".metrics",
     "vLLMUpdater": ".weight_update.vllm_updater",
@@ -49,6 +65,7 @@ __all__ = [
     "CheckpointStore",
     "CheckpointWarning",
     "Drop",
+    "Estimate",
     "EvaluationPoint",
     "GroupLedger",
     "InProcessUpdater",
@@ -61,7 +78,13 @@ __all__ = [
     "TextEnvironment",
     "Wait",
     "WeightUpdater",
+    "bootstrap_interval",
+    "evaluation_estimates",
     "generate_rollout_completions",
+    "majority_at_n",
+    "mean_at_n",
+    "pass_at_k",
+    "pass_hat_k",
     "rollout_metrics",
     "update_metrics",
     "vLLMUpdater",
