@@ -20,18 +20,27 @@ from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import defaults_of, fill_in
 from torchrl_envs.tasks.registry import TASKS
 
-SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo.py"
+SCRIPTS = Path(__file__).parents[2] / "sota-implementations"
 
 
 @pytest.fixture
-def grpo(monkeypatch):
-    """The script's module; its folder's modules can be imported, as they import each other."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+def script(monkeypatch):
+    """A script's module; its folder's modules can be imported, as they import each other."""
     before = set(sys.modules)
-    yield import_module("grpo")
+
+    def load(name):
+        monkeypatch.syspath_prepend(str(SCRIPTS / name))
+        return import_module(name.replace("-", "_"))
+
+    yield load
     for name in set(sys.modules) - before:
-        if str(SCRIPT.parent) in str(getattr(sys.modules[name], "__file__", None)):
+        if str(SCRIPTS) in str(getattr(sys.modules[name], "__file__", None)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def grpo(script):
+    return script("grpo")
 
 
 @pytest.fixture
@@ -145,3 +154,20 @@ def test_a_generators_own_settings_are_settings(compose, grpo):
     assert settings["num_rows"] == 30
     assert compose("task=textarena/2048-v0").task.id == "textarena/2048-v0"
     assert compose("task=reasoning_gym/countdown").task.id == "reasoning_gym/countdown"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["evaluate.ks=[9]"], r"evaluate.ks must be from 1 to evaluate.num_samples=8, got \[9\]"),
+        (["engine=chat"], "engine=chat needs engine.url=http://.../v1 and policy.model="),
+        (["engine=transformers", "engine.url=x"], "are for engine=vllm"),
+    ],
+)
+def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
+    module = script("evaluate")
+    prepare(module.RECIPE, overrides)
+    cfg = OmegaConf.to_object(compose_config(module.RECIPE, overrides))
+    with pytest.raises(SettingsError, match=words):
+        checks.check_config(module.RECIPE, cfg)
+        module.build(module.RECIPE, cfg, {})

@@ -1,14 +1,19 @@
 """Settings that can't work are refused by name, before anything is loaded."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import torch
 
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
-from torchrl_agents.settings.schema import CollectorConfig, RecipeConfig, RolloutsConfig
+from torchrl_agents.settings.schema import (
+    CollectorConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    TrainingConfig,
+)
 
 from .collection import MODES, POLICIES, staleness_of
 from .optim import OPTIMIZERS, SCHEDULES
@@ -65,15 +70,16 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         value = getattr(owner, name, None)
         if value is not None and not holds(value):
             raise SettingsError(f"{key} must be {rule}, got {value}.")
-    _check_names(cfg)
-    for backend in cfg.logger.backends:
-        package = missing_package(backend)
-        if package is not None:
-            raise SettingsError(
-                f"logger.backends: {backend} needs the package {package}: pip install {package}."
-            )
-    if cfg.engine.name != "vllm" and (cfg.engine.url or cfg.engine.engine_kwargs):
-        raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
+    _check_names(recipe, cfg)
+    if isinstance(cfg, TrainingConfig):
+        for backend in cfg.logger.backends:
+            package = missing_package(backend)
+            if package is not None:
+                raise SettingsError(
+                    f"logger.backends: {backend} needs the package {package}: pip install "
+                    f"{package}."
+                )
+    _check_engine(cfg)
     if cfg.policy.model is None and cfg.policy.model_kwargs:
         raise SettingsError("policy.model_kwargs are for a policy.model that is loaded.")
     if isinstance(cfg, RolloutsConfig):
@@ -82,20 +88,33 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     _try_parts({"policy": lambda: sampling_of(cfg.policy), **recipe.parts(cfg)})
 
 
-def _check_names(cfg: RecipeConfig) -> None:
-    names = {
-        "engine.name": (cfg.engine.name, ("transformers", "vllm")),
-        "optim.name": (cfg.optim.name, OPTIMIZERS),
-        "optim.schedule": (cfg.optim.schedule, tuple(SCHEDULES)),
+def _check_names(recipe: Recipe, cfg: RecipeConfig) -> None:
+    names: dict[str, tuple[str, Collection[str]]] = {
+        "engine.name": (cfg.engine.name, recipe.engines),
         "policy.dtype": (cfg.policy.dtype, DTYPES),
-        **{f"logger.backends[{i}]": (b, LOGGERS) for i, b in enumerate(cfg.logger.backends)},
     }
+    if isinstance(cfg, TrainingConfig):
+        names["optim.name"] = (cfg.optim.name, OPTIMIZERS)
+        names["optim.schedule"] = (cfg.optim.schedule, tuple(SCHEDULES))
+        for i, backend in enumerate(cfg.logger.backends):
+            names[f"logger.backends[{i}]"] = (backend, LOGGERS)
     if isinstance(cfg, RolloutsConfig):
         names["collector.mode"] = (cfg.collector.mode, MODES)
         names["collector.staleness_policy"] = (cfg.collector.staleness_policy, POLICIES)
     for key, (value, known) in names.items():
         if value not in known:
             raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+
+
+def _check_engine(cfg: RecipeConfig) -> None:
+    if cfg.engine.name == "transformers" and cfg.engine.url:
+        raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
+    if cfg.engine.name != "vllm" and cfg.engine.engine_kwargs:
+        raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
+    if cfg.engine.name == "chat" and not (cfg.engine.url and cfg.policy.model):
+        raise SettingsError(
+            "engine=chat needs engine.url=http://.../v1 and policy.model=, its name at the server."
+        )
 
 
 def _check_rollouts(cfg: RolloutsConfig) -> None:

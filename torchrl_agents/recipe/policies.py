@@ -15,13 +15,15 @@ from transformers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase, SamplingParameters, TransformersWrapper
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+
+from .chat_server import ChatServerPolicy
 
 _NUM_TEXTS = 1024
 
@@ -39,9 +41,10 @@ def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
 
 @contextmanager
 def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
-    """Where to load the model from: as given, or a folder with the embedded one, for a while."""
+    """Where to load the model from: as given, a run's, or a folder with the embedded one."""
     if cfg.policy.model is not None:
-        yield cfg.policy.model
+        of_run = Path(cfg.policy.model) / "model"
+        yield str(of_run) if (of_run / "config.json").is_file() else cfg.policy.model
         return
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         tokenizer = train_tokenizer(task_texts(task), isolated=task.isolated)
@@ -111,32 +114,76 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, 
         SettingsError: the model can't be loaded, or used as the settings say.
     """
     with model_source(cfg, task) as source:
-        model, tokenizer = load_model(cfg.policy, source)
-        common: dict[str, Any] = {
-            "tokenizer": tokenizer,
-            "generate_kwargs": sampling_of(cfg.policy),
-            "chat_template_name": cfg.policy.chat_template_name,
-            "write_tokens": False,
-        }
-        try:
-            actor = TransformersWrapper(
-                model,
-                max_model_len=cfg.policy.max_model_len,
-                autocast_dtype=torch.bfloat16 if cfg.train.autocast else None,
-                **common,
-            )
-        except ValueError as error:
-            raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
+        actor = _transformers_policy(cfg, source)
         if cfg.engine.name == "transformers":
             return actor, actor
-        from torchrl_modules import vLLMWrapper
+        return actor, _vllm_policy(cfg, source, actor.tokenizer)
 
-        engine_kwargs = dict(cfg.engine.engine_kwargs)
-        if cfg.policy.max_model_len is not None:
-            engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
-        return actor, vLLMWrapper(
-            cfg.engine.url or source, engine_kwargs=engine_kwargs or None, **common
+
+def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerPolicy:
+    """A policy that samples where nothing is trained: Transformers, vLLM or a server.
+
+    Args:
+        cfg: the settings.
+        task: for the embedded model, and the tokenizer beside a server.
+
+    Raises:
+        SettingsError: the model can't be loaded, or used as the settings say.
+    """
+    if cfg.engine.name == "chat":
+        # What it says is written down in tokens that are not its own.
+        tokenizer = train_tokenizer(task_texts(task), isolated=task.isolated)
+        assert cfg.engine.url is not None
+        assert cfg.policy.model is not None
+        try:
+            return ChatServerPolicy(
+                cfg.engine.url,
+                cfg.policy.model,
+                tokenizer=tokenizer,
+                sampling=sampling_of(cfg.policy),
+            )
+        except (ImportError, ValueError) as error:
+            raise SettingsError(str(error)) from error
+    with model_source(cfg, task) as source:
+        if cfg.engine.name == "vllm":
+            return _vllm_policy(cfg, source, AutoTokenizer.from_pretrained(source))
+        return _transformers_policy(cfg, source)
+
+
+def _transformers_policy(cfg: RecipeConfig, source: str) -> TransformersWrapper:
+    model, tokenizer = load_model(cfg.policy, source)
+    autocast = isinstance(cfg, TrainingConfig) and cfg.train.autocast
+    try:
+        return TransformersWrapper(
+            model,
+            max_model_len=cfg.policy.max_model_len,
+            autocast_dtype=torch.bfloat16 if autocast else None,
+            **_common(cfg, tokenizer),
         )
+    except ValueError as error:
+        raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
+
+
+def _vllm_policy(
+    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase
+) -> LLMWrapperBase:
+    from torchrl_modules import vLLMWrapper
+
+    engine_kwargs = dict(cfg.engine.engine_kwargs)
+    if cfg.policy.max_model_len is not None:
+        engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
+    return vLLMWrapper(
+        cfg.engine.url or source, engine_kwargs=engine_kwargs or None, **_common(cfg, tokenizer)
+    )
+
+
+def _common(cfg: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "tokenizer": tokenizer,
+        "generate_kwargs": sampling_of(cfg.policy),
+        "chat_template_name": cfg.policy.chat_template_name,
+        "write_tokens": False,
+    }
 
 
 def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:

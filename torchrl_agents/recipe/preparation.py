@@ -1,12 +1,20 @@
 """The task, its environments and the model, before a recipe's own part begins."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
-from torchrl_agents.settings.schema import EpisodeConfig, RolloutsConfig, defaults_of, fill_in
+from torchrl_agents.settings.schema import (
+    EpisodeConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    defaults_of,
+    fill_in,
+)
 from torchrl_envs import TokenBudget
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
@@ -17,8 +25,15 @@ from .report import RunLog
 from .warm_start import warm_start
 
 
+class Test(NamedTuple):
+    """A task, and the environment of its held-out rows."""
+
+    task: Task
+    held_out_env: TaskEnv
+
+
 class Setup(NamedTuple):
-    """What a run is made of before its model is loaded."""
+    """What a run with rollouts is made of before its model is loaded."""
 
     task: Task
     env: TaskEnv
@@ -36,31 +51,83 @@ def build_task(recipe: Recipe, cfg: RolloutsConfig, settings: dict[str, Any]) ->
     Raises:
         SettingsError: the task's settings or data can't be used.
     """
-    try:
-        task = make_task(
-            cfg.task.id, seed=cfg.seed, num_held_out=cfg.evaluate.num_prompts, **settings
-        )
-        defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained)
-        if cfg.policy.model is None:
-            defaults["policy.max_new_tokens"] = task.max_new_tokens
-            if not task.demonstrations:
-                defaults["warm_start.num_steps"] = 0
-        fill_in(cfg, defaults)
+    with _told_of(cfg):
+        task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
         if cfg.warm_start.num_steps and not task.demonstrations:
             raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
-        common: dict[str, Any] = {
-            "shuffle": False,
-            "seed": cfg.seed,
-            "max_steps": cfg.collector.max_turns,
-            "show_schemas": cfg.policy.show_tool_schemas,
-        }
         group_size = cfg.collector.group_size
         num_rollouts = cfg.collector.num_prompts * group_size
+        common = _common(cfg, cfg.collector)
         env = TaskEnv(task, num_envs=num_rollouts, repeats=group_size, **common)
         held_out_env = TaskEnv(task, held_out=True, num_envs=len(task.held_out_rows), **common)
+    return Setup(task, env, held_out_env)
+
+
+def build_test(
+    recipe: Recipe,
+    cfg: RecipeConfig,
+    settings: dict[str, Any],
+    *,
+    limits: EpisodeConfig,
+    num_prompts: int,
+    num_samples: int = 1,
+    num_envs: int | None = None,
+) -> Test:
+    """The task and an environment of its held-out rows, for a recipe that samples nothing else.
+
+    Args:
+        recipe: whose defaults are filled in.
+        cfg: the settings.
+        settings: those of the task.
+        limits: of an episode.
+        num_prompts: held-out rows.
+        num_samples: rollouts of each.
+        num_envs: rollouts at once; all of them when not given.
+
+    Raises:
+        SettingsError: the task's settings or data can't be used.
+    """
+    with _told_of(cfg):
+        task = _make_task(recipe, cfg, settings, num_held_out=num_prompts)
+        env = TaskEnv(
+            task,
+            held_out=True,
+            num_envs=num_envs or len(task.held_out_rows) * num_samples,
+            repeats=num_samples,
+            num_epochs=1,
+            **_common(cfg, limits),
+        )
+    return Test(task, env)
+
+
+@contextmanager
+def _told_of(cfg: RecipeConfig) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise SettingsError(f"task={cfg.task.id}: {error}") from error
-    return Setup(task, env, held_out_env)
+
+
+def _make_task(
+    recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
+) -> Task:
+    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
+    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained)
+    if cfg.policy.model is None:
+        defaults["policy.max_new_tokens"] = task.max_new_tokens
+        if "warm_start.num_steps" in defaults and not task.demonstrations:
+            defaults["warm_start.num_steps"] = 0
+    fill_in(cfg, defaults)
+    return task
+
+
+def _common(cfg: RecipeConfig, limits: EpisodeConfig) -> dict[str, Any]:
+    return {
+        "shuffle": False,
+        "seed": cfg.seed,
+        "max_steps": limits.max_turns,
+        "show_schemas": cfg.policy.show_tool_schemas,
+    }
 
 
 def load_policies(
@@ -74,7 +141,7 @@ def load_policies(
     with log.phase("loading the model"):
         actor, policy = build_policies(cfg, task)
         for each in (env, held_out_env):
-            each.append_transform(token_budget(cfg.collector, policy))
+            set_token_budget(each, cfg.collector, policy)
     torch.manual_seed(cfg.seed)
 
     # Warm start: demonstrations teach the format.
@@ -92,11 +159,17 @@ def load_policies(
     return actor, policy
 
 
-def token_budget(cfg: EpisodeConfig, policy: LLMWrapperBase) -> TokenBudget:
-    """Bounds the tokens of an episode, by the model's length at least."""
-    return TokenBudget(
+def set_token_budget(env: TaskEnv, cfg: EpisodeConfig, policy: Any) -> None:
+    """Bound the tokens of an episode, by the model's length at least, where there is a bound."""
+    max_model_len = getattr(policy, "max_model_len", None)
+    if isinstance(policy, LLMWrapperBase):
+        max_model_len = policy.engine.max_model_len  # type: ignore[attr-defined]
+    if cfg.max_episode_tokens is None and max_model_len is None:
+        return
+    budget = TokenBudget(
         cfg.max_episode_tokens,
-        max_model_len=policy.engine.max_model_len,  # type: ignore[attr-defined]
+        max_model_len=max_model_len,
         min_turn_tokens=cfg.min_turn_tokens,
         encoder=policy.encoder,
     )
+    env.append_transform(budget)

@@ -27,6 +27,7 @@ from torchrl_data.keys import (
     ROW,
 )
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_envs.graders.answers import final_text
 from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
 
 
@@ -114,6 +115,11 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 def _number(value: torch.Tensor) -> float | None:
     number = float(value.sum())
     return number if math.isfinite(number) else None
+
+
+def last_text(row: TensorDictBase) -> str:
+    """What the policy said last in a trajectory."""
+    return final_text(_conversation(row).messages(0))
 
 
 def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> None:

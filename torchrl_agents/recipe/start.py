@@ -16,31 +16,34 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_agents.settings.command_line import prepare, task_settings
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
-from torchrl_agents.settings.schema import RolloutsConfig
+from torchrl_agents.settings.schema import RecipeConfig
 
 from .checks import check_config
-from .preparation import Setup, build_task
+from .preparation import build_task
 from .report import RunLog
 from .results import finite
 from .run_folder import Run
 from .stop import StopSignals
 
 _LOG = logging.getLogger("torchrl_agents")
-Train = Callable[[Any, Setup, Run, RunLog, StopSignals], dict[str, Any]]
+Build = Callable[[Recipe, Any, dict[str, Any]], Any]
+"""Gives the task and its environments, a tuple."""
+Train = Callable[[Any, Any, Run, RunLog, StopSignals], dict[str, Any]]
 """Trains as the settings say; gives the result."""
 
 
-def run_recipe(recipe: Recipe, train: Train) -> None:
+def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
     """Do what the command line says: help, a check, or a run, with short errors for settings.
 
     Args:
         recipe: its settings.
         train: its loop.
+        build: makes the task and its environments.
     """
 
     def with_settings(typed: DictConfig) -> None:
         try:
-            _run(recipe, train, typed)
+            _run(recipe, train, build, typed)
         except SettingsError as error:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
 
@@ -57,14 +60,14 @@ def run_recipe(recipe: Recipe, train: Train) -> None:
     decorate(with_settings)()
 
 
-def _run(recipe: Recipe, train: Train, typed: DictConfig) -> None:
+def _run(recipe: Recipe, train: Train, build: Build, typed: DictConfig) -> None:
     """Check, train, tell."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with ExitStack() as stack:
         stack.callback(_remove_if_empty, folder)
         settings = task_settings(typed)
         cfg = OmegaConf.to_object(typed)
-        assert isinstance(cfg, RolloutsConfig)
+        assert isinstance(cfg, RecipeConfig)
         check_config(recipe, cfg)
         disable_progress_bar()  # loading a model has bars of its own
         run = stack.enter_context(Run(folder, overwrite=cfg.overwrite))
@@ -72,9 +75,9 @@ def _run(recipe: Recipe, train: Train, typed: DictConfig) -> None:
         stop = stack.enter_context(StopSignals())
         _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
         with log.phase("loading the data"):
-            setup = build_task(recipe, cfg, settings)
-        stack.callback(setup.env.close, raise_if_closed=False)
-        stack.callback(setup.held_out_env.close, raise_if_closed=False)
+            setup = build(recipe, cfg, settings)
+        for env in setup[1:]:
+            stack.callback(env.close, raise_if_closed=False)
         config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
         (folder / "config.yaml").write_text(config, encoding="utf-8")
         if cfg.dry_run:

@@ -1,6 +1,6 @@
 """What tells one recipe from another: its settings, and what they are checked with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Recipe:
     """Defaults of the embedded model that differ from those of all recipes."""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
     """The same of a model that was given."""
+    engines: Sequence[str] = ("transformers", "vllm")
+    """What may draw its tokens."""
     parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
     """What is tried without a model, from the settings, by the group that is wrong if it fails."""
 

@@ -16,7 +16,8 @@ class PolicyConfig:
     """The model, and how it samples."""
 
     model: str | None = None
-    """Hub id or local path; none builds the embedded model of 0.1 million parameters."""
+    """Hub id, local path or folder of a run; none builds the embedded model of 0.1 million
+    parameters."""
     device: str | None = None
     """Where it is trained: cpu, cuda, cuda:1, ...; none: a GPU where there is one."""
     dtype: str = "float32"
@@ -46,9 +47,10 @@ class EngineConfig:
     """What draws the tokens."""
 
     name: str = "transformers"
-    """transformers (the trained model itself) or vllm."""
+    """transformers (the trained model itself), vllm, or, where nothing is trained, chat."""
     url: str | None = None
-    """Of a vLLM server that runs already (docs/vllm.md); none builds an engine in this process."""
+    """Of a vLLM server that runs already (docs/vllm.md), where none builds an engine in this
+    process; of chat, a server that speaks OpenAI's protocol, http://.../v1."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM: 'engine.engine_kwargs={gpu_memory_utilization: 0.4}'."""
 
@@ -161,6 +163,12 @@ class RecipeConfig:
     task: Any = MISSING
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass
+class TrainingConfig(RecipeConfig):
+    """What every recipe has that trains."""
+
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -168,7 +176,7 @@ class RecipeConfig:
 
 
 @dataclass
-class RolloutsConfig(RecipeConfig):
+class RolloutsConfig(TrainingConfig):
     """What every recipe has that learns from what the policy samples."""
 
     collector: CollectorConfig = field(default_factory=CollectorConfig)

@@ -12,7 +12,7 @@ from torchrl_data.keys import REWARD
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.answer import AnswerReward
 
-from .task import Task, TaskEnv, demonstrate, load_task_rows
+from .task import Task, TaskEnv, demonstrate, load_task_rows, tagged_answer
 
 SYSTEM_PROMPT: Final = (
     "You are given numbers and a target. First reason inside <think> and </think>, then give an "
@@ -171,6 +171,7 @@ def countdown_task(
         held_out_rows=held_out,
         rewards=lambda: [CountdownRewardParser(format_reward=format_reward)],
         columns=("prompt", "numbers", "target"),
+        final_answer=tagged_answer,
         system_prompt=system_prompt,
         demonstrations=demonstrate(
             train,

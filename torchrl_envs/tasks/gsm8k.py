@@ -148,6 +148,7 @@ def gsm8k_task(
         rewards=lambda: [GSM8KRewardParser(format_reward=format_reward)],
         columns=("question", "answer"),
         prompt_column="question",
+        final_answer=_answer,
         system_prompt=system_prompt,
         demonstrations=demonstrate(
             train,
@@ -157,6 +158,12 @@ def gsm8k_task(
             answer=_solution,
         ),
     )
+
+
+def _answer(text: str) -> str | None:
+    """The number in ``<answer>``, as it is compared."""
+    answer = read_tags(text).answer
+    return normalize_number(answer) if answer else None
 
 
 def _solution(row: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from torchrl_envs.graders.answers import think_answer_format
 from torchrl_envs.graders.math_verify_reward import MathVerifyReward
 from torchrl_envs.rewards.functions import RewardFunctions
 
-from .task import Task, TaskEnv, demonstrate, load_task_rows
+from .task import Task, TaskEnv, demonstrate, load_task_rows, tagged_answer
 
 HUB_ID: Final = "DigitalLearningGmbH/MATH-lighteval"
 SYSTEM_PROMPT: Final = (
@@ -88,6 +88,7 @@ def math_task(
         columns=("problem", "solution"),
         prompt_column="problem",
         map_row=_with_answer,
+        final_answer=tagged_answer,
         system_prompt=system_prompt,
         demonstrations=demonstrate(
             train,

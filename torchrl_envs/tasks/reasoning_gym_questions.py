@@ -100,6 +100,12 @@ class Question:
         return float(score_answer(last["content"], self._row) >= 1.0)
 
 
+def _answer(text: str) -> str | None:
+    """What reasoning-gym takes for the answer: what stands in ``<answer>``, or all of the text."""
+    extracted = import_module("reasoning_gym.utils").extract_answer(text)
+    return (text if extracted is None else extracted).strip() or None
+
+
 def question_task(
     generator: str,
     *,
@@ -146,5 +152,6 @@ def question_task(
         demonstrations=demonstrations,
         max_turns=1,
         max_new_tokens=32,
+        final_answer=_answer,
         isolated=r"[\da-z]",
     )

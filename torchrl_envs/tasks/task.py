@@ -19,6 +19,7 @@ from torchrl_envs.datasets.loading import load_rows
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environment_tools import EnvironmentTools
 
@@ -58,6 +59,8 @@ class Task:
     """Most turns of the policy in an episode."""
     max_new_tokens: int = 256
     """Most tokens of a turn, for a model whose tokenizer was trained on the task's texts."""
+    final_answer: Callable[[str], str | None] | None = None
+    """The answer in what the policy said last, equal for answers that are; for a majority vote."""
     isolated: str = r"\d"
     """What a tokenizer made for this task never merges, a regular expression."""
 
@@ -231,3 +234,8 @@ def demonstrate(
             response: Message = {"role": "assistant", "content": text}
             demonstrations.append([*opening, question, response])
     return demonstrations
+
+
+def tagged_answer(text: str) -> str | None:
+    """What stands in the last ``<answer>`` block of a text, white space aside; none without one."""
+    return " ".join(read_tags(text).answer.split()) or None

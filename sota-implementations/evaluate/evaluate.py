@@ -1,0 +1,138 @@
+r"""Evaluation: a model, a run's folder or a server on any task; pass@k, pass^k, mean@n, maj@n.
+
+    python sota-implementations/evaluate/evaluate.py policy.model=outputs/grpo/calculator/seed0
+    python sota-implementations/evaluate/evaluate.py task=gsm8k task.dataset=test.jsonl \
+        policy.model=Qwen/Qwen3-0.6B evaluate.num_samples=16
+    python sota-implementations/evaluate/evaluate.py task=countdown engine=chat \
+        engine.url=http://localhost:8000/v1 policy.model=Qwen/Qwen3-0.6B
+
+A table in the terminal; ``evaluation.json`` and ``rollouts.jsonl`` in the run's folder.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from config import GROUPS, EvaluationConfig
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDictBase, lazy_stack
+
+from collectors import Estimate, LLMCollector, evaluation_estimates, rollout_metrics
+from torchrl_agents.recipe.policies import build_sampler
+from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
+from torchrl_agents.recipe.report import RunLog
+from torchrl_agents.recipe.results import (
+    StepRecord,
+    last_text,
+    show_rollouts,
+    write_rollouts,
+)
+from torchrl_agents.recipe.run_folder import Run
+from torchrl_agents.recipe.start import run_recipe
+from torchrl_agents.recipe.stop import StopSignals
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
+
+RECIPE = Recipe(
+    name="evaluate",
+    summary="Evaluation: a model, a run's folder or a server on any task.",
+    example="task=gsm8k task.dataset=test.jsonl policy.model=outputs/grpo/gsm8k/seed0",
+    script=Path(__file__),
+    config=EvaluationConfig,
+    groups=GROUPS,
+    engines=("transformers", "vllm", "chat"),
+    pretrained={"policy.gradient_checkpointing": False},
+)
+
+
+def build(recipe: Recipe, cfg: EvaluationConfig, settings: dict[str, Any]) -> Test:
+    """The task and the environment of its held-out rows, with ``num_samples`` rollouts of each."""
+    test = cfg.evaluate
+    if test.ks is None:
+        test.ks = [1 << i for i in range(test.num_samples.bit_length())]
+    wrong = [k for k in test.ks if not 1 <= k <= test.num_samples]
+    if wrong or not test.ks:
+        raise SettingsError(
+            f"evaluate.ks must be from 1 to evaluate.num_samples={test.num_samples}, got {test.ks}."
+        )
+    at_once = max(1, test.max_rollouts // test.num_samples) * test.num_samples
+    return build_test(
+        recipe,
+        cfg,
+        settings,
+        limits=cfg.episodes,
+        num_prompts=test.num_prompts,
+        num_samples=test.num_samples,
+        num_envs=min(at_once, test.num_prompts * test.num_samples),
+    )
+
+
+def evaluate(
+    cfg: EvaluationConfig, test: Test, run: Run, log: RunLog, stop: StopSignals
+) -> dict[str, Any]:
+    """Answer every prompt ``num_samples`` times; gives the result."""
+    task, env = test
+    start = time.monotonic()
+    with log.phase("loading the model"):
+        policy = build_sampler(cfg, task)
+        set_token_budget(env, cfg.episodes, policy)
+
+    # Every held-out prompt num_samples times, in batches of whole prompts.
+    collector = LLMCollector(env, policy)
+    num_rollouts = len(task.held_out_rows) * cfg.evaluate.num_samples
+    batches: list[TensorDictBase] = []
+    num_done = 0
+    with (
+        (run.folder / "rollouts.jsonl").open("w", encoding="utf-8") as file,
+        log.steps("evaluation", num_rollouts) as steps,
+    ):
+        while num_done < num_rollouts and not stop.received:
+            with stop.held():  # a signal in here ends the evaluation after the batch
+                batches.append(collector.collect())
+                write_rollouts(file, StepRecord(0, {}, batches[-1], None))
+                num_done += sum(int(row["segment"]) == 0 for row in batches[-1].unbind(0))
+                steps.done(num_done, rollout_metrics(batches[-1]))
+    trajectories = lazy_stack([row for batch in batches for row in batch.unbind(0)])
+
+    # A prompt's n samples, of which c are correct: pass@k = 1 - C(n - c, k) / C(n, k).
+    answer = task.final_answer
+    estimates = evaluation_estimates(
+        trajectories,
+        ks=cfg.evaluate.ks or [1],
+        solved_at=cfg.evaluate.solved_at,
+        answer_of=None if answer is None else lambda row: answer(last_text(row)),
+        level=cfg.evaluate.level,
+        seed=cfg.seed,
+    )
+    show_rollouts({"held-out prompts": trajectories}, cfg.evaluate.num_shown)
+    show_table(estimates, cfg)
+    result = {
+        "task": cfg.task.id,
+        "model": cfg.policy.model,
+        "seed": cfg.seed,
+        "num_prompts": len(task.held_out_rows),
+        "num_samples": cfg.evaluate.num_samples,
+        "estimates": {name: each._asdict() for name, each in estimates.items()},
+        "rollouts": rollout_metrics(trajectories, solved_at=cfg.evaluate.solved_at),
+        "seconds": round(time.monotonic() - start, 1),
+        "output_dir": str(run.folder),
+    }
+    (run.folder / "evaluation.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+    return result
+
+
+def show_table(estimates: dict[str, Estimate], cfg: EvaluationConfig) -> None:
+    """Print the estimates with their intervals."""
+    percent = f"{100 * cfg.evaluate.level:g} %"
+    table = Table(title=f"{cfg.policy.model or 'embedded model'} on {cfg.task.id}")
+    for title in ("", "mean", f"{percent} interval", "prompts"):
+        table.add_column(title, justify="right" if title else "left")
+    for name, (value, low, high, count) in estimates.items():
+        table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}", str(count))
+    Console(stderr=True).print(table)
+
+
+if __name__ == "__main__":
+    run_recipe(RECIPE, evaluate, build)

@@ -1,0 +1,113 @@
+"""The evaluation as a user runs it: a server on a data set, with every number by hand."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUM_ROWS = 12
+
+
+class Solver(BaseHTTPRequestHandler):
+    """Adds 1: always right for even numbers, at every fourth time for odd ones."""
+
+    asked: Counter[int]
+    lock = threading.Lock()
+    requests: list[dict]
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number = int(re.search(r"\d+", body["messages"][-1]["content"])[0])
+        with self.lock:
+            turn = self.asked[number]
+            self.asked[number] += 1
+            self.requests.append(body)
+        wrong = number % 2 and turn % 4
+        said = f"<think>easy</think><answer>{number + 1 + (wrong if wrong > 1 else 0)}</answer>"
+        said = "I do not know." if wrong == 1 else said
+        message = {"role": "assistant", "content": said}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+        data = json.dumps({**reply, "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    Solver.asked, Solver.requests = Counter(), []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Solver) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{httpd.server_port}/v1"
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    rows = [{"question": f"What is {i} plus 1?", "answer": f"#### {i + 1}"} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "torchrl_agents", "evaluate", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_server_on_a_data_set(evaluate, server, tmp_path):
+    done = evaluate(
+        *("task=gsm8k", "task.dataset=rows.jsonl", f"evaluate.num_prompts={NUM_ROWS}"),
+        *("evaluate.num_samples=4", "evaluate.max_rollouts=20", "evaluate.ks=[1,2,4]"),
+        *("engine=chat", f"engine.url={server}", "policy.model=m", "policy.temperature=0.7"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    folder = Path(result["output_dir"])
+    assert json.loads((folder / "evaluation.json").read_text()) == result
+    # Of the 12 prompts 6 are always right. The others are right once in 4, without an answer once,
+    # and wrong twice with different answers, so that their vote is a tie of three.
+    found = {name: each["value"] for name, each in result["estimates"].items()}
+    assert found == {
+        "reward": pytest.approx((1 + (1 + 2 * 0.1) / 4) / 2),
+        "mean@4": pytest.approx((1 + 1 / 4) / 2),
+        "pass@1": pytest.approx((1 + 1 / 4) / 2),
+        "pass@2": pytest.approx((1 + 1 / 2) / 2),
+        "pass@4": 1.0,
+        "pass^1": pytest.approx((1 + 1 / 4) / 2),
+        "pass^2": 0.5,
+        "pass^4": 0.5,
+        "maj@4": pytest.approx((1 + 1 / 3) / 2),
+    }
+    assert result["estimates"]["pass^4"]["low"] < 0.5 < result["estimates"]["pass^4"]["high"]
+    assert "maj@4" in done.stderr
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 4 * NUM_ROWS
+    assert set(Solver.asked.values()) == {4}
+    assert all(r["messages"][0]["role"] == "system" for r in rollouts)
+    request = Solver.requests[0]
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.7, 512)
+    assert [m["role"] for m in request["messages"]] == ["system", "user"]
