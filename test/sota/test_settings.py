@@ -168,6 +168,10 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
     module = script("evaluate")
     prepare(module.RECIPE, overrides)
     cfg = OmegaConf.to_object(compose_config(module.RECIPE, overrides))
-    with pytest.raises(SettingsError, match=words):
+
+    def begin():
         checks.check_config(module.RECIPE, cfg)
         module.build(module.RECIPE, cfg, {})
+
+    with pytest.raises(SettingsError, match=words):
+        begin()
