@@ -2,20 +2,31 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
+from torchrl.envs import Transform
 
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
+from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 
 from .weight_update.in_process import InProcessUpdater
 from .weight_update.interface import WeightUpdater
 
 PostProcessing = Callable[[TensorDictBase], TensorDictBase]
+
+
+def remembering(env: EpisodeEnv) -> list[Transform]:
+    """The transforms that have a state of their own: those with a ``get_extra_state()``."""
+    return [
+        part
+        for part in env.transforms_of(Transform)
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ]
 
 
 class Collector(ABC):
@@ -53,6 +64,7 @@ class Collector(ABC):
         self._loaders = list(loaders)
         self._reward_functions = list(reward_functions)
         self._total = total_episodes
+        self._restored_version: int | None = None
 
     @abstractmethod
     def _run_batch(self) -> tuple[TensorDictBase, int]:
@@ -78,6 +90,7 @@ class Collector(ABC):
 
     def collect(self) -> TensorDictBase:
         """One batch; after an error its data are drawn again by the next call."""
+        self._check_restored()
         with drawn_again_after_an_error(self._loaders):
             batch, num_episodes = self._run_batch()
             if self.postproc is not None:
@@ -119,14 +132,84 @@ class Collector(ABC):
                 f"{type(self).__name__}.update_policy_weights_ takes a model or a state dict, got "
                 f"{len(given)} of them."
             )
-        version = self._push(given[0], version)
-        if self.num_collected:  # what comes before the first batch is no step of the training
+        restored, self._restored_version = self._restored_version, None
+        version = self._push(
+            given[0], restored if version is None else version, is_restored=restored is not None
+        )
+        if self.num_collected and restored is None:
+            # Neither what comes before the first batch nor a checkpoint is a step of the training.
             for functions in self._reward_functions:
                 functions.trainer_state.global_step += 1
         return version
 
-    def _push(self, source: nn.Module | Mapping[str, Tensor], version: int | None) -> int:
+    def _push(
+        self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
+    ) -> int:
+        """Hand over weights that a step of training made, or those that the policy had before."""
+        del is_restored
         return self.weight_updater.push(source, version=version)
+
+    # Resume -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: the place in the data, what transforms remember, counts, the version.
+
+        To be asked between batches. The batch that was collected last is its caller's: it is not in
+        here, and counts as used.
+
+        Returns:
+            Plain values, and whatever the ``get_extra_state()`` of the environment's transforms
+            gives.
+        """
+        return {
+            "num_collected": self.num_collected,
+            "policy_version": self.policy_version,
+            "global_step": [f.trainer_state.global_step for f in self._reward_functions],
+            "transforms": [
+                {"type": type(part).__name__, "state": part.get_extra_state()}
+                for part in self._stateful()
+            ],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state, in a collector that has collected nothing.
+
+        The next :meth:`update_policy_weights_` hands over the weights that the policy had then, and
+        calls them what they were called; do that before the next batch.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: it belongs to other data or another environment; the message says what
+                differs.
+        """
+        parts = list(self._stateful())
+        found = [type(part).__name__ for part in parts]
+        saved = [each["type"] for each in state_dict["transforms"]]
+        if found != saved:
+            raise ValueError(
+                f"{type(self).__name__}: the saved environment had the transforms {saved}, this "
+                f"one has {found}."
+            )
+        for part, each in zip(parts, state_dict["transforms"], strict=True):
+            part.set_extra_state(each["state"])
+        self.num_collected = state_dict["num_collected"]
+        self._restored_version = state_dict["policy_version"] or None
+        for functions, step in zip(self._reward_functions, state_dict["global_step"], strict=True):
+            functions.trainer_state.global_step = step
+
+    def _check_restored(self) -> None:
+        if self._restored_version is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: the state that was loaded is of version "
+                f"{self._restored_version} of the weights. Hand the restored model over first: "
+                "collector.update_policy_weights_(model)."
+            )
+
+    def _stateful(self) -> Iterable[nn.Module]:
+        """What remembers something that a resumed run needs."""
+        return self._loaders
 
 
 @contextlib.contextmanager

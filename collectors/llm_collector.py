@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import ReplayBuffer
+from torchrl.envs import Transform
 
 from torchrl_data.keys import DONE, POLICY_VERSION, STEP_MASK, STOP_REASON
 from torchrl_data.layout.conversation_io import one_dimension
@@ -17,7 +18,7 @@ from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.transforms.policy_version import PolicyVersion
 
-from .base import Collector, PostProcessing
+from .base import Collector, PostProcessing, remembering
 from .composition_checks import check_composition, check_env
 from .trajectory_rows import trajectory_rows
 from .weight_update.interface import WeightUpdater
@@ -96,6 +97,9 @@ class LLMCollector(Collector):
     def _track_version(self) -> None:
         if self.policy_version_tracker is not None:
             self.policy_version_tracker.advance_to(self.policy_version)
+
+    def _stateful(self) -> list[Transform]:
+        return remembering(self.env)
 
     def collect(self) -> TensorDictBase:
         """One batch of finished trajectories.

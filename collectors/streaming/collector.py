@@ -4,22 +4,22 @@ Shape legend: B rows, T tokens of a row (ragged).
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
+from torchrl.envs import Transform
 
-from collectors.base import Collector, PostProcessing
+from collectors.base import Collector, PostProcessing, remembering
 from collectors.composition_checks import advantages_of, check_room
-from collectors.ledger import GroupLedger, StalenessPolicy, Ticket, Wait
+from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from torchrl_data.validation import check_counts
-from torchrl_envs.datasets.primer import DataExhaustedError
+from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
@@ -37,14 +37,15 @@ from .checks import (
     turn_timeout_s,
 )
 from .evaluation import EvaluationPoint, Evaluations
-from .group_runner import Group, GroupRunner
+from .finished_groups import FinishedGroups
+from .group_runner import GroupRunner
 from .monitor import Monitor
 from .producer import Producer
+from .prompt_queue import PromptQueue
 from .trace import Timeline
 from .updater import SnapshotUpdater, check_own_memory
 from .weights import WeightPushes
 
-_LOOK_S: Final = 0.5
 _CLOSE_S: Final = 60.0
 _MAX_UNWANTED: Final = 16
 """Groups without a signal in a row, in steps of training, before the collection gives up."""
@@ -143,10 +144,12 @@ class StreamingCollector(Collector):
             self._open_engine(policy, engine),
             request_timeout_s=timeout_s,
         )
+        runner = AsyncEpisodeRunner(env)
+        self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))
         self._producer = Producer(
             partial(
                 GroupRunner,
-                AsyncEpisodeRunner(env),
+                runner,
                 self._async_policy,
                 group_size=group_size,
                 max_episodes=max_episodes,
@@ -155,6 +158,7 @@ class StreamingCollector(Collector):
             ),
             self._async_policy,
             self.ledger,
+            self._prompts,
             is_wanted=partial(is_wanted, advantages_of(replay_buffer)),
             max_unwanted=_MAX_UNWANTED * groups_per_step,
         )
@@ -162,7 +166,7 @@ class StreamingCollector(Collector):
         self._weights = WeightPushes(*parts, self.ledger, updater, self.timeline)
         self._evaluations = Evaluations(*parts, self.timeline)
         self._monitor = Monitor(self._producer, self.ledger, self.timeline)
-        self._taken: list[Ticket] = []
+        self._finished = FinishedGroups(self._producer, self.ledger, self._prompts, self._monitor)
         self._is_closed = False
 
     # What it is made of -------------------------------------------------------------------------
@@ -206,47 +210,17 @@ class StreamingCollector(Collector):
             DataExhaustedError: there are no more data, and nothing is under way.
             RuntimeError: the collection has failed; the cause is attached.
         """
-        return super().collect()
+        batch = super().collect()
+        self._finished.reached_caller()
+        return batch
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
-        if self._taken:
-            self._weights.unchanged(self._took())
-        groups = self._next_groups()
+        if self._finished.are_taken:
+            self._weights.unchanged(self._finished.used())
+        groups = self._finished.take()
         rows = [row for group in groups for row in group.rows]
-        return lazy_stack(rows), sum(len(group.episodes) for group in groups)
-
-    def _took(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
-        taken, self._taken = self._taken, []
-        return taken
-
-    def _next_groups(self) -> list[Group]:
-        begin, producer = time.monotonic(), self._producer
-        with producer.changed:
-            while True:
-                producer.check_alive()
-                tickets = self._take()
-                for eviction in self.ledger.take_evicted():
-                    producer.forget(eviction)
-                if tickets:
-                    break
-                producer.changed.wait(_LOOK_S)
-            self._taken = list(tickets)
-            groups = [producer.finished.pop(ticket) for ticket in tickets]
-            num_queued = len(producer.finished)
-        self._monitor.taken(begin, time.monotonic(), num_queued)
-        producer.wake()
-        return groups
-
-    def _take(self) -> list[Ticket] | None:
-        """The groups of the next batch, if there are so many, or all that the data gave."""
-        if not self._producer.is_drained:
-            return self.ledger.take()
-        tickets = self.ledger.take_rest()
-        if not tickets:
-            raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
-        return tickets
+        return lazy_stack(rows), len(groups) * self.group_size
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -304,11 +278,42 @@ class StreamingCollector(Collector):
             self._weights.wait()
         return number
 
-    def _push(self, source: nn.Module | Mapping[str, Tensor], version: int | None) -> int:
+    def _push(
+        self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
+    ) -> int:
         if not self._is_lockstep:
             check_own_memory(source, self._async_policy.engine)
         self._open()
-        return self._weights.push(source, self._took(), version)
+        return self._weights.push(source, () if is_restored else self._finished.used(), version)
+
+    # Resume -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: the ledger, the place in the data, and the rows of the groups that wait.
+
+        May be asked while it collects; waits for a push that is under way. Unfinished groups are
+        not in here: a resumed run begins them again, with the same seeds.
+
+        Returns:
+            See :meth:`Collector.state_dict`; the rows as the batches have them.
+        """
+        self._weights.wait()
+        return super().state_dict() | self._finished.state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Collector.load_state_dict`; no prompt is skipped, and none trained twice.
+
+        Raises:
+            ValueError: data, environment or settings of the ledger are others.
+            LedgerError: it has collected already.
+        """
+        super().load_state_dict(state_dict)
+        for loader in self.env.transforms_of(DataLoadingPrimer):
+            loader.set_extra_state(state_dict["data"])
+        self._finished.load(state_dict)
+
+    def _stateful(self) -> list[Transform]:
+        return [t for t in remembering(self.env) if not isinstance(t, DataLoadingPrimer)]
 
     # Evaluation ---------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ from tensordict import TensorDictBase
 
 from collectors.ledger import Ticket
 from collectors.trajectory_rows import trajectory_rows
-from torchrl_data.stop_reasons import NO_DATA
-from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt_of
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode import Episode
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
@@ -70,20 +69,6 @@ class GroupRunner:
         runner.allow(max_episodes)
         self._slots = asyncio.Semaphore(max_episodes)
         self._finishers = ThreadPoolExecutor(_MAX_FINISHERS, thread_name_prefix="finish-group")
-        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")
-
-    async def draw(self) -> tuple[Prompt, int, list[Episode]] | None:
-        """The next prompt of the data, its seed and episodes; ``None``: there is none."""
-        loop = asyncio.get_running_loop()
-        episodes = await loop.run_in_executor(self._drawer, self._runner.draw, self._group_size)
-        if any(episode.stop_reason == NO_DATA for episode in episodes):
-            await self.give_up(episodes)
-            return None
-        return prompt_of(episodes[0]), episodes[0].seed, episodes
-
-    def draw_again(self, prompt: Prompt, seed: int) -> list[Episode]:
-        """New episodes of a prompt that was drawn before."""
-        return self._runner.draw_again(prompt, seed, self._group_size)
 
     async def run(self, group: Group) -> None:
         """Take all episodes to their ends, and score them.
@@ -119,7 +104,6 @@ class GroupRunner:
 
     def close(self) -> None:
         """Wait for what is done in threads, and end them."""
-        self._drawer.shutdown(wait=True)
         self._finishers.shutdown(wait=True)
 
 

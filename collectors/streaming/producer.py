@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,9 +11,8 @@ from typing import Any, Final, TypeVar
 
 from tensordict import TensorDictBase
 
-from collectors.ledger import Eviction, GroupLedger, Refill, Ticket
+from collectors.ledger import Eviction, GroupLedger, Ticket
 from collectors.ledger.reasons import NO_SIGNAL, STALE
-from torchrl_envs.episode.async_runner import Prompt
 from torchrl_envs.episode.episode import Episode
 from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.engines.protocol import EngineDied
@@ -22,6 +20,7 @@ from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .checks import WHO
 from .group_runner import Group, GroupRunner
+from .prompt_queue import PromptQueue
 
 T = TypeVar("T")
 ENGINE_DIED: Final = "engine_died"
@@ -41,6 +40,7 @@ class Producer:
         make_runner: makes what runs groups, given ``on_end``.
         policy: takes turns.
         ledger: admits groups, and knows what became of each.
+        prompts: of the groups.
         is_wanted: whether the rows of a finished group are worth training.
         max_unwanted: groups in a row that are not before it gives up.
     """
@@ -50,6 +50,7 @@ class Producer:
         make_runner: MakeRunner,
         policy: AsyncPolicy,
         ledger: GroupLedger,
+        prompts: PromptQueue,
         *,
         is_wanted: Callable[[Sequence[TensorDictBase]], bool],
         max_unwanted: int,
@@ -58,6 +59,7 @@ class Producer:
         self._groups_runner: GroupRunner
         self._policy = policy
         self._ledger = ledger
+        self._prompts = prompts
         self._is_wanted = is_wanted
         self._max_unwanted = max_unwanted
         self.changed = threading.Condition()
@@ -68,9 +70,7 @@ class Producer:
         """By version of the engine: the steps of training that are in these weights."""
         self.is_exhausted = False
         """No more data will be drawn."""
-        self._owed: deque[tuple[Refill, Prompt]] = deque()
         self._num_unwanted = self._num_deaths = 0
-        self._ordinal = 0
         self.num_open = 0
         """Episodes that were admitted and are not over."""
         self._groups: dict[Ticket, Group] = {}
@@ -114,6 +114,11 @@ class Producer:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @property
+    def version(self) -> int:
+        """Of the weights that serve."""
+        return self._policy.version
+
+    @property
     def is_alive(self) -> bool:
         """Whether the event loop runs."""
         return self._thread is not None and self._thread.is_alive()
@@ -144,7 +149,7 @@ class Producer:
     @property
     def is_drained(self) -> bool:
         """Whether nothing more will come; to be asked while ``changed`` is held."""
-        return self.is_exhausted and not self._groups and not self._owed
+        return self.is_exhausted and not self._groups and not self._prompts
 
     def begin(self) -> None:
         """Begin to collect, if that has not begun."""
@@ -166,8 +171,7 @@ class Producer:
     def forget(self, eviction: Eviction) -> None:
         """A finished group is not trained; to be called while ``changed`` is held."""
         group = self.finished.pop(eviction.ticket)
-        if eviction.refill is not None:
-            self._owed.append((eviction.refill, group.prompt))
+        self._prompts.owe(eviction.refill, group.prompt)
 
     def drop_stale(self) -> None:
         """Cancel the groups that run and have become too old; to be called in the event loop."""
@@ -224,6 +228,7 @@ class Producer:
         left = [episode for group in self._groups.values() for episode in group.episodes]
         if left:
             await self._groups_runner.give_up(left)
+        self._prompts.close()
         self._groups_runner.close()
         with self.changed:
             self._groups.clear()
@@ -250,7 +255,7 @@ class Producer:
 
     def _may_admit(self) -> bool:
         with self.changed:
-            if self._num_holds or (self.is_exhausted and not self._owed):
+            if self._num_holds or (self.is_exhausted and not self._prompts):
                 return False
             return self._ledger.can_admit()
 
@@ -265,25 +270,14 @@ class Producer:
     async def _admit_one(self) -> bool:
         """Begin one group; False if there are no data for it."""
         assert self._loop is not None
-        if self._owed:
-            refill, prompt = self._owed.popleft()
-            with self.changed:
-                ticket = self._ledger.offer(refill.group_id, refill.ordinal)
-            episodes = self._groups_runner.draw_again(prompt, ticket.seed)
-        else:
-            drawn = await self._groups_runner.draw()
-            if drawn is None:
-                with self.changed:
-                    self.is_exhausted = True
-                    self.changed.notify_all()
-                return False
-            prompt, seed, episodes = drawn
-            with self.changed:
-                ticket = self._ledger.offer(prompt.group_id, self._ordinal, seed=seed)
-            self._ordinal += 1
-        group = Group(ticket, prompt, episodes)
+        drawn = await self._prompts.draw()
         with self.changed:
-            self._groups[ticket] = group
+            if drawn is None:
+                self.is_exhausted = True
+                self.changed.notify_all()
+                return False
+            ticket, episodes = self._prompts.offer(drawn)
+            group = self._groups[ticket] = Group(ticket, drawn.prompt, episodes)
             self._ledger.start(ticket)
         self.num_open += len(episodes)
         task = group.task = self._loop.create_task(self._run_group(group))
@@ -347,9 +341,7 @@ class Producer:
 
     def _drop(self, group: Group, reason: str) -> None:
         """Account for a group that nobody trains; draw its prompt again if the ledger says so."""
-        again = self._ledger.drop(group.ticket, reason)
-        if again is not None:
-            self._owed.append((again, group.prompt))
+        self._prompts.owe(self._ledger.drop(group.ticket, reason), group.prompt)
 
     async def _drop_running(self, group: Group, reason: str) -> None:
         await self._groups_runner.give_up(group.episodes)

@@ -326,6 +326,27 @@ class DataLoadingPrimer(EpisodeTransform):
         state = self._frontier.state(self._rows.position)
         return {**state, "settings": self._settings, "skipped": dict(self.skipped.counts)}
 
+    @property
+    def place(self) -> Place:
+        """Epoch and place, in its order, of the row that is read next."""
+        return self._rows.position
+
+    def state_from(self, place: Place) -> dict[str, Any]:
+        """A position like that of :meth:`get_extra_state`, from which on everything is drawn again.
+
+        Args:
+            place: what :attr:`place` was before a group was drawn.
+        """
+        counts = dict(self._frontier.counts)
+        counts["drawn"] = counts["ended"] + counts["abandoned"]
+        return {
+            "next": list(place),
+            "ended_after": [],
+            "counts": counts,
+            "settings": self._settings,
+            "skipped": dict(self.skipped.counts),
+        }
+
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; what ``load_state_dict()`` calls.
 

@@ -61,6 +61,18 @@ class RewardErrorLimit(Transform):
             "RewardErrorLimit(max_error_fraction=...)."
         )
 
+    def get_extra_state(self) -> list[str]:
+        """The errors of the recent rollouts, part of ``state_dict()``."""
+        return list(self._recent)
+
+    def set_extra_state(self, state: list[str]) -> None:
+        """Go back to a state; what ``load_state_dict()`` calls.
+
+        Args:
+            state: what :meth:`get_extra_state` gave.
+        """
+        self._recent = deque(state, maxlen=self._recent.maxlen)
+
 
 def _kind(error: str) -> str:
     """What errors of a kind have in common: who failed, and the last line of the traceback."""

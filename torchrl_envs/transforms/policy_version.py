@@ -4,7 +4,7 @@ Shape legend: B rows.
 """
 
 import uuid
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -82,6 +82,18 @@ class PolicyVersion(Transform):
             )
         self._number = number
         return self.version
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The present version and the names of all, of plain values; part of ``state_dict()``."""
+        return {"number": self._number, "names": dict(self._names)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state; what ``load_state_dict()`` calls.
+
+        Args:
+            state: what :meth:`get_extra_state` gave.
+        """
+        self._number, self._names = state["number"], dict(state["names"])
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase

@@ -1,0 +1,165 @@
+"""Which prompt comes next: one that is owed, or the next one of the data."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from tensordict import TensorDictBase
+
+from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
+from torchrl_data.stop_reasons import NO_DATA
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.datasets.resume import Place
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt_of
+from torchrl_envs.episode.episode import Episode
+
+from .checks import WHO
+
+
+class DrawnPrompt(NamedTuple):
+    """A prompt that is about to be offered to the ledger."""
+
+    ordinal: int
+    prompt: Prompt
+    episodes: list[Episode]
+    """Drawn with it; none where the ledger has to say with which seed."""
+
+
+class PromptQueue:
+    """Draws prompts in the order of the data, and those again that the ledger asks for.
+
+    :meth:`draw` is for one event loop; the others for whoever holds the collection's lock.
+
+    Args:
+        runner: of the environment.
+        ledger: numbers the prompts.
+        group_size: episodes of a prompt.
+        loader: of the environment; ``None`` where something else draws, whose place is not known.
+    """
+
+    def __init__(
+        self,
+        runner: AsyncEpisodeRunner,
+        ledger: GroupLedger,
+        group_size: int,
+        loader: DataLoadingPrimer | None,
+    ) -> None:
+        self._runner = runner
+        self._ledger = ledger
+        self._group_size = group_size
+        self._loader = loader
+        self._owed: deque[tuple[Refill, Prompt]] = deque()
+        self._places: dict[int, Place] = {}
+        """Where in the data the prompts are that are not done, by ordinal."""
+        self._next_place = None if loader is None else loader.place
+        self._next_ordinal = 0
+        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")
+
+    def __bool__(self) -> bool:
+        """Whether a prompt is owed."""
+        return bool(self._owed)
+
+    def owe(self, refill: Refill | None, prompt: Prompt) -> None:
+        """Draw a prompt again, if the ledger says so."""
+        if refill is not None:
+            self._owed.append((refill, prompt))
+
+    async def draw(self) -> DrawnPrompt | None:
+        """The next prompt, of which the ledger hears by :meth:`offer`; ``None``: there is none."""
+        if self._owed:
+            refill, prompt = self._owed[0]
+            return DrawnPrompt(refill.ordinal, prompt, [])
+        loop = asyncio.get_running_loop()
+        episodes = await loop.run_in_executor(self._drawer, self._draw)
+        if not episodes:
+            return None
+        return DrawnPrompt(self._next_ordinal, prompt_of(episodes[0]), episodes)
+
+    def _draw(self) -> list[Episode]:
+        """Episodes of the next prompt of the data; none if there is none."""
+        episodes = self._runner.draw(self._group_size)
+        if any(episode.stop_reason == NO_DATA for episode in episodes):
+            self._runner.give_up(episodes)
+            return []
+        return episodes
+
+    def offer(self, drawn: DrawnPrompt) -> tuple[Ticket, list[Episode]]:
+        """Offer a prompt to the ledger; gives its ticket and its episodes."""
+        group_id = drawn.prompt.group_id
+        if drawn.episodes:
+            seed = drawn.episodes[0].seed
+            ticket = self._ledger.offer(group_id, drawn.ordinal, seed=seed)
+            self._note_place(drawn.ordinal)
+            return ticket, drawn.episodes
+        ticket = self._ledger.offer(group_id, drawn.ordinal)
+        self._owed.popleft()
+        return ticket, self._runner.draw_again(drawn.prompt, ticket.seed, self._group_size)
+
+    def _note_place(self, ordinal: int) -> None:
+        self._next_ordinal = ordinal + 1
+        if self._loader is None or self._next_place is None:
+            return
+        self._places[ordinal], self._next_place = self._next_place, self._loader.place
+        for done in [o for o in self._places if o < self._ledger.frontier]:
+            del self._places[done]
+
+    def close(self) -> None:
+        """Wait for what is being drawn."""
+        self._drawer.shutdown(wait=True)
+
+    # Resume -------------------------------------------------------------------------------------
+
+    def data_state(self) -> Mapping[str, Any]:
+        """The loader's state at the first prompt that is not done.
+
+        Raises:
+            TypeError: there is no loader.
+        """
+        if self._loader is None or self._next_place is None:
+            raise TypeError(
+                f"{WHO}.state_dict: the data come from no DataLoadingPrimer, so nobody knows where "
+                "a resumed run would go on."
+            )
+        place = self._places.get(self._ledger.frontier, self._next_place)
+        return self._loader.state_from(place)
+
+    def restore(
+        self, rows: Mapping[int, Sequence[TensorDictBase]]
+    ) -> dict[Ticket, tuple[Prompt, Sequence[TensorDictBase]]]:
+        """Draw again what the ledger, which was restored, knows of; the loader is at its frontier.
+
+        Args:
+            rows: of finished groups that wait, by ordinal.
+
+        Returns:
+            Prompt and rows of the groups that wait.
+
+        Raises:
+            ValueError: the data are drawn in another order than before.
+        """
+        assert self._loader is not None
+        ledger = self._ledger
+        refills = {refill.ordinal: refill for refill in ledger.owed}
+        waiting = {ticket.ordinal: ticket for ticket in ledger.tickets(GroupState.FINISHED)}
+        restored = {}
+        self._next_ordinal, self._next_place = ledger.frontier, self._loader.place
+        for ordinal in range(ledger.frontier, ledger.next_ordinal):
+            episodes = self._draw()
+            if not episodes:
+                raise ValueError(f"{WHO}: the data end before prompt {ordinal}, drawn before.")
+            prompt = prompt_of(episodes[0])
+            self._runner.give_up(episodes)
+            self._note_place(ordinal)
+            known = refills.get(ordinal) or waiting.get(ordinal)
+            if known is not None and known.group_id != prompt.group_id:
+                raise ValueError(
+                    f"{WHO}: prompt {ordinal} was of group {known.group_id}, and is of "
+                    f"{prompt.group_id} now. The data are drawn in another order than before."
+                )
+            if ordinal in refills:
+                self._owed.append((refills[ordinal], prompt))
+            elif ordinal in waiting:
+                restored[waiting[ordinal]] = (prompt, rows[ordinal])
+        return restored
