@@ -229,6 +229,7 @@ def limit(model: Qwen3ForCausalLM, batch: Batch) -> Callable[[], Tensor]:
 
 
 def ours(model: Qwen3ForCausalLM, batch: Batch, **options: Any) -> Callable[[], Tensor]:
+    model.set_attn_implementation("sdpa")
     tokenizer = train_tokenizer(["a b c"], vocab_size=270)
     policy = TransformersWrapper(model, tokenizer=tokenizer, chat_template_name="chatml")
     for name, value in options.items():

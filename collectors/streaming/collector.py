@@ -5,7 +5,7 @@ Shape legend: B rows, T tokens of a row (ragged).
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -185,9 +185,13 @@ class StreamingCollector(Collector):
     # Collecting ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to collect in the background, if that has not begun; iterating does so too."""
+        """Begin to collect in the background, if that has not begun; iterating does so too.
+
+        On policy a batch begins when it is asked for: nothing is sampled between the steps.
+        """
         self._open()
-        self._producer.begin()
+        if not self._is_lockstep:
+            self._producer.begin()
 
     def _open(self) -> None:
         if not self._producer.is_alive:
@@ -218,7 +222,8 @@ class StreamingCollector(Collector):
         self.start()
         if self._finished.are_taken:
             self._weights.unchanged(self._finished.used())
-        groups = self._finished.take()
+        with self._producer.released() if self._is_lockstep else nullcontext():
+            groups = self._finished.take()
         rows = [row for group in groups for row in group.rows]
         return lazy_stack(rows), len(groups) * self.group_size
 

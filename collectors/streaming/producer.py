@@ -4,9 +4,9 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from tensordict import TensorDictBase
@@ -167,6 +167,15 @@ class Producer:
         with self.changed:
             self._num_holds -= 1
         self.wake()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Groups may begin in here only."""
+        self.release()
+        try:
+            yield
+        finally:
+            self.hold()
 
     def forget(self, eviction: Eviction) -> None:
         """A finished group is not trained; to be called while ``changed`` is held."""

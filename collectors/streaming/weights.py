@@ -85,6 +85,8 @@ class WeightPushes:
         Args:
             trained: what they have used.
         """
+        if self._ledger.weight_sync_steps == 1:
+            self.wait()  # what is on its way is older than what the generators will count as
         with self._producer.changed:
             self._producer.check_alive()
             self._ledger.trained(trained, self._ledger.version)

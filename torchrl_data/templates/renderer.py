@@ -64,6 +64,11 @@ class TemplateRenderer:
         self._check_mask()
 
     @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is given beside messages and tools."""
+        return dict(self._variables)
+
+    @property
     def rendering(self) -> RenderingIdentity:
         """What decides how messages become tokens; equal for encoders that give the same."""
         return self._rendering
