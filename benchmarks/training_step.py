@@ -3,11 +3,10 @@
     python benchmarks/training_step.py [--cases 32k,152k,long] [--repeats 5] [--without-peers]
 
 A Qwen3-shaped model; every variant computes the same clipped loss (token mean) and the gradient of
-all parameters, which is checked first. ``limit`` is written by hand for this batch alone: shared
-prompts, packed responses, and a head that knows the loss, so that its gradient is computed in one
-pass. ``trl`` is the loss of TRL's GRPOTrainer, ``torchrl`` TorchRL's masked distribution over all
-padded positions, as its wrapper makes it. CPU seconds, interleaved in one process, medians; peak
-memory above the model's, each in a process of its own.
+all parameters, which is checked first. ``limit`` is written by hand: shared prompts, packed
+responses, and a head that knows the loss, whose gradient takes one pass. ``trl`` is the loss of
+TRL's GRPOTrainer, ``torchrl`` TorchRL's masked distribution over all padded positions. CPU seconds,
+interleaved in one process, medians; peak memory above the model's, each in its own process.
 """
 
 import argparse

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .ledger.policies import Drop, OnPolicy, Wait
     from .llm_collector import LLMCollector
     from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
+    from .resume.identity import CheckpointMismatch, identity_of
+    from .resume.run_state import RunState
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
     from .streaming.collector import StreamingCollector
     from .streaming.evaluation import EvaluationPoint
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpoint": ".checkpoint.reading",
     "CheckpointError": ".checkpoint.errors",
+    "CheckpointMismatch": ".resume.identity",
     "CheckpointStore": ".checkpoint.store",
     "CheckpointWarning": ".checkpoint.errors",
     "Drop": ".ledger.policies",
@@ -42,6 +45,7 @@ _HOMES = {
     "OnPolicy": ".ledger.policies",
     "PhaseTimer": ".metrics",
     "RolloutFunctionCollector": ".rollout_func",
+    "RunState": ".resume.run_state",
     "StepMetrics": ".metrics",
     "StreamingCollector": ".streaming.collector",
     "TextEnvironment": ".text_environment.environment",
@@ -54,6 +58,7 @@ _HOMES = {
     "mean_at_n": ".evaluation",
     "pass_at_k": ".evaluation",
     "pass_hat_k": ".evaluation",
+    "identity_of": ".resume.identity",
     "rollout_metrics": ".metrics",
     "update_metrics": ".metrics",
     "vLLMUpdater": ".weight_update.vllm_updater",
@@ -62,6 +67,7 @@ _HOMES = {
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointMismatch",
     "CheckpointStore",
     "CheckpointWarning",
     "Drop",
@@ -73,6 +79,7 @@ __all__ = [
     "OnPolicy",
     "PhaseTimer",
     "RolloutFunctionCollector",
+    "RunState",
     "StepMetrics",
     "StreamingCollector",
     "TextEnvironment",
@@ -85,6 +92,7 @@ __all__ = [
     "mean_at_n",
     "pass_at_k",
     "pass_hat_k",
+    "identity_of",
     "rollout_metrics",
     "update_metrics",
     "vLLMUpdater",

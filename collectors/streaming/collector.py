@@ -44,7 +44,7 @@ from .producer import Producer
 from .prompt_queue import PromptQueue
 from .trace import Timeline
 from .updater import SnapshotUpdater, check_own_memory
-from .weights import WeightPushes
+from .weights import WeightPushes, paused
 
 _CLOSE_S: Final = 60.0
 _MAX_UNWANTED: Final = 16
@@ -141,7 +141,7 @@ class StreamingCollector(Collector):
         )
         self._async_policy = AsyncPolicy(
             policy,
-            self._open_engine(policy, engine),
+            engine or self._engine_of(policy),
             request_timeout_s=timeout_s,
         )
         runner = AsyncEpisodeRunner(env)
@@ -175,12 +175,10 @@ class StreamingCollector(Collector):
     def _is_lockstep(self) -> bool:
         return self.ledger.policy.max_staleness == 0
 
-    def _open_engine(self, policy: LLMWrapperBase, engine: AsyncEngine | None) -> AsyncEngine:
-        if engine is not None:
-            return engine
-        if self._is_lockstep:
-            return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
-        return open_async(policy.engine)
+    def _engine_of(self, policy: LLMWrapperBase) -> AsyncEngine:
+        if not self._is_lockstep:
+            return open_async(policy.engine)
+        return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
 
     # Collecting ---------------------------------------------------------------------------------
 
@@ -231,16 +229,8 @@ class StreamingCollector(Collector):
     def pause(self) -> Iterator[None]:
         """Draw no token and begin no group meanwhile; what runs goes on afterwards."""
         self._open()
-        engine = self._async_policy.engine
-        self._producer.hold()
-        try:
-            self._producer.submit(engine.pause()).result()
-            try:
-                yield
-            finally:
-                self._producer.submit(engine.resume()).result()
-        finally:
-            self._producer.release()
+        with paused(self._producer, self._async_policy):
+            yield
 
     # Weights ------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Weights on their way from the trainer to an engine that goes on drawing."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from torch import Tensor, nn
 
@@ -12,6 +12,25 @@ from torchrl_modules.policies.async_policy import AsyncPolicy
 from .producer import Producer
 from .trace import Timeline
 from .updater import SnapshotUpdater
+
+
+@contextmanager
+def paused(producer: Producer, policy: AsyncPolicy) -> Iterator[None]:
+    """No token is drawn in here, and no group begins.
+
+    Args:
+        producer: begins them.
+        policy: whose engine draws.
+    """
+    producer.hold()
+    try:
+        producer.submit(policy.engine.pause()).result()
+        try:
+            yield
+        finally:
+            producer.submit(policy.engine.resume()).result()
+    finally:
+        producer.release()
 
 
 class WeightPushes:

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from collectors.checkpoint.store import CheckpointStore
+
 from .identity import check_identity, installed_versions
 from .random_state import random_state, set_random_state
-from .store import CheckpointStore
 
 _log = logging.getLogger(__name__)
 
@@ -16,7 +17,7 @@ class Stateful(Protocol):
     """What can be saved: a model, an optimizer, a schedule, a scaler, a collector, a buffer."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What it needs to go on: see :class:`~collectors.CheckpointStore` for what may be in it."""
+        """What it needs to go on, of what a :class:`~collectors.CheckpointStore` takes."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 from torch import nn
 
+from collectors.checkpoint.errors import CheckpointError
 from torchrl_data import __version__
 from torchrl_modules import LLMWrapperBase
-
-from .errors import CheckpointError
 
 _PASSING: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Entries of a model's configuration that say nothing about what it computes."""

@@ -1,0 +1,6 @@
+"""A run that goes on where it was: every part of it, the random numbers, and what it belongs to."""
+
+from .identity import CheckpointMismatch, identity_of
+from .run_state import RunState
+
+__all__ = ["CheckpointMismatch", "RunState", "identity_of"]
