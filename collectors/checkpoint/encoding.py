@@ -36,6 +36,8 @@ class Encoder:
     def __init__(self, buffers: StagingBuffers | None = None) -> None:
         self.entries: dict[str, Entry] = {}
         """What goes into the tensor file, by name."""
+        self.root = "state"
+        """What errors call the value that is encoded."""
         self._buffers = buffers
         self._path: list[Any] = []
         # Tensors that are the same memory are stored once; the tensor is kept, so that no other one
@@ -57,7 +59,7 @@ class Encoder:
         """The error for the value being encoded."""
         place = "".join(f"[{key!r}]" for key in self._path[:12])
         rest = "..." if len(self._path) > 12 else ""
-        return CheckpointError(f"state{place}{rest}: {what}.")
+        return CheckpointError(f"{self.root}{place}{rest}: {what}.")
 
     def refused(self, value: Any, instead: str = "") -> CheckpointError:
         """The error for a value of a type that can't be stored."""
