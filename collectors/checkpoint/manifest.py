@@ -88,7 +88,8 @@ def check_lengths(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What is wrong with the names and lengths of a folder's files; nothing is opened."""
     listed, found = manifest["files"], fsio.tree(folder)
     found.pop(MANIFEST, None)
-    problems = [f"{folder / name!s:.500}: is missing" for name in listed if name not in found]
+    missing = [name.encode(errors="backslashreplace").decode() for name in set(listed) - set(found)]
+    problems = [f"{folder}/{name:.500}: is missing" for name in sorted(missing)]
     for name, count in found.items():
         if count is None:
             problems.append(f"{folder / name}: is no regular file")

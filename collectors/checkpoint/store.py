@@ -1,5 +1,6 @@
 """Checkpoints of a folder: saved whole or not at all, and the newest that verifies."""
 
+import re
 import threading
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from .saving import FileWriter, Saver, farewell
 from .tensordicts import Tensorclasses
 
 _SAVE: Final = "CheckpointStore.save"
+_FILE_NAME: Final = re.compile(r"[^/\0\ud800-\udfff]+")
 _RESERVED: Final = (MANIFEST, STATE, TENSORS, SHARDED)
 
 
@@ -301,8 +303,8 @@ def _world_size() -> int:
 
 
 def _check_name(name: Any) -> None:
-    fine = isinstance(name, str) and name not in ("", ".", "..", *_RESERVED)
-    if not fine or "/" in name or "\0" in name or len(name.encode(errors="replace")) > 255:
+    fine = isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
+    if not fine or name in (".", "..", *_RESERVED) or len(name.encode()) > 255:
         raise ValueError(
             f"{_SAVE}: files has {name!r:.300}, which is no name of a file or folder in a "
             f"checkpoint; it has no '/', and is none of {_RESERVED}."

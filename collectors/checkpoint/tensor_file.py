@@ -96,24 +96,25 @@ def _header(entries: dict[str, Entry], metadata: dict[str, str] | None = None) -
 def write_file(path: Path, parts: Sequence[fsio.Buffer]) -> Written:
     """Write a new file of some parts and sync it."""
     digest, count, pending = hashlib.sha256(), 0, bytearray()
-    descriptor = fsio.create(path)
-    try:
-        for part in parts:
-            count += len(part)
-            digest.update(part)
-            # Small parts together, since each write is a call of the system.
-            if len(part) < 1 << 16:
-                pending += part
-                if len(pending) < 1 << 20:
-                    continue
-                part = b""
+    with fsio.named(path):
+        descriptor = fsio.create(path)
+        try:
+            for part in parts:
+                count += len(part)
+                digest.update(part)
+                # Small parts together, since each write is a call of the system.
+                if len(part) < 1 << 16:
+                    pending += part
+                    if len(pending) < 1 << 20:
+                        continue
+                    part = b""
+                fsio.write(descriptor, pending)
+                pending.clear()
+                fsio.write(descriptor, part)
             fsio.write(descriptor, pending)
-            pending.clear()
-            fsio.write(descriptor, part)
-        fsio.write(descriptor, pending)
-        fsio.sync(descriptor)
-    finally:
-        fsio.close(descriptor)
+            fsio.sync(descriptor)
+        finally:
+            fsio.close(descriptor)
     return Written(count, digest.hexdigest())
 
 

@@ -104,11 +104,12 @@ def _synced(path: Path) -> Written:
     digest, count = hashlib.sha256(), 0
     descriptor = fsio.open_file(path)
     try:
-        for chunk in fsio.chunks(descriptor):
-            digest.update(chunk)
-            count += len(chunk)
-        fsio.make_read_only(descriptor)
-        fsio.sync(descriptor)
+        with fsio.named(path):
+            for chunk in fsio.chunks(descriptor):
+                digest.update(chunk)
+                count += len(chunk)
+            fsio.make_read_only(descriptor)
+            fsio.sync(descriptor)
     finally:
         fsio.close(descriptor)
     return Written(count, digest.hexdigest())
