@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import fsio
+from .encoding import StagingBuffers
 from .errors import CheckpointError, CheckpointWarning
 from .lock import WriterLock
 from .ranks import Ranks
 from .retention import Retention, remove_leftovers, stored
 from .sharded import Shards, flatten, plan_shards
-from .staging import StagingBuffers
 from .tensor_file import Entry, Written, check_header
 from .tensordicts import StateEncoder, Tensorclasses
 from .writing import StagedCheckpoint

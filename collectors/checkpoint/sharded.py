@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .encoding import StagingBuffers
 from .errors import CheckpointError
 from .ranks import Ranks
-from .staging import StagingBuffers
 from .tensor_file import DTYPES, Entry
 
 
