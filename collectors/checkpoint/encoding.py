@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from .errors import CheckpointError
-from .staging import StagingBuffers
 from .tensor_file import DTYPES, Entry
 
 MAX_DEPTH: Final = 64
@@ -23,6 +22,46 @@ MAX_DEPTH: Final = 64
 TAG: Final = "!"
 _MAX_NAME: Final = 200
 _ARRAY_KINDS: Final = frozenset("biufcSUmM")
+
+
+_KEPT_BYTES: Final = 1 << 16
+
+
+class StagingBuffers:
+    """Copies of tensors by name; large ones reuse the memory of the save before.
+
+    Fresh memory costs several times what the copy does, so it is kept between saves.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+        self._used: set[str] = set()
+        self._on_their_way = False
+
+    def begin(self) -> None:
+        """Start the next save: what the last one copied is overwritten."""
+        self._kept = {name: self._kept[name] for name in self._used if name in self._kept}
+        self._used.clear()
+
+    def copied(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory of a uint8 tensor ``[N]``; it is there after :meth:`finish`."""
+        device = values.device.type
+        if device == "cpu" and len(values) < _KEPT_BYTES:
+            return values.clone()
+        pinned = device == "cuda"
+        self._used.add(name)
+        kept = self._kept.get(name)
+        if kept is None or len(kept) != len(values):
+            kept = torch.empty(len(values), dtype=torch.uint8, pin_memory=pinned)
+            self._kept[name] = kept
+        self._on_their_way |= pinned
+        return kept.copy_(values, non_blocking=pinned)
+
+    def finish(self) -> None:
+        """Wait for copies that are on their way from a device."""
+        if self._on_their_way:
+            torch.cuda.synchronize()
+            self._on_their_way = False
 
 
 class Encoder:
@@ -36,6 +75,8 @@ class Encoder:
     def __init__(self, buffers: StagingBuffers | None = None) -> None:
         self.entries: dict[str, Entry] = {}
         """What goes into the tensor file, by name."""
+        self.root = "state"
+        """What errors call the value that is encoded."""
         self._buffers = buffers
         self._path: list[Any] = []
         # Tensors that are the same memory are stored once; the tensor is kept, so that no other one
@@ -57,7 +98,7 @@ class Encoder:
         """The error for the value being encoded."""
         place = "".join(f"[{key!r}]" for key in self._path[:12])
         rest = "..." if len(self._path) > 12 else ""
-        return CheckpointError(f"state{place}{rest}: {what}.")
+        return CheckpointError(f"{self.root}{place}{rest}: {what}.")
 
     def refused(self, value: Any, instead: str = "") -> CheckpointError:
         """The error for a value of a type that can't be stored."""

@@ -7,6 +7,7 @@ or lose what was not synced.
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _CHUNK = 1 << 22
@@ -44,6 +45,17 @@ def write(descriptor: int, data: Buffer) -> None:
         view = view[os.write(descriptor, view[:_CHUNK]) :]
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of what is done with a file's descriptor name the file, too."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync(descriptor: int) -> None:
     """Wait until the bytes of a file are on the disk."""
     os.fsync(descriptor)
@@ -53,7 +65,8 @@ def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

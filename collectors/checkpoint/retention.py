@@ -10,7 +10,7 @@ from .manifest import check_lengths, read_manifest
 
 STAGING: Final = ".staging-"
 _REMOVING: Final = ".removing-"
-_NAME: Final = re.compile(r"step-(\d{8,18})\.save-(\d{5,18})")
+_NAME: Final = re.compile(r"step-(\d{8,})\.save-(\d{5,})")
 
 
 class Stored(NamedTuple):
@@ -31,11 +31,14 @@ def stored(folder: Path) -> list[Stored]:
     """The checkpoints of a folder, the newest first."""
     if not folder.is_dir():
         return []
-    matches = [(name, _NAME.fullmatch(name)) for name in fsio.names(folder)]
-    found = [
-        Stored(int(match[2]), int(match[1]), folder / name) for name, match in matches if match
-    ]
-    return sorted(found, reverse=True)
+    found = [checkpoint_of(folder / name) for name in fsio.names(folder)]
+    return sorted((one for one in found if one is not None), reverse=True)
+
+
+def checkpoint_of(path: Path) -> Stored | None:
+    """What a folder's name says, if it is the name of a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return Stored(int(match[2]), int(match[1]), path) if match else None
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -1,32 +1,32 @@
 """Checkpoints of a folder: saved whole or not at all, and the newest that verifies."""
 
+import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import torch
+import torch.distributed as dist
 
 from torchrl_data import __version__
 from torchrl_data.validation import check_counts, check_numbers, one_of
 
-from . import fsio
 from .errors import CheckpointError, CheckpointWarning
 from .lock import WriterLock
 from .manifest import MANIFEST
+from .ranks import Ranks
 from .reading import SHARDED, STATE, TENSORS, Checkpoint, read_checkpoint
-from .retention import Retention, Stored, remove_leftovers, stored
-from .staging import StagingBuffers
-from .tensor_file import Entry, check_header
-from .tensordicts import StateEncoder, Tensorclasses
-from .writing import StagedCheckpoint
+from .retention import Retention, Stored, stored
+from .saving import FileWriter, Saver, farewell
+from .tensordicts import Tensorclasses
 
 _SAVE: Final = "CheckpointStore.save"
+_FILE_NAME: Final = re.compile(r"[^/\0\ud800-\udfff]+")
 _RESERVED: Final = (MANIFEST, STATE, TENSORS, SHARDED)
-FileWriter = Callable[[Path], None]
 
 
 class CheckpointStore:
@@ -52,6 +52,8 @@ class CheckpointStore:
         on_error: what a save does that fails for a reason of the disk: ``"warn"`` and go on, or
             ``"raise"``. The checkpoints that are there stay, whichever it is.
         tensorclasses: classes of your own that may be stored in a state, and loaded.
+        process_group: of all ranks that save and load together; each makes a store of the same
+            folder. ``None``: this process by itself.
 
     Raises:
         ValueError: a setting has no meaning.
@@ -67,6 +69,7 @@ class CheckpointStore:
         best: Literal["max", "min"] = "max",
         on_error: Literal["raise", "warn"] = "warn",
         tensorclasses: Sequence[type] = (),
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_counts("CheckpointStore", keep_last=keep_last)
         if keep_last < 2:
@@ -79,16 +82,22 @@ class CheckpointStore:
         one_of("on_error", on_error, ("raise", "warn"), who="CheckpointStore")
         self.folder = Path(folder)
         """Where the checkpoints are."""
-        self.last_error: CheckpointError | None = None
-        """Why the last save failed; ``None`` if it did not."""
         self._keep_best = keep_best
         self._on_error = on_error
         self._tensorclasses = Tensorclasses(tensorclasses)
+        self._ranks = Ranks(process_group)
         self._retention = Retention(keep_last, keep_best, best)
-        self._buffers = StagingBuffers()
         self._lock = WriterLock(self.folder)
+        self._saver = Saver(
+            self.folder, self._tensorclasses, self._retention, self._lock, self._ranks
+        )
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._lock.release)
+        weakref.finalize(self, farewell, self._lock, self._saver.outcome)
+
+    @property
+    def last_error(self) -> CheckpointError | None:
+        """Why the last save failed; ``None`` if it did not."""
+        return self._saver.outcome.error
 
     # Saving -------------------------------------------------------------------------------------
 
@@ -100,58 +109,60 @@ class CheckpointStore:
         metric: float | None = None,
         wait: bool = True,
         files: Mapping[str, FileWriter] | None = None,
+        sharded: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Path | None:
-        """Save a state.
+        """Save a state; with a process group all ranks call it together.
 
         A step may be saved again; the new checkpoint takes the place of the old one once it is
         whole.
 
         Args:
             step: of training, 0 or more.
-            state: what to save; its keys are strings.
+            state: what to save; its keys are strings. That of the first rank is.
             metric: by which ``keep_best`` ranks it.
             wait: ``False`` returns as soon as the state is copied, and writes it on a thread. What
                 fails there is told by the next ``save``, by :meth:`wait` or :meth:`close`.
             files: further files or folders by name, each written by a function that gets the path.
-                They are called before ``save`` returns.
+                They are called before ``save`` returns, on the first rank.
+            sharded: state dicts by name of which every rank holds a part: nested dictionaries and
+                lists of DTensors, of tensors that are the same on all ranks, and of plain values.
+                :meth:`Checkpoint.load_sharded` reads them.
 
         Returns:
             The checkpoint's folder; ``None`` if saving failed and ``on_error`` is ``"warn"``.
 
         Raises:
-            CheckpointError: something in the state can't be stored; the message says where. With
-                ``on_error="raise"`` also: it, or the save before it, could not be written.
+            CheckpointError: something can't be stored, the message says where; or another store
+                saves into the folder. With ``on_error="raise"`` also: this or the last save could
+                not be written.
             ValueError: an argument has no meaning.
         """
         self.wait()
-        files = dict(files or {})
-        self._check(step, state, metric, files)
-        step = int(step)
-        self._buffers.begin()
-        encoder = StateEncoder(self._tensorclasses, None if wait else self._buffers)
-        try:
-            tree = encoder.encode(dict(state))
-            check_header(encoder.entries)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"state: {error}.") from error
-        self._buffers.finish()
-        about = {"metric": metric, "torch": torch.__version__, "library": __version__}
-        staged = self._begin(step, files)
+        files, sharded = dict(files or {}), dict(sharded or {})
+        self._ranks.agree(lambda: self._check(step, state, metric, files, sharded))
+        about = {
+            "step": int(step),
+            "metric": None if metric is None else float(metric),
+            "torch": torch.__version__,
+            "library": __version__,
+        }
+        encoded = self._saver.encode(state, sharded, copy=not wait)
+        staged = self._saver.begin(int(step), files, sharded)
         if staged is None:
             self._tell()
             return None
         if wait:
-            self._finish(staged, tree, encoder.entries, about)
-            return None if self._tell() else staged.path
+            self._saver.write(staged, encoded, about)
+            return staged.path if self._tell() else None
         # No daemon: a process that ends meanwhile waits for its last checkpoint.
         self._thread = threading.Thread(
-            target=self._finish, args=(staged, tree, encoder.entries, about), name="checkpoint"
+            target=self._saver.write, args=(staged, encoded, about), name="checkpoint"
         )
         self._thread.start()
         return staged.path
 
     def _check(
-        self, step: int, state: Any, metric: float | None, files: Mapping[str, FileWriter]
+        self, step: int, state: Any, metric: float | None, files: Any, sharded: Mapping[str, Any]
     ) -> None:
         check_counts(_SAVE, 0, step=step)
         if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
@@ -165,66 +176,27 @@ class CheckpointStore:
                 f"{_SAVE}: keep_best={self._keep_best} ranks checkpoints by a metric, and step "
                 f"{step} has none. Give metric=."
             )
-        for name in files:
+        for name in (*files, *sharded):
             _check_name(name)
-
-    def _begin(self, step: int, files: Mapping[str, FileWriter]) -> StagedCheckpoint | None:
-        """A staged folder with the files of others in it, unless that fails."""
-        staged = None
-        try:
-            fsio.make_folders(self.folder)
-            self._lock.acquire()
-            remove_leftovers(self.folder)
-            saves = stored(self.folder)
-            staged = StagedCheckpoint(self.folder, step, saves[0].save + 1 if saves else 1)
-            staged.write_files(files)
-        except CheckpointError as error:
-            self.last_error = error
-        except OSError as error:
-            self.last_error = _failed(self.folder, step, error)
-        except BaseException:
-            if staged is not None:
-                staged.discard()
-            raise
-        else:
-            self.last_error = None
-            return staged
-        if staged is not None:
-            staged.discard()
-        return None
-
-    def _finish(
-        self, staged: StagedCheckpoint, tree: Any, entries: dict[str, Entry], about: dict[str, Any]
-    ) -> None:
-        """Write, publish, and remove what need not be kept; what fails is noted."""
-        try:
-            staged.write_state(tree, entries)
-            staged.publish(about)
-        except Exception as error:
-            staged.discard()
-            self.last_error = _failed(self.folder, staged.step, error)
-            return
-        except BaseException:
-            staged.discard()
-            raise
-        try:
-            self._retention.prune(self.folder)
-        except OSError as error:
-            self.last_error = CheckpointError(
-                f"{self.folder}: step {staged.step} is saved, but old checkpoints could not be "
-                f"removed ({error})."
+        if sharded and self._ranks.group is None and _world_size() > 1:
+            raise ValueError(
+                f"{_SAVE}: sharded needs all {_world_size()} ranks. Give "
+                "CheckpointStore(process_group=torch.distributed.group.WORLD)."
             )
-            self.last_error.__cause__ = error
 
     def _tell(self) -> bool:
-        """Raise or warn of what failed; whether something did."""
-        error = self.last_error
-        if error is None:
-            return False
+        """Raise or warn of what failed; whether there is a checkpoint."""
+        outcome = self._saver.outcome
+        note, outcome.note = outcome.note, None
+        if note is not None:
+            warnings.warn(CheckpointWarning(note), stacklevel=3)
+        if outcome.error is None:
+            return True
+        outcome.told = True
         if self._on_error == "raise":
-            raise error
-        warnings.warn(CheckpointWarning(str(error)), stacklevel=3)
-        return True
+            raise outcome.error
+        warnings.warn(CheckpointWarning(str(outcome.error)), stacklevel=3)
+        return False
 
     def wait(self) -> None:
         """Wait until what was saved with ``wait=False`` is on the disk.
@@ -232,9 +204,9 @@ class CheckpointStore:
         Raises:
             CheckpointError: it could not be written, and ``on_error`` is ``"raise"``.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
             self._tell()
 
     def close(self) -> None:
@@ -247,7 +219,7 @@ class CheckpointStore:
             self.wait()
         finally:
             self._lock.release()
-            self._buffers = StagingBuffers()
+            self._saver.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -282,47 +254,58 @@ class CheckpointStore:
         """
         self.wait()
         if isinstance(step, str | Path):
-            return read_checkpoint(Path(step), self._tensorclasses)
-        found = stored(self.folder)
-        candidates = [one for one in found if step is None or one.step == step]
-        if not candidates:
-            which = "" if step is None else f" of step {step} (there are {self.steps()})"
-            raise CheckpointError(f"{self.folder}: holds no checkpoint{which}.")
-        return self._first_whole(candidates)
-
-    def _first_whole(self, candidates: Sequence[Stored]) -> Checkpoint:
+            return read_checkpoint(Path(step), self._tensorclasses, self._ranks)
+        check_counts("CheckpointStore.load", 0, step=step)
+        seen: set[Path] = set()
         broken: list[str] = []
-        for one in candidates:
-            try:
-                checkpoint = read_checkpoint(one.path, self._tensorclasses)
-            except CheckpointError as error:
-                # A store that saves meanwhile may have removed it.
-                if one.path.exists():
-                    self._retention.broken.add(one.path)
-                    broken.append(str(error))
-                continue
-            if broken:
-                warnings.warn(
-                    CheckpointWarning(f"Step {one.step} is loaded instead: {' '.join(broken)}"),
-                    stacklevel=3,
-                )
-            return checkpoint
-        raise CheckpointError(f"{self.folder}: no checkpoint is whole. {' '.join(broken)}")
+        while True:
+            # Again while a store that saves meanwhile removes what is looked at.
+            found = self._ranks.gather(stored(self.folder))[0]
+            new = [one for one in found if one.path not in seen and step in (None, one.step)]
+            if not new:
+                raise self._none_whole(step, broken)
+            for one in new:
+                checkpoint = self._read(one, broken)
+                if checkpoint is not None:
+                    return checkpoint
+            seen.update(one.path for one in new)
+
+    def _read(self, one: Stored, broken: list[str]) -> Checkpoint | None:
+        """A checkpoint, if it is whole; what is wrong with it is added to that of others."""
+        try:
+            if one.path.is_symlink():
+                raise CheckpointError(f"{one.path}: is a link, not a checkpoint.")
+            checkpoint = read_checkpoint(one.path, self._tensorclasses, self._ranks)
+            said = checkpoint.manifest["step"], checkpoint.manifest["save"]
+            if said != (one.step, one.save):
+                raise CheckpointError(f"{one.path}: is step {said[0]}, save {said[1]}, renamed.")
+        except CheckpointError as error:
+            if one.path.exists():
+                self._retention.broken.add(one.path)
+                broken.append(str(error))
+            return None
+        if broken:
+            warnings.warn(
+                CheckpointWarning(f"Step {one.step} is loaded instead: {' '.join(broken)}"),
+                stacklevel=3,
+            )
+        return checkpoint
+
+    def _none_whole(self, step: int | None, broken: list[str]) -> CheckpointError:
+        if broken:
+            return CheckpointError(f"{self.folder}: no checkpoint is whole. {' '.join(broken)}")
+        which = "" if step is None else f" of step {step} (there are {self.steps()})"
+        return CheckpointError(f"{self.folder}: holds no checkpoint{which}.")
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _check_name(name: Any) -> None:
-    fine = isinstance(name, str) and name not in ("", ".", "..", *_RESERVED)
-    if not fine or "/" in name or "\0" in name or len(name.encode(errors="replace")) > 255:
+    fine = isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
+    if not fine or name in (".", "..", *_RESERVED) or len(name.encode()) > 255:
         raise ValueError(
             f"{_SAVE}: files has {name!r:.300}, which is no name of a file or folder in a "
             f"checkpoint; it has no '/', and is none of {_RESERVED}."
         )
-
-
-def _failed(folder: Path, step: int, error: Exception) -> CheckpointError:
-    where = getattr(error, "filename", None) or folder
-    failure = CheckpointError(
-        f"{where}: step {step} could not be saved ({error}). The checkpoints that are there stay."
-    )
-    failure.__cause__ = error
-    return failure

@@ -56,12 +56,16 @@ class Written(NamedTuple):
     sha256: str
 
 
-def write_tensors(path: Path, entries: dict[str, Entry]) -> Written:
+def write_tensors(
+    path: Path, entries: dict[str, Entry], metadata: dict[str, str] | None = None
+) -> Written:
     """Write a new file and sync it."""
     # The widest first, so that each is aligned in a file that is mapped into memory.
     ordered = sorted(entries.items(), key=lambda item: -_BY_NAME[item[1].dtype].itemsize)
     entries = dict(ordered)
-    return write_file(path, [_header(entries), *(entry.data for entry in entries.values())])
+    return write_file(
+        path, [_header(entries, metadata), *(entry.data for entry in entries.values())]
+    )
 
 
 def check_header(entries: dict[str, Entry]) -> None:
@@ -77,8 +81,8 @@ def check_header(entries: dict[str, Entry]) -> None:
         )
 
 
-def _header(entries: dict[str, Entry]) -> bytes:
-    header: dict[str, Any] = {}
+def _header(entries: dict[str, Entry], metadata: dict[str, str] | None = None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, entry in entries.items():
         end = offset + len(entry.data)
@@ -92,24 +96,25 @@ def _header(entries: dict[str, Entry]) -> bytes:
 def write_file(path: Path, parts: Sequence[fsio.Buffer]) -> Written:
     """Write a new file of some parts and sync it."""
     digest, count, pending = hashlib.sha256(), 0, bytearray()
-    descriptor = fsio.create(path)
-    try:
-        for part in parts:
-            count += len(part)
-            digest.update(part)
-            # Small parts together, since each write is a call of the system.
-            if len(part) < 1 << 16:
-                pending += part
-                if len(pending) < 1 << 20:
-                    continue
-                part = b""
+    with fsio.named(path):
+        descriptor = fsio.create(path)
+        try:
+            for part in parts:
+                count += len(part)
+                digest.update(part)
+                # Small parts together, since each write is a call of the system.
+                if len(part) < 1 << 16:
+                    pending += part
+                    if len(pending) < 1 << 20:
+                        continue
+                    part = b""
+                fsio.write(descriptor, pending)
+                pending.clear()
+                fsio.write(descriptor, part)
             fsio.write(descriptor, pending)
-            pending.clear()
-            fsio.write(descriptor, part)
-        fsio.write(descriptor, pending)
-        fsio.sync(descriptor)
-    finally:
-        fsio.close(descriptor)
+            fsio.sync(descriptor)
+        finally:
+            fsio.close(descriptor)
     return Written(count, digest.hexdigest())
 
 

@@ -20,8 +20,7 @@ from torchrl_data.conversation.record_state import conversation_states, conversa
 from torchrl_data.layout.export import HistoryView
 
 from .decoding import DECODERS, Decoder
-from .encoding import TAG, Encoder
-from .staging import StagingBuffers
+from .encoding import TAG, Encoder, StagingBuffers
 from .tensor_file import TensorFile
 
 # Imported when a checkpoint has one, since some are expensive.
