@@ -9,8 +9,9 @@ Shape legend: B trajectories, T tokens of one (ragged).
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
@@ -111,7 +112,7 @@ def _solved_by_group(rows: Sequence[TensorDictBase], solved_at: float) -> list[l
 
 
 def update_metrics(
-    outputs: Sequence[GRPOLossOutput], outcomes: Sequence[StepOutcome]
+    outputs: Sequence[GRPOLossOutput | Mapping[str, float]], outcomes: Sequence[StepOutcome]
 ) -> dict[str, float]:
     """What the updates of a step were like.
 
@@ -233,7 +234,7 @@ class StepMetrics:
         self.solved_at = solved_at
         self._rollouts: dict[str, float] = {}
         self._num_sampled = 0.0
-        self._outputs: list[GRPOLossOutput] = []
+        self._outputs: list[GRPOLossOutput | Mapping[str, float]] = []
         self._outcomes: list[StepOutcome] = []
 
     def add_rollouts(self, trajectories: TensorDictBase) -> TensorDictBase:
@@ -246,6 +247,34 @@ class StepMetrics:
         """Take in one optimizer step."""
         self._outputs.append(output)
         self._outcomes.append(outcome)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was taken in so far, as plain values; times are not in here."""
+        outputs = [
+            {str(name): float(value) for name, value in output.items() if value is not None}
+            for output in self._outputs
+        ]
+        outcomes = [[o.grad_norm, o.skipped, o.dump and str(o.dump)] for o in self._outcomes]
+        return {
+            "rollouts": dict(self._rollouts),
+            "num_sampled": self._num_sampled,
+            "outputs": outputs,
+            "outcomes": outcomes,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on in the middle of a step.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave.
+        """
+        self._rollouts = dict(state_dict["rollouts"])
+        self._num_sampled = state_dict["num_sampled"]
+        self._outputs = list(state_dict["outputs"])
+        self._outcomes = [
+            StepOutcome(norm, skipped, dump and Path(dump))
+            for norm, skipped, dump in state_dict["outcomes"]
+        ]
 
     def reduce(self, **more: float) -> dict[str, float]:
         """All numbers of the step.

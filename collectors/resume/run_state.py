@@ -67,6 +67,8 @@ class RunState:
                 )
         self.identity = dict(identity or {})
         self.parts = parts
+        self.further: dict[str, Any] = {}
+        """What :meth:`restore` found beside the parts."""
 
     def state_dict(self, *, without: Collection[str] = ()) -> dict[str, Any]:
         """The state of everything; tensors are those of the parts, no copies.
@@ -121,6 +123,7 @@ class RunState:
         metric: float | None = None,
         wait: bool = True,
         further: Mapping[str, Any] | None = None,
+        since: Mapping[str, Any] | None = None,
     ) -> None:
         """Save everything.
 
@@ -130,8 +133,14 @@ class RunState:
             metric: see :meth:`CheckpointStore.save`.
             wait: whether to wait until it is on the disk, or only until it is copied.
             further: what else to keep, by name.
+            since: what :meth:`state_dict` gave earlier, of some parts: they and the random numbers
+                are saved as they were then.
         """
-        state = self.state_dict() | {"further": dict(further or {})}
+        state = self.state_dict(without=() if since is None else since["parts"])
+        if since is not None:
+            state["random"] = since["random"]
+            state["parts"] = {**state["parts"], **since["parts"]}
+        state["further"] = dict(further or {})
         store.save(step, state, metric=metric, wait=wait)
 
     def restore(self, store: CheckpointStore, *, allow: Collection[str] = ()) -> int:
@@ -152,4 +161,5 @@ class RunState:
             return 0
         checkpoint = store.load()
         self.load_state_dict(checkpoint.state, allow=allow)
+        self.further = dict(checkpoint.state["further"])
         return checkpoint.step

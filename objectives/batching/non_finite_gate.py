@@ -183,6 +183,24 @@ class NonFiniteGate:
             if parameter.grad is not None:
                 _local(parameter.grad).mul_(factor)
 
+    def state_dict(self) -> dict[str, int]:
+        """Its counts."""
+        return {
+            "num_steps": self.num_steps,
+            "num_not_finite": self.num_not_finite,
+            "in_a_row": self._in_a_row,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Count on.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave.
+        """
+        self.num_steps = state_dict["num_steps"]
+        self.num_not_finite = state_dict["num_not_finite"]
+        self._in_a_row = state_dict["in_a_row"]
+
     def _count(self, outcome: StepOutcome, *, not_finite: bool) -> None:
         self.num_not_finite += not_finite
         self._in_a_row = self._in_a_row + 1 if not_finite else 0

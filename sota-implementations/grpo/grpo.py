@@ -6,25 +6,39 @@
     python sota-implementations/grpo/grpo.py --help                   # every setting
 
 The last line of the output is one JSON object with the result. Log, metrics, the learning curve,
-all rollouts and the trained model are in a new folder ``outputs/grpo/<task>/<name>-<number>``, to
-which ``outputs/grpo/<task>/<name>`` then shows.
+all rollouts, checkpoints and the trained model are in a new folder
+``outputs/grpo/<task>/<name>-<number>``, to which ``outputs/grpo/<task>/<name>`` then shows. A run
+that was stopped goes on, as if it had not been, with ``resume=auto`` or ``resume=<folder>``.
 """
 
+import logging
 import os
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from config import GROUPS, GRPOConfig
+from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from training import NoActor, build_advantage, build_loss, build_postproc
+from training import NoActor, build_advantage, build_loss, build_postproc, build_reference
 
-from collectors import LLMCollector, PhaseTimer, StepMetrics, StreamingCollector
+from collectors import (
+    LLMCollector,
+    PhaseTimer,
+    RunState,
+    StepMetrics,
+    StreamingCollector,
+    identity_of,
+)
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
+from torchrl_agents.recipe.checkpoints import Checkpoints
 from torchrl_agents.recipe.collection import (
     HeldOut,
     build_collector,
@@ -37,11 +51,18 @@ from torchrl_agents.recipe.plot import plot_learning_curve
 from torchrl_agents.recipe.policies import set_generation
 from torchrl_agents.recipe.preparation import Setup, load_policies
 from torchrl_agents.recipe.report import NoSignal, RunLog
-from torchrl_agents.recipe.results import Recorder, StepRecord, result_of, show_rollouts
+from torchrl_agents.recipe.results import (
+    EVALUATIONS,
+    Recorder,
+    StepRecord,
+    result_of,
+    show_rollouts,
+)
 from torchrl_agents.recipe.run_folder import Run, save_model
 from torchrl_agents.recipe.start import run_recipe
-from torchrl_agents.recipe.stop import StopSignals
+from torchrl_agents.recipe.stop import StopRequested, StopSignals
 from torchrl_agents.recipe.trackers import build_loggers
+from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_envs import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
@@ -61,6 +82,8 @@ RECIPE = Recipe(
     },
 )
 
+_LOG = logging.getLogger("torchrl_agents")
+
 
 class Trainer(NamedTuple):
     """What trains."""
@@ -73,27 +96,52 @@ class Trainer(NamedTuple):
     optimizer: torch.optim.Optimizer
     gate: NonFiniteGate
     timer: PhaseTimer
+    checkpoints: Checkpoints
+
+
+@dataclass
+class Step:
+    """A step of GRPO that is under way."""
+
+    number: int
+    trajectories: TensorDictBase
+    trained: TensorDictBase | None
+    """Those with an advantage; none where no group has a signal."""
+    metrics: StepMetrics
+    num_epochs: int = 0
+    """Passes over them that were made."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on inside of it."""
+        return vars(self) | {"metrics": self.metrics.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], timer: PhaseTimer) -> "Step":
+        """The step of which :meth:`state` was kept."""
+        metrics = StepMetrics(timer)
+        metrics.load_state_dict(state["metrics"])
+        return cls(**{**state, "metrics": metrics})
 
 
 def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Trainer:
     """The model, warmed up, and everything around it."""
     task, env, _ = setup
 
-    actor, policy = load_policies(cfg, setup, log)
+    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
+    reference = build_reference(cfg, actor)
 
     # GRPO: the collector fills the buffer with groups that have advantages; the loss reads it.
     num_rollouts = env.batch_size.numel()
+    advantage = build_advantage(cfg.loss, cfg.collector.group_size)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(num_rollouts),
-        transform=build_advantage(cfg.loss, cfg.collector.group_size),
-        batch_size=num_rollouts,
+        storage=LazyStackStorage(num_rollouts), transform=advantage, batch_size=num_rollouts
     )
     collector = build_collector(
         cfg.collector,
         env,
         policy,
         replay_buffer=buffer,
-        postproc=build_postproc(cfg, actor),
+        postproc=build_postproc(cfg, reference),
     )
     for functions in env.transforms_of(RewardFunctions):
         functions.trainer_state.max_steps = cfg.train.num_steps
@@ -109,74 +157,114 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
     )
     timer = PhaseTimer()
     timer.watch(policy, "generate")
-    collector.update_policy_weights_(actor.model)
-    return Trainer(actor, policy, collector, buffer, loss, optimizer, gate, timer)
+    state = RunState(
+        identity=identity_of(policy, actor.model),
+        model=actor.model,
+        optimizer=optimizer,
+        gate=gate,
+        advantage=advantage,
+        collector=collector,
+        **({} if reference is None else {"reference": reference.model}),
+    )
+    checkpoints = Checkpoints(cfg.checkpoint, run.folder, state)
+    return Trainer(actor, policy, collector, buffer, loss, optimizer, gate, timer, checkpoints)
 
 
-def train_step(cfg: GRPOConfig, trainer: Trainer, step: int) -> StepRecord:
-    """Sample rollouts, train on them, hand the new weights to the policy."""
-    actor, _, collector, buffer, loss, optimizer, gate, timer = trainer
-    metrics = StepMetrics(timer)
-    rate = set_learning_rate(cfg.optim, optimizer, step, cfg.train.num_steps)
-    with timer("environment"):
-        trajectories = metrics.add_rollouts(collector.collect())
-    trained = buffer[:] if len(buffer) else None  # empty: no group has a signal
-    if trained is not None:
+def collect_step(trainer: Trainer, number: int, stop: StopSignals) -> Step:
+    """Sample the rollouts of a step."""
+    metrics = StepMetrics(trainer.timer)
+    trainer.checkpoints.mark()
+    with stop.breaking(), trainer.timer("environment"):
+        trajectories = metrics.add_rollouts(trainer.collector.collect())
+    trainer.checkpoints.unmark()
+    trained = trainer.buffer[:] if len(trainer.buffer) else None  # empty: no group has a signal
+    trainer.buffer.empty()
+    return Step(number, trajectories, trained, metrics)
+
+
+def train_step(cfg: GRPOConfig, trainer: Trainer, step: Step, stop: StopSignals) -> StepRecord:
+    """Train on a step's rollouts, hand the new weights to the policy."""
+    actor, _, collector, _, loss, optimizer, gate, timer, _ = trainer
+    rate = set_learning_rate(cfg.optim, optimizer, step.number, cfg.train.num_steps)
+    num_epochs = cfg.train.num_epochs or 1
+    if step.trained is not None:
         with timer("train"):
-            batch = loss.pack(trained)
+            batch = loss.pack(step.trained)
             window = loss.measure_window(batch)
-            for _ in range(cfg.train.num_epochs or 1):
+            while step.num_epochs < num_epochs:
                 outputs = []
                 for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
                     outputs.append(loss(part, window=window))
                     gate.backward(outputs[-1], part)
-                metrics.add_update(GRPOLossOutput.combine(outputs), gate.step())
+                step.metrics.add_update(GRPOLossOutput.combine(outputs), gate.step())
+                step.num_epochs += 1
+                if step.num_epochs < num_epochs:
+                    stop.check()  # a run that is stopped here goes on with the next pass
     with timer("sync"):
         collector.update_policy_weights_(actor.model)
-    buffer.empty()
-    reduced = metrics.reduce(learning_rate=rate, **collection_metrics(collector))
-    return StepRecord(step, reduced, trajectories, trained)
+    reduced = step.metrics.reduce(learning_rate=rate, **collection_metrics(collector))
+    return StepRecord(step.number, reduced, step.trajectories, step.trained)
 
 
 def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
     """Train as the settings say; gives the result."""
     start = time.monotonic()
     trainer = build_trainer(cfg, setup, run, log)
-    with log.phase("first evaluation"):
-        before = evaluate(trainer.collector, setup.held_out_env, trainer.policy)
+    collector, held_out_env, keep = trainer.collector, setup.held_out_env, trainer.checkpoints
+    done, saved = keep.restore()
+    if run.had_finished and done >= cfg.train.num_steps:
+        raise SettingsError(f"resume: all {done} steps are made; give a larger train.num_steps.")
+    if run.goes_on:
+        _LOG.info("going on after step %d", done)
+    collector.update_policy_weights_(trainer.actor.model)
+    before, pending = saved.get("before"), saved.get("pending")
+    if before is None:
+        with log.phase("first evaluation"):
+            before = evaluate(collector, held_out_env, trainer.policy)
+    step = None if pending is None else Step.from_state(pending, trainer.timer)
     trainer.timer.reset()
 
-    history: list[dict[str, float]] = []
     no_signal = NoSignal()
+    evaluations = run.folder / EVALUATIONS
     held_out = HeldOut(
-        trainer.collector,
-        setup.held_out_env,
-        trainer.policy,
-        every=cfg.evaluate.every,
-        path=run.folder / "evaluations.jsonl",
+        collector, held_out_env, trainer.policy, every=cfg.evaluate.every, path=evaluations
     )
-    held_out.after(0)
+    if not done:
+        held_out.after(0)
     loggers = build_loggers(cfg.logger, run.folder, RECIPE.name)
-    with Recorder(run.folder, loggers) as recorder, log.steps("GRPO", cfg.train.num_steps) as steps:
-        for step in range(1, cfg.train.num_steps + 1):
-            with stop.held():  # a signal in here ends the run after the step
-                record = train_step(cfg, trainer, step)
+    with (
+        stop.held(),  # a signal ends a batch that is collected, or the run after a pass
+        keep,
+        Recorder(run.folder, loggers, after=done) as recorder,
+        log.steps("GRPO", cfg.train.num_steps) as steps,
+    ):
+        history = recorder.history
+        try:
+            while done < cfg.train.num_steps:
+                step = step or collect_step(trainer, done + 1, stop)
+                record = train_step(cfg, trainer, step, stop)
+                done, step = step.number, None
                 history.append(record.metrics)
                 recorder.write(record)
-                steps.done(step, record.metrics)
+                steps.done(done, record.metrics)
                 no_signal.tell(record.metrics, cfg.collector.num_prompts)
-                held_out.after(step)
-            if stop.received:
-                break
+                with stop.breaking():
+                    held_out.after(done)
+                keep.after(done, record.metrics["reward"], {"before": before})
+                stop.check()
+        except StopRequested:
+            _LOG.info("stopped after step %d; resume=%s goes on", done, run.folder)
+        pending = None if step is None else step.state()
+        reward = history[-1]["reward"] if history else 0.0
+        keep.save(done, reward, {"before": before, "pending": pending})
 
-    with stop.held():
         after = None
-        if not stop.received:
-            with log.phase("last evaluation"):
-                after = evaluate(trainer.collector, setup.held_out_env, trainer.policy)
-        end_collection(trainer.collector, run.folder, history[-1] if history else {})
-        save_model(run.folder, set_generation(cfg.policy, trainer.actor))
-        run.link()
+        with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
+            after = evaluate(collector, held_out_env, trainer.policy)
+        end_collection(collector, run.folder, history[-1] if history else {})
+        if done:
+            save_model(run.folder, set_generation(cfg.policy, trainer.actor))
+            run.link()
         result = result_of(cfg, history, before, after)
         names = [function.__name__ for function in setup.task.metrics]
         plot_learning_curve(

@@ -132,25 +132,31 @@ def build_advantage(cfg: LossConfig, group_size: int) -> MCAdvantage:
     )
 
 
+def build_reference(cfg: GRPOConfig, actor: TransformersWrapper) -> TransformersWrapper | None:
+    """The reference that a KL term needs: a copy of the actor as it is now."""
+    if not cfg.loss.kl_to_ref_coeff:
+        return None
+    return TransformersWrapper(
+        deepcopy(actor.model).eval().requires_grad_(False),
+        tokenizer=actor.tokenizer,
+        generate_kwargs=actor.sampling,
+        generate=False,
+    )
+
+
 def build_postproc(
-    cfg: GRPOConfig, actor: TransformersWrapper
+    cfg: GRPOConfig, reference: TransformersWrapper | None
 ) -> Callable[[TensorDictBase], TensorDictBase] | None:
     """What happens to collected rollouts before they go into the buffer, if anything does.
 
     Args:
         cfg: the settings.
-        actor: a copy of it, as it is now, is the reference that a KL term needs.
+        reference: see :func:`build_reference`.
     """
     steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
     if cfg.train.shuffle_rewards:
         steps.append(_shuffle_rewards)
-    if cfg.loss.kl_to_ref_coeff:
-        reference = TransformersWrapper(
-            deepcopy(actor.model).eval().requires_grad_(False),
-            tokenizer=actor.tokenizer,
-            generate_kwargs=actor.sampling,
-            generate=False,
-        )
+    if reference is not None:
         steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
 
     def apply(trajectories: TensorDictBase) -> TensorDictBase:

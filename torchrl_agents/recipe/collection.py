@@ -19,6 +19,7 @@ from collectors import (
 )
 from collectors.base import PostProcessing
 from collectors.ledger import StalenessPolicy
+from collectors.resume.random_state import random_state, set_random_state
 from collectors.streaming.monitor import verdict
 from torchrl_agents.settings.schema import CollectorConfig
 from torchrl_envs import DataLoadingPrimer
@@ -67,7 +68,10 @@ def build_collector(
 def evaluate(
     collector: LLMCollector | StreamingCollector, env: TaskEnv, policy: LLMWrapperBase
 ) -> TensorDictBase:
-    """One rollout of each held-out prompt, sampled as in training; now."""
+    """One rollout of each held-out prompt, sampled as in training; now.
+
+    The random numbers of the training stay where they are.
+    """
     if isinstance(collector, StreamingCollector):
         point = collector.evaluate(env, wait=True)
         while point is None or point.trajectories is None:  # one from before was running
@@ -75,7 +79,11 @@ def evaluate(
         return point.trajectories
     for data in env.transforms_of(DataLoadingPrimer):
         data.rewind()
-    return LLMCollector(env, policy).collect()
+    before = random_state()
+    try:
+        return LLMCollector(env, policy).collect()
+    finally:
+        set_random_state(before)
 
 
 class HeldOut:
@@ -107,7 +115,7 @@ class HeldOut:
     def after(self, step: int) -> None:
         """A step is over: begin a point if it is time, and write those that are over."""
         collector = self._collector
-        is_time = self._every is not None and step % self._every == 0
+        is_time = self._every is not None and step > 0 and step % self._every == 0
         if isinstance(collector, StreamingCollector):
             if is_time:
                 collector.evaluate(self._env)

@@ -131,11 +131,17 @@ def _common(cfg: RecipeConfig, limits: EpisodeConfig) -> dict[str, Any]:
 
 
 def load_policies(
-    cfg: RolloutsConfig, setup: Setup, log: RunLog
+    cfg: RolloutsConfig, setup: Setup, log: RunLog, *, warm: bool = True
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """The model that is trained, warmed up, and the policy that samples with its weights.
 
     The environments get a budget of tokens, which depends on the model's length.
+
+    Args:
+        cfg: the settings.
+        setup: the task and its environments.
+        log: told of the phases.
+        warm: whether to warm up; not where a checkpoint has the weights.
     """
     task, env, held_out_env = setup
     with log.phase("loading the model"):
@@ -145,7 +151,7 @@ def load_policies(
     torch.manual_seed(cfg.seed)
 
     # Warm start: demonstrations teach the format.
-    num_warm = cfg.warm_start.num_steps or 0
+    num_warm = (cfg.warm_start.num_steps or 0) if warm else 0
     if num_warm:
         with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
             warm_start(

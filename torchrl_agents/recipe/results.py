@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import torch
 from rich.console import Console
@@ -30,6 +32,10 @@ from torchrl_envs.datasets.primer import IDS_PER_EPOCH
 from torchrl_envs.graders.answers import final_text
 from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
 
+METRICS: Final = "metrics.jsonl"
+ROLLOUTS: Final = "rollouts.jsonl"
+EVALUATIONS: Final = "evaluations.jsonl"
+
 
 class StepRecord(NamedTuple):
     """One step of a recipe."""
@@ -48,12 +54,23 @@ class Recorder:
     Args:
         folder: of the run.
         loggers: TorchRL's.
+        after: the last step of an earlier run, which goes on: what was written of later ones, that
+            were not saved, is dropped.
     """
 
-    def __init__(self, folder: Path, loggers: Sequence[Any]) -> None:
+    def __init__(self, folder: Path, loggers: Sequence[Any], *, after: int = 0) -> None:
         self._loggers = loggers
-        self._rollouts = (folder / "rollouts.jsonl").open("w", encoding="utf-8")
-        self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self.history = [
+            {name: math.nan if value is None else value for name, value in line.items()}
+            for line in lines_until(folder / METRICS, after)
+        ]
+        """The metrics of the steps before."""
+        lines_until(folder / ROLLOUTS, after)
+        lines_until(folder / EVALUATIONS, after)
+        for path in folder.glob("csv/scalars/**/*.csv"):
+            _csv_until(path, after)
+        self._rollouts = (folder / ROLLOUTS).open("a", encoding="utf-8")
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
 
     def __enter__(self) -> "Recorder":
         return self
@@ -70,6 +87,39 @@ class Recorder:
             file.flush()
         for logger in self._loggers:
             logger.log_metrics(record.metrics, record.step)
+
+
+def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a JSONL file up to a step; the others, and one that was torn, are deleted.
+
+    Args:
+        path: of the file; it need not be there.
+        step: the last that counts.
+    """
+    if not path.exists():
+        return []
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # torn, so later than all that was saved
+            line = json.loads(text)
+            if line["step"] <= step:
+                kept.append((text, line))
+    _replace(path, [text for text, _ in kept])
+    return [line for _, line in kept]
+
+
+def _csv_until(path: Path, step: int) -> None:
+    """The same of TorchRL's CSV logger: a step and a value a line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbers = [line.partition(",")[0] for line in lines]
+    kept = [x for x, n in zip(lines, numbers, strict=True) if n.isdecimal() and int(n) <= step]
+    _replace(path, kept)
+
+
+def _replace(path: Path, lines: Sequence[str]) -> None:
+    new = path.with_name(f"{path.name}.partial")
+    new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    os.replace(new, path)
 
 
 def write_rollouts(file: IO[str], step: StepRecord) -> None:

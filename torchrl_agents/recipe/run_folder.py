@@ -8,21 +8,33 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_modules import TransformersWrapper
 
+from .resume import (
+    AUTO,
+    CHECKPOINTS,
+    FINISHED,
+    RECORD,
+    check_same_settings,
+    find_run,
+    plain_settings,
+    read_record,
+)
+
 ROOT: Final = Path("outputs")
-RECORD: Final = "run.json"
 LEFT_BY_A_RUN: Final = (
+    CHECKPOINTS,
     "config.yaml",
     "csv",
     "learning_curve.png",
@@ -48,8 +60,17 @@ _LOG = logging.getLogger("torchrl_agents")
 
 
 @cache  # Hydra asks several times for one and the same run
-def claim_folder(recipe: str, task: str, name: str | None, seed: int, overwrite: bool) -> str:
-    """A new numbered folder, or the last one of that name if it is to be replaced.
+def claim_folder(
+    recipe: str,
+    task: str,
+    name: str | None,
+    seed: int,
+    overwrite: bool,
+    resume: str | None,
+    *,
+    _root_: DictConfig,
+) -> str:
+    """A new numbered folder, the last one of that name, or that of a run that goes on.
 
     Args:
         recipe: its name.
@@ -57,12 +78,21 @@ def claim_folder(recipe: str, task: str, name: str | None, seed: int, overwrite:
         name: of the run; ``None`` is ``seed<seed>``.
         seed: of the run.
         overwrite: whether to take the last run's folder.
+        resume: the folder of the run that goes on, or ``"auto"``.
+        _root_: all settings.
     """
+    if resume not in (None, AUTO):
+        return str(resume)
     label = name or f"seed{seed}"
     parent = ROOT / recipe / task
     parent.mkdir(parents=True, exist_ok=True)
-    taken = [_number(path, label) for path in parent.glob(f"{label}-*")]
-    last = max(taken, default=0)
+    runs = {_number(path, label): path for path in parent.glob(f"{label}-*")}
+    last = max(runs, default=0)
+    if resume == AUTO:
+        earlier = [path for _, path in sorted(runs.items())]
+        found = find_run(earlier, plain_settings(_root_))
+        if found is not None:
+            return str(found)
     if overwrite and last:
         return str(parent / f"{label}-{last:03}")
     while True:
@@ -86,13 +116,23 @@ class Run:
 
     Args:
         folder: where; Hydra has made it.
+        settings: what decides the run, see :func:`plain_settings`.
         overwrite: whether to delete what an earlier run left there.
+        resume: whether to go on with the run that is there, if there is one.
 
     Raises:
-        SettingsError: another run has left its results there, or is writing there.
+        SettingsError: another run has left its results there, has other settings, or is writing
+            there.
     """
 
-    def __init__(self, folder: Path, *, overwrite: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        settings: Mapping[str, Any],
+        overwrite: bool,
+        resume: bool = False,
+    ) -> None:
         self.folder = folder
         self._record: dict[str, Any] = {
             "status": "running",
@@ -101,10 +141,21 @@ class Run:
             "ended": None,
             "commit": _commit(),
             "versions": _versions(),
+            "settings": dict(settings),
         }
         path = folder / RECORD
         existed = path.exists()
-        if existed and not overwrite:
+        self.goes_on = resume and existed
+        """Whether an earlier run goes on."""
+        self.had_finished = False
+        """Whether it had come to its end."""
+        if self.goes_on:
+            check_same_settings(folder, settings)
+            before = read_record(folder)
+            self.had_finished = before["status"] == FINISHED
+            again = {"command": sys.argv, "at": _now()}
+            self._record = before | {"resumed": [*before.get("resumed", []), again]}
+        elif existed and not overwrite:
             raise SettingsError(
                 f"{folder} holds a run already. Choose another name=..., leave hydra.run.dir out, "
                 "or say overwrite=true."
@@ -115,7 +166,7 @@ class Run:
         except BlockingIOError as error:
             self._file.close()
             raise SettingsError(f"Another run is writing in {folder} just now.") from error
-        if existed:
+        if existed and not self.goes_on:
             for left in (*(folder / name for name in LEFT_BY_A_RUN), *folder.glob("*.log")):
                 _remove(left)
         self.set_status("running")

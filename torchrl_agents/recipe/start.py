@@ -22,6 +22,7 @@ from .checks import check_config
 from .preparation import build_task
 from .report import RunLog
 from .results import finite
+from .resume import plain_settings, with_recorded
 from .run_folder import Run
 from .stop import StopSignals
 
@@ -48,6 +49,7 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
 
     try:
+        sys.argv[1:] = with_recorded(sys.argv[1:])
         text = prepare(recipe, sys.argv[1:])
     except SettingsError as error:
         raise SystemExit(f"{recipe.name}.py: {error}") from error
@@ -70,7 +72,7 @@ def _run(recipe: Recipe, train: Train, build: Build, typed: DictConfig) -> None:
         assert isinstance(cfg, RecipeConfig)
         check_config(recipe, cfg)
         disable_progress_bar()  # loading a model has bars of its own
-        run = stack.enter_context(Run(folder, overwrite=cfg.overwrite))
+        run = stack.enter_context(open_run(folder, cfg, plain_settings(typed)))
         log = stack.enter_context(RunLog(folder / f"{recipe.name}.log"))
         stop = stack.enter_context(StopSignals())
         _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
@@ -90,6 +92,12 @@ def _run(recipe: Recipe, train: Train, build: Build, typed: DictConfig) -> None:
         print(json.dumps(finite(result)), flush=True)
         if stop.received:
             raise SystemExit(stop.status)
+
+
+def open_run(folder: Path, cfg: RecipeConfig, settings: dict[str, Any]) -> Run:
+    """The folder of a run that begins or goes on."""
+    resume = getattr(cfg, "resume", None) is not None
+    return Run(folder, settings=settings, overwrite=cfg.overwrite, resume=resume)
 
 
 def _remove_if_empty(folder: Path) -> None:

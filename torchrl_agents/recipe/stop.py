@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step that is under way ends, and what was trained is saved."""
+"""Ctrl-C, SIGTERM and SLURM's warning: what was trained is saved before the run ends."""
 
 import logging
 import signal
@@ -7,8 +7,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""SLURM sends the last before it takes a machine away: ``sbatch --signal=USR1@120``."""
 _LOG = logging.getLogger("torchrl_agents")
+
+
+class StopRequested(BaseException):
+    """A signal came while something ran that is not worth waiting for."""
 
 
 class StopSignals:
@@ -20,7 +25,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The signal that asked to stop."""
-        self._is_held = False
+        self._is_held = self._may_break = False
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -45,6 +50,21 @@ class StopSignals:
         finally:
             self._is_held = False
 
+    def check(self) -> None:
+        """Raise :class:`StopRequested` if a signal came."""
+        if self.received is not None:
+            raise StopRequested
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """A signal in here raises :class:`StopRequested`; so does one that came before."""
+        self.check()
+        self._may_break = True
+        try:
+            yield
+        finally:
+            self._may_break = False
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         again = self.received is not None
@@ -52,7 +72,7 @@ class StopSignals:
         if again or not self._is_held:
             _LOG.warning("%s: stopping now", self.received.name)
             raise SystemExit(self.status)
-        _LOG.warning(
-            "%s: this step ends, then the model is saved; once more stops at once",
-            self.received.name,
-        )
+        _LOG.warning("%s: saving; once more stops at once", self.received.name)
+        if self._may_break:
+            self._may_break = False
+            raise StopRequested

@@ -119,6 +119,18 @@ class LoggerConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """What is kept for a run to go on with (resume=auto) after it was stopped."""
+
+    every: int | None = 10
+    """Steps; none: only when the run is stopped."""
+    keep_last: int = 2
+    """So many of the newest."""
+    keep_best: int = 0
+    """And so many of those with the highest reward of their step."""
+
+
+@dataclass
 class WarmStartConfig:
     """Supervised training on the task's demonstrations, before anything else."""
 

@@ -1,0 +1,96 @@
+"""When a run is saved, and how it goes on."""
+
+import copy
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, Self
+
+from collectors import CheckpointMismatch, CheckpointStore, LLMCollector, RunState
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import CheckpointConfig
+
+from .resume import CHECKPOINTS
+
+UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "reference")
+
+
+class Checkpoints:
+    """Saves a run every so many steps and when it is stopped.
+
+    Args:
+        cfg: how often, and how many are kept.
+        folder: of the run.
+        state: its parts.
+    """
+
+    def __init__(self, cfg: CheckpointConfig, folder: Path, state: RunState) -> None:
+        self._every = cfg.every
+        self._state = state
+        self._stack = ExitStack()
+        self._store = self._stack.enter_context(
+            CheckpointStore(folder / CHECKPOINTS, cfg.keep_last, cfg.keep_best)
+        )
+        self._mark: dict[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def restore(self) -> tuple[int, Mapping[str, Any]]:
+        """Go on from the newest checkpoint.
+
+        Returns:
+            The steps that were made, and what was kept beside the parts; 0 and nothing where there
+            is no checkpoint.
+
+        Raises:
+            SettingsError: it belongs to another run.
+        """
+        try:
+            step = self._state.restore(self._store)
+        except CheckpointMismatch as error:
+            raise SettingsError(f"resume: {error}") from error
+        except ValueError as error:  # of a part
+            raise SettingsError(f"resume: the checkpoint can't be used here: {error}") from error
+        return step, self._state.further
+
+    def mark(self) -> None:
+        """A batch is about to be collected; if that is cut short the run is saved as it is now."""
+        if isinstance(self._state.parts["collector"], LLMCollector):
+            self._mark = copy.deepcopy(self._state.state_dict(without=UNCHANGED_BY_COLLECTING))
+
+    def unmark(self) -> None:
+        """The batch is there."""
+        self._mark = None
+
+    def after(self, step: int, reward: float, further: Mapping[str, Any]) -> None:
+        """A step is over: save it if it is time.
+
+        Args:
+            step: its number.
+            reward: by which the best are kept.
+            further: what to keep beside the parts.
+        """
+        if self._every is not None and step % self._every == 0:
+            self._save(step, reward, further, wait=False)
+
+    def save(self, step: int, reward: float, further: Mapping[str, Any]) -> None:
+        """Save now, and wait until it is on the disk.
+
+        Args:
+            step: steps that are over.
+            reward: of the last one.
+            further: what to keep beside the parts.
+        """
+        self._save(step, reward, further, wait=True)
+
+    def _save(self, step: int, reward: float, further: Mapping[str, Any], *, wait: bool) -> None:
+        metric = reward if math.isfinite(reward) else -sys.float_info.max
+        self._state.save(
+            self._store, step, metric=metric, wait=wait, further=further, since=self._mark
+        )
