@@ -38,7 +38,6 @@ from collectors import (
     identity_of,
 )
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
-from torchrl_agents.recipe.checkpoints import Checkpoints
 from torchrl_agents.recipe.collection import (
     HeldOut,
     build_collector,
@@ -62,6 +61,7 @@ from torchrl_agents.recipe.run_folder import Run, save_model
 from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopRequested, StopSignals
 from torchrl_agents.recipe.trackers import build_loggers
+from torchrl_agents.resume.checkpoints import Checkpoints
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_envs import RewardFunctions

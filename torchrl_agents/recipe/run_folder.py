@@ -18,10 +18,7 @@ from typing import IO, Any, Final, cast
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel
 
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_modules import TransformersWrapper
-
-from .resume import (
+from torchrl_agents.resume.earlier_run import (
     AUTO,
     CHECKPOINTS,
     FINISHED,
@@ -31,6 +28,8 @@ from .resume import (
     plain_settings,
     read_record,
 )
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_modules import TransformersWrapper
 
 ROOT: Final = Path("outputs")
 LEFT_BY_A_RUN: Final = (

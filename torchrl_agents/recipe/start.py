@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
+from torchrl_agents.resume.earlier_run import plain_settings, with_recorded
 from torchrl_agents.settings.command_line import prepare, task_settings
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
@@ -22,7 +23,6 @@ from .checks import check_config
 from .preparation import build_task
 from .report import RunLog
 from .results import finite
-from .resume import plain_settings, with_recorded
 from .run_folder import Run
 from .stop import StopSignals
 

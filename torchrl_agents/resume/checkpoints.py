@@ -12,7 +12,7 @@ from collectors import CheckpointMismatch, CheckpointStore, LLMCollector, RunSta
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import CheckpointConfig
 
-from .resume import CHECKPOINTS
+from .earlier_run import CHECKPOINTS
 
 UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "reference")
 

@@ -1,0 +1,120 @@
+"""A run of the script that is killed goes on; which run that is, and with which settings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchrl_agents.recipe.results import lines_until
+from torchrl_agents.resume.earlier_run import (
+    check_same_settings,
+    find_run,
+    plain_settings,
+    with_recorded,
+)
+from torchrl_agents.settings.errors import SettingsError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
+COMMAND = [
+    *(sys.executable, str(SCRIPT), "debug=tiny", "task=number_guessing", "evaluate.num_shown=0"),
+    *("warm_start.num_steps=100", "collector.num_prompts=4", "collector.group_size=4"),
+    *("train.num_steps=4", "checkpoint.every=1"),
+]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def metrics_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "throughput/"))}
+        for line in lines
+    ]
+
+
+@pytest.mark.slow
+def test_S05_after_kill_9_a_run_ends_as_it_would_have(tmp_path):
+    def run(*more):
+        done = subprocess.run(
+            [*COMMAND, *more],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            cwd=tmp_path,
+            env=ENVIRONMENT,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return Path(json.loads(done.stdout.strip().splitlines()[-1])["output_dir"])
+
+    whole = run("name=whole")
+    with subprocess.Popen(
+        [*COMMAND, "name=cut"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 3/" in line:
+                break
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    cut = run("name=cut", "resume=auto")
+    assert cut.name == "cut-001"
+    assert metrics_of(cut) == metrics_of(whole)
+    assert sum(step["optimizer_steps"] for step in metrics_of(whole)) > 4
+    weights = "model/model.safetensors"
+    assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
+    assert (cut / "csv/scalars/reward.csv").read_text() == (
+        whole / "csv/scalars/reward.csv"
+    ).read_text()
+
+
+def settings(**changes):
+    known = {"seed": 0, "resume": None, "train": {"num_steps": 10, "num_epochs": 4}}
+    return plain_settings(OmegaConf.merge(known, changes))  # type: ignore[arg-type]
+
+
+def write_run(folder, status="interrupted", **changes):
+    (folder / "checkpoints/step-1").mkdir(parents=True)
+    record = {
+        "status": status,
+        "settings": settings(**changes),
+        "command": ["grpo.py", "task=catch", "seed=3", "overwrite=true"],
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_auto_finds_the_newest_run_of_the_same_settings_that_has_not_ended(tmp_path):
+    runs = [
+        write_run(tmp_path / "1"),
+        write_run(tmp_path / "2", train={"num_steps": 99}),  # longer or shorter: the same run
+        write_run(tmp_path / "3", status="finished"),
+        write_run(tmp_path / "4", seed=1),
+    ]
+    assert find_run(runs, settings()) == runs[1]
+    assert find_run(runs, settings(seed=1)) == runs[3]
+    assert find_run(runs, settings(seed=2)) is None
+
+
+def test_a_run_goes_on_with_its_own_settings(tmp_path):
+    folder = write_run(tmp_path / "1")
+    check_same_settings(folder, settings(train={"num_steps": 99}, resume="auto"))
+    with pytest.raises(SettingsError, match=r"train.num_epochs was 4 and is 1; .*Leave them out"):
+        check_same_settings(folder, settings(train={"num_epochs": 1}))
+    again = with_recorded([f"resume={folder}", "train.num_steps=99"])
+    assert again == ["task=catch", "seed=3", f"resume={folder}", "train.num_steps=99"]
+    assert with_recorded(["seed=1", "resume=auto"]) == ["seed=1", "resume=auto"]
+    with pytest.raises(SettingsError, match="it holds no run"):
+        with_recorded([f"resume={tmp_path}"])
+
+
+def test_lines_after_the_last_checkpoint_are_dropped_and_torn_ones_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    assert lines_until(path, 2) == [{"step": 1}, {"step": 2}]
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
