@@ -11,7 +11,17 @@ from torchrl_data.stop_reasons import kind_of
 from torchrl_data.validation import check_counts, one_of
 
 from .accounts import Accounts
-from .groups import Eviction, Group, GroupState, Owed, Refill, Ticket, attempt_seed, shares
+from .groups import (
+    Eviction,
+    Group,
+    GroupEvent,
+    GroupState,
+    Owed,
+    Refill,
+    Ticket,
+    attempt_seed,
+    shares,
+)
 from .policies import StalenessPolicy, Wait
 from .prompts import PromptBook
 from .reasons import FAILED, IllegalTransition, LedgerError
@@ -71,6 +81,8 @@ class GenerationLedger:
         self._statistics = Statistics()
         self._table = GroupTable()
         self._evicted: list[Eviction] = []
+        self.on_event: Callable[[GroupEvent], None] | None = None
+        """Told of whatever happens to a group, on the thread that told the ledger."""
 
     # What may begin -----------------------------------------------------------------------------
 
@@ -158,6 +170,7 @@ class GenerationLedger:
         self._table.add(ticket, owed.base_seed)
         self._accounts.offer()
         self._check()
+        self._tell("offered", ticket)
         return ticket
 
     # What runs ----------------------------------------------------------------------------------
@@ -177,6 +190,7 @@ class GenerationLedger:
         group.state = GroupState.RUNNING
         group.begun_version = self.pulled_version
         self._check()
+        self._tell("started", ticket)
 
     def finish_episode(
         self,
@@ -245,6 +259,7 @@ class GenerationLedger:
         group.check_complete(self.group_size, oldest_version, num_tokens)
         self._table.finish(group, self._clock())
         self._check()
+        self._tell("finished", ticket)
 
     # What is given up ---------------------------------------------------------------------------
 
@@ -282,6 +297,7 @@ class GenerationLedger:
         attempt = ticket.attempt + 1 if again else None
         self._leave(group, f"dropped ({reason})", attempt)
         self._check()
+        self._tell("dropped", ticket, reason=reason)
         return Refill(ticket.ordinal, ticket.group_id, attempt) if attempt is not None else None
 
     def fail(
@@ -308,6 +324,7 @@ class GenerationLedger:
         self._accounts.give_back(group.num_tokens)
         self._leave(group, "returned", ticket.attempt)
         self._check()
+        self._tell("returned", ticket)
         return Refill(ticket.ordinal, ticket.group_id, ticket.attempt)
 
     def return_all(self) -> list[Ticket]:
@@ -347,6 +364,13 @@ class GenerationLedger:
             self._prompts.owed[ticket.ordinal] = Owed(
                 ticket.group_id, attempt, group.base_seed, dispatch
             )
+
+    def _tell(
+        self, event: str, ticket: Ticket, *, step: int | None = None, reason: str = ""
+    ) -> None:
+        if self.on_event is not None:
+            step = self.version if step is None else step
+            self.on_event(GroupEvent(event, ticket, step, reason))
 
     def _check(self) -> None:
         """Raise unless the books are balanced and agree with the groups that there are."""

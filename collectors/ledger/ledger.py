@@ -103,6 +103,8 @@ class GroupLedger(GenerationLedger):
         )
         tickets = self._table.take(chosen)
         self._check()
+        for ticket in tickets:
+            self._tell("taken", ticket, step=step)
         return tickets
 
     def take_rest(self) -> list[Ticket] | None:
@@ -156,6 +158,8 @@ class GroupLedger(GenerationLedger):
         self._table.batches.popleft()
         self.version = step + 1
         self._check()
+        for ticket in tickets:
+            self._tell("trained", ticket, step=step)
 
     def weights_pulled(self, version: int) -> None:
         """Every generator has these weights: what they sample from now on is of them.

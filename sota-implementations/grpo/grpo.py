@@ -37,7 +37,13 @@ from torchrl_agents.recipe.plot import plot_learning_curve
 from torchrl_agents.recipe.policies import set_generation
 from torchrl_agents.recipe.preparation import Setup, load_policies
 from torchrl_agents.recipe.report import NoSignal, RunLog
-from torchrl_agents.recipe.results import Recorder, StepRecord, result_of, show_rollouts
+from torchrl_agents.recipe.results import (
+    Recorder,
+    StepRecord,
+    record_rollouts,
+    result_of,
+    show_rollouts,
+)
 from torchrl_agents.recipe.run_folder import Run, save_model
 from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
@@ -157,7 +163,13 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
     )
     held_out.after(0)
     loggers = build_loggers(cfg.logger, run.folder, RECIPE.name)
-    with Recorder(run.folder, loggers) as recorder, log.steps("GRPO", cfg.train.num_steps) as steps:
+    rollouts = record_rollouts(
+        cfg.record, run.folder, trainer.actor.tokenizer, trainer.loss, trainer.collector
+    )
+    with (
+        Recorder(run.folder, loggers, rollouts) as recorder,
+        log.steps("GRPO", cfg.train.num_steps) as steps,
+    ):
         for step in range(1, cfg.train.num_steps + 1):
             with stop.held():  # a signal in here ends the run after the step
                 record = train_step(cfg, trainer, step)
@@ -175,6 +187,7 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
             with log.phase("last evaluation"):
                 after = evaluate(trainer.collector, setup.held_out_env, trainer.policy)
         end_collection(trainer.collector, run.folder, history[-1] if history else {})
+        rollouts.close()
         save_model(run.folder, set_generation(cfg.policy, trainer.actor))
         run.link()
         result = result_of(cfg, history, before, after)
