@@ -3,6 +3,7 @@
 What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any, Final
@@ -214,7 +215,7 @@ def scale_of(colour: str, samples: Sequence[RolloutSample]) -> float:
         for at in range(len(sample.tokens.ids))
         if colour != "writer" and (value := value_of(sample, colour, at)) is not None
     )
-    return (values[int(0.99 * (len(values) - 1))] or values[-1]) if values else 0.0
+    return (values[math.ceil(0.99 * len(values)) - 1] or values[-1]) if values else 0.0
 
 
 def _append_tokens(

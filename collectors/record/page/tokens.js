@@ -29,7 +29,7 @@ function scaleOf(mode, samples) {
   if (how.named) return { values: [...new Set(values)].sort((a, b) => a - b), any: values.length > 0 };
   const sizes = values.map(Math.abs).sort((a, b) => a - b);
   // The largest percent do not flatten the rest.
-  return { most: sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] || sizes.at(-1) : 0, any: values.length > 0 };
+  return { most: sizes.length ? sizes[Math.ceil(0.99 * sizes.length) - 1] || sizes.at(-1) : 0, any: values.length > 0 };
 }
 
 function colourOf(mode, value, scale) {

@@ -226,7 +226,7 @@ function sidePanels(full, sample) {
 
 // Samples -----------------------------------------------------------------------------------------
 
-const MOST_ROWS = 300;
+const MOST_ROWS = 200;
 
 function samplesView() {
   const run = RUNS[state.run];
