@@ -1,7 +1,8 @@
 """Where each prompt group is, from its draw to its training, and that none is lost."""
 
 from .accounts import Balance
-from .groups import Eviction, GroupEvent, GroupState, Refill, Ticket
+from .events import GroupEvent
+from .groups import Eviction, GroupState, Refill, Ticket
 from .ledger import GroupLedger
 from .policies import Drop, OnPolicy, StalenessPolicy, Wait
 from .reasons import IllegalTransition, LedgerError

@@ -11,10 +11,10 @@ from torchrl_data.stop_reasons import kind_of
 from torchrl_data.validation import check_counts, one_of
 
 from .accounts import Accounts
+from .events import TellsEvents
 from .groups import (
     Eviction,
     Group,
-    GroupEvent,
     GroupState,
     Owed,
     Refill,
@@ -31,7 +31,7 @@ from .table import GroupTable
 REFILLS: Final = ("same", "next")
 
 
-class GenerationLedger:
+class GenerationLedger(TellsEvents):
     """What is offered, run, finished and dropped; see :class:`GroupLedger` for all of it."""
 
     def __init__(
@@ -81,8 +81,6 @@ class GenerationLedger:
         self._statistics = Statistics()
         self._table = GroupTable()
         self._evicted: list[Eviction] = []
-        self.on_event: Callable[[GroupEvent], None] | None = None
-        """Told of whatever happens to a group, on the thread that told the ledger."""
 
     # What may begin -----------------------------------------------------------------------------
 
@@ -169,8 +167,7 @@ class GenerationLedger:
         )
         self._table.add(ticket, owed.base_seed)
         self._accounts.offer()
-        self._check()
-        self._tell("offered", ticket)
+        self._happened("offered", ticket)
         return ticket
 
     # What runs ----------------------------------------------------------------------------------
@@ -189,8 +186,7 @@ class GenerationLedger:
         group = self._table.find(ticket, "start", (GroupState.DISPATCHED,))
         group.state = GroupState.RUNNING
         group.begun_version = self.pulled_version
-        self._check()
-        self._tell("started", ticket)
+        self._happened("started", ticket)
 
     def finish_episode(
         self,
@@ -258,8 +254,7 @@ class GenerationLedger:
                 self.finish_episode(ticket, index, tokens=tokens, oldest_version=oldest_version)
         group.check_complete(self.group_size, oldest_version, num_tokens)
         self._table.finish(group, self._clock())
-        self._check()
-        self._tell("finished", ticket)
+        self._happened("finished", ticket)
 
     # What is given up ---------------------------------------------------------------------------
 
@@ -296,8 +291,7 @@ class GenerationLedger:
         again = way == "same" and ticket.attempt + 1 < self.max_attempts
         attempt = ticket.attempt + 1 if again else None
         self._leave(group, f"dropped ({reason})", attempt)
-        self._check()
-        self._tell("dropped", ticket, reason=reason)
+        self._happened("dropped", ticket, reason=reason)
         return Refill(ticket.ordinal, ticket.group_id, attempt) if attempt is not None else None
 
     def fail(
@@ -323,8 +317,7 @@ class GenerationLedger:
         self._add_cut(group, cut_lengths)
         self._accounts.give_back(group.num_tokens)
         self._leave(group, "returned", ticket.attempt)
-        self._check()
-        self._tell("returned", ticket)
+        self._happened("returned", ticket)
         return Refill(ticket.ordinal, ticket.group_id, ticket.attempt)
 
     def return_all(self) -> list[Ticket]:
@@ -364,13 +357,6 @@ class GenerationLedger:
             self._prompts.owed[ticket.ordinal] = Owed(
                 ticket.group_id, attempt, group.base_seed, dispatch
             )
-
-    def _tell(
-        self, event: str, ticket: Ticket, *, step: int | None = None, reason: str = ""
-    ) -> None:
-        if self.on_event is not None:
-            step = self.version if step is None else step
-            self.on_event(GroupEvent(event, ticket, step, reason))
 
     def _check(self) -> None:
         """Raise unless the books are balanced and agree with the groups that there are."""

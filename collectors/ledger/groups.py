@@ -56,19 +56,6 @@ class Refill(NamedTuple):
     """Which attempt it will be."""
 
 
-class GroupEvent(NamedTuple):
-    """Something that happened to a group."""
-
-    name: str
-    """``offered``, ``started``, ``finished``, ``taken``, ``trained``, ``dropped``, ``returned``."""
-    ticket: Ticket
-    step: int
-    """Of training, from 0: the one that trained it, or for which it was taken, or else the one that
-    was under way."""
-    reason: str = ""
-    """Why it was dropped."""
-
-
 class Eviction(NamedTuple):
     """A finished group that was dropped because it had become too old to be used."""
 

@@ -102,9 +102,7 @@ class GroupLedger(GenerationLedger):
             [group.version_span for group in chosen],
         )
         tickets = self._table.take(chosen)
-        self._check()
-        for ticket in tickets:
-            self._tell("taken", ticket, step=step)
+        self._happened("taken", *tickets, step=step)
         return tickets
 
     def take_rest(self) -> list[Ticket] | None:
@@ -157,9 +155,7 @@ class GroupLedger(GenerationLedger):
             self._leave(group, f"trained at step {step}", None)
         self._table.batches.popleft()
         self.version = step + 1
-        self._check()
-        for ticket in tickets:
-            self._tell("trained", ticket, step=step)
+        self._happened("trained", *tickets, step=step)
 
     def weights_pulled(self, version: int) -> None:
         """Every generator has these weights: what they sample from now on is of them.

@@ -29,7 +29,9 @@ class PromptHistory:
         if self.events:
             last = self.events[-1]
             if last["name"] in ("taken", "trained"):
-                return f"{last['name']} at step {last['step'] + 1}"
+                used = [group for step, group in self.groups if step == last["step"] + 1]
+                name = "used, but not trained" if used and not self.is_trained else last["name"]
+                return f"{name} at step {last['step'] + 1}"
             return f"dropped: {last['reason']}" if last["name"] == "dropped" else last["name"]
         step, group = self.groups[-1]
         return f"{'trained' if group.num_trained else 'not trained'} at step {step}"

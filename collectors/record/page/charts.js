@@ -2,14 +2,12 @@
 
 const MAIN = [
   ["reward", "reward"], ["groups/without_signal_fraction", "groups without signal"],
-  ["groups/solve_all_fraction", "groups solved by all"], ["groups/solve_none_fraction", "groups solved by none"],
   ["sampled_tokens", "sampled tokens"], ["truncated_fraction", "truncated"],
-  ["tool_errors", "tool errors"], ["tool_calls", "tool calls"], ["entropy", "entropy, nats"],
-  ["sampler_gap", "gap to the engine, nats"], ["kl_approx", "log π_old − log π"], ["ESS", "effective samples"],
+  ["tool_errors", "tool errors"], ["entropy", "entropy, nats"],
+  ["kl_approx", "log π_old − log π"], ["ESS", "effective samples"],
   ["clip_fraction/positive_advantage", "clipped, good tokens"],
   ["clip_fraction/negative_advantage", "clipped, bad tokens"],
-  ["grad_norm", "gradient norm"], ["ledger/staleness/mean", "staleness, mean"],
-  ["time/step_s", "seconds of a step"], ["throughput/sampled_tokens_per_s", "sampled tokens/s"],
+  ["ledger/staleness/mean", "staleness, mean"], ["time/step_s", "seconds of a step"],
 ];
 
 function series(run, name) {

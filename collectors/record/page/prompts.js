@@ -34,6 +34,8 @@ function whereIs(prompt) {
     const group = prompt.groups.at(-1);
     return group.num_trained ? ["good", `trained at step ${group.step.step}`] : ["", `${signalOf(group)} at step ${group.step.step}`];
   }
+  const used = prompt.groups.find((group) => group.step.step === last.step + 1);
+  if (last.name === "trained" && used && !used.num_trained) return ["", `${signalOf(used)} at step ${last.step + 1}`];
   if (last.name === "trained") return ["good", `trained at step ${last.step + 1}`];
   if (last.name === "dropped") return ["bad", `dropped: ${last.reason}`];
   if (last.name === "returned") return ["warn", "returned, not trained"];

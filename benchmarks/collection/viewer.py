@@ -1,7 +1,7 @@
 """The page of a run with 10,000 rollouts: how soon it is there, and what recording costs.
 
-    python benchmarks/viewer.py [--rollouts 10240] [--tokens 200]
-    python benchmarks/viewer.py --screenshots docs/img RUN [RUN]
+    python benchmarks/collection/viewer.py [--rollouts 10240] [--tokens 200]
+    python benchmarks/collection/viewer.py --screenshots docs/img RUN [RUN]
 
 A run of 40 steps is made up, groups of 16 with a turn, a tool and another turn each, and written as
 a recorder does. Told are the size of the record and of the page; the CPU seconds to write either;
@@ -13,6 +13,7 @@ With ``--screenshots`` pictures of real runs are taken for the documentation ins
 """
 
 import argparse
+import io
 import os
 import random
 import statistics
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from collectors.record import (
@@ -34,6 +36,7 @@ from collectors.record import (
     write_html,
 )
 from collectors.record.files import write_lines
+from collectors.record.prompts import prompt_histories
 from collectors.record.samples import FORMAT, to_json
 from torchrl_envs.browser.chromium import find_chromium
 
@@ -190,7 +193,7 @@ def measure(browser: Browser, num_rollouts: int, num_tokens: int, repeats: int) 
 SHOTS = (
     ("view-run", "", "light", ""),
     ("view-group", "group/{step}/{group}", "dark", "state.colour = 'surprise'; show()"),
-    ("view-prompt", "prompt/17", "light", ""),
+    ("view-prompt", "prompt/{prompt}", "light", ""),
 )
 
 
@@ -207,9 +210,16 @@ def best_group(run: RunRecord) -> tuple[int, int]:
     )
 
 
+def best_prompt(run: RunRecord) -> str:
+    """Of those that were trained, the first one of which the ledger told most."""
+    histories = [history for history in prompt_histories(run).values() if history.is_trained]
+    return max(histories, key=lambda history: len(history.events)).name
+
+
 def screenshots(browser: Browser, runs: list[RunRecord], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     step, group = best_group(runs[0])
+    known = {"step": step, "group": group, "prompt": best_prompt(runs[0])}
     with tempfile.TemporaryDirectory() as name:
         address = write_html(runs, Path(name) / "html").as_uri()
         for title, place, scheme, script in SHOTS:
@@ -218,13 +228,16 @@ def screenshots(browser: Browser, runs: list[RunRecord], folder: Path) -> None:
                 color_scheme=scheme,  # type: ignore[arg-type]
             )
             page: Page = context.new_page()
-            page.goto(f"{address}#/{place.format(step=step, group=group)}")
+            page.goto(f"{address}#/{place.format(**known)}")
             page.wait_for_selector("main h1")
             page.wait_for_timeout(500)
             if script:
                 page.evaluate(script)
                 page.wait_for_timeout(500)
-            page.screenshot(path=folder / f"{title}.png")
+            picture = Image.open(io.BytesIO(page.screenshot()))
+            picture.quantize(128, dither=Image.Dither.NONE).save(
+                folder / f"{title}.png", optimize=True
+            )
             print(folder / f"{title}.png")
             context.close()
 
