@@ -1,7 +1,7 @@
 """The weights of a PEFT model with its adapters merged, the model left as it was."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,61 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
         TypeError: the model has adapters that can't be merged into weights, such as prompts.
         ValueError: PEFT refuses to merge them, because the result is not finite, say.
     """
+    layers = _tuner_layers(model)
+    merged: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        if not (layer.merged or layer.disable_adapters):
+            merged |= _merged_layer(name, layer)
+    names = _Names(model, layers)
+    return {
+        names.plain(name): merged[name] if name in merged else whole(value)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not names.is_left_out(name)
+    }
+
+
+class LazyMerge:
+    """The same of a model whose weights are spread over ranks, a layer at a time.
+
+    Raises:
+        TypeError: see :func:`merged_weights`.
+        ValueError: see :func:`merged_weights`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers = _tuner_layers(model)
+        names = _Names(model, layers)
+        state = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if not names.is_left_out(name)
+        }
+        self.layers: list[Callable[[], dict[str, Tensor]]] = []
+        """Makes the whole weights of a layer with its adapters merged; all ranks call it."""
+        for prefix, layer in layers.items():
+            own = {name: state.pop(name) for name in list(state) if name.startswith(f"{prefix}.")}
+            if layer.merged or layer.disable_adapters:
+                state |= own
+                continue
+            self.layers.append(
+                lambda prefix=prefix, layer=layer, own=own: _whole_layer(prefix, layer, own, names)
+            )
+        self.unchanged = {names.plain(name): value.detach() for name, value in state.items()}
+        """What no adapter changes: shards, by the names of the model without adapters."""
+
+
+def _whole_layer(
+    prefix: str, layer: Any, own: Mapping[str, Tensor], names: "_Names"
+) -> dict[str, Tensor]:
+    merged = _merged_layer(prefix, layer)
+    return {
+        names.plain(name): merged[name] if name in merged else whole(value)
+        for name, value in own.items()
+    }
+
+
+def _tuner_layers(model: Any) -> dict[str, Any]:
+    """The layers with adapters by name, where they can be merged."""
     tuners: Any = sys.modules["peft.tuners.tuners_utils"]
     layers = {
         name: layer
@@ -45,16 +100,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
             "can't be given. Train one that merges, such as LoRA, wrapped by get_peft_model."
         )
     model.base_model._check_merge_allowed()
-    merged: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        if not (layer.merged or layer.disable_adapters):
-            merged |= _merged_layer(name, layer)
-    names = _Names(model, layers)
-    return {
-        names.plain(name): merged[name] if name in merged else whole(value)
-        for name, value in model.state_dict(keep_vars=True).items()
-        if not names.is_left_out(name)
-    }
+    return layers
 
 
 def whole(value: Tensor) -> Tensor:
@@ -69,18 +115,39 @@ def _merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
     base, prefix = layer, name
     while hasattr(base, "base_layer"):
         base, prefix = base.base_layer, f"{prefix}.base_layer"
-    parameters = dict(base.named_parameters())
-    with _kept(parameters) as originals:
-        try:
-            layer.merge(safe_merge=True)
-            return {
-                f"{prefix}.{key}": whole(value).clone()
-                for key, value in parameters.items()
-                if not torch.equal(whole(value), whole(originals[key]))
-            }
-        finally:
-            if layer.merged:
-                layer.unmerge()
+    with _whole_parameters(layer):
+        parameters = dict(base.named_parameters())
+        with _kept(parameters) as originals:
+            try:
+                layer.merge(safe_merge=True)
+                return {
+                    f"{prefix}.{key}": value.detach().clone()
+                    for key, value in parameters.items()
+                    if not torch.equal(value, originals[key])
+                }
+            finally:
+                if layer.merged:
+                    layer.unmerge()
+
+
+@contextmanager
+def _whole_parameters(layer: nn.Module) -> Iterator[None]:
+    """Within, a layer whose parameters are spread over ranks has whole copies of them."""
+    # PEFT sets their `.data`, which changes nothing of a DTensor.
+    spread = [
+        (module, name, value)
+        for module in layer.modules()
+        for name, value in module._parameters.items()
+        if hasattr(value, "full_tensor")
+    ]
+    try:
+        for module, name, value in spread:
+            assert value is not None
+            module._parameters[name] = nn.Parameter(whole(value), requires_grad=False)
+        yield
+    finally:
+        for module, name, value in spread:
+            module._parameters[name] = value
 
 
 @contextmanager
