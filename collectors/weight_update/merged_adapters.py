@@ -1,7 +1,7 @@
 """The weights of a PEFT model with its adapters merged, the model left as it was."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,12 +33,12 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
         TypeError: the model has adapters that can't be merged into weights, such as prompts.
         ValueError: PEFT refuses to merge them, because the result is not finite, say.
     """
-    layers = _tuner_layers(model)
+    layers = tuner_layers(model)
     merged: dict[str, Tensor] = {}
     for name, layer in layers.items():
         if not (layer.merged or layer.disable_adapters):
-            merged |= _merged_layer(name, layer)
-    names = _Names(model, layers)
+            merged |= merged_layer(name, layer)
+    names = AdapterNames(model, layers)
     return {
         names.plain(name): merged[name] if name in merged else whole(value)
         for name, value in model.state_dict(keep_vars=True).items()
@@ -46,47 +46,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
     }
 
 
-class LazyMerge:
-    """The same of a model whose weights are spread over ranks, a layer at a time.
-
-    Raises:
-        TypeError: see :func:`merged_weights`.
-        ValueError: see :func:`merged_weights`.
-    """
-
-    def __init__(self, model: Any) -> None:
-        layers = _tuner_layers(model)
-        names = _Names(model, layers)
-        state = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if not names.is_left_out(name)
-        }
-        self.layers: list[Callable[[], dict[str, Tensor]]] = []
-        """Makes the whole weights of a layer with its adapters merged; all ranks call it."""
-        for prefix, layer in layers.items():
-            own = {name: state.pop(name) for name in list(state) if name.startswith(f"{prefix}.")}
-            if layer.merged or layer.disable_adapters:
-                state |= own
-                continue
-            self.layers.append(
-                lambda prefix=prefix, layer=layer, own=own: _whole_layer(prefix, layer, own, names)
-            )
-        self.unchanged = {names.plain(name): value.detach() for name, value in state.items()}
-        """What no adapter changes: shards, by the names of the model without adapters."""
-
-
-def _whole_layer(
-    prefix: str, layer: Any, own: Mapping[str, Tensor], names: "_Names"
-) -> dict[str, Tensor]:
-    merged = _merged_layer(prefix, layer)
-    return {
-        names.plain(name): merged[name] if name in merged else whole(value)
-        for name, value in own.items()
-    }
-
-
-def _tuner_layers(model: Any) -> dict[str, Any]:
+def tuner_layers(model: Any) -> dict[str, Any]:
     """The layers with adapters by name, where they can be merged."""
     tuners: Any = sys.modules["peft.tuners.tuners_utils"]
     layers = {
@@ -110,7 +70,7 @@ def whole(value: Tensor) -> Tensor:
     return value if gather is None else gather()
 
 
-def _merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
+def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
     """What merging a layer changes, by the names of the state dict."""
     base, prefix = layer, name
     while hasattr(base, "base_layer"):
@@ -162,7 +122,7 @@ def _kept(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             value.data = held[key].copy_(originals[key])
 
 
-class _Names:
+class AdapterNames:
     """Names in a PEFT model, and without it; told by the modules, not by how names look."""
 
     def __init__(self, model: Any, layers: Mapping[str, Any]) -> None:

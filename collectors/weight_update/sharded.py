@@ -18,7 +18,8 @@ from torchrl_modules.weights.lazy import LazyWeights, WeightFacts
 from torchrl_modules.weights.state import UpdateRefused
 
 from .gathering import plain_weights, unwrapped
-from .merged_adapters import LazyMerge, has_adapters, whole
+from .merged_adapters import has_adapters, whole
+from .sharded_adapters import LazyMerge
 
 dist: Any = torch.distributed  # it names little of what is used here as exported
 BUCKET_BYTES: Final = 256 << 20

@@ -53,6 +53,9 @@ class TransformersEngine:
             ``max_cached_tokens`` is negative; or the model can't be sampled from.
     """
 
+    reads_in_order = True
+    """An update reads each weight once, in this thread: they may be lazy."""
+
     def __init__(
         self,
         model: nn.Module,

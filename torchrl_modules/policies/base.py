@@ -298,7 +298,7 @@ class LLMWrapperBase(TensorDictModuleBase):
             ValueError: the engine refuses the update; the old weights and version stay.
         """
         weights = state_dict
-        if not isinstance(weights, LazyWeights):
+        if not (isinstance(weights, LazyWeights) and getattr(self.engine, "reads_in_order", False)):
             weights = {name: value.detach() for name, value in weights.items()}
         self.engine.update_weights(weights, version=version)
         return self.policy_version
