@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .text_environment.environment import TextEnvironment
     from .weight_update.in_process import InProcessUpdater
     from .weight_update.interface import WeightUpdater
+    from .weight_update.sharded import contribute_weights
     from .weight_update.vllm_updater import vLLMUpdater
 
 _HOMES = {
@@ -53,6 +54,7 @@ _HOMES = {
     "WeightUpdater": ".weight_update.interface",
     "bootstrap_interval": ".evaluation",
     "evaluation_estimates": ".evaluation",
+    "contribute_weights": ".weight_update.sharded",
     "generate_rollout_completions": ".rollout_func",
     "majority_at_n": ".evaluation",
     "mean_at_n": ".evaluation",
@@ -86,6 +88,7 @@ __all__ = [
     "Wait",
     "WeightUpdater",
     "bootstrap_interval",
+    "contribute_weights",
     "evaluation_estimates",
     "generate_rollout_completions",
     "identity_of",

@@ -27,6 +27,7 @@ from torchrl_data.keys import (
     SEGMENT,
     STOP_REASON,
     TERMINATED,
+    TOOL_CALLS,
     TRUNCATED,
 )
 from torchrl_data.layout.conversation_io import write_conversations
@@ -78,6 +79,9 @@ def trajectory_rows(
         for key in (LOGGED_METRICS, LOGGED_EXTRA):
             if key in episode.metrics:
                 shared[key] = _object(episode.metrics[key])
+        if NUM_TOOL_CALLS in columns:
+            calls = [call._asdict() for call in episode.tool_calls]
+            shared[TOOL_CALLS] = _object({"calls": calls})
         last = token_entries_of_row(batch, row, episode.conversation.num_tokens(0))
         result.append(_rows_of(episode, shared, last))
     return result

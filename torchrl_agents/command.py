@@ -35,7 +35,9 @@ class Command(NamedTuple):
     """``module:function``, imported when it is called: gets the arguments, gives the status."""
 
 
-COMMANDS: Final[dict[str, Command]] = {}
+COMMANDS: Final[dict[str, Command]] = {
+    "view": Command("show the rollouts of a run", "collectors.record.view:main"),
+}
 """What can be done beside recipes, by its name."""
 
 

@@ -1,6 +1,7 @@
 """Where each prompt group is, from its draw to its training, and that none is lost."""
 
 from .accounts import Balance
+from .events import GroupEvent
 from .groups import Eviction, GroupState, Refill, Ticket
 from .ledger import GroupLedger
 from .policies import Drop, OnPolicy, StalenessPolicy, Wait
@@ -10,6 +11,7 @@ __all__ = [
     "Balance",
     "Drop",
     "Eviction",
+    "GroupEvent",
     "GroupLedger",
     "GroupState",
     "IllegalTransition",

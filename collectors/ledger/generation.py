@@ -11,7 +11,17 @@ from torchrl_data.stop_reasons import kind_of
 from torchrl_data.validation import check_counts, one_of
 
 from .accounts import Accounts
-from .groups import Eviction, Group, GroupState, Owed, Refill, Ticket, attempt_seed, shares
+from .events import TellsEvents
+from .groups import (
+    Eviction,
+    Group,
+    GroupState,
+    Owed,
+    Refill,
+    Ticket,
+    attempt_seed,
+    shares,
+)
 from .policies import StalenessPolicy, Wait
 from .prompts import PromptBook
 from .reasons import FAILED, IllegalTransition, LedgerError
@@ -21,7 +31,7 @@ from .table import GroupTable
 REFILLS: Final = ("same", "next")
 
 
-class GenerationLedger:
+class GenerationLedger(TellsEvents):
     """What is offered, run, finished and dropped; see :class:`GroupLedger` for all of it."""
 
     def __init__(
@@ -157,7 +167,7 @@ class GenerationLedger:
         )
         self._table.add(ticket, owed.base_seed)
         self._accounts.offer()
-        self._check()
+        self._happened("offered", ticket)
         return ticket
 
     # What runs ----------------------------------------------------------------------------------
@@ -176,7 +186,7 @@ class GenerationLedger:
         group = self._table.find(ticket, "start", (GroupState.DISPATCHED,))
         group.state = GroupState.RUNNING
         group.begun_version = self.pulled_version
-        self._check()
+        self._happened("started", ticket)
 
     def finish_episode(
         self,
@@ -244,7 +254,7 @@ class GenerationLedger:
                 self.finish_episode(ticket, index, tokens=tokens, oldest_version=oldest_version)
         group.check_complete(self.group_size, oldest_version, num_tokens)
         self._table.finish(group, self._clock())
-        self._check()
+        self._happened("finished", ticket)
 
     # What is given up ---------------------------------------------------------------------------
 
@@ -281,7 +291,7 @@ class GenerationLedger:
         again = way == "same" and ticket.attempt + 1 < self.max_attempts
         attempt = ticket.attempt + 1 if again else None
         self._leave(group, f"dropped ({reason})", attempt)
-        self._check()
+        self._happened("dropped", ticket, reason=reason)
         return Refill(ticket.ordinal, ticket.group_id, attempt) if attempt is not None else None
 
     def fail(
@@ -307,7 +317,7 @@ class GenerationLedger:
         self._add_cut(group, cut_lengths)
         self._accounts.give_back(group.num_tokens)
         self._leave(group, "returned", ticket.attempt)
-        self._check()
+        self._happened("returned", ticket)
         return Refill(ticket.ordinal, ticket.group_id, ticket.attempt)
 
     def return_all(self) -> list[Ticket]:

@@ -102,7 +102,7 @@ class GroupLedger(GenerationLedger):
             [group.version_span for group in chosen],
         )
         tickets = self._table.take(chosen)
-        self._check()
+        self._happened("taken", *tickets, step=step)
         return tickets
 
     def take_rest(self) -> list[Ticket] | None:
@@ -155,7 +155,7 @@ class GroupLedger(GenerationLedger):
             self._leave(group, f"trained at step {step}", None)
         self._table.batches.popleft()
         self.version = step + 1
-        self._check()
+        self._happened("trained", *tickets, step=step)
 
     def weights_pulled(self, version: int) -> None:
         """Every generator has these weights: what they sample from now on is of them.

@@ -19,7 +19,8 @@ class SnapshotUpdater(InProcessUpdater):
         Args:
             source: the trained model, or its state dict.
         """
-        return {name: value.detach().clone() for name, value in self._checked(source).items()}
+        with self._checked(source) as weights:
+            return {name: value.detach().clone() for name, value in weights.items()}
 
     def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
         del weights, version

@@ -7,16 +7,24 @@ if TYPE_CHECKING:
     from .gathering import gathered_state_dict
     from .in_process import InProcessUpdater
     from .interface import WeightUpdater
+    from .sharded import contribute_weights
     from .vllm_updater import vLLMUpdater
 
 _HOMES = {
     "InProcessUpdater": ".in_process",
     "WeightUpdater": ".interface",
+    "contribute_weights": ".sharded",
     "gathered_state_dict": ".gathering",
     "vLLMUpdater": ".vllm_updater",
 }
 
-__all__ = ["InProcessUpdater", "WeightUpdater", "gathered_state_dict", "vLLMUpdater"]
+__all__ = [
+    "InProcessUpdater",
+    "WeightUpdater",
+    "contribute_weights",
+    "gathered_state_dict",
+    "vLLMUpdater",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,9 +22,9 @@ def gathered_state_dict(source: nn.Module | Mapping[str, Tensor]) -> dict[str, T
     """The weights of a module or a state dict, by Transformers' names.
 
     ``DTensor`` shards (FSDP2, tensor parallelism) are gathered: a collective, so every rank calls
-    this. Adapters of a PEFT model are merged into a copy of the weights that they change; the model
-    is left as it was, to the bit. The wrappers of ``torch.compile`` and ``DistributedDataParallel``
-    are taken off.
+    this, and then has the whole model; a push does it bucket by bucket. Adapters of a PEFT model
+    are merged into a copy of the weights that they change; the model is left as it was, to the bit.
+    The wrappers of ``torch.compile`` and ``DistributedDataParallel`` are taken off.
 
     Args:
         source: a model, or its state dict.
@@ -39,23 +39,33 @@ def gathered_state_dict(source: nn.Module | Mapping[str, Tensor]) -> dict[str, T
     """
     if not isinstance(source, nn.Module):
         return _plain(source)
-    module = _unwrapped(source)
+    module = unwrapped(source)
     if has_adapters(module):
         return merged_weights(module)
     return _plain(module.state_dict())
 
 
 def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: whole(value) for name, value in plain_weights(weights).items()}
+
+
+def plain_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by Transformers' names, shards as they are.
+
+    Raises:
+        ValueError: there are adapters among them, which mean nothing without their model.
+    """
     adapters = [name for name in weights if not _ADAPTERS.isdisjoint(name.split("."))]
     if adapters:
         raise ValueError(
             f"This state dict holds adapters, such as {adapters[0]}, which an engine can't apply "
             "without the model that they belong to. Push the PEFT model itself: it is merged."
         )
-    return {name.replace(_COMPILED, ""): whole(value) for name, value in weights.items()}
+    return {name.replace(_COMPILED, ""): value for name, value in weights.items()}
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside the wrappers of ``torch.compile`` and ``DistributedDataParallel``."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module

@@ -1,12 +1,17 @@
 """How a trainer's weights reach a policy."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_modules.weights.lazy import shells
+from torchrl_modules.weights.state import UpdateRefused
+
 from .gathering import gathered_state_dict
+from .sharded import is_spread, pushed_weights
 
 ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Parameter name to precision and shape."""
@@ -95,8 +100,9 @@ class WeightUpdater:
     def push(self, source: nn.Module | Mapping[str, Tensor], *, version: int | None = None) -> int:
         """Replace the policy's weights.
 
-        Shards (``DTensor``) are gathered, which every rank of the trainer has to take part in. A
-        model with adapters (PEFT) is pushed merged, and is left as it was.
+        Shards (``DTensor``) are made whole a bucket at a time while the policy reads them; the
+        other ranks of the trainer call :func:`~collectors.contribute_weights` meanwhile. A model
+        with adapters (PEFT) is pushed merged, and is left as it was.
 
         Args:
             source: the trained model, or its state dict.
@@ -109,23 +115,33 @@ class WeightUpdater:
             ValueError: the policy refuses the update and goes on with its old weights; or the
                 state dict is one of adapters alone, which can't be applied.
         """
-        return self._send(self._checked(source), version)
+        with self._checked(source) as weights:
+            return self._send(weights, version)
 
-    def _checked(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    @contextmanager
+    def _checked(self, source: nn.Module | Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """The weights as the policy takes them, and as :meth:`init` said that they would be."""
-        weights = self._gathered(source)
-        shapes = {name: value.shape for name, value in weights.items()}
+        if is_spread(source):
+            with pushed_weights(source) as weights:
+                self._check_shapes(weights)
+                yield weights
+        else:
+            weights = self._gathered(source)
+            self._check_shapes(weights)
+            yield weights
+
+    def _check_shapes(self, weights: Mapping[str, Tensor]) -> None:
+        shapes = {name: value.shape for name, value in shells(weights).items()}
         if self._metadata is not None and shapes != self._metadata:
             wrong = sorted(
                 name
                 for name in shapes.keys() | self._metadata.keys()
                 if shapes.get(name) != self._metadata.get(name)
             )
-            raise ValueError(
+            raise UpdateRefused(
                 f"{type(self).__name__}.push: {len(wrong)} weights are not as init(model_metadata) "
                 f"said, such as {wrong[:4]}. Nothing was sent."
             )
-        return weights
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The weights as the policy takes them."""

@@ -33,6 +33,21 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
         TypeError: the model has adapters that can't be merged into weights, such as prompts.
         ValueError: PEFT refuses to merge them, because the result is not finite, say.
     """
+    layers = tuner_layers(model)
+    merged: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        if not (layer.merged or layer.disable_adapters):
+            merged |= merged_layer(name, layer)
+    names = AdapterNames(model, layers)
+    return {
+        names.plain(name): merged[name] if name in merged else whole(value)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not names.is_left_out(name)
+    }
+
+
+def tuner_layers(model: Any) -> dict[str, Any]:
+    """The layers with adapters by name, where they can be merged."""
     tuners: Any = sys.modules["peft.tuners.tuners_utils"]
     layers = {
         name: layer
@@ -45,16 +60,7 @@ def merged_weights(model: Any) -> dict[str, Tensor]:
             "can't be given. Train one that merges, such as LoRA, wrapped by get_peft_model."
         )
     model.base_model._check_merge_allowed()
-    merged: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        if not (layer.merged or layer.disable_adapters):
-            merged |= _merged_layer(name, layer)
-    names = _Names(model, layers)
-    return {
-        names.plain(name): merged[name] if name in merged else whole(value)
-        for name, value in model.state_dict(keep_vars=True).items()
-        if not names.is_left_out(name)
-    }
+    return layers
 
 
 def whole(value: Tensor) -> Tensor:
@@ -64,23 +70,44 @@ def whole(value: Tensor) -> Tensor:
     return value if gather is None else gather()
 
 
-def _merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
+def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
     """What merging a layer changes, by the names of the state dict."""
     base, prefix = layer, name
     while hasattr(base, "base_layer"):
         base, prefix = base.base_layer, f"{prefix}.base_layer"
-    parameters = dict(base.named_parameters())
-    with _kept(parameters) as originals:
-        try:
-            layer.merge(safe_merge=True)
-            return {
-                f"{prefix}.{key}": whole(value).clone()
-                for key, value in parameters.items()
-                if not torch.equal(whole(value), whole(originals[key]))
-            }
-        finally:
-            if layer.merged:
-                layer.unmerge()
+    with _whole_parameters(layer):
+        parameters = dict(base.named_parameters())
+        with _kept(parameters) as originals:
+            try:
+                layer.merge(safe_merge=True)
+                return {
+                    f"{prefix}.{key}": value.detach().clone()
+                    for key, value in parameters.items()
+                    if not torch.equal(value, originals[key])
+                }
+            finally:
+                if layer.merged:
+                    layer.unmerge()
+
+
+@contextmanager
+def _whole_parameters(layer: nn.Module) -> Iterator[None]:
+    """Within, a layer whose parameters are spread over ranks has whole copies of them."""
+    # PEFT sets their `.data`, which changes nothing of a DTensor.
+    spread = [
+        (module, name, value)
+        for module in layer.modules()
+        for name, value in module._parameters.items()
+        if hasattr(value, "full_tensor")
+    ]
+    try:
+        for module, name, value in spread:
+            assert value is not None
+            module._parameters[name] = nn.Parameter(whole(value), requires_grad=False)
+        yield
+    finally:
+        for module, name, value in spread:
+            module._parameters[name] = value
 
 
 @contextmanager
@@ -95,7 +122,7 @@ def _kept(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
             value.data = held[key].copy_(originals[key])
 
 
-class _Names:
+class AdapterNames:
     """Names in a PEFT model, and without it; told by the modules, not by how names look."""
 
     def __init__(self, model: Any, layers: Mapping[str, Any]) -> None:

@@ -7,11 +7,10 @@ batch to look at, and ends the run only when it keeps happening.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from torchrl_data.validation import POSITIVE, check_counts, check_numbers
 
 from .packed_batch import PackedBatch
+from .rank_gradients import clip_over, first_reason, norm_over, num_shards
 from .ranks import Ranks
 
 
@@ -87,7 +87,7 @@ class NonFiniteGate:
         self.dump_dir = None if dump_dir is None else Path(dump_dir)
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self._ranks = ranks or Ranks.alone()
-        sharded = sum(_num_shards(p) > 1 for p in self._parameters())
+        sharded = sum(num_shards(p) > 1 for p in self._parameters())
         if sharded and self._ranks.size == 1:
             raise ValueError(
                 f"NonFiniteGate: {sharded} parameters are spread over several ranks, which have to "
@@ -141,10 +141,8 @@ class NonFiniteGate:
         """
         self.num_steps += 1
         parameters = [p for p in self._parameters() if p.grad is not None]
-        norm = self._norm([p.grad for p in parameters if p.grad is not None])
-        reason = self._bad_loss
-        if self._ranks.size > 1:
-            reason = _first_reason(self._ranks.gather(reason))
+        norm = norm_over(self._ranks, [p.grad for p in parameters if p.grad is not None])
+        reason = first_reason(self._ranks, self._bad_loss)
         if not reason and not bool(norm.isfinite()):
             reason = f"the norm of the gradient is {float(norm)}"
         outcome = StepOutcome(float(norm))
@@ -153,35 +151,13 @@ class NonFiniteGate:
         elif not parameters or float(norm) == 0:
             outcome = StepOutcome(0.0, "no gradient" if not parameters else "every gradient is 0")
         else:
-            self._clip(parameters, norm)
+            if self.max_grad_norm is not None:
+                clip_over(self._ranks, parameters, norm, self.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._batches, self._bad_loss = [], ""
         self._count(outcome, not_finite=bool(reason))
         return outcome
-
-    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """The norm of the whole gradient, the same on every rank."""
-        if self._ranks.size == 1:
-            return torch.nn.utils.get_total_norm(grads)
-        shards = [grad for grad in grads if _num_shards(grad) > 1]
-        copies = [_local(grad) for grad in grads if _num_shards(grad) == 1]
-        of_shards: Any = torch.nn.utils.get_total_norm(shards)
-        of_shards = of_shards.full_tensor() if shards else of_shards
-        of_copies = torch.nn.utils.get_total_norm(copies)
-        _check_same(self._ranks.gather(float(of_copies)))
-        return torch.hypot(of_shards.double().cpu(), of_copies.double().cpu())
-
-    def _clip(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
-        if self.max_grad_norm is None:
-            return
-        if self._ranks.size == 1:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-            return
-        factor = min(1.0, self.max_grad_norm / (float(norm) + 1e-6))
-        for parameter in parameters:
-            if parameter.grad is not None:
-                _local(parameter.grad).mul_(factor)
 
     def state_dict(self) -> dict[str, int]:
         """Its counts."""
@@ -229,34 +205,6 @@ class NonFiniteGate:
             tensors |= {f"{index}.{name}": value for name, value in _tensors(batch)}
         save_file(tensors, path, metadata={"reason": reason, "step": json.dumps(self.num_steps)})
         return path
-
-
-def _num_shards(value: Any) -> int:
-    """Over how many ranks a tensor is spread; 1 where it is whole."""
-    mesh = getattr(value, "device_mesh", None)
-    return 1 if mesh is None else mesh.size()
-
-
-def _local(value: Any) -> Tensor:
-    """What this process has of a tensor, in the same memory."""
-    to_local = getattr(value, "to_local", None)
-    return value if to_local is None else to_local()
-
-
-def _first_reason(reasons: Sequence[str]) -> str:
-    """What is wrong, and where, if anything is."""
-    return next((f"of rank {i} {reason}" for i, reason in enumerate(reasons) if reason), "")
-
-
-def _check_same(norms: Sequence[float]) -> None:
-    """Gradients of whole parameters have been reduced, or every rank trains another model."""
-    low, high = min(norms), max(norms)
-    if math.isfinite(high - low) and high - low > 1e-4 * high:
-        raise RuntimeError(
-            "NonFiniteGate: the gradients of parameters that every rank holds have different norms "
-            f"({', '.join(f'{norm:.6g}' for norm in norms)} by rank), so they were not reduced. "
-            "Give the policy DistributedDataParallel(model), or the model after fully_shard(model)."
-        )
 
 
 def _tensors(batch: PackedBatch) -> Iterable[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ Shape legend: B rows, N tokens of all of them, K trained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -92,6 +92,8 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         self.temperature = temperature
         self.read = read
         self.allow_empty = allow_empty
+        self.on_scores: Callable[[PackedBatch, TokenScores], None] | None = None
+        """Told of the scores of trained tokens, detached, whenever they were computed."""
 
     def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Fields of ``read`` that are needed: one value per token, one per row or token."""
@@ -196,7 +198,11 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
             temperature=self.temperature,
             entropy=entropy,
         )
-        return scores._replace(log_prob=F.at_least_float32(scores.log_prob))
+        scores = scores._replace(log_prob=F.at_least_float32(scores.log_prob))
+        if self.on_scores is not None:
+            detached = [None if value is None else value.detach() for value in scores]
+            self.on_scores(batch, TokenScores._make(detached))
+        return scores
 
     @property
     def _takes_part_in_every_pass(self) -> bool:

@@ -54,6 +54,7 @@ from torchrl_agents.recipe.results import (
     EVALUATIONS,
     Recorder,
     StepRecord,
+    record_rollouts,
     result_of,
     show_rollouts,
 )
@@ -232,10 +233,13 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
     if not done:
         held_out.after(0)
     loggers = build_loggers(cfg.logger, run.folder, RECIPE.name)
+    rollouts = record_rollouts(
+        cfg.record, run.folder, trainer.actor.tokenizer, trainer.loss, collector, after=done
+    )
     with (
         stop.held(),  # a signal ends a batch that is collected, or the run after a pass
         keep,
-        Recorder(run.folder, loggers, after=done) as recorder,
+        Recorder(run.folder, loggers, rollouts, after=done) as recorder,
         log.steps("GRPO", cfg.train.num_steps) as steps,
     ):
         history = recorder.history
@@ -262,6 +266,7 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
         with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
             after = evaluate(collector, held_out_env, trainer.policy)
         end_collection(collector, run.folder, history[-1] if history else {})
+        rollouts.close()
         if done:
             save_model(run.folder, set_generation(cfg.policy, trainer.actor))
             run.link()

@@ -29,6 +29,7 @@ PUBLIC = (
     "objectives.functional",
     "collectors",
     "collectors.ledger",
+    "collectors.record",
     "collectors.weight_update",
 )
 OURS = {package.partition(".")[0] for package in PUBLIC}

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
+
+from collectors.record import RunRecord
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
@@ -58,6 +61,11 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def rollouts_of(folder: Path) -> list[dict]:
+    record = RunRecord(folder)
+    return [vars(sample) for step in record.steps for sample in record.samples(step.step)]
+
+
 @pytest.mark.slow
 def test_a_run_leaves_its_result_and_its_files(result_of, tmp_path):
     result = result_of(*SMALL, cwd=tmp_path)
@@ -84,7 +92,7 @@ def test_a_run_leaves_its_result_and_its_files(result_of, tmp_path):
 
 
 def _metrics_agree(out: Path) -> None:
-    rollouts, metrics = lines_of(out / "rollouts.jsonl"), lines_of(out / "metrics.jsonl")
+    rollouts, metrics = rollouts_of(out), lines_of(out / "metrics.jsonl")
     assert [r["step"] for r in rollouts] == [1] * 4 + [2] * 4
     assert [r["group_id"] for r in rollouts[:4]] == ["0/0", "0/0", "0/1", "0/1"]
     assert [r["policy_version"] for r in rollouts] == [1] * 4 + [2] * 4
@@ -115,6 +123,9 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
     points = lines_of(out / "evaluations.jsonl")
     assert any("reward" in point for point in points)
     assert all("reward" in point or point["skipped"] for point in points)
+    told = Counter(event["name"] for event in RunRecord(out).events())
+    assert told["trained"] == 8
+    assert told["offered"] == 8 + told["dropped"] + told["returned"]
     log = (out / "grpo.log").read_text()
     assert "GroupLedger at step 4" in log
     assert "This run was " in log
@@ -227,7 +238,7 @@ def test_the_vllm_engine_trains_too(result_of, tmp_path):
 def test_a_task_trains(task, result_of, tmp_path):
     result = result_of(*SMALL, f"task={task}", "train.num_steps=1", cwd=tmp_path)
     assert result["task"] == task
-    rollouts = lines_of(Path(result["output_dir"]) / "rollouts.jsonl")
+    rollouts = rollouts_of(Path(result["output_dir"]))
     assert len(rollouts) == 4
     # A model that has hardly been trained may end a turn at once, but not every time.
     last = [r["messages"][-1] for r in rollouts]
@@ -247,7 +258,7 @@ def test_a_data_set_of_ones_own_trains(result_of, tmp_path):
         cwd=tmp_path,
     )
     out = Path(result["output_dir"])
-    rollouts = lines_of(out / "rollouts.jsonl")
+    rollouts = rollouts_of(out)
     assert {name for r in rollouts for name in r["rewards"]} == {"GSM8KRewardParser"}
     trained = [m for m in lines_of(out / "metrics.jsonl") if m["optimizer_steps"]]
     assert trained

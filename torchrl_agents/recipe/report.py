@@ -161,7 +161,7 @@ class NoSignal:
             ]
             _LOG.warning(
                 "No signal in %d step(s): no rollout could be scored, so no update was made. They "
-                "ended by %s; rollouts.jsonl has the stop_reason and reward_errors of each.",
+                "ended by %s; rollouts/ has the stop_reason and reward_errors of each.",
                 self._in_a_row,
                 ", ".join(reasons),
             )

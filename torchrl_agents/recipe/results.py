@@ -3,37 +3,25 @@
 import json
 import math
 import os
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.rule import Rule
 from tensordict import TensorDictBase
 
-from collectors import rollout_metrics
-from torchrl_agents.settings.schema import RecipeConfig
+from collectors import LLMCollector, StreamingCollector, rollout_metrics
+from collectors.record import RolloutRecorder
+from objectives.losses.base import TokenLoss
+from torchrl_agents.settings.schema import RecipeConfig, RecordConfig
 from torchrl_data import read_conversations
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.display.terminal import show_conversation
-from torchrl_data.keys import (
-    ADVANTAGE,
-    ASSISTANT_MASK,
-    FULL,
-    GROUP_ID,
-    REWARD,
-    REWARDS,
-    ROW,
-)
-from torchrl_envs.datasets.primer import IDS_PER_EPOCH
+from torchrl_data.keys import FULL, REWARD
 from torchrl_envs.graders.answers import final_text
-from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
 
 METRICS: Final = "metrics.jsonl"
-ROLLOUTS: Final = "rollouts.jsonl"
 EVALUATIONS: Final = "evaluations.jsonl"
 
 
@@ -49,42 +37,50 @@ class StepRecord(NamedTuple):
 
 
 class Recorder:
-    """Writes ``rollouts.jsonl`` and ``metrics.jsonl``, and tells the loggers.
+    """Writes ``metrics.jsonl`` and rollouts, and tells the loggers.
 
     Args:
         folder: of the run.
         loggers: TorchRL's.
+        rollouts: writes each step's, where there are any.
         after: the last step of an earlier run, which goes on: what was written of later ones, that
             were not saved, is dropped.
     """
 
-    def __init__(self, folder: Path, loggers: Sequence[Any], *, after: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        loggers: Sequence[Any],
+        rollouts: RolloutRecorder | None = None,
+        *,
+        after: int = 0,
+    ) -> None:
         self._loggers = loggers
+        self._rollouts = rollouts
         self.history = [
             {name: math.nan if value is None else value for name, value in line.items()}
             for line in lines_until(folder / METRICS, after)
         ]
         """The metrics of the steps before."""
-        lines_until(folder / ROLLOUTS, after)
         lines_until(folder / EVALUATIONS, after)
         for path in folder.glob("csv/scalars/**/*.csv"):
             _csv_until(path, after)
-        self._rollouts = (folder / ROLLOUTS).open("a", encoding="utf-8")
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
 
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rollouts.close()
         self._metrics.close()
 
     def write(self, record: StepRecord) -> None:
         """Write a step; what was written is there if the run dies after it."""
-        write_rollouts(self._rollouts, record)
+        if self._rollouts is not None:
+            self._rollouts.write(
+                record.step, record.trajectories, trained=record.trained, metrics=record.metrics
+            )
         self._metrics.write(json.dumps({"step": record.step, **finite(record.metrics)}) + "\n")
-        for file in (self._rollouts, self._metrics):
-            file.flush()
+        self._metrics.flush()
         for logger in self._loggers:
             logger.log_metrics(record.metrics, record.step)
 
@@ -122,36 +118,27 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
     os.replace(new, path)
 
 
-def write_rollouts(file: IO[str], step: StepRecord) -> None:
-    """Append the trajectories of a step to a JSONL file, one a line."""
-    advantages: dict[int, deque[float | None]] = defaultdict(deque)
-    for row in () if step.trained is None else step.trained.unbind(0):  # a group keeps its order
-        advantages[int(row[GROUP_ID])].append(_number(row[ADVANTAGE]))
-    for row in step.trajectories.unbind(0):
-        group = int(row[GROUP_ID])
-        mask = row[ASSISTANT_MASK]
-        first = int(mask.int().argmax()) if bool(mask.any()) else len(mask)
-        record: dict[str, Any] = {
-            "step": step.step,
-            "group_id": f"{group // IDS_PER_EPOCH}/{group % IDS_PER_EPOCH}",
-            "policy_version": row["policy_version"].item(),
-            "reward": _number(row["reward"]) if bool(row["scorable"].all()) else None,
-            "rewards": {str(k): _number(v) for k, v in row[REWARDS].items()},
-            "advantage": advantages[group].popleft() if advantages[group] else None,
-            "stop_reason": row["stop_reason"],
-            "num_turns": int(row["num_turns"]),
-            "prompt_tokens": first,
-            "sampled_tokens": int(mask.sum()),
-            "total_tokens": len(mask),
-            "messages": _conversation(row).messages(0),
-            "row": read_objects(row, ROW)[0],
-        }
-        for key in (LOGGED_METRICS, LOGGED_EXTRA):
-            if row.get(key, None) is not None:
-                record[key] = read_objects(row, key)[0]
-        if row["reward_errors"]:
-            record["reward_errors"] = row["reward_errors"]
-        file.write(json.dumps(finite(record), ensure_ascii=False, default=str) + "\n")
+def record_rollouts(
+    cfg: RecordConfig,
+    folder: Path,
+    tokenizer: Any,
+    loss: TokenLoss,
+    collector: LLMCollector | StreamingCollector,
+    *,
+    after: int = 0,
+) -> RolloutRecorder:
+    """The record of the run's rollouts, which ``view`` shows."""
+    recorder = RolloutRecorder(
+        folder,
+        tokenizer,
+        every=cfg.every,
+        max_groups_per_step=cfg.max_groups_per_step,
+        after=after,
+    )
+    recorder.watch(loss)
+    if isinstance(collector, StreamingCollector):
+        recorder.follow(collector.ledger)
+    return recorder
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,11 +147,6 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
-
-
-def _number(value: torch.Tensor) -> float | None:
-    number = float(value.sum())
-    return number if math.isfinite(number) else None
 
 
 def last_text(row: TensorDictBase) -> str:

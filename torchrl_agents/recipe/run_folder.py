@@ -41,7 +41,7 @@ LEFT_BY_A_RUN: Final = (
     "model",
     "model.partial",
     "not_finite",
-    "rollouts.jsonl",
+    "rollouts",
     "tensorboard",
 )
 _PACKAGES: Final = (

@@ -131,6 +131,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class RecordConfig:
+    """The record of the rollouts, which torchrl-agents view shows."""
+
+    every: int = 1
+    """Rollouts are recorded in every so many steps."""
+    max_groups_per_step: int | None = None
+    """Of so many prompts; none: of all."""
+
+
+@dataclass
 class WarmStartConfig:
     """Supervised training on the task's demonstrations, before anything else."""
 
@@ -193,6 +203,7 @@ class RolloutsConfig(TrainingConfig):
 
     collector: CollectorConfig = field(default_factory=CollectorConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
 
 
 EMBEDDED: Final[dict[str, Any]] = {

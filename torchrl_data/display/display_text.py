@@ -74,9 +74,20 @@ def rewards_of_rows(reward: Any, rewards: Any, num_rows: int) -> list[float | No
     return [None if value is None else float(value) for value in rewards]
 
 
-def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The text of each token; tokens that only together make a character share it."""
-    single = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
+def token_texts(
+    ids: Sequence[int],
+    tokenizer: "PreTrainedTokenizerBase",
+    known: dict[int, str] | None = None,
+) -> list[str]:
+    """The text of each token; tokens that only together make a character share it.
+
+    ``known`` keeps what single tokens spell from call to call.
+    """
+    known = {} if known is None else known
+    if new := sorted(set(ids) - known.keys()):
+        decoded = tokenizer.batch_decode([[i] for i in new], clean_up_tokenization_spaces=False)
+        known.update(zip(new, decoded, strict=True))
+    single = [known[i] for i in ids]
     texts: list[str] = []
     while len(texts) < len(ids):
         at = len(texts)

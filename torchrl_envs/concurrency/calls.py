@@ -26,6 +26,8 @@ class Outcome(NamedTuple):
 
     value: Any = None
     error: BaseException | None = None
+    seconds: float | None = None
+    """That the call took; ``None`` where it did not start."""
 
 
 class CallTimeoutError(TimeoutError):
@@ -214,6 +216,7 @@ class _Chain:
         self._outcomes: list[Outcome] = []
         # None while it waits for a thread, or for a loop to begin with it: it gets one.
         self._deadline: float | None = None
+        self._began_at: float | None = None
         self._is_given_up = False
         self._generation: float | None = None
 
@@ -242,15 +245,18 @@ class _Chain:
     def _begin(self) -> bool:
         with self._lock:
             if not self._is_given_up:
-                self._deadline = time.monotonic() + self._limit_s()
+                self._began_at = time.monotonic()
+                self._deadline = self._began_at + self._limit_s()
             return not self._is_given_up
 
     def _end(self, outcome: Outcome) -> None:
         with self._lock:
             if not self._is_given_up:
-                self._outcomes.append(outcome)
+                now = time.monotonic()
+                self._outcomes.append(outcome._replace(seconds=self._seconds(now)))
+                self._began_at = None
                 # Until the next one begins: the loop that has to begin it may be blocked.
-                self._deadline = time.monotonic() + self._limit_s()
+                self._deadline = now + self._limit_s()
                 if len(self._outcomes) == len(self.calls):
                     self.done.set_result(None)
 
@@ -279,11 +285,15 @@ class _Chain:
         with self._lock:
             self._fill(asyncio.CancelledError("closed before it was done"))
 
+    def _seconds(self, now: float) -> float | None:
+        return None if self._began_at is None else now - self._began_at
+
     def _fill(self, error: BaseException) -> None:
         missing = len(self.calls) - len(self._outcomes)
         if missing:
             self._is_given_up = True
-            self._outcomes += [Outcome(error=error)] * missing
+            late = Outcome(error=error, seconds=self._seconds(time.monotonic()))
+            self._outcomes += [late] + [Outcome(error=error)] * (missing - 1)
             self.done.set_result(None)
 
     def results(self) -> list[Outcome]:

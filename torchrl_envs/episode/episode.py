@@ -5,7 +5,7 @@ Shape legend: T tokens of a row of an episode.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,19 @@ from .resources import Resources
 _NOTHING: Final = Conversations.from_messages([[]])
 _NO_MEMORY: Final[Mapping[str, Any]] = {}
 _ids = itertools.count()
+
+
+class ToolCallRecord(NamedTuple):
+    """Something that the policy asked of a tool."""
+
+    tool: str
+    """As the policy called it; of what is no call, the kind of what answered. Empty where nothing
+    can be made of it."""
+    turn: int
+    """Of the policy, from 1."""
+    seconds: float | None
+    """``None`` where nothing was run."""
+    is_error: bool
 
 
 class Episode:
@@ -75,6 +88,8 @@ class Episode:
         """Turns that the policy has taken."""
         self.num_tool_calls: int = 0
         self.num_tool_errors: int = 0
+        self.tool_calls: tuple[ToolCallRecord, ...] = ()
+        """What was asked of tools, in order; replace it, don't write into it."""
         self.score: Score = Score()
         """What it was given at its end."""
         self.metrics: dict[str, Any] = {}

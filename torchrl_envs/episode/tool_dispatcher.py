@@ -8,7 +8,7 @@ from torchrl_data.tool_calls.parse import MalformedCall, ToolCall, TurnParser, p
 from torchrl_envs.tool_calls.results import error_text
 
 from .driving import PendingCall, PendingCalls
-from .episode import Episode
+from .episode import Episode, ToolCallRecord
 from .tool_source import Answer, Job, ToolSource, tool_message
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ToolDispatcher:
                 # Lanes belong to their source.
                 if isinstance(item, Job) and item.lane is not None:
                     item = item._replace(lane=(number, item.lane))
-                items.append(item)
+                items.append(item._replace(tool=item.tool or type(source).__name__))
         items.sort(key=lambda item: item.position)
         return items
 
@@ -98,7 +98,7 @@ class ToolDispatcher:
                     return _refusal(call, f"{call.name}: {error}", position)
                 job = self.sources[number].bind(episode, call)
                 lane = None if job.lane is None else (number, job.lane)
-                return Job(job.call, job.phrase, job.timeout_s, lane, position)
+                return Job(job.call, job.phrase, job.timeout_s, lane, position, call.name)
         names = [name for own in tools for name in own]
         return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
 
@@ -107,19 +107,28 @@ class ToolDispatcher:
         outcomes = iter(
             await PendingCalls([PendingCall(job.call, job.timeout_s, job.lane) for job in jobs])
         )
-        answers = [
-            item if isinstance(item, Answer) else item.phrase(next(outcomes)) for item in items
-        ]
-        _append(episode, answers)
+        answers, seconds = [], []
+        for item in items:
+            outcome = None
+            if isinstance(item, Job):
+                outcome = next(outcomes)
+                item = item.phrase(outcome)._replace(tool=item.tool)
+            answers.append(item)
+            seconds.append(None if outcome is None else outcome.seconds)
+        _append(episode, answers, seconds)
 
 
-def _append(episode: Episode, answers: Sequence[Answer]) -> None:
+def _append(
+    episode: Episode, answers: Sequence[Answer], seconds: Sequence[float | None] | None = None
+) -> None:
     """Say, count and end what answers say, in order; the first that ends it says why."""
     messages: list[Message] = []
     end: Answer | None = None
-    for answer in answers:
+    for answer, took in zip(answers, seconds or [None] * len(answers), strict=True):
         episode.num_tool_calls += 1
         episode.num_tool_errors += answer.is_error
+        called = ToolCallRecord(answer.tool, episode.num_turns, took, answer.is_error)
+        episode.tool_calls = (*episode.tool_calls, called)
         if answer.message is not None:
             messages.append(answer.message)
         if answer.stop_reason and end is None:
@@ -131,4 +140,6 @@ def _append(episode: Episode, answers: Sequence[Answer]) -> None:
 
 
 def _refusal(call: ToolCall | None, error: str, position: int) -> Answer:
-    return Answer(tool_message(call, error_text(error)), is_error=True, position=position)
+    tool = "" if call is None else call.name
+    message = tool_message(call, error_text(error))
+    return Answer(message, is_error=True, position=position, tool=tool)

@@ -37,6 +37,8 @@ class Answer(NamedTuple):
     """Whether that end is not the episode's own: it is truncated, not terminated."""
     position: int = 0
     """Where in the turn's text its cause is, in characters: answers are in this order."""
+    tool: str = ""
+    """Whose answer it is, for the record; the dispatcher fills it in where it is empty."""
 
 
 class Job(NamedTuple):
@@ -55,6 +57,8 @@ class Job(NamedTuple):
     run at the same time. A source whose state belongs to the episode uses its ``id``."""
     position: int = 0
     """Where in the turn's text it was asked for, in characters: answers are in this order."""
+    tool: str = ""
+    """What is run, for the record; the dispatcher fills it in where it is empty."""
 
 
 class ToolSource(EpisodeTransform):

@@ -16,6 +16,7 @@ from torchrl_modules.scoring.evaluation_mode import evaluation_mode
 from torchrl_modules.scoring.rope_factors import settle_rope_factors
 from torchrl_modules.scoring.wrapped_models import is_sharded, unwrapped, without_ddp
 from torchrl_modules.weights.fingerprint import weights_fingerprint
+from torchrl_modules.weights.lazy import LazyWeights
 from torchrl_modules.weights.state import ExpectedWeights, next_version
 
 from .decoding.decode_loop import DecodeLoop
@@ -52,6 +53,9 @@ class TransformersEngine:
             ``max_cached_tokens`` is negative; or the model can't be sampled from.
     """
 
+    reads_in_order = True
+    """An update reads each weight once, in this thread: they may be lazy."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -87,6 +91,7 @@ class TransformersEngine:
             self._kept = KeptCaches(max_cached_tokens)
         self._kept_for: Hashable = None
         self._version = 0
+        self._is_mixed = False
         if check and not is_sharded(model):
             self.reader  # noqa: B018
 
@@ -139,8 +144,15 @@ class TransformersEngine:
         Raises:
             ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt, or some rows
                 have a seed and others have none.
+            RuntimeError: an update broke off in the middle, because a rank that had a part of the
+                weights ended, say.
         """
         params.check_stops_are_found()
+        if self._is_mixed:
+            raise RuntimeError(
+                "TransformersEngine cannot serve: an update broke off in the middle, and its "
+                "weights are a mixture. Update them again."
+            )
         budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         rows_seeds = _all_or_none(seeds or params.row_seeds(len(prompts)), len(prompts))
         errors = [self.refusal(p, b) for p, b in zip(prompts, budgets, strict=True)]
@@ -225,9 +237,14 @@ class TransformersEngine:
         version = next_version(version, self._version, who=f"{type(self).__name__}.update_weights")
         expected = ExpectedWeights.of(without_ddp(self.model).state_dict())
         weights = expected.check(state_dict, who=type(self).__name__)
+        names = list(weights)
+        if not isinstance(weights, LazyWeights):
+            names.reverse()  # What was checked last may be in the cache.
+        self._is_mixed = True
         with torch.no_grad():
-            for name in reversed(weights):  # What was checked last may be in the cache.
+            for name in names:
                 expected.own[name].copy_(weights[name])
+        self._is_mixed = False
         self._version = version
         self.forget()
 

@@ -21,15 +21,10 @@ from torchrl_modules.sampling.token_history import TargetHistory
 from .chunked_head import chunked_log_prob
 from .model_reader import Layout, ModelReader, plain_head, targets_of
 from .packed_attention import use_packed_attention
+from .ranks_in_step import check_wrapped_whole, most_of_ranks
 from .rope_factors import settle_rope_factors
 from .self_test import Difference, find_first, run_trial
-from .wrapped_models import (
-    check_wrapped_whole,
-    is_distributed,
-    most_of_ranks,
-    run_inside,
-    unwrapped,
-)
+from .wrapped_models import is_distributed, run_inside, unwrapped
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

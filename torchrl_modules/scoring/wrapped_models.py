@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -52,23 +51,6 @@ def is_distributed(model: nn.Module) -> bool:
     )
 
 
-def check_wrapped_whole(model: nn.Module, *, who: str) -> None:
-    """Refuse a model of which only parts are sharded or replicated: the rest would not be reduced.
-
-    Raises:
-        TypeError: names such a part.
-    """
-    if is_distributed(model):
-        return
-    for name, part in model.named_modules():
-        if name and is_distributed(part):
-            raise TypeError(
-                f"{who}: {name} of {type(model).__name__} is sharded or replicated, but not the "
-                "model, so that the gradients of the rest would stay different on every rank. Call "
-                "fully_shard(model) last, on the very model that is given."
-            )
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a model as a whole."""
     return _is(model, "FSDPModule")
@@ -96,14 +78,6 @@ def run_inside(model: nn.Module, function: Callable[[], T]) -> T:
         sharded: Any = model
         sharded.reshard()
     return result
-
-
-def most_of_ranks(count: int, device: torch.device) -> int:
-    """The largest of the ranks' numbers."""
-    dist: Any = torch.distributed
-    most = torch.tensor(count, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
 
 
 def call(model: nn.Module, **inputs: Any) -> Any:

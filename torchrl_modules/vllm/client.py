@@ -49,6 +49,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         RuntimeError: it is no vLLM server, or one that takes no token ids.
     """
 
+    reads_in_order = True
+    """An update reads each weight once, in this thread: they may be lazy."""
+
     def __init__(
         self,
         url: str,

@@ -56,6 +56,9 @@ class VLLMEngine(WholeBatchEngine):
         >>> engine.generate([[151644, 872]], params)  # doctest: +SKIP
     """
 
+    reads_in_order = True
+    """An update reads each weight once, in this thread: they may be lazy."""
+
     def __init__(self, model: str, *, max_model_len: int = -1, **engine_kwargs: Any) -> None:
         self._names = import_vllm()
         is_cpu = self._names.current_platform.is_cpu()

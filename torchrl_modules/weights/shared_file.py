@@ -10,7 +10,8 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from .state import refuse, value_fault
+from .lazy import shells
+from .state import refuse, value_faults
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -33,13 +34,13 @@ def weights_file(
 ) -> Iterator[str]:
     """Gives the path of a safetensors file for another process of this user."""
     # The file has no name: it is a descriptor of this process, and gone with it, however it ends.
-    faults = [value_fault(name, value) for name, value in state_dict.items()]
+    faults = value_faults(state_dict)
     faults += [
         f"{name} is {value.dtype}, which can't be sent"
-        for name, value in state_dict.items()
+        for name, value in shells(state_dict).items()
         if isinstance(value, Tensor) and value.dtype not in _DTYPES
     ]
-    refuse([fault for fault in faults if fault], who=who)
+    refuse(faults, who=who)
     with _file(directory, is_near=is_near) as file:
         _write(file, state_dict)
         file.flush()
@@ -58,7 +59,7 @@ def _write(file: BinaryIO, state_dict: Mapping[str, Tensor]) -> None:
     """The safetensors format; its own writer needs a name, and leaves it behind when killed."""
     header: dict[str, object] = {}
     end = 0
-    for name, value in state_dict.items():
+    for name, value in shells(state_dict).items():
         begin, end = end, end + value.numel() * value.element_size()
         place = {"shape": list(value.shape), "data_offsets": [begin, end]}
         header[name] = {"dtype": _DTYPES[value.dtype], **place}

@@ -9,6 +9,8 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+from .lazy import LazyWeights, RenamedWeights, WeightFacts
+
 _SUMMED: Final = (torch.float32, torch.float64)
 _ROW: Final = 1 << 14
 _NO_VERSION: Final = 1 << 63
@@ -34,8 +36,10 @@ class ExpectedWeights:
         own = {name: named[name] for name, known in canonical.items() if name == known}
         return cls(own, {name: known for name, known in canonical.items() if name != known}, dtype)
 
-    def check(self, new: Mapping[str, Tensor], *, who: str) -> dict[str, Tensor]:
+    def check(self, new: Mapping[str, Tensor], *, who: str) -> Mapping[str, Tensor]:
         """Check an update as a whole, and give the values to load, aliases left out."""
+        if isinstance(new, LazyWeights):
+            return self._check_lazy(new, who)
         known = {name: self.aliases.get(name, name) for name in new}
         faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
         updates: dict[str, Tensor] = {}
@@ -53,17 +57,52 @@ class ExpectedWeights:
         refuse(faults, who=who)
         return updates
 
+    def _check_lazy(self, new: LazyWeights, who: str) -> LazyWeights:
+        """The same without making the weights whole, but for tied ones that are given twice."""
+        known = {name: self.aliases.get(name, name) for name in new}
+        faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
+        chosen: dict[str, str] = {}
+        for name, at in known.items():
+            if at not in self.own:
+                continue
+            fault = self._fault_of_facts(name, new.facts[name], self.own[at])
+            faults += [fault] if fault else []
+            first = chosen.setdefault(at, name)
+            if first != name and not fault and not new.same_values(first, name):
+                faults.append(f"{name} and {at} are tied, but are given different values")
+        faults += [f"it lacks {name}" for name in self.own if name not in known.values()]
+        refuse(faults, who=who)
+        return RenamedWeights(new, chosen)
+
+    def _fault_of_facts(self, name: str, facts: WeightFacts, own: Tensor) -> str | None:
+        shell = torch.empty(facts.shape, dtype=facts.dtype, device="meta")
+        if fault := _shape_fault(name, shell, own):
+            return fault
+        dtype = self.dtype or facts.dtype
+        finite = not dtype.is_floating_point or facts.is_finite_in(dtype)
+        return None if finite else _not_finite(name, dtype)
+
     def _fault(self, name: str, value: Any, own: Tensor) -> str | None:
         if fault := value_fault(name, value):
             return fault
-        if value.is_floating_point() != own.is_floating_point():
-            return f"{name} is {value.dtype}, not {own.dtype}"
-        if value.shape != own.shape:
-            return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
+        if fault := _shape_fault(name, value, own):
+            return fault
         dtype = self.dtype or value.dtype
         if value.is_floating_point() and not all_finite(value.detach().to(dtype)):
-            return f"{name} holds NaN or infinity, is not finite in {dtype}. Did training diverge?"
+            return _not_finite(name, dtype)
         return None
+
+
+def _shape_fault(name: str, value: Tensor, own: Tensor) -> str | None:
+    if value.is_floating_point() != own.is_floating_point():
+        return f"{name} is {value.dtype}, not {own.dtype}"
+    if value.shape != own.shape:
+        return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
+    return None
+
+
+def _not_finite(name: str, dtype: torch.dtype) -> str:
+    return f"{name} holds NaN or infinity, is not finite in {dtype}. Did training diverge?"
 
 
 def refuse(faults: Sequence[str], *, who: str) -> None:
@@ -73,6 +112,13 @@ def refuse(faults: Sequence[str], *, who: str) -> None:
         raise UpdateRefused(
             f"{who} refuses the weight update and keeps its weights ({len(faults)} faults): {shown}"
         )
+
+
+def value_faults(weights: Mapping[str, Any]) -> list[str]:
+    """What keeps weights from being sent; lazy ones come whole."""
+    if isinstance(weights, LazyWeights):
+        return []
+    return [fault for name, value in weights.items() if (fault := value_fault(name, value))]
 
 
 def value_fault(name: str, value: Any) -> str | None:

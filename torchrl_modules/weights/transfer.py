@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .buckets import WeightLayout
+from .lazy import shells
 from .process_group import BroadcastGroup, stateless_init_process_group
-from .state import refuse, value_fault
+from .state import refuse, value_faults
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,11 @@ class C10dWeightTransfer:
 
     def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Send whole weights, and let the workers check and load them; gives their outcome."""
-        faults = [value_fault(name, value) for name, value in weights.items()]
-        refuse([fault for fault in faults if fault], who="C10dWeightTransfer")
+        refuse(value_faults(weights), who="C10dWeightTransfer")
         group, call = self._group, self._control.call
         if group is None:
             raise RuntimeError("C10dWeightTransfer is closed. Make another one.")
-        layout = WeightLayout.of(weights, self._bucket_bytes)
+        layout = WeightLayout.of(shells(weights), self._bucket_bytes)
         call("start_weight_update")
         received = self._threads.submit(call, "update_weights", update_info=layout.message())
         try:

@@ -43,7 +43,7 @@ def _fork(rank, size, port, folder, function, limits):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        with Ranks.join(device="cpu", **limits) as ranks:
+        with Ranks.join(device="cpu", **{"timeout_s": 60.0, "wait_s": 60.0} | limits) as ranks:
             torch.save(function(ranks), folder / f"{rank}.pt")
         code = 0
     except BaseException:

@@ -2,10 +2,6 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,30 +15,6 @@ from objectives.batching.rank_shares import (
     smallest_bound,
     to_tensors,
 )
-
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, pytestconfig):
-    """What scenarios.py found; it imports once and forks the ranks."""
-    path = tmp_path_factory.mktemp("ranks") / "results.pt"
-    done = subprocess.run(
-        [sys.executable, HERE / "scenarios.py", path],
-        env={**os.environ, "PYTHONPATH": str(pytestconfig.rootpath), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(path, weights_only=False)
-
-
-def found(results, name):
-    assert not isinstance(results[name], str), results[name]
-    return results[name]
-
 
 CASES = (
     "grpo",
@@ -60,12 +32,12 @@ RUNS = [(2, case) for case in CASES] + [(4, case) for case in CASES[:2]]
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(("size", "case"), RUNS)
-def test_ranks_train_what_one_process_trains(results, size, case, how):
-    """Losses, norms and parameters of three steps of AdamW with clipping, on every rank."""
+def test_ranks_train_what_one_process_trains(found, size, case, how):
+    """Losses, norms and parameters of two steps of AdamW with clipping, on every rank."""
     # float64 but for the norms of Qwen3, which are float32; bfloat16 rounds by the micro-batch.
     close = {"rtol": 0, "atol": 2e-2 if case == "bfloat16" else 1e-6}
-    alone = found(results, f"one process, {case}")
-    everyone = found(results, f"{size} ranks, {how}")
+    alone = found(f"one process, {case}")
+    everyone = found(f"{size} ranks, {how}")
     for ranked in everyone:
         torch.testing.assert_close(ranked[case]["parameters"], alone["parameters"], **close)
         for step, expected in zip(ranked[case]["steps"], alone["steps"], strict=True):
@@ -78,14 +50,14 @@ def test_ranks_train_what_one_process_trains(results, size, case, how):
     for step in zip(*shares, strict=True):
         assert len({len(parts) for parts in step}) == 1, "as many micro-batches on each rank"
     is_ragged = [len({sum(parts) for parts in step}) > 1 for step in zip(*shares, strict=True)]
-    assert any(is_ragged), "ranks had different numbers of rows"
+    assert any(is_ragged) or case != "grpo", "ranks had different numbers of rows"
     if case == "grpo, empty ranks":
-        assert shares[1:] == [[[0]] * 3] * (size - 1)
+        assert shares[1:] == [[[0]] * len(shares[0])] * (size - 1)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_one_ranks_nan_skips_the_step_of_all(results, how):
-    for rank in found(results, f"one nan, {how}"):
+def test_one_ranks_nan_skips_the_step_of_all(found, how):
+    for rank in found(f"one nan, {how}"):
         skipped, made = rank["outcomes"]
         assert skipped[1] == "of rank 1 the loss is nan (loss_objective nan)"
         assert rank["kept"], "parameters are those of before, to the bit"
@@ -93,29 +65,28 @@ def test_one_ranks_nan_skips_the_step_of_all(results, how):
         assert made[0] > 0
 
 
-def test_gradients_that_were_not_reduced_are_noticed(results):
-    for unreduced, partial, no_ranks in found(results, "unreduced"):
+def test_gradients_that_were_not_reduced_are_noticed(found):
+    for unreduced, partial, no_ranks in found("unreduced"):
         assert "have different norms" in unreduced
         assert "so they were not reduced" in unreduced
         assert "PackedScorer: model.layers.0 of Qwen3ForCausalLM is sharded" in partial
         assert "parameters are spread over several ranks" in no_ranks
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_passes_of_limited_size_are_as_many_on_each_rank(results, how):
-    assert found(results, f"limited, {how}") == [5, 20]
+def test_passes_of_limited_size_are_as_many_on_each_rank(found):
+    assert found("limited") == [5, 20]
 
 
-def test_a_rank_that_fails_ends_the_others_with_the_cause(results):
-    text = results["failing"]
+def test_a_rank_that_fails_ends_the_others_with_the_cause(found):
+    text = found("failing")
     assert "ValueError: the disk of rank 1 is full" in text
     assert (
         "RankFailedError: Rank 0 of 2 ends: rank 1 failed of ValueError: the disk of rank 1 is full"
     ) in text
 
 
-def test_nobody_waits_for_ever(results):
-    assert "Timed out waiting 3000ms" in found(results, "stuck")[0]
+def test_nobody_waits_for_ever(found):
+    assert "Timed out waiting 3000ms" in found("stuck")[0]
 
 
 def packed(lengths):
@@ -157,11 +128,11 @@ def test_every_row_is_dealt_out_once(lengths, size, max_tokens):
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 4))
 def test_no_cut_has_a_smaller_largest_part(lengths, num_parts):
     """Beside every way to cut the rows; a part of one row may have any size."""
-    found = []
+    bounds = []
     for cut in itertools.combinations_with_replacement(range(len(lengths) + 1), num_parts - 1):
         parts = [lengths[a:b] for a, b in itertools.pairwise((0, *cut, len(lengths)))]
-        found.append(max([1, *(sum(part) for part in parts if len(part) > 1)]))
-    assert smallest_bound(lengths, num_parts) == min(found)
+        bounds.append(max([1, *(sum(part) for part in parts if len(part) > 1)]))
+    assert smallest_bound(lengths, num_parts) == min(bounds)
 
 
 def test_one_process_has_the_micro_batches_of_before():

@@ -1,0 +1,47 @@
+"""The record of a run: rollouts, groups and metrics of each step, and what shows them."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .html import write_html
+    from .reader import RunRecord
+    from .recorder import RolloutRecorder
+    from .samples import (
+        GroupSummary,
+        RecordedToolCall,
+        RolloutSample,
+        SampleTokens,
+        StepSummary,
+        TokenSpan,
+    )
+
+_HOMES = {
+    "GroupSummary": ".samples",
+    "RecordedToolCall": ".samples",
+    "RolloutRecorder": ".recorder",
+    "RolloutSample": ".samples",
+    "RunRecord": ".reader",
+    "SampleTokens": ".samples",
+    "StepSummary": ".samples",
+    "TokenSpan": ".samples",
+    "write_html": ".html",
+}
+
+__all__ = [
+    "GroupSummary",
+    "RecordedToolCall",
+    "RolloutRecorder",
+    "RolloutSample",
+    "RunRecord",
+    "SampleTokens",
+    "StepSummary",
+    "TokenSpan",
+    "write_html",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -1,0 +1,170 @@
+"""What is recorded, as plain values: a step, its groups, a sample, its tokens.
+
+Nothing here needs torch, so that a viewer starts at once. Shape legend: T tokens of a sample.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, NamedTuple, Self
+
+FORMAT: Final = 1
+"""Of the files; one with a higher number is refused."""
+WRITERS: Final = ("template", "model", "tool", "user", "context")
+"""Who may have written a token: the chat template; the policy; a tool; anybody else who gave a
+message (its role says who); and ``context`` where the message can't be told."""
+
+
+class TokenSpan(NamedTuple):
+    """Neighbouring tokens of one writer."""
+
+    writer: str
+    """One of ``template``, ``model``, ``tool``, ``user`` and ``context``."""
+    role: str
+    """Of the message that the tokens spell; empty where there is none."""
+    message: int | None
+    """Its number in the conversation."""
+    length: int
+    """Tokens."""
+
+
+class RecordedToolCall(NamedTuple):
+    """What the policy asked of a tool."""
+
+    tool: str
+    """Its name, as the policy called it; empty for a call that could not be read."""
+    turn: int
+    """Of the policy, from 1."""
+    seconds: float | None
+    """``None`` where nothing was run."""
+    is_error: bool
+
+
+@dataclass(kw_only=True)
+class SampleTokens:
+    """The tokens of a sample; columns are of the length T, ``None`` where there is no value."""
+
+    ids: list[int]
+    texts: list[str]
+    """What each spells, with invisible characters spelled out; tokens that only together make a
+    character have it at the first of them."""
+    spans: list[TokenSpan]
+    """Who wrote them; the lengths add up to T."""
+    log_probs: list[float | None]
+    """Of the engine that sampled, in nats."""
+    versions: list[int | None]
+    """The policy version that sampled each."""
+    trainer_log_probs: list[float | None] | None = None
+    """Of the trained model as it was before the step's first update, in nats; ``None`` where the
+    sample was not trained, or the loss was not watched."""
+    entropy: list[float | None] | None = None
+    """In nats; of the engine if it wrote it, else of the trainer if it was asked for it."""
+    advantages: list[float | None] | None = None
+    """Where they differ from token to token."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Of what :func:`to_json` gave; what is not known is left out."""
+        read = _known(cls, values)
+        read["spans"] = [TokenSpan(*span) for span in values["spans"]]
+        return cls(**read)
+
+
+@dataclass(kw_only=True)
+class RolloutSample:
+    """One row of a step: an episode, or a segment of one."""
+
+    step: int
+    group_id: str
+    """``epoch/row`` of the data, or the number of the group."""
+    index: int
+    """In its group, from 0."""
+    segment: int = 0
+    num_segments: int = 1
+    reward: float | None
+    """Of the episode; ``None`` where it could not be scored."""
+    rewards: dict[str, float | None]
+    """By source; ``None`` where one does not apply."""
+    reward_errors: str = ""
+    advantage: float | None = None
+    """``None`` where it was not trained; the mean of the sampled tokens' where they differ."""
+    stop_reason: str
+    is_truncated: bool
+    num_turns: int
+    policy_version: int | str
+    """That the episode began with."""
+    prompt_tokens: int
+    """Before the first that was sampled."""
+    sampled_tokens: int
+    total_tokens: int
+    tool_calls: list[RecordedToolCall] = field(default_factory=list)
+    num_tool_errors: int = 0
+    messages: list[dict[str, Any]]
+    row: dict[str, Any] | None
+    """Of the data set."""
+    logged: dict[str, Any] = field(default_factory=dict)
+    """What reward functions logged of it."""
+    tokens: SampleTokens
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Of what :func:`to_json` gave; what is not known is left out."""
+        read = _known(cls, values)
+        read["tokens"] = SampleTokens.from_json(values["tokens"])
+        read["tool_calls"] = [RecordedToolCall(*call) for call in values["tool_calls"]]
+        return cls(**read)
+
+
+@dataclass(kw_only=True)
+class GroupSummary:
+    """A group of a step, whether its samples are recorded or not."""
+
+    group_id: str
+    prompt_id: str
+    """A digest of the prompt's tokens: equal wherever the prompt is the same."""
+    prompt: str
+    """The beginning of its last message."""
+    rewards: list[float | None]
+    """Of its episodes, in order."""
+    num_trained: int
+    """Rows that have an advantage and were trained on."""
+    is_recorded: bool
+    ordinal: int | None = None
+    """Number of the prompt in the order of the data, where there is a ledger."""
+    attempt: int = 0
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Of what :func:`to_json` gave; what is not known is left out."""
+        return cls(**_known(cls, values))
+
+
+@dataclass(kw_only=True)
+class StepSummary:
+    """A step without its samples: the first line of its file."""
+
+    step: int
+    time: float
+    """When it was recorded, in seconds since 1970."""
+    metrics: dict[str, float | None]
+    groups: list[GroupSummary]
+    events: list[dict[str, Any]]
+    """Of the ledger since the step before: ``name``, ``ordinal``, ``group_id``, ``attempt``,
+    ``dispatch``, ``version``, ``step``, ``reason``, ``time``."""
+    num_samples: int
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Of what :func:`to_json` gave; what is not known is left out."""
+        read = _known(cls, values)
+        read["groups"] = [GroupSummary.from_json(group) for group in values["groups"]]
+        return cls(**read)
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """The fields of a record; records inside it are turned when it is written."""
+    return vars(value)
+
+
+def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {each.name for each in fields(cls)}
+    return {name: value for name, value in values.items() if name in names}

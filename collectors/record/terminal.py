@@ -1,0 +1,265 @@
+"""The record of a run in the terminal: tables of steps and groups, samples side by side, a sample.
+
+What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any, Final
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from torchrl_data.display.display_text import visible
+
+from .prompts import PromptHistory
+from .samples import GroupSummary, RolloutSample, StepSummary
+
+WRITER_STYLES: Final = {
+    "template": "bright_black",
+    "model": "green",
+    "tool": "yellow",
+    "user": "blue",
+    "context": "magenta",
+}
+"""Colour of a token, by who wrote it."""
+COLOURS: Final = ("writer", "ratio", "advantage", "entropy", "surprise", "version")
+"""What tokens can be coloured by."""
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_VERSION_STYLES: Final = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number as short as it can be; a dash for none."""
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}".rstrip("0").rstrip(".") if value % 1 else f"{value:,.0f}"
+
+
+def run_table(steps: Sequence[StepSummary], title: str) -> RenderableType:
+    """The steps of a run, with a line of its rewards."""
+    table = Table(title=Text(title), title_justify="left", header_style="bold")
+    for name in ("step", "reward", "rewards", "groups", "trained", "tokens", "tool errors", "cut"):
+        table.add_column(name, justify="left" if name == "rewards" else "right")
+    for step in steps:
+        rewards = _rewards(step.groups)
+        table.add_row(
+            str(step.step),
+            number(fmean(rewards) if rewards else None),
+            _distribution(rewards),
+            str(len(step.groups)),
+            str(sum(group.num_trained > 0 for group in step.groups)),
+            number(step.metrics.get("sampled_tokens"), 1),
+            number(step.metrics.get("tool_errors")),
+            number(step.metrics.get("truncated_fraction")),
+        )
+    means = [fmean(rewards) for step in steps if (rewards := _rewards(step.groups))]
+    return Group(table, Text(f"reward {sparkline(means)}", style="blue"))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Numbers as a line of blocks."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    span = high - low or 1.0
+    return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in values)
+
+
+def _rewards(groups: Iterable[GroupSummary]) -> list[float]:
+    return [reward for group in groups for reward in group.rewards if reward is not None]
+
+
+def _distribution(rewards: Sequence[float], bins: int = 8) -> str:
+    """A histogram of rewards, from the least to the most."""
+    if not rewards:
+        return ""
+    low, high = min(rewards), max(rewards)
+    counts = [0] * bins
+    for reward in rewards:
+        part = (reward - low) / (high - low) if high > low else 0.0
+        counts[min(bins - 1, int(part * bins))] += 1
+    most = max(counts)
+    return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // most)] for count in counts)
+
+
+def step_table(
+    step: StepSummary, samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
+) -> RenderableType:
+    """The groups of a step; a filter dims the samples that it leaves out."""
+    table = Table(title=f"step {step.step}", title_justify="left", header_style="bold")
+    for name in ("group", "prompt", "attempt", "rewards", "mean", "trained"):
+        table.add_column(name, justify="right" if name in ("attempt", "mean") else "left")
+    for place, group in enumerate(step.groups):
+        own = [sample for sample in samples if sample.group_id == group.group_id]
+        known = [reward for reward in group.rewards if reward is not None]
+        table.add_row(
+            str(place),
+            Text(f"{name_of(group)}: {visible(group.prompt)}", overflow="ellipsis", no_wrap=True),
+            str(group.attempt + 1),
+            _squares(group, own, keep),
+            number(fmean(known) if known else None),
+            Text("yes", style="green") if group.num_trained else Text("no", style="bright_black"),
+        )
+    return table
+
+
+def name_of(group: GroupSummary) -> str:
+    """The number of its prompt, or its id."""
+    return group.group_id if group.ordinal is None else str(group.ordinal)
+
+
+def _squares(
+    group: GroupSummary, samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
+) -> Text:
+    text = Text()
+    known = [reward for reward in group.rewards if reward is not None]
+    kept = {sample.index for sample in samples if keep(sample)}
+    for index, reward in enumerate(group.rewards):
+        style = "bright_black" if reward is None else "green" if reward == max(known) else "red"
+        if known and reward is not None and max(known) == min(known):
+            style = "yellow"
+        dim = samples and index not in kept
+        text.append("· " if dim else "■ ", style=f"{style} dim" if dim else style)
+    return text
+
+
+def group_columns(samples: Sequence[RolloutSample], colour: str) -> RenderableType:
+    """The samples of a group side by side, without the prompt that they share."""
+    if not samples:
+        return Text("The samples of this group were not recorded.", style="bright_black")
+    scale = scale_of(colour, samples)
+    prompt = Text()
+    _append_tokens(prompt, samples[0], "writer", 1.0, 0, samples[0].prompt_tokens)
+    panels = []
+    for sample in samples:
+        said = Text()
+        _append_tokens(said, sample, colour, scale, sample.prompt_tokens)
+        title = f"sample {sample.index}: {number(sample.reward)}"
+        panels.append(
+            Panel(said, title=title, subtitle=Text(visible(sample.stop_reason)), width=46)
+        )
+    return Group(Panel(prompt, title="prompt"), Columns(panels), legend(colour, scale))
+
+
+def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
+    """A sample by token, and what is known of it."""
+    scale = scale_of(colour, [sample])
+    text = Text()
+    _append_tokens(text, sample, colour, scale)
+    facts = Table.grid(padding=(0, 2))
+    values: list[tuple[str, Any]] = [
+        ("reward", number(sample.reward)),
+        *((name, number(value)) for name, value in sample.rewards.items()),
+        ("advantage", "not trained" if sample.advantage is None else number(sample.advantage)),
+        ("stop reason", sample.stop_reason),
+        ("turns", sample.num_turns),
+        ("tokens", f"{sample.sampled_tokens} sampled of {sample.total_tokens}"),
+        ("version", sample.policy_version),
+    ]
+    for call in sample.tool_calls:
+        took = "not run" if call.seconds is None else f"{1e3 * call.seconds:.3g} ms"
+        values.append((f"turn {call.turn}", f"{call.tool}{' (error)' * call.is_error}, {took}"))
+    if sample.reward_errors:
+        values.append(("errors", sample.reward_errors))
+    for name, value in values:
+        facts.add_row(Text(visible(str(name)), style="bright_black"), Text(visible(str(value))))
+    title = f"step {sample.step}, group {sample.group_id}, sample {sample.index}"
+    return Group(Panel(text, title=Text(title)), legend(colour, scale), facts)
+
+
+def prompt_view(prompt: PromptHistory) -> RenderableType:
+    """What became of a prompt."""
+    lines = [Text(f"prompt {prompt.name}: {visible(prompt.prompt)}", style="bold")]
+    lines.append(Text(visible(prompt.where), style="green" if prompt.is_trained else "yellow"))
+    for event in prompt.events:
+        detail = f", {event['reason']}" if event["reason"] else ""
+        step = f", step {event['step'] + 1}" if event["name"] in ("taken", "trained") else ""
+        line = f"  attempt {event['attempt'] + 1}: {event['name']}{step}{detail}"
+        lines.append(Text(visible(line)))
+    for step, group in prompt.groups:
+        rewards = " ".join(number(reward) for reward in group.rewards)
+        lines.append(Text(f"  step {step}: rewards {rewards}, {group.num_trained} rows trained"))
+    return Group(*lines)
+
+
+# Tokens ------------------------------------------------------------------------------------------
+
+
+def value_of(sample: RolloutSample, colour: str, at: int) -> float | None:
+    """What a token is coloured by; ``None`` where it is not known."""
+    tokens = sample.tokens
+    log_prob = tokens.log_probs[at]
+    if log_prob is None:
+        return None
+    if colour == "surprise":
+        return -log_prob
+    if colour == "ratio":
+        trainer = None if tokens.trainer_log_probs is None else tokens.trainer_log_probs[at]
+        return None if trainer is None else trainer - log_prob
+    if colour == "advantage":
+        return tokens.advantages[at] if tokens.advantages else sample.advantage
+    column = tokens.entropy if colour == "entropy" else tokens.versions
+    return column[at] if column else None
+
+
+def scale_of(colour: str, samples: Sequence[RolloutSample]) -> float:
+    """The largest value, but for one percent that would flatten the rest."""
+    values = sorted(
+        abs(value)
+        for sample in samples
+        for at in range(len(sample.tokens.ids))
+        if colour != "writer" and (value := value_of(sample, colour, at)) is not None
+    )
+    return (values[math.ceil(0.99 * len(values)) - 1] or values[-1]) if values else 0.0
+
+
+def _append_tokens(
+    text: Text,
+    sample: RolloutSample,
+    colour: str,
+    scale: float,
+    start: int = 0,
+    stop: int | None = None,
+) -> None:
+    at = 0
+    for span in sample.tokens.spans:
+        for place in range(at, at + span.length):
+            if place >= start and (stop is None or place < stop):
+                style = WRITER_STYLES.get(span.writer, "")
+                if colour != "writer":
+                    style = _style(colour, value_of(sample, colour, place), scale)
+                text.append(visible(sample.tokens.texts[place]), style=style)
+        at += span.length
+
+
+def _style(colour: str, value: float | None, scale: float) -> str:
+    if value is None:
+        return "bright_black"
+    if colour == "version":
+        return _VERSION_STYLES[int(value) % len(_VERSION_STYLES)]
+    part = min(1.0, abs(value) / scale) if scale else 0.0
+    strong = round(40 + 170 * part)
+    if part < 0.05:
+        return ""
+    red, green = (strong, 40) if value < 0 or colour in ("entropy", "surprise") else (40, strong)
+    return f"on rgb({red},{green},40)"
+
+
+def legend(colour: str, scale: float) -> Text:
+    """What the colours mean."""
+    if colour == "writer":
+        text = Text()
+        for name, style in WRITER_STYLES.items():
+            text.append(f" {name} ", style=f"{style} reverse").append(" ")
+        return text
+    if colour == "version":
+        return Text("colour: policy version", style="bright_black")
+    if not scale:
+        return Text(f"colour: {colour}, which is not recorded or 0", style="bright_black")
+    low = "0" if colour in ("entropy", "surprise") else f"{-scale:.2g} (red)"
+    return Text(f"colour: {colour}, from {low} to {scale:.2g}", style="bright_black")

@@ -1,0 +1,23 @@
+"""Runs every scenario, once the imports are done: python run_scenarios.py results.pt"""
+
+import sys
+import traceback
+import warnings
+from itertools import chain
+from pathlib import Path
+
+import torch
+import training_scenarios
+import weight_scenarios
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    results = {}
+    for name, run in chain(training_scenarios.scenarios(), weight_scenarios.scenarios()):
+        if not any(word in name for word in sys.argv[2:] or [name]):
+            continue
+        try:
+            results[name] = run()
+        except BaseException:
+            results[name] = traceback.format_exc()
+    torch.save(results, Path(sys.argv[1]))

@@ -1,0 +1,197 @@
+"""What test_sharded_weights.py looks at: weights of several ranks on their way to an engine."""
+
+import torch
+from forked_ranks import run_ranks
+from torch.distributed.fsdp import fully_shard
+from training_scenarios import build, error_of, wrap
+
+from collectors import InProcessUpdater, contribute_weights
+from collectors.weight_update import sharded
+from torchrl_modules import SamplingParameters
+from torchrl_modules.engines.transformers_engine import TransformersEngine
+from torchrl_modules.tiny_model import tiny_qwen3
+from torchrl_modules.weights.buckets import WeightLayout
+from torchrl_modules.weights.lazy import RenamedWeights
+from torchrl_modules.weights.process_group import stateless_init_process_group
+from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
+
+
+class Policy:
+    """The part of a policy that is updated."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.is_failing = False
+
+    @property
+    def policy_version(self):
+        return self.engine.version
+
+    def update_weights(self, state_dict, *, version=None):
+        if self.is_failing:
+            state_dict = Failing(state_dict, {name: name for name in state_dict})
+        self.engine.update_weights(state_dict, version=version)
+        return self.engine.version
+
+
+class Failing(RenamedWeights):
+    """Can be read five times."""
+
+    num_read = 0
+
+    def __getitem__(self, name):
+        self.num_read += 1
+        if self.num_read > 5:
+            raise RuntimeError("out of memory")
+        return super().__getitem__(name)
+
+
+def engine_of(seed=1):
+    torch.manual_seed(seed)
+    model = tiny_qwen3(64, hidden_size=32, head_dim=16, initializer_range=0.2).double()
+    return TransformersEngine(model, check=False)
+
+
+def push(ranks, source, updater):
+    """Rank 0 pushes, the others contribute; what each of them raised."""
+    if ranks.rank == 0:
+        return error_of(lambda: updater.push(source))
+    return error_of(lambda: contribute_weights(source))
+
+
+def pushes(ranks, case):
+    """A push in small buckets, then one that is refused, then one that breaks off."""
+    sharded.BUCKET_BYTES = 1 << 14
+    expected = {
+        name: value.clone()
+        for name, value in merged(build(case)).items()
+        if name != "lm_head.weight"
+    }
+    model = wrap(build(case), "fsdp2", case)
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    engine = engine_of()
+    updater = InProcessUpdater(Policy(engine))
+    largest = watch_buckets()
+    errors = [push(ranks, model, updater)]
+    arrived = difference(engine.model, expected)
+    with torch.no_grad():  # one value of the last rank's shard
+        for name, p in model.named_parameters():
+            if name.endswith("layers.1.mlp.up_proj.weight") and ranks.rank == ranks.size - 1:
+                p.to_local().view(-1)[-1] = torch.nan
+    errors.append(push(ranks, model, updater))
+    kept = difference(engine.model, expected)
+    same = [
+        torch.equal(p.full_tensor().nan_to_num(7), before[n])
+        for n, p in model.named_parameters()
+        if not n.endswith("up_proj.weight")
+    ]
+    return {
+        "errors": errors,
+        "arrived": arrived,
+        "kept": kept,
+        "version": engine.version,
+        "largest": max(largest),
+        "all": sum(x.numel() * 8 for x in expected.values()),
+        "model is as before": all(same),
+    }
+
+
+def difference(model, expected):
+    values = model.state_dict()
+    return max(float((values[name] - value).abs().max()) for name, value in expected.items())
+
+
+def merged(model):
+    plain = model.merge_and_unload() if hasattr(model, "peft_config") else model
+    return plain.state_dict()
+
+
+def watch_buckets():
+    """Bytes of the buckets that are made from now on."""
+    sizes = []
+    make = sharded.ShardedWeights.make
+
+    def watched(self, bucket):
+        made = make(self, bucket)
+        sizes.append(sum(x.numel() * x.element_size() for x in made.values()))
+        return made
+
+    sharded.ShardedWeights.make = watched
+    return sizes
+
+
+def broken(ranks):
+    """Weights that stop coming: the engine refuses to serve until it has whole ones again."""
+    model = wrap(build("grpo"), "fsdp2", "grpo")
+    engine = engine_of()
+    updater = InProcessUpdater(Policy(engine))
+    sharded.BUCKET_BYTES = 1 << 14
+    updater.policy.is_failing = True
+    first = push(ranks, model, updater)
+    serving = error_of(lambda: engine.generate([[1, 2]], SamplingParameters()))
+    updater.policy.is_failing = False
+    second = push(ranks, model, updater)
+    return first, serving, second, error_of(lambda: engine.generate([[1]], SamplingParameters()))
+
+
+def everyone_pushes(ranks):
+    """Each rank has an engine of its own."""
+    model = wrap(build("grpo"), "fsdp2", "grpo")
+    engine = engine_of()
+    version = InProcessUpdater(Policy(engine)).push(model, version=5)
+    expected = build("grpo").state_dict()
+    values = engine.model.state_dict()
+    return version, all(torch.equal(values[name], x) for name, x in expected.items())
+
+
+def nobody_pushes(ranks):
+    model = wrap(build("grpo"), "fsdp2", "grpo")
+    return error_of(lambda: contribute_weights(model)), contribute_weights(build("grpo"))
+
+
+def by_broadcast(ranks):
+    """Through the transfer to vLLM's workers, of which a thread here is one."""
+    model = build("grpo").float()
+    expected = model.state_dict()
+    for part in (*model.model.layers, model):
+        fully_shard(part)
+    if ranks.rank:
+        return contribute_weights(model)
+    worker = Worker()
+    transfer = C10dWeightTransfer(
+        TransferControl(call=worker.call, rpc=worker.rpc), bucket_bytes=1 << 13
+    )
+    with sharded.pushed_weights(model) as weights:
+        outcome = transfer.send(weights)
+    transfer.close()
+    same = all(torch.equal(worker.weights[name], value) for name, value in expected.items())
+    return outcome, same, worker.weights.keys() == expected.keys()
+
+
+class Worker:
+    """Receives what a transfer sends."""
+
+    def rpc(self, method):
+        return {"torchrl_limits": {"num_workers": 1}, "torchrl_transfer_outcome": {}}[method]
+
+    def call(self, step, init_info=None, update_info=None):
+        if init_info is not None:
+            self.group = stateless_init_process_group(
+                init_info["master_address"], init_info["master_port"], 1, 2, timeout_s=30.0
+            )
+        if update_info is not None:
+            layout = WeightLayout(**update_info)
+            flat = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            for bucket in layout.buckets():
+                self.group.broadcast(flat[layout.slice_of(bucket)])
+            self.weights = layout.views(flat)
+
+
+def scenarios():
+    for size, case in ((2, "grpo"), (2, "lora"), (4, "grpo")):
+        yield (
+            f"push, {size} ranks, {case}",
+            lambda size=size, case=case: run_ranks(size, lambda r: pushes(r, case)),
+        )
+    for function in (broken, everyone_pushes, nobody_pushes, by_broadcast):
+        yield function.__name__, lambda function=function: run_ranks(2, function)
