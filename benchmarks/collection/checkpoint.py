@@ -4,8 +4,8 @@
 
 A model of 100 million parameters with AdamW (1.2 GB of state) and a replay buffer of finished rows.
 Steps alone, saves and steps beside a save that is being written run interleaved in one process; the
-table gives medians in wall seconds. What counts is ``held up``: ``save(wait=False)`` as a share of
-the time of ``--every`` steps.
+table gives medians in seconds: of the wall, and of the CPU of the thread that trains. What counts
+is ``held up``: ``save(wait=False)`` as a share of ``--every`` steps.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, lazy_stack
@@ -49,10 +50,19 @@ def build_rows(count: int, tokens: int) -> LazyStackedTensorDict:
     return lazy_stack(rows)
 
 
-def seconds(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+class Times(NamedTuple):
+    wall: float
+    cpu: float
+
+
+def measured(action: Callable[[], object]) -> Times:
+    wall, cpu = time.perf_counter(), time.thread_time()
     action()
-    return time.perf_counter() - begin
+    return Times(time.perf_counter() - wall, time.thread_time() - cpu)
+
+
+def medians(times: list[Times]) -> Times:
+    return Times(*map(statistics.median, zip(*times, strict=True)))
 
 
 def main() -> None:
@@ -77,10 +87,10 @@ def main() -> None:
     rows = build_rows(settings.rows, 400)
     step()
     folder = Path(tempfile.mkdtemp(dir=settings.folder))
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Times]] = {}
 
     def timed(name: str, action: Callable[[], object]) -> None:
-        found.setdefault(name, []).append(seconds(action))
+        found.setdefault(name, []).append(measured(action))
 
     try:
         with CheckpointStore(folder, on_error="raise") as store:
@@ -105,12 +115,15 @@ def main() -> None:
         f"{parameters / 1e6:.0f} million parameters, {num_bytes / 1e6:.1f} MB in {len(files)} files"
     )
     print(f"(torch.save: {theirs / 1e6:.1f} MB)")
-    for name, values in found.items():
-        print(f"{name:28}{statistics.median(values):8.3f} s")
-    share = (
-        statistics.median(found["held up"]) / settings.every / statistics.median(found["a step"])
+    print(f"{'':28}{'wall':>10}{'CPU':>10}")
+    table = {name: medians(times) for name, times in found.items()}
+    for name, times in table.items():
+        print(f"{name:28}{times.wall:8.3f} s{times.cpu:8.3f} s")
+    held, step_times = table["held up"], table["a step"]
+    shares = [one / settings.every / other for one, other in zip(held, step_times, strict=True)]
+    print(
+        f"held up, saving every {settings.every} steps: {shares[0]:.2%} wall, {shares[1]:.2%} CPU"
     )
-    print(f"held up: {share:.2%} of the time of training, saving every {settings.every} steps")
 
 
 if __name__ == "__main__":
