@@ -68,6 +68,8 @@ class GenerationLedger(TellsEvents):
         """Finished groups that the buffer has to hold."""
         if buffer_capacity is not None and buffer_capacity < self.required_capacity:
             raise ValueError(_too_small(buffer_capacity, self))
+        self.buffer_capacity = buffer_capacity
+        """The most groups that may ever wait for a step of training; ``None``: any number."""
         self.refill = one_of("refill", refill, REFILLS, who=who)
         self.max_attempts = max_attempts
         self.seed = seed
@@ -99,8 +101,16 @@ class GenerationLedger(TellsEvents):
         return self._table.queue()
 
     def can_admit(self) -> bool:
-        """Whether :meth:`offer` may be called: a slot is free, and the cap is not reached."""
-        return self._table.num_unfinished < self.max_inflight_groups and self.policy.admit(self)
+        """Whether :meth:`offer` may be called: a slot is free, and no cap is reached.
+
+        Whatever is admitted may be the next to wait, so that there are never more in flight than
+        the buffer holds, but for those that a step has taken.
+        """
+        return (
+            self._table.num_unfinished < self.max_inflight_groups
+            and (self.buffer_capacity is None or self.num_queued < self.buffer_capacity)
+            and self.policy.admit(self)
+        )
 
     def needs(self, ordinal: int) -> bool:
         """Whether a prompt is to be offered: it is new or owed, neither in flight nor done.
@@ -153,7 +163,8 @@ class GenerationLedger(TellsEvents):
             raise LedgerError(
                 f"GroupLedger: offer of ordinal {ordinal}: no slot is free. Ask can_admit() first. "
                 f"({self._table.num_unfinished} of at most {self.max_inflight_groups} groups are "
-                f"unfinished, {self._table.num_finished} wait, {self.num_slots} slots, next step "
+                f"unfinished, {self._table.num_finished} wait (at most {self.buffer_capacity} may), "
+                f"{self.num_slots} slots, next step "
                 f"{self.next_step}, generators at version {self.pulled_version}.)"
             )
         owed = self._prompts.draw(ordinal, group_id, seed, self.seed)

@@ -43,7 +43,8 @@ class GroupLedger(GenerationLedger):
         weight_sync_steps: the generators pull weights every so many steps.
         max_inflight_groups: the most groups that are dispatched or running at once; -1: as many as
             the policy has slots.
-        buffer_capacity: finished groups that the buffer holds; ``None``: any number.
+        buffer_capacity: the most finished groups that may wait for a step of training; before they
+            could be more, no further one begins. ``None``: any number.
         refill: what takes the place of a dropped group: the ``"same"`` prompt, or the ``"next"``
             one of the data.
         max_attempts: a prompt that was given up so often is dropped for good.

@@ -34,6 +34,7 @@ from .checks import (
     check_streaming,
     is_wanted,
     most_episodes,
+    most_waiting,
     turn_timeout_s,
 )
 from .evaluation import EvaluationPoint, Evaluations
@@ -83,6 +84,8 @@ class StreamingCollector(Collector):
             :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`.
         weight_sync_steps: batches that are trained for each push of weights.
         max_inflight_tasks: most episodes that run at once; -1: all that are admitted.
+        queue_maxsize: the most finished episodes that wait for the trainer; before they could be
+            more, no group begins. 1024 when not given, or what ``staleness`` needs if that is more.
         request_timeout: seconds that one turn's generation may take, pauses included; what takes
             longer ends as ``"error: ..."``, alone. 600 when not given, and none on policy, where a
             step is one batch.
@@ -105,6 +108,7 @@ class StreamingCollector(Collector):
         staleness: StalenessPolicy | None = None,
         weight_sync_steps: int = 1,
         max_inflight_tasks: int = -1,
+        queue_maxsize: int | None = None,
         request_timeout: float | None = None,
         engine: AsyncEngine | None = None,
         total_trajectories: int | None = None,
@@ -116,11 +120,16 @@ class StreamingCollector(Collector):
         if groups_per_step is None:
             groups_per_step = max(1, env.batch_size.numel() // group_size)
         self.group_size = group_size
+        policy_of_age = Wait() if staleness is None else staleness
+        sizes = {
+            "groups_per_step": groups_per_step,
+            "group_size": group_size,
+            "weight_sync_steps": weight_sync_steps,
+        }
         self.ledger = GroupLedger(
-            groups_per_step=groups_per_step,
-            group_size=group_size,
-            policy=Wait() if staleness is None else staleness,
-            weight_sync_steps=weight_sync_steps,
+            **sizes,
+            policy=policy_of_age,
+            buffer_capacity=most_waiting(policy_of_age, queue_maxsize, **sizes),
         )
         """Knows what became of every group; to be read while nothing is collected."""
         self.env = env
