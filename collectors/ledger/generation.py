@@ -84,6 +84,11 @@ class GenerationLedger(TellsEvents):
         self._table = GroupTable()
         self._evicted: list[Eviction] = []
 
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether generation and training take turns, because no token may be older."""
+        return self.policy.max_staleness == 0
+
     # What may begin -----------------------------------------------------------------------------
 
     @property
@@ -163,9 +168,9 @@ class GenerationLedger(TellsEvents):
             raise LedgerError(
                 f"GroupLedger: offer of ordinal {ordinal}: no slot is free. Ask can_admit() first. "
                 f"({self._table.num_unfinished} of at most {self.max_inflight_groups} groups are "
-                f"unfinished, {self._table.num_finished} wait (at most {self.buffer_capacity} may), "
-                f"{self.num_slots} slots, next step "
-                f"{self.next_step}, generators at version {self.pulled_version}.)"
+                f"unfinished, {self._table.num_finished} wait, {self.num_slots} slots, a buffer of "
+                f"{self.buffer_capacity}, next step {self.next_step}, generators at version "
+                f"{self.pulled_version}.)"
             )
         owed = self._prompts.draw(ordinal, group_id, seed, self.seed)
         ticket = Ticket(

@@ -40,7 +40,6 @@ def check_streaming(
 def most_waiting(
     policy: StalenessPolicy,
     queue_maxsize: int | None,
-    *,
     groups_per_step: int,
     group_size: int,
     weight_sync_steps: int,
@@ -85,7 +84,7 @@ def most_episodes(ledger: GroupLedger, max_inflight_tasks: int) -> int:
     if max_inflight_tasks == -1:
         return most
     check_counts(WHO, max_inflight_tasks=max_inflight_tasks)
-    if ledger.policy.max_staleness == 0 and max_inflight_tasks < most:
+    if ledger.is_on_policy and max_inflight_tasks < most:
         raise ValueError(
             f"{WHO}: on policy all {most} episodes of a step are drawn in one batch, so "
             f"max_inflight_tasks={max_inflight_tasks} can't be kept. Leave it out, or allow some "
@@ -100,7 +99,7 @@ def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float 
     Raises:
         ValueError: it is not positive; or it is given on policy, where nothing can keep it.
     """
-    if ledger.policy.max_staleness == 0:
+    if ledger.is_on_policy:
         if request_timeout is not None:
             raise ValueError(
                 f"{WHO}: on policy a step is one batch, of which no row can end by itself, so "

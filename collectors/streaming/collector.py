@@ -120,16 +120,15 @@ class StreamingCollector(Collector):
         if groups_per_step is None:
             groups_per_step = max(1, env.batch_size.numel() // group_size)
         self.group_size = group_size
-        policy_of_age = Wait() if staleness is None else staleness
-        sizes = {
-            "groups_per_step": groups_per_step,
-            "group_size": group_size,
-            "weight_sync_steps": weight_sync_steps,
-        }
+        ages = Wait() if staleness is None else staleness
         self.ledger = GroupLedger(
-            **sizes,
-            policy=policy_of_age,
-            buffer_capacity=most_waiting(policy_of_age, queue_maxsize, **sizes),
+            groups_per_step=groups_per_step,
+            group_size=group_size,
+            policy=ages,
+            weight_sync_steps=weight_sync_steps,
+            buffer_capacity=most_waiting(
+                ages, queue_maxsize, groups_per_step, group_size, weight_sync_steps
+            ),
         )
         """Knows what became of every group; to be read while nothing is collected."""
         self.env = env
@@ -180,12 +179,8 @@ class StreamingCollector(Collector):
 
     # What it is made of -------------------------------------------------------------------------
 
-    @property
-    def _is_lockstep(self) -> bool:
-        return self.ledger.policy.max_staleness == 0
-
     def _engine_of(self, policy: LLMWrapperBase) -> AsyncEngine:
-        if not self._is_lockstep:
+        if not self.ledger.is_on_policy:
             return open_async(policy.engine)
         return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
 
@@ -197,7 +192,7 @@ class StreamingCollector(Collector):
         On policy a batch begins when it is asked for: nothing is sampled between the steps.
         """
         self._open()
-        if not self._is_lockstep:
+        if not self.ledger.is_on_policy:
             self._producer.begin()
 
     def _open(self) -> None:
@@ -229,7 +224,7 @@ class StreamingCollector(Collector):
         self.start()
         if self._finished.are_taken:
             self._weights.unchanged(self._finished.used())
-        with self._producer.released() if self._is_lockstep else nullcontext():
+        with self._producer.released() if self.ledger.is_on_policy else nullcontext():
             groups = self._finished.take()
         rows = [row for group in groups for row in group.rows]
         return lazy_stack(rows), len(groups) * self.group_size
@@ -278,14 +273,14 @@ class StreamingCollector(Collector):
             UpdateRefused: the engine refused the last push, and drew on with the weights before.
         """
         number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
-        if wait or self._is_lockstep:
+        if wait or self.ledger.is_on_policy:
             self._weights.wait()
         return number
 
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
-        if not self._is_lockstep:
+        if not self.ledger.is_on_policy:
             check_own_memory(source, self._async_policy.engine)
         self._open()
         return self._weights.push(source, () if is_restored else self._finished.used(), version)
