@@ -147,6 +147,15 @@ class AsyncVLLMEngine(RespondingEngine):
         """Go on after `pause`. Raises as `submit`."""
         await self._thread.set_paused(False)
 
+    async def check_health(self) -> None:
+        """Say whether it is there.
+
+        Raises:
+            EngineDied: it died.
+            RuntimeError: it is closed.
+        """
+        self._thread.check_alive()
+
     def close(self) -> None:
         """Abort what is in flight, end the thread and give the engine back. May be called twice.
 
