@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from .ledger.ledger import GroupLedger
     from .ledger.policies import Drop, OnPolicy, Wait
+    from .ledger.replay import Replay
     from .llm_collector import LLMCollector
     from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
     from .resume.identity import CheckpointMismatch, identity_of
@@ -45,6 +46,7 @@ _HOMES = {
     "LLMCollector": ".llm_collector",
     "OnPolicy": ".ledger.policies",
     "PhaseTimer": ".metrics",
+    "Replay": ".ledger.replay",
     "RolloutFunctionCollector": ".rollout_func",
     "RunState": ".resume.run_state",
     "StepMetrics": ".metrics",
@@ -80,6 +82,7 @@ __all__ = [
     "LLMCollector",
     "OnPolicy",
     "PhaseTimer",
+    "Replay",
     "RolloutFunctionCollector",
     "RunState",
     "StepMetrics",

@@ -83,6 +83,7 @@ class GenerationLedger(TellsEvents):
         self._statistics = Statistics()
         self._table = GroupTable()
         self._evicted: list[Eviction] = []
+        self._schedule: list[tuple[int, ...]] = []
 
     @property
     def is_on_policy(self) -> bool:

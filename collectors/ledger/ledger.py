@@ -103,6 +103,7 @@ class GroupLedger(GenerationLedger):
             [group.version_span for group in chosen],
         )
         tickets = self._table.take(chosen)
+        self._schedule.append(tuple(ticket.ordinal for ticket in tickets))
         self._happened("taken", *tickets, step=step)
         return tickets
 
@@ -191,6 +192,14 @@ class GroupLedger(GenerationLedger):
         """Those of the groups in flight, in the order of admission; of a state, or all."""
         groups = self._table.groups.values()
         return [group.ticket for group in groups if state in (None, group.state)]
+
+    @property
+    def schedule(self) -> list[tuple[int, ...]]:
+        """The ordinals that each step has taken, in the order of the steps since it was made.
+
+        :class:`~collectors.Replay` trains them in this order again.
+        """
+        return list(self._schedule)
 
     @property
     def batches(self) -> list[list[Ticket]]:

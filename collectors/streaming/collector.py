@@ -223,7 +223,7 @@ class StreamingCollector(Collector):
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
         if self._finished.are_taken:
-            self._weights.unchanged(self._finished.used())
+            self._weights.unchanged(self._finished.used)
         with self._producer.released() if self.ledger.is_on_policy else nullcontext():
             groups = self._finished.take()
         rows = [row for group in groups for row in group.rows]
@@ -283,7 +283,7 @@ class StreamingCollector(Collector):
         if not self.ledger.is_on_policy:
             check_own_memory(source, self._async_policy.engine)
         self._open()
-        return self._weights.push(source, () if is_restored else self._finished.used(), version)
+        return self._weights.push(source, tuple if is_restored else self._finished.used, version)
 
     # Resume -------------------------------------------------------------------------------------
 
