@@ -69,7 +69,6 @@ class GenerationLedger(TellsEvents):
         if buffer_capacity is not None and buffer_capacity < self.required_capacity:
             raise ValueError(_too_small(buffer_capacity, self))
         self.buffer_capacity = buffer_capacity
-        """The most groups that may ever wait for a step of training; ``None``: any number."""
         self.refill = one_of("refill", refill, REFILLS, who=who)
         self.max_attempts = max_attempts
         self.seed = seed
@@ -84,11 +83,6 @@ class GenerationLedger(TellsEvents):
         self._table = GroupTable()
         self._evicted: list[Eviction] = []
         self._schedule: list[tuple[int, ...]] = []
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether generation and training take turns, because no token may be older."""
-        return self.policy.max_staleness == 0
 
     # What may begin -----------------------------------------------------------------------------
 
@@ -107,11 +101,7 @@ class GenerationLedger(TellsEvents):
         return self._table.queue()
 
     def can_admit(self) -> bool:
-        """Whether :meth:`offer` may be called: a slot is free, and no cap is reached.
-
-        Whatever is admitted may be the next to wait, so that there are never more in flight than
-        the buffer holds, but for those that a step has taken.
-        """
+        """Whether :meth:`offer` may be called: a slot is free, and no cap is reached."""
         return (
             self._table.num_unfinished < self.max_inflight_groups
             and (self.buffer_capacity is None or self.num_queued < self.buffer_capacity)
@@ -351,15 +341,8 @@ class GenerationLedger(TellsEvents):
 
     def _add_cut(self, group: Group, lengths: Sequence[int]) -> None:
         """The tokens of episodes that were cut are of the group, and were sampled."""
-        if len(lengths) > self.group_size - len(group.lengths):
-            raise ValueError(
-                f"GroupLedger: {len(lengths)} episodes of {group.ticket} are said to be cut short, "
-                f"but only {self.group_size - len(group.lengths)} are not over."
-            )
-        check_counts("GroupLedger", 0, **{f"cut_lengths[{i}]": n for i, n in enumerate(lengths)})
-        free = (index for index in range(self.group_size) if index not in group.lengths)
-        for index, tokens in list(zip(free, lengths, strict=False)):
-            group.lengths[index] = tokens
+        group.add_cut(lengths, self.group_size)
+        for tokens in lengths:
             self._accounts.sample(tokens)
             self._statistics.end_episode(tokens, "cut")
 

@@ -179,6 +179,11 @@ class GroupLedger(GenerationLedger):
     # What it was like ---------------------------------------------------------------------------
 
     @property
+    def is_on_policy(self) -> bool:
+        """Whether generation and training take turns, because no token may be older."""
+        return self.policy.max_staleness == 0
+
+    @property
     def balance(self) -> Balance:
         """What became of all groups and tokens so far."""
         return self._accounts.balance

@@ -121,14 +121,13 @@ class StreamingCollector(Collector):
             groups_per_step = max(1, env.batch_size.numel() // group_size)
         self.group_size = group_size
         ages = Wait() if staleness is None else staleness
+        sizes = (groups_per_step, group_size, weight_sync_steps)
         self.ledger = GroupLedger(
             groups_per_step=groups_per_step,
             group_size=group_size,
             policy=ages,
             weight_sync_steps=weight_sync_steps,
-            buffer_capacity=most_waiting(
-                ages, queue_maxsize, groups_per_step, group_size, weight_sync_steps
-            ),
+            buffer_capacity=most_waiting(ages, queue_maxsize, *sizes),
         )
         """Knows what became of every group; to be read while nothing is collected."""
         self.env = env
@@ -147,11 +146,8 @@ class StreamingCollector(Collector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        self._async_policy = AsyncPolicy(
-            policy,
-            engine or self._engine_of(policy),
-            request_timeout_s=timeout_s,
-        )
+        serves = engine or self._engine_of(policy)
+        self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
         runner = AsyncEpisodeRunner(env)
         self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))
         self._producer = Producer(
