@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from .checkpoint.errors import CheckpointError, CheckpointWarning
     from .checkpoint.reading import Checkpoint
     from .checkpoint.store import CheckpointStore
+    from .cluster.collector import RayLLMCollector
+    from .cluster.door import CollectorDied
     from .evaluation import (
         Estimate,
         bootstrap_interval,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from .weight_update.vllm_updater import vLLMUpdater
 
 _HOMES = {
+    "CollectorDied": ".cluster.door",
     "Checkpoint": ".checkpoint.reading",
     "CheckpointError": ".checkpoint.errors",
     "CheckpointMismatch": ".resume.identity",
@@ -47,6 +50,7 @@ _HOMES = {
     "OnPolicy": ".ledger.policies",
     "PhaseTimer": ".metrics",
     "Replay": ".ledger.replay",
+    "RayLLMCollector": ".cluster.collector",
     "RolloutFunctionCollector": ".rollout_func",
     "RunState": ".resume.run_state",
     "StepMetrics": ".metrics",
@@ -74,6 +78,7 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointStore",
     "CheckpointWarning",
+    "CollectorDied",
     "Drop",
     "Estimate",
     "EvaluationPoint",
@@ -83,6 +88,7 @@ __all__ = [
     "OnPolicy",
     "PhaseTimer",
     "Replay",
+    "RayLLMCollector",
     "RolloutFunctionCollector",
     "RunState",
     "StepMetrics",

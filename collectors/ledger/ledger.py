@@ -117,6 +117,11 @@ class GroupLedger(GenerationLedger):
         count = min(self.groups_per_step, self.num_queued)
         return self.take(count) if count else []
 
+    def put_back(self) -> None:
+        """What steps have taken and not trained is finished again, and may be taken again."""
+        self._table.put_back()
+        self._check()
+
     def _evict(self) -> None:
         for group in self.policy.evict(self):
             if group.state is GroupState.FINISHED:

@@ -23,9 +23,10 @@ from config import GROUPS, GRPOConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from training import NoActor, build_advantage, build_loss, build_postproc
 
-from collectors import LLMCollector, PhaseTimer, StepMetrics, StreamingCollector
+from collectors import PhaseTimer, StepMetrics
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
 from torchrl_agents.recipe.collection import (
+    AnyCollector,
     HeldOut,
     build_collector,
     collection_metrics,
@@ -73,7 +74,7 @@ class Trainer(NamedTuple):
 
     actor: TransformersWrapper
     policy: LLMWrapperBase
-    collector: LLMCollector | StreamingCollector
+    collector: AnyCollector
     buffer: ReplayBuffer
     loss: GRPOLoss
     optimizer: torch.optim.Optimizer
@@ -94,6 +95,8 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
         transform=build_advantage(cfg.loss, cfg.collector.group_size),
         batch_size=num_rollouts,
     )
+    for functions in env.transforms_of(RewardFunctions):
+        functions.trainer_state.max_steps = cfg.train.num_steps
     collector = build_collector(
         cfg.collector,
         env,
@@ -101,8 +104,6 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
         replay_buffer=buffer,
         postproc=build_postproc(cfg, actor),
     )
-    for functions in env.transforms_of(RewardFunctions):
-        functions.trainer_state.max_steps = cfg.train.num_steps
     loss = build_loss(
         cfg.loss,
         actor,
