@@ -13,6 +13,7 @@ import asyncio
 import pickle
 import sys
 import time
+from typing import Any
 
 import torch
 from torchrl.envs.transforms import Compose
@@ -25,7 +26,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_modules import Generation, LLMWrapperBase
+from torchrl_modules import Generation, LLMWrapperBase, VersionSpan
 from torchrl_modules.tiny_model import train_tokenizer
 
 GROUP_SIZE = 4
@@ -57,7 +58,9 @@ class Instant:
         """Eight tokens."""
         del prompt, params, max_new_tokens, session
         ids = list(range(5, 13))
-        return Generation(ids, [-1.0] * len(ids), "length", versions=[(self.version, 0, len(ids))])
+        return Generation(
+            ids, [-1.0] * len(ids), "length", versions=[VersionSpan(self.version, 0, len(ids))]
+        )
 
     async def update_weights(self, state_dict, *, version=None) -> None:
         """Count."""
@@ -85,12 +88,12 @@ def no_reward(completions):
 def collector_of(num_collectors: int, args: argparse.Namespace) -> RayLLMCollector:
     """A collection with sleeping environments."""
 
-    def make_env() -> ChatEnv:
+    def make_env() -> Any:
         rows = [{"prompt": f"question {i}"} for i in range(100_000)]
         return ChatEnv(batch_size=(args.groups_per_step * GROUP_SIZE,)).append_transform(
             Compose(
                 DataLoadingPrimer(rows, group_size=GROUP_SIZE),
-                Sleeps(args.seconds),
+                Sleeps(args.seconds),  # type: ignore[call-arg]
                 RewardFunctions([no_reward]),
                 StepCounter(max_steps=1),
             )
@@ -127,18 +130,20 @@ def measure(num_collectors: int, args: argparse.Namespace) -> tuple[float, float
             collector.collect()
             collector.update_policy_weights_(state_dict=weights)
         begin = time.monotonic()
+        batch = None
         for _ in range(args.steps):
             batch = collector.collect()
             collector.update_policy_weights_(state_dict=weights)
         seconds = time.monotonic() - begin
         about = collector.metrics()["collect/driver_bytes_per_row"]
+    assert batch is not None
     rows = len(pickle.dumps(list(batch.unbind(0)))) / len(batch)
     return args.steps * args.groups_per_step / seconds, about, rows
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--collectors", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--episodes", type=int, default=8, help="that run at once in a collector")
     parser.add_argument("--seconds", type=float, default=2.0, help="that a turn takes")

@@ -4,7 +4,6 @@ Shape legend: B rows.
 """
 
 import logging
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from torchrl.data import ReplayBuffer
 
 from collectors.base import Collector, PostProcessing
 from collectors.composition_checks import advantages_of, check_room
-from collectors.ledger import GroupLedger, StalenessPolicy, Ticket, Wait
+from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.streaming.updater import SnapshotUpdater
 from collectors.weight_update.gathering import gathered_state_dict
 from torchrl_data.validation import check_counts
@@ -24,8 +23,9 @@ from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
 
-from .door import CollectorDied, is_death, load_ray
-from .ledger_service import WHO, LedgerService, Share
+from .door import load_ray
+from .ledger_client import LedgerClient
+from .ledger_service import WHO, LedgerService
 from .supervisor import Supervisor, Weights
 from .worker import WorkerSettings
 
@@ -129,7 +129,8 @@ class RayLLMCollector(Collector):
             .remote(env, groups_per_step=groups_per_step, staleness=self.staleness)
         )
         try:
-            self.groups_per_step, self.group_size, num_slots = self._ask(self._actor.open.remote())
+            self._ledger_client = LedgerClient(self._actor)
+            self.groups_per_step, self.group_size, num_slots = self._ledger_client.open()
             self._check_buffer()
         except BaseException:
             ray.kill(self._actor)
@@ -146,13 +147,11 @@ class RayLLMCollector(Collector):
         self._supervisor = Supervisor(
             self._actor, settings, num_collectors=num_collectors, remote_config=remote_config
         )
+        self._ledger_client.check = self._supervisor.check
         self._version = 0
         self._push_under_way: Future[None] | None = None
-        self._taking: Any = None
-        self._taken: list[Ticket] = []
         self._wait_s = 0.0
         self._since_s = time.monotonic()
-        self._num_bytes = self._num_rows = 0
         self._ledger: GroupLedger | None = None
         self._is_closed = False
 
@@ -168,24 +167,6 @@ class RayLLMCollector(Collector):
     @property
     def _is_lockstep(self) -> bool:
         return self.staleness.max_staleness == 0
-
-    def _ask(self, reference: Any) -> Any:
-        """Wait for an answer, as long as the collection goes on; what goes to and fro is counted.
-
-        Raises:
-            CollectorDied: a part of it is gone.
-        """
-        ray = load_ray()
-        supervisor = getattr(self, "_supervisor", None)
-        try:
-            while not ray.wait([reference], timeout=_LOOK_S)[0]:
-                if supervisor is not None:
-                    supervisor.check()
-            return ray.get(reference)
-        except Exception as error:
-            if not is_death(error):
-                raise
-            raise CollectorDied(f"{WHO}: the actor of the ledger is gone: {error}") from error
 
     # Collecting ---------------------------------------------------------------------------------
 
@@ -209,52 +190,15 @@ class RayLLMCollector(Collector):
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self._check_open()
-        if self._taken:
+        if self._ledger_client.taken:
             self._wait_for_push()
-            self._ask(self._actor.unchanged.remote(self._took(), self._version))
+            self._ledger_client.unchanged(self._version)
         begin_s = time.monotonic()
-        while True:
-            shares = self._take()
-            rows = self._rows_of(shares)
-            if rows is not None:
-                break
+        rows, num_groups = self._ledger_client.take_batch()
         self._wait_s += time.monotonic() - begin_s
-        self._taken = [share.ticket for share in shares]
-        return lazy_stack(rows), len(shares) * self.group_size
-
-    def _take(self) -> list[Share]:
-        if self._taking is None:
-            self._taking = self._actor.take.remote()
-        shares = self._ask(self._taking)  # An error leaves it to be asked again.
-        self._taking = None
-        if not shares:
+        if not num_groups:
             raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
-        self._num_bytes += len(load_ray().cloudpickle.dumps(shares))
-        self._num_rows += sum(share.num_rows for share in shares)
-        return shares
-
-    def _rows_of(self, shares: list[Share]) -> list[TensorDictBase] | None:
-        """The rows of a batch; ``None``: some are gone, and their groups run again."""
-        ray = load_ray()
-        rows, lost = [], []
-        for share in shares:
-            try:
-                rows += ray.get(share.rows)
-            except Exception as error:
-                if not is_death(error):
-                    raise
-                lost.append(share.ticket)
-        if not lost:
-            return rows
-        _log.warning("%s: the rows of %d groups are gone, which run again", WHO, len(lost))
-        self._ask(self._actor.put_back.remote(lost))
-        return None
-
-    def _took(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
-        taken, self._taken = self._taken, []
-        self._num_bytes += len(pickle.dumps(taken))
-        return taken
+        return lazy_stack(rows), num_groups * self.group_size
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -313,7 +257,7 @@ class RayLLMCollector(Collector):
             )
         snapshot = self._updater.snapshot(source)
         weights = load_ray().put({name: value.cpu() for name, value in snapshot.items()})
-        step = self._ask(self._actor.push.remote(self._took(), number))
+        step = self._ledger_client.push(number)
         push = self._supervisor.push(Weights(weights, number, step))
         self._push_under_way = self._supervisor.submit(push)
         self._version = number
@@ -369,7 +313,7 @@ class RayLLMCollector(Collector):
         if self._ledger is not None:
             return self._ledger
         self._supervisor.check()
-        return self._ask(self._actor.report.remote())[0]
+        return self._ledger_client.report()[0]
 
     def metrics(self) -> dict[str, float]:
         """What collection was like since the last call, and of the ledger's all.
@@ -383,12 +327,12 @@ class RayLLMCollector(Collector):
         now_s = time.monotonic()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         waited_s, self._wait_s = self._wait_s, 0.0
-        _, found = self._ask(self._actor.report.remote())
+        _, found = self._ledger_client.report()
         return {f"ledger/{name}": value for name, value in found.items()} | {
             "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
             "collect/queued_groups": found["in_flight/waiting"],
             "collect/num_collectors": float(sum(k.may_serve for k in self._supervisor.known)),
-            "collect/driver_bytes_per_row": self._num_bytes / max(1, self._num_rows),
+            "collect/driver_bytes_per_row": self._ledger_client.bytes_per_row,
         }
 
     # The end ------------------------------------------------------------------------------------
