@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from .checkpoint.errors import CheckpointError, CheckpointWarning
     from .checkpoint.reading import Checkpoint
     from .checkpoint.store import CheckpointStore
+    from .cluster.collector import RayLLMCollector
+    from .cluster.door import CollectorDied
     from .evaluation import (
         Estimate,
         bootstrap_interval,
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     )
     from .ledger.ledger import GroupLedger
     from .ledger.policies import Drop, OnPolicy, Wait
+    from .ledger.replay import Replay
     from .llm_collector import LLMCollector
     from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
     from .resume.identity import CheckpointMismatch, identity_of
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from .weight_update.vllm_updater import vLLMUpdater
 
 _HOMES = {
+    "CollectorDied": ".cluster.door",
     "Checkpoint": ".checkpoint.reading",
     "CheckpointError": ".checkpoint.errors",
     "CheckpointMismatch": ".resume.identity",
@@ -45,6 +49,8 @@ _HOMES = {
     "LLMCollector": ".llm_collector",
     "OnPolicy": ".ledger.policies",
     "PhaseTimer": ".metrics",
+    "Replay": ".ledger.replay",
+    "RayLLMCollector": ".cluster.collector",
     "RolloutFunctionCollector": ".rollout_func",
     "RunState": ".resume.run_state",
     "StepMetrics": ".metrics",
@@ -72,6 +78,7 @@ __all__ = [
     "CheckpointMismatch",
     "CheckpointStore",
     "CheckpointWarning",
+    "CollectorDied",
     "Drop",
     "Estimate",
     "EvaluationPoint",
@@ -80,6 +87,8 @@ __all__ = [
     "LLMCollector",
     "OnPolicy",
     "PhaseTimer",
+    "RayLLMCollector",
+    "Replay",
     "RolloutFunctionCollector",
     "RunState",
     "StepMetrics",

@@ -29,7 +29,7 @@ FOLDER_FILES = 16
 FUNCTION_IMPORT_PERCENT = 2.0
 DOORS = {
     "vllm": {"torchrl_modules.vllm.runtime"},
-    "ray": {"objectives.advantages.ray_mc_advantage"},
+    "ray": {"objectives.advantages.ray_mc_advantage", "collectors.cluster.door"},
     "mcp": {"torchrl_envs.tools.mcp_connection"},
     "websockets": {"torchrl_envs.openenv.session"},
     "math_verify": {"torchrl_envs.graders.math_verify_reward"},

@@ -250,7 +250,7 @@ def trl(engine: SimulatedEngine, trace: Trace, num_slots: int) -> Callable[[], R
         tools=[*make_tools(trace)],
         num_generations=GROUP_SIZE,
         max_inflight_tasks=num_slots,
-        score_queue_maxsize=len(questions),
+        score_queue_maxsize=len(questions) + 1,  # and the end
         max_tokens=700,
     )
     loop.engine, loop.num_groups = engine, len(questions)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .errors import CheckpointError
-from .tensor_file import DTYPES, Entry
+from .tensor_file import DTYPES, Entry, as_bytes
 
 MAX_DEPTH: Final = 64
 """Levels of nesting that a state may have."""
@@ -181,14 +181,14 @@ class Encoder:
         )
         if value.numel() and (known := self._stored.get(same)) is not None:
             return dict(known[1])
-        tree = self._new_tensor(value.detach())
+        tree = self._new_tensor(value)
         if value.numel():
             self._stored[same] = (value, tree)
         return tree
 
     def _new_tensor(self, value: torch.Tensor) -> dict[str, Any]:
         name, dtype, shape = self._new_name(), value.dtype, tuple(value.shape)
-        flat = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        flat = as_bytes(value)
         if self._buffers is not None:
             flat = self._buffers.copied(name, flat)
         elif flat.device.type != "cpu":

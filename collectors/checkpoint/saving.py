@@ -18,7 +18,7 @@ from .tensor_file import Entry, Written, check_header
 from .tensordicts import StateEncoder, Tensorclasses
 from .writing import StagedCheckpoint
 
-FileWriter = Callable[[Path], None]
+FileWriter = Callable[[Path], object]
 
 
 @dataclass

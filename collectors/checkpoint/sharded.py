@@ -16,7 +16,7 @@ import torch
 from .encoding import StagingBuffers
 from .errors import CheckpointError
 from .ranks import Ranks
-from .tensor_file import DTYPES, Entry
+from .tensor_file import DTYPES, Entry, as_bytes
 
 
 class FlatState(NamedTuple):
@@ -103,7 +103,7 @@ def _staged(
                 f"sharded[{name!r}]: cannot store {key!r} of dtype {value.dtype}, or several parts "
                 "of it on one rank."
             )
-        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        flat = as_bytes(value)
         if buffers is not None:
             flat = buffers.copied(f"{name}:{key}", flat)
         content = flat.cpu().numpy().data if len(flat) else b""

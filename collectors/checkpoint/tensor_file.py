@@ -56,6 +56,15 @@ class Written(NamedTuple):
     sha256: str
 
 
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in C order, uint8 ``[N]``; its own memory where that is in order."""
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if len(flat) < 2:
+        # Of one element the stride says nothing, and may be anything.
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
 def write_tensors(
     path: Path, entries: dict[str, Entry], metadata: dict[str, str] | None = None
 ) -> Written:

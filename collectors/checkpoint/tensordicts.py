@@ -89,9 +89,8 @@ class StateEncoder(Encoder):
         self._tensorclasses = tensorclasses
 
     def _other(self, value: Any) -> Any:
-        for kind, encode in _ENCODERS.items():
-            if type(value) is kind:
-                return encode(self, value)
+        if (encode := _ENCODERS.get(type(value))) is not None:
+            return encode(self, value)
         if is_tensorclass(value):
             return self._tensorclass(value)
         return super()._other(value)

@@ -40,7 +40,7 @@ class StagedCheckpoint:
         fsio.make_folder(staged)
         return cls(staged, path)
 
-    def write_files(self, files: Mapping[str, Callable[[Path], None]]) -> None:
+    def write_files(self, files: Mapping[str, Callable[[Path], object]]) -> None:
         """Let others write files and folders of their own.
 
         Raises:

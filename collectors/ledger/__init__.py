@@ -6,6 +6,7 @@ from .groups import Eviction, GroupState, Refill, Ticket
 from .ledger import GroupLedger
 from .policies import Drop, OnPolicy, StalenessPolicy, Wait
 from .reasons import IllegalTransition, LedgerError
+from .replay import Replay
 
 __all__ = [
     "Balance",
@@ -18,6 +19,7 @@ __all__ = [
     "LedgerError",
     "OnPolicy",
     "Refill",
+    "Replay",
     "StalenessPolicy",
     "Ticket",
     "Wait",

@@ -68,6 +68,7 @@ class GenerationLedger(TellsEvents):
         """Finished groups that the buffer has to hold."""
         if buffer_capacity is not None and buffer_capacity < self.required_capacity:
             raise ValueError(_too_small(buffer_capacity, self))
+        self.buffer_capacity = buffer_capacity
         self.refill = one_of("refill", refill, REFILLS, who=who)
         self.max_attempts = max_attempts
         self.seed = seed
@@ -81,6 +82,7 @@ class GenerationLedger(TellsEvents):
         self._statistics = Statistics()
         self._table = GroupTable()
         self._evicted: list[Eviction] = []
+        self._schedule: list[tuple[int, ...]] = []
 
     # What may begin -----------------------------------------------------------------------------
 
@@ -99,8 +101,12 @@ class GenerationLedger(TellsEvents):
         return self._table.queue()
 
     def can_admit(self) -> bool:
-        """Whether :meth:`offer` may be called: a slot is free, and the cap is not reached."""
-        return self._table.num_unfinished < self.max_inflight_groups and self.policy.admit(self)
+        """Whether :meth:`offer` may be called: a slot is free, and no cap is reached."""
+        return (
+            self._table.num_unfinished < self.max_inflight_groups
+            and (self.buffer_capacity is None or self.num_queued < self.buffer_capacity)
+            and self.policy.admit(self)
+        )
 
     def needs(self, ordinal: int) -> bool:
         """Whether a prompt is to be offered: it is new or owed, neither in flight nor done.
@@ -153,8 +159,9 @@ class GenerationLedger(TellsEvents):
             raise LedgerError(
                 f"GroupLedger: offer of ordinal {ordinal}: no slot is free. Ask can_admit() first. "
                 f"({self._table.num_unfinished} of at most {self.max_inflight_groups} groups are "
-                f"unfinished, {self._table.num_finished} wait, {self.num_slots} slots, next step "
-                f"{self.next_step}, generators at version {self.pulled_version}.)"
+                f"unfinished, {self._table.num_finished} wait, {self.num_slots} slots, a buffer of "
+                f"{self.buffer_capacity}, next step {self.next_step}, generators at version "
+                f"{self.pulled_version}.)"
             )
         owed = self._prompts.draw(ordinal, group_id, seed, self.seed)
         ticket = Ticket(
@@ -334,15 +341,8 @@ class GenerationLedger(TellsEvents):
 
     def _add_cut(self, group: Group, lengths: Sequence[int]) -> None:
         """The tokens of episodes that were cut are of the group, and were sampled."""
-        if len(lengths) > self.group_size - len(group.lengths):
-            raise ValueError(
-                f"GroupLedger: {len(lengths)} episodes of {group.ticket} are said to be cut short, "
-                f"but only {self.group_size - len(group.lengths)} are not over."
-            )
-        check_counts("GroupLedger", 0, **{f"cut_lengths[{i}]": n for i, n in enumerate(lengths)})
-        free = (index for index in range(self.group_size) if index not in group.lengths)
-        for index, tokens in list(zip(free, lengths, strict=False)):
-            group.lengths[index] = tokens
+        group.add_cut(lengths, self.group_size)
+        for tokens in lengths:
             self._accounts.sample(tokens)
             self._statistics.end_episode(tokens, "cut")
 

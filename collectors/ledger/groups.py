@@ -130,6 +130,17 @@ class Group:
             self.version_span = max(self.version_span, newest - oldest)
         self.lengths[index] = tokens
 
+    def add_cut(self, lengths: Sequence[int], group_size: int) -> None:
+        """Episodes were cut short; their tokens are of the group."""
+        left = [index for index in range(group_size) if index not in self.lengths]
+        if len(lengths) > len(left):
+            raise ValueError(
+                f"GroupLedger: {len(lengths)} episodes of {self.ticket} are said to be cut short, "
+                f"but only {len(left)} are not over."
+            )
+        check_counts("GroupLedger", 0, **{f"cut_lengths[{i}]": n for i, n in enumerate(lengths)})
+        self.lengths |= dict(zip(left, lengths, strict=False))
+
     def check_versions(
         self, oldest: int | None, newest: int | None, trainer: int
     ) -> tuple[int, int]:

@@ -43,7 +43,8 @@ class GroupLedger(GenerationLedger):
         weight_sync_steps: the generators pull weights every so many steps.
         max_inflight_groups: the most groups that are dispatched or running at once; -1: as many as
             the policy has slots.
-        buffer_capacity: finished groups that the buffer holds; ``None``: any number.
+        buffer_capacity: the most finished groups that may wait for a step of training; before they
+            could be more, no further one begins. ``None``: any number.
         refill: what takes the place of a dropped group: the ``"same"`` prompt, or the ``"next"``
             one of the data.
         max_attempts: a prompt that was given up so often is dropped for good.
@@ -102,6 +103,7 @@ class GroupLedger(GenerationLedger):
             [group.version_span for group in chosen],
         )
         tickets = self._table.take(chosen)
+        self._schedule.append(tuple(ticket.ordinal for ticket in tickets))
         self._happened("taken", *tickets, step=step)
         return tickets
 
@@ -114,6 +116,11 @@ class GroupLedger(GenerationLedger):
         self._evict()
         count = min(self.groups_per_step, self.num_queued)
         return self.take(count) if count else []
+
+    def put_back(self) -> None:
+        """What steps have taken and not trained is finished again, and may be taken again."""
+        self._table.put_back()
+        self._check()
 
     def _evict(self) -> None:
         for group in self.policy.evict(self):
@@ -177,6 +184,11 @@ class GroupLedger(GenerationLedger):
     # What it was like ---------------------------------------------------------------------------
 
     @property
+    def is_on_policy(self) -> bool:
+        """Whether generation and training take turns, because no token may be older."""
+        return self.policy.max_staleness == 0
+
+    @property
     def balance(self) -> Balance:
         """What became of all groups and tokens so far."""
         return self._accounts.balance
@@ -190,6 +202,14 @@ class GroupLedger(GenerationLedger):
         """Those of the groups in flight, in the order of admission; of a state, or all."""
         groups = self._table.groups.values()
         return [group.ticket for group in groups if state in (None, group.state)]
+
+    @property
+    def schedule(self) -> list[tuple[int, ...]]:
+        """The ordinals that each step has taken, in the order of the steps since it was made.
+
+        :class:`~collectors.Replay` trains them in this order again.
+        """
+        return list(self._schedule)
 
     @property
     def batches(self) -> list[list[Ticket]]:

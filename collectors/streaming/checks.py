@@ -8,7 +8,7 @@ from torchrl.data import ReplayBuffer
 
 from collectors.base import PostProcessing
 from collectors.composition_checks import check_composition, check_env
-from collectors.ledger import GroupLedger
+from collectors.ledger import GroupLedger, StalenessPolicy
 from objectives import MCAdvantage
 from torchrl_data.validation import check_counts
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -16,6 +16,7 @@ from torchrl_modules import LLMWrapperBase
 
 WHO: Final = "StreamingCollector"
 _REQUEST_TIMEOUT_S: Final = 600.0
+_QUEUE_MAXSIZE: Final = 1024
 
 
 def check_streaming(
@@ -36,6 +37,39 @@ def check_streaming(
     return check_composition(env, policy, buffer, has_postproc=postproc is not None, who=WHO)
 
 
+def most_waiting(
+    policy: StalenessPolicy,
+    queue_maxsize: int | None,
+    groups_per_step: int,
+    group_size: int,
+    weight_sync_steps: int,
+) -> int:
+    """How many finished groups may wait for the trainer.
+
+    Args:
+        policy: needs room for some.
+        queue_maxsize: in episodes; ``None``: TRL's default, or what the policy needs.
+        groups_per_step: of a batch.
+        group_size: episodes of a group.
+        weight_sync_steps: batches that are trained for each push of weights.
+
+    Raises:
+        ValueError: they are fewer than the policy needs, so that nothing would move any more.
+    """
+    check_counts(WHO, queue_maxsize=queue_maxsize, weight_sync_steps=weight_sync_steps)
+    needed = policy.required_capacity(groups_per_step, weight_sync_steps)
+    if queue_maxsize is None:
+        return max(needed, _QUEUE_MAXSIZE // group_size)
+    if queue_maxsize < needed * group_size:
+        raise ValueError(
+            f"{WHO}: with {policy!r} and {groups_per_step} groups a step, up to "
+            f"{needed * group_size} finished episodes wait for an older one, so "
+            f"queue_maxsize={queue_maxsize} would stop everything. Raise it, or lower "
+            "pipeline_depth or groups_per_step."
+        )
+    return queue_maxsize // group_size
+
+
 def most_episodes(ledger: GroupLedger, max_inflight_tasks: int) -> int:
     """How many episodes may run at once.
 
@@ -50,7 +84,7 @@ def most_episodes(ledger: GroupLedger, max_inflight_tasks: int) -> int:
     if max_inflight_tasks == -1:
         return most
     check_counts(WHO, max_inflight_tasks=max_inflight_tasks)
-    if ledger.policy.max_staleness == 0 and max_inflight_tasks < most:
+    if ledger.is_on_policy and max_inflight_tasks < most:
         raise ValueError(
             f"{WHO}: on policy all {most} episodes of a step are drawn in one batch, so "
             f"max_inflight_tasks={max_inflight_tasks} can't be kept. Leave it out, or allow some "
@@ -65,7 +99,7 @@ def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float 
     Raises:
         ValueError: it is not positive; or it is given on policy, where nothing can keep it.
     """
-    if ledger.policy.max_staleness == 0:
+    if ledger.is_on_policy:
         if request_timeout is not None:
             raise ValueError(
                 f"{WHO}: on policy a step is one batch, of which no row can end by itself, so "

@@ -34,6 +34,7 @@ from .checks import (
     check_streaming,
     is_wanted,
     most_episodes,
+    most_waiting,
     turn_timeout_s,
 )
 from .evaluation import EvaluationPoint, Evaluations
@@ -83,6 +84,8 @@ class StreamingCollector(Collector):
             :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`.
         weight_sync_steps: batches that are trained for each push of weights.
         max_inflight_tasks: most episodes that run at once; -1: all that are admitted.
+        queue_maxsize: the most finished episodes that wait for the trainer; before they could be
+            more, no group begins. 1024 when not given, or what ``staleness`` needs if that is more.
         request_timeout: seconds that one turn's generation may take, pauses included; what takes
             longer ends as ``"error: ..."``, alone. 600 when not given, and none on policy, where a
             step is one batch.
@@ -105,6 +108,7 @@ class StreamingCollector(Collector):
         staleness: StalenessPolicy | None = None,
         weight_sync_steps: int = 1,
         max_inflight_tasks: int = -1,
+        queue_maxsize: int | None = None,
         request_timeout: float | None = None,
         engine: AsyncEngine | None = None,
         total_trajectories: int | None = None,
@@ -116,11 +120,14 @@ class StreamingCollector(Collector):
         if groups_per_step is None:
             groups_per_step = max(1, env.batch_size.numel() // group_size)
         self.group_size = group_size
+        ages = Wait() if staleness is None else staleness
+        sizes = (groups_per_step, group_size, weight_sync_steps)
         self.ledger = GroupLedger(
             groups_per_step=groups_per_step,
             group_size=group_size,
-            policy=Wait() if staleness is None else staleness,
+            policy=ages,
             weight_sync_steps=weight_sync_steps,
+            buffer_capacity=most_waiting(ages, queue_maxsize, *sizes),
         )
         """Knows what became of every group; to be read while nothing is collected."""
         self.env = env
@@ -139,11 +146,8 @@ class StreamingCollector(Collector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        self._async_policy = AsyncPolicy(
-            policy,
-            engine or self._engine_of(policy),
-            request_timeout_s=timeout_s,
-        )
+        serves = engine or self._engine_of(policy)
+        self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
         runner = AsyncEpisodeRunner(env)
         self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))
         self._producer = Producer(
@@ -171,12 +175,8 @@ class StreamingCollector(Collector):
 
     # What it is made of -------------------------------------------------------------------------
 
-    @property
-    def _is_lockstep(self) -> bool:
-        return self.ledger.policy.max_staleness == 0
-
     def _engine_of(self, policy: LLMWrapperBase) -> AsyncEngine:
-        if not self._is_lockstep:
+        if not self.ledger.is_on_policy:
             return open_async(policy.engine)
         return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
 
@@ -188,7 +188,7 @@ class StreamingCollector(Collector):
         On policy a batch begins when it is asked for: nothing is sampled between the steps.
         """
         self._open()
-        if not self._is_lockstep:
+        if not self.ledger.is_on_policy:
             self._producer.begin()
 
     def _open(self) -> None:
@@ -219,8 +219,8 @@ class StreamingCollector(Collector):
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
         if self._finished.are_taken:
-            self._weights.unchanged(self._finished.used())
-        with self._producer.released() if self._is_lockstep else nullcontext():
+            self._weights.unchanged(self._finished.used)
+        with self._producer.released() if self.ledger.is_on_policy else nullcontext():
             groups = self._finished.take()
         rows = [row for group in groups for row in group.rows]
         return lazy_stack(rows), len(groups) * self.group_size
@@ -269,17 +269,17 @@ class StreamingCollector(Collector):
             UpdateRefused: the engine refused the last push, and drew on with the weights before.
         """
         number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
-        if wait or self._is_lockstep:
+        if wait or self.ledger.is_on_policy:
             self._weights.wait()
         return number
 
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
-        if not self._is_lockstep:
+        if not self.ledger.is_on_policy:
             check_own_memory(source, self._async_policy.engine)
         self._open()
-        return self._weights.push(source, () if is_restored else self._finished.used(), version)
+        return self._weights.push(source, tuple if is_restored else self._finished.used, version)
 
     # Resume -------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Weights on their way from the trainer to an engine that goes on drawing."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 
@@ -62,14 +62,14 @@ class WeightPushes:
     def push(
         self,
         source: nn.Module | Mapping[str, Tensor],
-        trained: Collection[Ticket],
+        used: Callable[[], Collection[Ticket]],
         version: int | None,
     ) -> int:
         """Wait for the last push, copy the weights and send them off.
 
         Args:
             source: the trained model, or its state dict.
-            trained: what the steps since the last push have used.
+            used: gives what the steps since the last push have used; asked once nothing can fail.
             version: what the weights are called; one more than the present when not given.
 
         Returns:
@@ -81,7 +81,7 @@ class WeightPushes:
         number = self._policy.version + 1 if version is None else version
         with self._producer.changed:
             self._producer.check_alive()
-            if trained:
+            if trained := used():
                 self._ledger.trained(trained, self._ledger.version)
             step = self._ledger.version
             self._producer.steps[number] = step
@@ -98,17 +98,17 @@ class WeightPushes:
         self._producer.drop_stale()
         self._producer.wake()
 
-    def unchanged(self, trained: Collection[Ticket]) -> None:
+    def unchanged(self, used: Callable[[], Collection[Ticket]]) -> None:
         """Steps were made without a push.
 
         Args:
-            trained: what they have used.
+            used: gives what they have used; asked once nothing can fail.
         """
         if self._ledger.weight_sync_steps == 1:
             self.wait()  # what is on its way is older than what the generators will count as
         with self._producer.changed:
             self._producer.check_alive()
-            self._ledger.trained(trained, self._ledger.version)
+            self._ledger.trained(used(), self._ledger.version)
             if self._ledger.weight_sync_steps == 1:
                 # Who pushes after every step, and has not, has not changed the weights.
                 self._producer.steps[self._policy.version] = self._ledger.version

@@ -6,7 +6,8 @@ r"""Evaluation: a model, a run's folder or a server on any task; pass@k, pass^k,
     python sota-implementations/evaluate/evaluate.py task=countdown engine=chat \
         engine.url=http://localhost:8000/v1 policy.model=Qwen/Qwen3-0.6B
 
-A table in the terminal; ``evaluation.json`` and ``rollouts.jsonl`` in the run's folder.
+A table in the terminal; ``evaluation.json`` and ``rollouts/``, which ``torchrl-agents view`` shows,
+a batch as a step, in the run's folder.
 """
 
 import json
@@ -20,15 +21,11 @@ from rich.table import Table
 from tensordict import TensorDictBase, lazy_stack
 
 from collectors import Estimate, LLMCollector, evaluation_estimates, rollout_metrics
+from collectors.record import RolloutRecorder
 from torchrl_agents.recipe.policies import build_sampler
 from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
 from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.results import (
-    StepRecord,
-    last_text,
-    show_rollouts,
-    write_rollouts,
-)
+from torchrl_agents.recipe.results import last_text, show_rollouts
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
@@ -85,15 +82,16 @@ def evaluate(
     batches: list[TensorDictBase] = []
     num_done = 0
     with (
-        (run.folder / "rollouts.jsonl").open("w", encoding="utf-8") as file,
+        RolloutRecorder(run.folder, policy.encoder.tokenizer) as recorder,
         log.steps("evaluation", num_rollouts) as steps,
     ):
         while num_done < num_rollouts and not stop.received:
             with stop.held():  # a signal in here ends the evaluation after the batch
                 batches.append(collector.collect())
-                write_rollouts(file, StepRecord(0, {}, batches[-1], None))
+                metrics = rollout_metrics(batches[-1])
+                recorder.write(len(batches), batches[-1], metrics=metrics)
                 num_done += sum(int(row["segment"]) == 0 for row in batches[-1].unbind(0))
-                steps.done(num_done, rollout_metrics(batches[-1]))
+                steps.done(num_done, metrics)
     trajectories = lazy_stack([row for batch in batches for row in batch.unbind(0)])
 
     # A prompt's n samples, of which c are correct: pass@k = 1 - C(n - c, k) / C(n, k).

@@ -29,16 +29,10 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from training import NoActor, build_advantage, build_loss, build_postproc, build_reference
 
-from collectors import (
-    LLMCollector,
-    PhaseTimer,
-    RunState,
-    StepMetrics,
-    StreamingCollector,
-    identity_of,
-)
+from collectors import PhaseTimer, RunState, StepMetrics, identity_of
 from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
 from torchrl_agents.recipe.collection import (
+    AnyCollector,
     HeldOut,
     build_collector,
     collection_metrics,
@@ -91,7 +85,7 @@ class Trainer(NamedTuple):
 
     actor: TransformersWrapper
     policy: LLMWrapperBase
-    collector: LLMCollector | StreamingCollector
+    collector: AnyCollector
     buffer: ReplayBuffer
     loss: GRPOLoss
     optimizer: torch.optim.Optimizer
@@ -137,6 +131,8 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
     buffer = ReplayBuffer(
         storage=LazyStackStorage(num_rollouts), transform=advantage, batch_size=num_rollouts
     )
+    for functions in env.transforms_of(RewardFunctions):
+        functions.trainer_state.max_steps = cfg.train.num_steps
     collector = build_collector(
         cfg.collector,
         env,
@@ -144,8 +140,6 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
         replay_buffer=buffer,
         postproc=build_postproc(cfg, reference),
     )
-    for functions in env.transforms_of(RewardFunctions):
-        functions.trainer_state.max_steps = cfg.train.num_steps
     loss = build_loss(
         cfg.loss,
         actor,
@@ -167,7 +161,8 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
         collector=collector,
         **({} if reference is None else {"reference": reference.model}),
     )
-    checkpoints = Checkpoints(cfg.checkpoint, run.folder, state)
+    can_be_saved = cfg.collector.mode != "ray"
+    checkpoints = Checkpoints(cfg.checkpoint, run.folder, state if can_be_saved else None)
     return Trainer(actor, policy, collector, buffer, loss, optimizer, gate, timer, checkpoints)
 
 

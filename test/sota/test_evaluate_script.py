@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from collectors.record import RunRecord
+
 ROOT = Path(__file__).parents[2]
 NUM_ROWS = 12
 
@@ -104,10 +106,11 @@ def test_a_server_on_a_data_set(evaluate, server, tmp_path):
     }
     assert result["estimates"]["pass^4"]["low"] < 0.5 < result["estimates"]["pass^4"]["high"]
     assert "maj@4" in done.stderr
-    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    record = RunRecord(folder)
+    rollouts = [sample for step in record.steps for sample in record.samples(step.step)]
     assert len(rollouts) == 4 * NUM_ROWS
     assert set(Solver.asked.values()) == {4}
-    assert all(r["messages"][0]["role"] == "system" for r in rollouts)
+    assert all(sample.messages[0]["role"] == "system" for sample in rollouts)
     request = Solver.requests[0]
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.7, 512)
     assert [m["role"] for m in request["messages"]] == ["system", "user"]

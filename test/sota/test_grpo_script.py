@@ -135,6 +135,20 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
     assert {"generate", "score", "wait for rollouts", "push weights"} <= names
 
 
+@pytest.mark.slow
+def test_a_run_on_ray_tells_of_every_group(result_of, tmp_path):
+    pytest.importorskip("ray")
+    settings = ("collector=ray", "collector.num_collectors=2", "collector.max_staleness=2")
+    config = "collector.remote_config={num_cpus: 0}"
+    result = result_of(*SMALL, *settings, config, "train.num_steps=3", cwd=tmp_path)
+    out = Path(result["output_dir"])
+    metrics = lines_of(out / "metrics.jsonl")
+    assert [line["ledger/groups/trained"] for line in metrics] == [2.0, 4.0, 6.0]
+    assert all(line["ledger/staleness/max"] <= 2 for line in metrics)
+    assert all(0 < line["collect/driver_bytes_per_row"] < 1024 for line in metrics)
+    assert "GroupLedger at step 3" in (out / "grpo.log").read_text()
+
+
 def test_runs_have_folders_of_their_own(result_of, run_script, tmp_path):
     tiny = [*SMALL, "train.num_steps=1", "warm_start.num_steps=0"]
     folders = [Path(result_of(*tiny, cwd=tmp_path)["output_dir"]).name for _ in range(2)]

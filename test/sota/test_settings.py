@@ -122,6 +122,14 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["policy.max_new_tokens=0"], "max_new_tokens must be at least 1"),
         (["optim.learning_rate=inf"], "learning_rate must be positive and finite"),
         (["collector.group_size=1"], "group of one never has a signal"),
+        (["engine.num_engines=2"], "num_engines and devices are for engine=vllm"),
+        (["engine=vllm", "engine.url=a", "engine.urls=[b]"], "give one of them"),
+        (
+            ["engine=vllm", "engine.num_engines=2", "engine.devices=[1,2,3]"],
+            r"engine.devices=\[1, 2, 3\] are shared out to engine.num_engines=2",
+        ),
+        (["collector.num_collectors=2"], "num_collectors and remote_config are for collector=ray"),
+        (["collector=ray", "engine=vllm"], "collector=ray .* is for engine=transformers"),
         (["loss.clip_low=-1"], "loss: .*clip_low"),
         (
             ["loss=cispo", "loss.clip_low=0.1"],

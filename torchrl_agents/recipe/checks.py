@@ -29,11 +29,13 @@ RULES: Final[dict[str, Rule]] = {
     "seed": NOT_NEGATIVE,
     "policy.max_model_len": COUNT,
     "policy.max_new_tokens": COUNT,
+    "engine.num_engines": COUNT,
     "collector.num_prompts": COUNT,
     "collector.group_size": (lambda x: x >= 2, "at least 2: a group of one never has a signal"),
     "collector.max_turns": COUNT,
     "collector.max_episode_tokens": COUNT,
     "collector.min_turn_tokens": COUNT,
+    "collector.num_collectors": COUNT,
     "collector.max_staleness": NOT_NEGATIVE,
     "collector.pipeline_depth": NOT_NEGATIVE,
     "collector.max_inflight_tasks": (lambda x: x == -1 or x >= 1, "-1 or at least 1"),
@@ -110,6 +112,16 @@ def _check_names(recipe: Recipe, cfg: RecipeConfig) -> None:
 
 
 def _check_engine(cfg: RecipeConfig) -> None:
+    engine = cfg.engine
+    if engine.name != "vllm" and (engine.urls or engine.num_engines > 1 or engine.devices):
+        raise SettingsError("engine.urls, num_engines and devices are for engine=vllm.")
+    if bool(engine.url) + bool(engine.urls) + (engine.num_engines > 1) > 1:
+        raise SettingsError("engine.url, engine.urls and engine.num_engines: give one of them.")
+    if engine.devices and (engine.num_engines == 1 or len(engine.devices) % engine.num_engines):
+        raise SettingsError(
+            f"engine.devices={engine.devices} are shared out to engine.num_engines="
+            f"{engine.num_engines}: take more engines than one, and a multiple of them of devices."
+        )
     if cfg.engine.name == "transformers" and cfg.engine.url:
         raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
     if cfg.engine.name != "vllm" and cfg.engine.engine_kwargs:
@@ -126,6 +138,17 @@ def _check_rollouts(cfg: RolloutsConfig) -> None:
     changed = [n for n in streaming if getattr(cfg.collector, n) != getattr(default, n)]
     if cfg.collector.mode == "sync" and changed:
         raise SettingsError(f"collector.{changed[0]} is for collector=streaming.")
+    if cfg.collector.mode != "ray" and (
+        cfg.collector.num_collectors > 1 or cfg.collector.remote_config
+    ):
+        raise SettingsError("collector.num_collectors and remote_config are for collector=ray.")
+    if cfg.collector.mode == "ray" and getattr(cfg, "resume", None) is not None:
+        raise SettingsError("resume=...: a run with collector=ray can't be saved, so none goes on.")
+    if cfg.collector.mode == "ray" and cfg.engine.name != "transformers":
+        raise SettingsError(
+            "collector=ray gives each collector a copy of the model, so it is for "
+            "engine=transformers; for servers of each collector's own see docs/clusters.md."
+        )
     smallest = cfg.collector.min_turn_tokens
     for key, bound in (
         ("policy.max_model_len", cfg.policy.max_model_len),

@@ -13,6 +13,7 @@ from collectors import (
     EvaluationPoint,
     LLMCollector,
     OnPolicy,
+    RayLLMCollector,
     StreamingCollector,
     Wait,
     rollout_metrics,
@@ -27,7 +28,8 @@ from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase
 
 _LOG = logging.getLogger("torchrl_agents")
-MODES = ("sync", "streaming")
+MODES = ("sync", "streaming", "ray")
+AnyCollector = LLMCollector | StreamingCollector | RayLLMCollector
 POLICIES = ("wait", "drop")
 
 
@@ -50,24 +52,28 @@ def build_collector(
     *,
     replay_buffer: ReplayBuffer,
     postproc: PostProcessing | None,
-) -> LLMCollector | StreamingCollector:
+) -> AnyCollector:
     """The collector, as its settings say."""
     common: dict[str, Any] = {"replay_buffer": replay_buffer, "postproc": postproc}
     if cfg.mode == "sync":
         return LLMCollector(env, policy, **common)
-    return StreamingCollector(
-        env,
-        policy,
-        groups_per_step=cfg.num_prompts,
-        staleness=staleness_of(cfg),
-        max_inflight_tasks=cfg.max_inflight_tasks,
-        **common,
-    )
+    common |= {
+        "groups_per_step": cfg.num_prompts,
+        "staleness": staleness_of(cfg),
+        "max_inflight_tasks": cfg.max_inflight_tasks,
+    }
+    if cfg.mode == "ray":
+        return RayLLMCollector(
+            env,
+            policy=policy,
+            num_collectors=cfg.num_collectors,
+            remote_config=cfg.remote_config,
+            **common,
+        )
+    return StreamingCollector(env, policy, **common)
 
 
-def evaluate(
-    collector: LLMCollector | StreamingCollector, env: TaskEnv, policy: LLMWrapperBase
-) -> TensorDictBase:
+def evaluate(collector: AnyCollector, env: TaskEnv, policy: LLMWrapperBase) -> TensorDictBase:
     """One rollout of each held-out prompt, sampled as in training; now.
 
     The random numbers of the training stay where they are.
@@ -99,7 +105,7 @@ class HeldOut:
 
     def __init__(
         self,
-        collector: LLMCollector | StreamingCollector,
+        collector: AnyCollector,
         env: TaskEnv,
         policy: LLMWrapperBase,
         *,
@@ -142,14 +148,12 @@ class HeldOut:
                 file.write(json.dumps(record) + "\n")
 
 
-def collection_metrics(collector: LLMCollector | StreamingCollector) -> dict[str, float]:
+def collection_metrics(collector: AnyCollector) -> dict[str, float]:
     """What collection was like in a step, where it goes on beside training."""
-    return collector.metrics() if isinstance(collector, StreamingCollector) else {}
+    return {} if isinstance(collector, LLMCollector) else collector.metrics()
 
 
-def end_collection(
-    collector: LLMCollector | StreamingCollector, folder: Path, last: dict[str, float]
-) -> None:
+def end_collection(collector: AnyCollector, folder: Path, last: dict[str, float]) -> None:
     """Stop collecting, and say what became of every group.
 
     Args:
@@ -157,10 +161,11 @@ def end_collection(
         folder: of the run; gets ``timeline.json``.
         last: metrics of the last step.
     """
-    if not isinstance(collector, StreamingCollector):
+    if isinstance(collector, LLMCollector):
         return
     collector.shutdown()
-    collector.write_trace(folder / "timeline.json")
+    if isinstance(collector, StreamingCollector):
+        collector.write_trace(folder / "timeline.json")
     _LOG.info("%s", collector.ledger)
     if "collect/trainer_wait_fraction" in last:
         _LOG.info("This run was %s.", verdict(last))

@@ -1,8 +1,11 @@
 """The model that is trained and the policy that samples, from the settings."""
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +22,12 @@ from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingC
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
-from torchrl_modules import LLMWrapperBase, SamplingParameters, TransformersWrapper
+from torchrl_modules import (
+    EngineFleet,
+    LLMWrapperBase,
+    SamplingParameters,
+    TransformersWrapper,
+)
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -172,8 +180,31 @@ def _vllm_policy(
     engine_kwargs = dict(cfg.engine.engine_kwargs)
     if cfg.policy.max_model_len is not None:
         engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
-    return vLLMWrapper(
-        cfg.engine.url or source, engine_kwargs=engine_kwargs or None, **_common(cfg, tokenizer)
+    if cfg.engine.num_engines > 1:
+        fleet = _started_fleet(cfg, source, engine_kwargs)
+        return vLLMWrapper(fleet, **_common(cfg, tokenizer))
+    where = list(cfg.engine.urls) or cfg.engine.url or source
+    return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **_common(cfg, tokenizer))
+
+
+def _started_fleet(cfg: RecipeConfig, source: str, engine_kwargs: dict[str, Any]) -> EngineFleet:
+    """Servers that are started here, each on its share of the devices."""
+    from torchrl_modules import start_server
+    from torchrl_modules.vllm.bridges import OwnServerEngine
+
+    kept = source
+    if cfg.policy.model is None:  # The folder goes, and an engine may be started again.
+        kept = tempfile.mkdtemp(prefix="engines-")
+        atexit.register(shutil.rmtree, kept, ignore_errors=True)
+        shutil.copytree(source, kept, dirs_exist_ok=True)
+    count, devices = cfg.engine.num_engines, cfg.engine.devices
+    each = len(devices) // count
+    shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
+    return EngineFleet(
+        [
+            partial(OwnServerEngine, partial(start_server, kept, devices=share, **engine_kwargs))
+            for share in shares
+        ]
     )
 
 

@@ -1,6 +1,7 @@
 """When a run is saved, and how it goes on."""
 
 import copy
+import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torchrl_agents.settings.schema import CheckpointConfig
 
 from .earlier_run import CHECKPOINTS
 
+_LOG = logging.getLogger("torchrl_agents")
 UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "reference")
 
 
@@ -23,12 +25,14 @@ class Checkpoints:
     Args:
         cfg: how often, and how many are kept.
         folder: of the run.
-        state: its parts.
+        state: its parts; ``None`` where they can't be saved (a cluster's collectors).
     """
 
-    def __init__(self, cfg: CheckpointConfig, folder: Path, state: RunState) -> None:
+    def __init__(self, cfg: CheckpointConfig, folder: Path, state: RunState | None) -> None:
         self._every = cfg.every
         self._state = state
+        if state is None:
+            _LOG.warning("There are no checkpoints with this collector: the run can't be resumed.")
         self._stack = ExitStack()
         self._store = self._stack.enter_context(
             CheckpointStore(folder / CHECKPOINTS, cfg.keep_last, cfg.keep_best)
@@ -51,6 +55,8 @@ class Checkpoints:
         Raises:
             SettingsError: it belongs to another run.
         """
+        if self._state is None:
+            return 0, {}
         try:
             step = self._state.restore(self._store)
         except CheckpointMismatch as error:
@@ -61,7 +67,7 @@ class Checkpoints:
 
     def mark(self) -> None:
         """A batch is about to be collected; if that is cut short the run is saved as it is now."""
-        if isinstance(self._state.parts["collector"], LLMCollector):
+        if self._state is not None and isinstance(self._state.parts["collector"], LLMCollector):
             self._mark = copy.deepcopy(self._state.state_dict(without=UNCHANGED_BY_COLLECTING))
 
     def unmark(self) -> None:
@@ -90,6 +96,8 @@ class Checkpoints:
         self._save(step, reward, further, wait=True)
 
     def _save(self, step: int, reward: float, further: Mapping[str, Any], *, wait: bool) -> None:
+        if self._state is None:
+            return
         metric = reward if math.isfinite(reward) else -sys.float_info.max
         self._state.save(
             self._store, step, metric=metric, wait=wait, further=further, since=self._mark

@@ -51,6 +51,12 @@ class EngineConfig:
     url: str | None = None
     """Of a vLLM server that runs already (docs/vllm.md), where none builds an engine in this
     process; of chat, a server that speaks OpenAI's protocol, http://.../v1."""
+    urls: list[str] = field(default_factory=list)
+    """Of several vLLM servers that run already: one fleet of them (docs/clusters.md)."""
+    num_engines: int = 1
+    """Of vllm: more than one are servers that are started here, and again when they die."""
+    devices: list[int] = field(default_factory=list)
+    """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM: 'engine.engine_kwargs={gpu_memory_utilization: 0.4}'."""
 
@@ -72,7 +78,12 @@ class CollectorConfig(EpisodeConfig):
     """The rollouts of a step."""
 
     mode: str = "sync"
-    """sync: a batch before each step; streaming: beside training, episode by episode."""
+    """sync: a batch before each step; streaming: beside training, episode by episode; ray: so, too,
+    in several processes or machines."""
+    num_collectors: int = 1
+    """Of ray: actors that collect."""
+    remote_config: dict[str, Any] = field(default_factory=dict)
+    """Of ray: options of each: 'collector.remote_config={num_cpus: 4, num_gpus: 1}'."""
     num_prompts: int = 16
     """Prompts of a step."""
     group_size: int = 16
@@ -231,7 +242,11 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
         "qwen3_0.6b": PolicyConfig(model="Qwen/Qwen3-0.6B"),
     },
     "engine": {"transformers": EngineConfig(), "vllm": EngineConfig(name="vllm")},
-    "collector": {"sync": CollectorConfig(), "streaming": CollectorConfig(mode="streaming")},
+    "collector": {
+        "sync": CollectorConfig(),
+        "streaming": CollectorConfig(mode="streaming"),
+        "ray": CollectorConfig(mode="ray"),
+    },
     "optim": {"adamw": OptimConfig(), "sgd": OptimConfig(name="sgd")},
     "logger": {
         "files": LoggerConfig(),

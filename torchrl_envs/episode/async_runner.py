@@ -156,8 +156,6 @@ class AsyncEpisodeRunner:
                 episode.truncate()
             else:
                 await self._after_turn(episode)
-        if not episode.is_done:
-            episode.truncate()
         episode.settle()
 
     async def _begin(self, episode: Episode) -> None:
@@ -197,12 +195,8 @@ class AsyncEpisodeRunner:
             except Exception as error:
                 self._fail(episode, name, error)
                 return
-        if episode.is_done or episode.stop_reason:
-            return
-        if episode.awaits_answer:
-            # A conversation goes on only if somebody spoke after the policy.
-            episode.terminate()
-        else:
+        episode.end_unanswered()
+        if not (episode.is_done or episode.stop_reason):
             await self._before_turn(episode)
 
     def _fail(self, episode: Episode, where: str, error: Exception) -> None:

@@ -283,13 +283,27 @@ class Episode:
         self.is_terminated = self.is_truncated = False
         self.stop_reason = ""
 
-    def settle(self) -> None:
-        """Say why it is over, if nobody has."""
+    def end_unanswered(self) -> None:
+        """It has come to its end if nobody spoke after the policy: nothing would go on from."""
+        if not (self.is_done or self.stop_reason) and self.awaits_answer:
+            self.terminate()
+
+    def settle(self) -> bool:
+        """Cut it if there is a reason to, and say why it is over if nobody has.
+
+        Returns:
+            Whether it is over.
+        """
+        if self.stop_reason and not self.is_done:
+            self.truncate()
+        if not self.is_done:
+            return False
         if not self.stop_reason:
             self.stop_reason = self._default_reason()
         # A turn cut at its budget did not end by itself.
         if self.stop_reason in CUT_REASONS:
             self.truncate()
+        return True
 
     def _default_reason(self) -> str:
         if kind_of(self.finish_reason) == ERROR:

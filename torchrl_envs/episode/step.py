@@ -104,16 +104,9 @@ class EpisodeStep:
         batch = one_dimension(next_batch)
         self._read_changes(batch)
         for episode in self._turns:
-            if not (episode.is_done or episode.stop_reason) and episode.awaits_answer:
-                # A conversation goes on only if somebody spoke after the policy.
-                episode.terminate()
+            episode.end_unanswered()
         self._runner.before_turn([episode for episode in self._turns if not episode.is_done])
-        for episode in self._active:
-            if episode.stop_reason and not episode.is_done:
-                episode.truncate()
-            if episode.is_done:
-                episode.settle()
-                self.ended.append(episode)
+        self.ended += [episode for episode in self._active if episode.settle()]
         self._runner.finish(self.ended)
         self._write_prompts(batch)
         self._write_flags(batch)

@@ -180,15 +180,15 @@ class AsyncTransformersEngine:
                 lambda: self._engine.update_weights(state_dict, version=version), recompute
             )
 
-        await self._thread.call(update, spared=(UpdateRefused,))
+        await self._thread.call(update, spares=lambda error: isinstance(error, UpdateRefused))
 
     async def pause(self) -> None:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.pause`."""
-        await self._thread.call(lambda: self._thread.set_paused(True))
+        await self._thread.set_paused(True)
 
     async def resume(self) -> None:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.resume`."""
-        await self._thread.call(lambda: self._thread.set_paused(False))
+        await self._thread.set_paused(False)
 
     async def check_health(self) -> None:
         """Say whether it is there.

@@ -88,12 +88,15 @@ class EngineThread:
             self.check_alive()
             self._commands.put(_Command(run, refuse))
 
-    async def call(self, function: Callable[[], T], spared: tuple[type[Exception], ...] = ()) -> T:
+    async def call(
+        self, function: Callable[[], T], *, spares: Callable[[Exception], bool] | None = None
+    ) -> T:
         """Run something between two steps, and wait for it.
 
         Args:
             function: called in the thread.
-            spared: errors that leave the engine as it was; others end it. Both come to the caller.
+            spares: whether an error leaves the engine as it was; others end it. Both come to the
+                caller.
 
         Raises:
             EngineDied: the engine died, or is stuck.
@@ -106,7 +109,7 @@ class EngineThread:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
-                if not isinstance(error, spared):
+                if spares is None or not spares(error):
                     raise
 
         def refuse(error: BaseException) -> None:
@@ -116,14 +119,17 @@ class EngineThread:
         self.put(run, refuse)
         return await self.wait(asyncio.wrap_future(future))
 
+    async def set_paused(self, paused: bool) -> None:
+        """Make no steps, or go on; raises as :meth:`call`."""
+        await self.call(lambda: self._set_paused(paused))
+
     async def wait(self, future: "asyncio.Future[T]") -> T:
         """Wait for what the thread does, as long as it does anything."""
         while not (await asyncio.wait({future}, timeout=self.stall_timeout_s))[0]:
             self.check_progress()
         return future.result()
 
-    def set_paused(self, paused: bool) -> None:
-        """Make no steps, or go on; called in the thread."""
+    def _set_paused(self, paused: bool) -> None:
         self._progress_s = time.monotonic()  # before anybody can take the pause for a stall
         self._paused = paused
 
@@ -142,12 +148,13 @@ class EngineThread:
     def check_progress(self) -> None:
         """Check that it runs and makes steps; raises as `check_alive`."""
         self.check_alive()
+        name = "update_timeout_s" if self._in_command else "stall_timeout_s"
         timeout_s = self._command_timeout_s if self._in_command else self.stall_timeout_s
         idle_s = time.monotonic() - self._progress_s
         if idle_s >= timeout_s and (self._in_command or not self._paused):
             raise EngineDied(
                 f"{self._who} has made no step for {idle_s:.0f} s, though it has requests. It is "
-                "stuck; end this process, or raise its timeout if it may take longer."
+                f"stuck; end this process, or raise {name} if it may take longer."
             )
 
     def close(self) -> None:
@@ -209,4 +216,6 @@ class EngineThread:
             self._commands.get().refuse(closed)
 
     def _died(self, error: BaseException) -> EngineDied:
-        return EngineDied(f"{self._who}: the engine has ended: {error!r}.")
+        died = EngineDied(f"{self._who}: the engine has ended: {error!r}.")
+        died.__cause__ = error
+        return died

@@ -1,40 +1,26 @@
 """The engine of this process, served to asyncio: streams, aborts, and updates in flight.
 
-One thread steps vLLM while there are requests, and runs commands (new requests, aborts, weight
-updates) between two steps. So a command never meets a step half done, and the version of each
-token is exact.
+An `EngineThread` steps vLLM while there are requests, and runs commands (new requests, aborts,
+weight updates) between two steps. So the version of each token is exact.
 """
 
 import asyncio
-import queue
-import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from torchrl_modules.engines.protocol import EngineDied, Generation
+from torchrl_modules.engines.engine_thread import EngineThread
+from torchrl_modules.engines.protocol import Generation
 from torchrl_modules.sampling.params import SamplingParameters
 
 from .base import Row
 from .engine import VLLMEngine
 from .requests import read_output
 from .stream import Delta, GenerationStream, RespondingEngine, VersionedGeneration
-
-T = TypeVar("T")
-_CLOSE_TIMEOUT_S = 10.0
-
-
-class _Command(NamedTuple):
-    run: Callable[[], object]
-    """Called between two steps."""
-    refuse: Callable[[BaseException], object]
-    """Called instead, or after it raised, when the engine ends."""
 
 
 class AsyncVLLMEngine(RespondingEngine):
@@ -62,20 +48,19 @@ class AsyncVLLMEngine(RespondingEngine):
         update_timeout_s: float = 600.0,
     ) -> None:
         self._engine = self._inside = engine
-        self._lease = ExitStack()
-        self._llm_engine: Any = self._lease.enter_context(engine.used_by("AsyncVLLMEngine"))
-        self._stall_timeout_s = stall_timeout_s
-        self._update_timeout_s = update_timeout_s
-        self._in_command = False
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._streams: dict[str, GenerationStream] = {}
-        self._paused = self._closing = False
-        self._error: BaseException | None = None
-        self._gate = threading.Lock()
-        self._progress_s = time.monotonic()
-        self._thread = threading.Thread(target=self._serve, name="vllm-engine", daemon=True)
-        self._thread.start()
+        with ExitStack() as lease:
+            llm_engine: Any = lease.enter_context(engine.used_by("AsyncVLLMEngine"))
+            self._steps = _Steps(engine, llm_engine)
+            self._thread = EngineThread(
+                self._steps,
+                who="AsyncVLLMEngine",
+                stall_timeout_s=stall_timeout_s,
+                command_timeout_s=update_timeout_s,
+            )
+            self._lease = lease.pop_all()
+        if torch.cuda.is_initialized():
+            device = torch.cuda.current_device()  # the caller's, and not the thread's own
+            self._thread.put(lambda: torch.cuda.set_device(device), lambda _: None)
 
     def submit(
         self,
@@ -102,21 +87,21 @@ class AsyncVLLMEngine(RespondingEngine):
         return self._submit(self._row(prompt, params, max_new_tokens), params)
 
     def _submit(self, row: Row, params: SamplingParameters) -> GenerationStream:
+        steps = self._steps
         stream = GenerationStream(
-            self._request_abort, self._check_progress, self._stall_timeout_s, params.stop_matcher
+            self._request_abort,
+            self._thread.check_progress,
+            self._thread.stall_timeout_s,
+            params.stop_matcher,
         )
-
-        def add() -> None:
-            try:
-                request_id = self._engine.submit(row, params, stream=True)
-            except ValueError as error:
-                self._send(stream, Generation([], [], "error", str(error)))
-            else:
-                stream.request_id = request_id
-                self._streams[request_id] = stream
-
-        self._put(_Command(add, lambda error: self._send(stream, _died(error))))
+        self._thread.put(
+            lambda: steps.add(stream, row, params), lambda error: steps.send(stream, error)
+        )
         return stream
+
+    def _request_abort(self, stream: GenerationStream) -> None:
+        with suppress(RuntimeError):  # The engine has ended, and so has the stream.
+            self._thread.put(lambda: self._steps.abort(stream), lambda _: None)
 
     async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
         """Draw one response as `generate` does, with a seed of its own."""
@@ -147,20 +132,20 @@ class AsyncVLLMEngine(RespondingEngine):
         """
 
         def update() -> None:
-            self._settle()
+            self._steps.settle()
             self._engine.load(state_dict, version)
             if recompute:
-                self._llm_engine.reset_prefix_cache(reset_running_requests=True)
+                self._steps.forget()
 
-        await self._call(update)
+        await self._thread.call(update, spares=lambda _: not self._engine.mixed)
 
     async def pause(self) -> None:
         """Stop making steps; requests wait, and new ones are taken on. Raises as `submit`."""
-        await self._call(lambda: self._set_paused(True))
+        await self._thread.set_paused(True)
 
     async def resume(self) -> None:
         """Go on after `pause`. Raises as `submit`."""
-        await self._call(lambda: self._set_paused(False))
+        await self._thread.set_paused(False)
 
     async def check_health(self) -> None:
         """Say whether it is there.
@@ -169,7 +154,7 @@ class AsyncVLLMEngine(RespondingEngine):
             EngineDied: it died.
             RuntimeError: it is closed.
         """
-        self._check_alive()
+        self._thread.check_alive()
 
     def close(self) -> None:
         """Abort what is in flight, end the thread and give the engine back. May be called twice.
@@ -177,16 +162,7 @@ class AsyncVLLMEngine(RespondingEngine):
         Raises:
             EngineDied: a step, or a command between two, does not end; the engine stays in use.
         """
-        with self._gate:
-            self._closing = True
-            self._commands.put(_Command(lambda: None, lambda _: None))  # wakes the thread
-        timeout_s = self._update_timeout_s if self._in_command else self._stall_timeout_s
-        self._thread.join(timeout_s + _CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise EngineDied(
-                f"AsyncVLLMEngine: its thread has not ended {timeout_s + _CLOSE_TIMEOUT_S:.0f} s "
-                "after it was closed. It is stuck; end this process."
-            )
+        self._thread.close()
         self._lease.close()
 
     async def __aenter__(self) -> Self:
@@ -195,90 +171,32 @@ class AsyncVLLMEngine(RespondingEngine):
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # The caller's side.
 
-    async def _call(self, function: Callable[[], T]) -> T:
-        future: Future[T] = Future()
+class _Steps:
+    """What the thread steps; called in it alone."""
 
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-                if self._engine.mixed:
-                    raise
+    def __init__(self, engine: VLLMEngine, llm_engine: Any) -> None:
+        self._engine = engine
+        self._llm_engine = llm_engine
+        self._streams: dict[str, GenerationStream] = {}
 
-        def refuse(error: BaseException) -> None:
-            if not future.done():
-                future.set_exception(_died(error))
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits for tokens."""
+        return bool(self._streams)
 
-        self._put(_Command(run, refuse))
-        done = asyncio.wrap_future(future)
-        while not (await asyncio.wait({done}, timeout=self._stall_timeout_s))[0]:
-            self._check_progress()
-        return done.result()
-
-    def _put(self, command: _Command) -> None:
-        with self._gate:  # Once the thread has ended, nobody would run it.
-            self._check_alive()
-            self._commands.put(command)
-
-    def _request_abort(self, stream: GenerationStream) -> None:
-        self._commands.put(_Command(lambda: self._abort(stream), lambda _: None))
-
-    def _check_alive(self) -> None:
-        if self._error is not None:
-            raise _died(self._error)
-        if self._closing:
-            raise RuntimeError("AsyncVLLMEngine is closed.")
-
-    def _check_progress(self) -> None:
-        self._check_alive()
-        name = "update_timeout_s" if self._in_command else "stall_timeout_s"
-        timeout_s = self._update_timeout_s if self._in_command else self._stall_timeout_s
-        idle_s = time.monotonic() - self._progress_s
-        if idle_s >= timeout_s and (self._in_command or not self._paused):
-            raise EngineDied(
-                f"AsyncVLLMEngine has made no step for {idle_s:.0f} s, though it has requests. It "
-                f"is stuck; end this process, or raise {name} if it may take longer."
-            )
-
-    # The thread's side.
-
-    def _serve(self) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
+    def add(self, stream: GenerationStream, row: Row, params: SamplingParameters) -> None:
+        """Begin a response."""
         try:
-            while not self._closing:
-                self._run_commands()
-                if self._streams and not self._paused and not self._closing:
-                    self._step()
-        except BaseException as error:
-            self._error = error
-            if not self._engine.mixed:
-                self._engine.fail(f"a step failed: {error!r}")
-        self._end_all()
+            request_id = self._engine.submit(row, params, stream=True)
+        except ValueError as error:
+            self.send(stream, Generation([], [], "error", str(error)))
+        else:
+            stream.request_id = request_id
+            self._streams[request_id] = stream
 
-    def _run_commands(self) -> None:
-        waiting = self._paused or not self._streams
-        while not self._closing:
-            try:
-                command = self._commands.get(block=waiting)
-            except queue.Empty:
-                return
-            # The order lets nobody take a command's time for a step's, or the other way round.
-            self._progress_s = time.monotonic()
-            self._in_command = True
-            try:
-                command.run()
-            except BaseException as error:
-                command.refuse(error)
-                raise
-            self._progress_s = time.monotonic()
-            self._in_command = False
-            waiting = False
-
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step; its tokens are sent to those who wait for them."""
         version = self._engine.version
         sent: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, Any]]]
         sent = defaultdict(list)
@@ -297,45 +215,45 @@ class AsyncVLLMEngine(RespondingEngine):
                 reason = "stop" if completed else new.finish_reason
                 end = Generation([], [], reason, new.error)
                 sent[stream.loop].append((stream, end))
-        self._progress_s = time.monotonic()
         for loop, items in sent.items():
             self._post(loop, items)
 
-    def _settle(self) -> None:
-        # With asynchronous scheduling (GPU) a step may be under way: its tokens are of the old
-        # weights and have to be sent as such.
+    def settle(self) -> None:
+        """Send what is under way, of the weights that drew it."""
+        # With asynchronous scheduling (GPU) a step may be.
         core = self._llm_engine.engine_core.engine_core
         if not core.batch_queue:
             return
         core.pause_scheduler("keep", clear_cache=False)
         try:
             while core.batch_queue:
-                self._step()
+                self.step()
         finally:
             core.resume_scheduler()
 
-    def _abort(self, stream: GenerationStream) -> None:
+    def forget(self) -> None:
+        """Let running requests be read again, by the weights as they are now."""
+        self._llm_engine.reset_prefix_cache(reset_running_requests=True)
+
+    def abort(self, stream: GenerationStream) -> None:
+        """Let a request go."""
         if stream.request_id is None or self._streams.pop(stream.request_id, None) is None:
             return
         self._llm_engine.abort_request([stream.request_id])
-        self._send(stream, Generation([], [], "abort"))
+        self.send(stream, Generation([], [], "abort"))
 
-    def _set_paused(self, paused: bool) -> None:
-        self._progress_s = time.monotonic()  # before anybody can take the pause for a stall
-        self._paused = paused
-
-    def _end_all(self) -> None:
-        with self._gate:
-            self._closing = True
+    def end(self, error: BaseException | None) -> None:
+        """Everybody who waits is told, and who asks later."""
+        if error is not None and not self._engine.mixed:
+            self._engine.fail(f"a step failed: {error.__cause__!r}")
         for stream in list(self._streams.values()):
-            if self._error is not None:
-                self._send(stream, _died(self._error))
-            if self._error is None or self._engine.mixed:
-                self._abort(stream)  # Its weights may be repaired: leave no request behind.
-        while not self._commands.empty():
-            self._commands.get().refuse(self._error or RuntimeError("it was closed"))
+            if error is not None:
+                self.send(stream, error)
+            if error is None or self._engine.mixed:
+                self.abort(stream)  # Its weights may be repaired: leave no request behind.
 
-    def _send(self, stream: GenerationStream, item: "Generation | BaseException") -> None:
+    def send(self, stream: GenerationStream, item: "Generation | BaseException") -> None:
+        """Hand over what ends a response."""
         self._post(stream.loop, [(stream, item)])
 
     def _post(
@@ -353,7 +271,3 @@ class AsyncVLLMEngine(RespondingEngine):
 def _deliver(items: list[tuple[GenerationStream, Any]]) -> None:
     for stream, item in items:
         stream.deliver(item)
-
-
-def _died(error: BaseException) -> EngineDied:
-    return EngineDied(f"AsyncVLLMEngine: the engine has ended: {error!r}.")

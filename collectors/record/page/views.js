@@ -233,7 +233,7 @@ function samplesView() {
   const all = run.steps.flatMap((step) => step.samples).filter(keeps);
   const shown = all.slice(0, MOST_ROWS);
   const heads = [["step", "num"], ["prompt", "prompt"], ["sample", "num"], ["reward", "num"], ["advantage", "num"], ["stop reason", ""], ["turns", "num"], ["tool calls", "num"], ["errors", "num"], ["tokens", "num"]];
-  const rows = shown.map((sample) => [text(sample.step.step), sample.group.prompt, text(sample.number), h("span", {}, square(run, sample.reward, "i", {}), text(sample.reward)), text(sample.advantage), sample.stop, text(sample.turns), text(sample.calls), text(sample.errors), text(sample.tokens)]);
+  const rows = shown.map((sample) => [text(sample.step.step), sample.group.prompt, text(sample.number), h("span", { class: "valued" }, text(sample.reward), h("span", { class: "squares" }, square(run, sample.reward, "i", {}))), text(sample.advantage), sample.stop, text(sample.turns), text(sample.calls), text(sample.errors), text(sample.tokens)]);
   return [
     h("div", { class: "head" }, h("h1", {}, "Samples"), h("span", { class: "soft" }, `${text(all.length)} of ${text(run.steps.reduce((sum, step) => sum + step.samples.length, 0))}${all.length > MOST_ROWS ? `, the first ${MOST_ROWS} are shown` : ""}`)),
     filters(run),

@@ -44,7 +44,8 @@ def _float(found, saved, at):
 def _tensor(found, saved, at):
     saved = saved.detach().cpu().resolve_conj().resolve_neg()
     assert (found.dtype, found.shape) == (saved.dtype, saved.shape), at
-    one, other = (x.contiguous().view(-1).view(torch.uint8) for x in (found, saved))
+    one, other = (x.contiguous().as_strided((x.numel(),), (1,)) for x in (found, saved))
+    one, other = one.view(torch.uint8), other.view(torch.uint8)
     assert torch.equal(one, other), at
 
 

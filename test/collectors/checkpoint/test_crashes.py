@@ -190,6 +190,32 @@ def test_what_failed_on_the_thread_is_raised_by_whoever_comes_next(tmp_path, mon
     assert store.load().step == 1
 
 
+def test_what_nobody_asked_after_is_told_when_the_store_goes(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    with monkeypatch.context() as patched:
+        fail_at(patched, 4, errno.EIO)
+        store.save(1, state(1), wait=False)
+        store._thread.join()
+    with pytest.warns(CheckpointWarning, match=r"step 1 could not be saved .*Input/output error"):
+        del store
+    # Its lock is gone, too.
+    assert save(tmp_path, 1).is_dir()
+
+
+def test_an_interrupt_in_the_middle_of_a_save_leaves_what_was_there(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, CheckpointStore(tmp_path) as store:
+        patched.setattr(fsio, "sync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(2, state(2))
+    assert sorted(path.name[:5] for path in tmp_path.iterdir()) == [".lock", "step-"]
+    assert whole_steps(tmp_path) == [1]
+
+
 def test_one_store_at_a_time_saves_into_a_folder(tmp_path):
     first, second = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
     first.save(1, {})

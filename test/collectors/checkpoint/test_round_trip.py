@@ -88,6 +88,7 @@ VALUES = {
     "a NaN of its own": np.frombuffer(bytes.fromhex("7ff8dead00000001"), ">f8")[0].item(),
     "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
     "views": [torch.arange(12).view(3, 4).t(), torch.ones(1).expand(3, 2), torch.arange(9)[::2]],
+    "one element or none, of odd strides": [torch.arange(9)[::4][:n] for n in (0, 1)],
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from collectors.ledger import Drop, GroupLedger, OnPolicy, Wait
+from collectors.ledger import Drop, GroupLedger, OnPolicy, Replay, Wait
 
 
 def make(groups_per_step, policy, **settings):
@@ -156,3 +156,41 @@ def test_a_cap_on_what_runs_at_once():
     assert not ledger.can_admit()
     finish(ledger, first)
     assert ledger.can_admit()  # a finished group runs no longer
+
+
+class TestReplay:
+    def run(self, policy, order, num_steps=4):
+        """A run whose groups finish in an order: what each step trains, and when."""
+        ledger, order, waiting = make(2, policy), list(order), {}
+        while len(ledger.schedule) < num_steps:
+            while ledger.can_admit():
+                ticket = ledger.offer(ledger.next_ordinal, ledger.next_ordinal)
+                ledger.start(ticket)
+                waiting[ticket.ordinal] = ticket
+            tickets = ledger.take()
+            if tickets is not None:
+                ledger.trained(tickets, ledger.version)
+                ledger.weights_pulled(ledger.version)
+                continue
+            ticket = waiting.pop(next(ordinal for ordinal in order if ordinal in waiting))
+            ledger.finish(ticket, ticket.version, 10)
+        return ledger.schedule
+
+    def test_a_schedule_is_trained_again_whatever_finishes_first(self):
+        # The oldest takes long: within the window of 4 of 8 slots, three overtake it.
+        policy = Wait(6, pipeline_depth=3, window=0.5)
+        recorded = self.run(policy, [1, 3, 2, 0, *range(4, 40)])
+        assert recorded == [(1, 3), (0, 2), (4, 5), (6, 7)]
+        assert self.run(policy, range(40)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+        for order in (range(40), range(39, -1, -1), [5, 3, 0, 2, 7, 1, 4, 6, *range(8, 40)]):
+            assert self.run(Replay(recorded, policy), order) == recorded
+        longer = self.run(Replay(recorded, policy), range(40), num_steps=5)
+        assert longer == [*recorded, (8, 9)]
+
+    def test_what_can_not_be_replayed_is_refused(self):
+        with pytest.raises(TypeError, match=r"Replay: policy takes Wait.*got Drop"):
+            Replay([(0, 1)], Drop(4))
+        with pytest.raises(ValueError, match=r"trains the prompts \[1\] twice"):
+            Replay([(0, 1), (1, 2)])
+        with pytest.raises(ValueError, match="step 0 trained 3 groups, and 2 are asked for"):
+            self.run(Replay([(0, 1, 2)], Wait(2)), range(40))

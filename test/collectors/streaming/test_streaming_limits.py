@@ -8,7 +8,8 @@ import pytest
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, OnPolicy, StreamingCollector, Wait
-from torchrl_envs import ChatEnv, DataLoadingPrimer
+from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
+from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.batching_engine import BatchingEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -54,6 +55,9 @@ def test_E09_a_turn_past_its_time_ends_its_own_episode_and_no_other(scripted):
     [
         ({"request_timeout": 0.0}, "request_timeout must be positive, got 0.0"),
         ({"request_timeout": 5.0, "staleness": OnPolicy()}, "request_timeout=5 can't be kept"),
+        # (1 + 1) * 4 groups may wait for an older one.
+        ({"queue_maxsize": 7, "staleness": Wait(2, 1)}, "up to 8 finished episodes wait"),
+        ({"queue_maxsize": 0}, "queue_maxsize must be a whole number, at least 1, got 0"),
     ],
 )
 def test_limits_that_nothing_can_keep_are_refused(settings, message, scripted):
@@ -82,3 +86,54 @@ def test_E11_before_a_slow_trainer_no_more_groups_wait_than_there_are_slots(stal
             numbers += [int(row["group_id"]) for row in batch.unbind(0)]
     assert 0 < num_queued <= num_slots
     assert len(set(numbers)) == len(numbers)
+
+
+def test_E11_no_more_finished_episodes_wait_than_the_queue_holds(scripted):
+    policy = scripted(["hello"], write_tokens=False)
+    with StreamingCollector(
+        make_env(24),
+        policy,
+        engine=BatchingEngine(policy.engine),
+        groups_per_step=2,
+        staleness=Drop(8),
+        queue_maxsize=5,
+    ) as collector:
+        assert collector.ledger.num_slots == 18  # which would let as many wait
+        numbers = []
+        for batch in collector:
+            numbers += [int(row["group_id"]) for row in batch.unbind(0)]
+            deadline, fill = time.monotonic() + 60, min(5, 24 - len(numbers))
+            while True:  # until all that may begin has ended
+                now = collector.metrics()
+                if now["ledger/in_flight/waiting"] >= fill and not now["collect/open_episodes"]:
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert now["ledger/in_flight/waiting"] == fill
+    assert sorted(numbers) == list(range(24))
+
+
+@pytest.mark.parametrize("staleness", [Wait(2), OnPolicy()])
+def test_reward_functions_are_told_how_many_steps_there_were(
+    staleness, chatml_tokenizer, make_tiny_model
+):
+    steps = []
+
+    def reward(completions, trainer_state, **_):
+        steps.append(trainer_state.global_step)
+        return [0.0] * len(completions)
+
+    policy = TransformersWrapper(
+        make_tiny_model(0), tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 2}
+    )
+    functions = RewardFunctions([reward])
+    env = make_env(3).append_transform(functions)
+    weights = make_tiny_model(1).state_dict()
+    with StreamingCollector(env, policy, groups_per_step=1, staleness=staleness) as collector:
+        collector.update_policy_weights_(weights, wait=True)  # before the first batch: no step
+        for number, _ in enumerate(collector, 1):
+            assert functions.trainer_state.global_step == number - 1
+            collector.update_policy_weights_(weights, wait=True)
+    assert functions.trainer_state.global_step == len(steps) == 3
+    if isinstance(staleness, OnPolicy):  # each group is scored between two steps
+        assert steps == [0, 1, 2]

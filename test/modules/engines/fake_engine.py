@@ -15,6 +15,7 @@ the weights and the tokens before it, one every ``token_s`` seconds.
     {"fail_in_update": true}  it says that it failed in the middle
     {"token_s": 0.01}  seconds a token takes
     {"cold_s": 3}      seconds before the very first one
+    {"vocabulary": 400} it says that it has so many token ids
     {"plain": "raw"}   it has only the routes of `vllm serve`, and raw log-probs
     {"plain": "processed"}  ... and processed ones
     {"plain": "no"}    ... and takes no token ids
@@ -103,7 +104,7 @@ class Engine:
 
     def rpc(self, method, path=None):
         if method == "torchrl_limits":
-            return {"vocab_size": VOCABULARY, "max_model_len": 64}
+            return {"vocab_size": self.faults.get("vocabulary", VOCABULARY), "max_model_len": 64}
         if method == "torchrl_process":
             return this_process()
         with open(path, "rb") as file:  # safetensors: length, header, values

@@ -1,0 +1,1 @@
+"""Collection on a Ray cluster: collectors are actors, the ledger is one, rows are references."""

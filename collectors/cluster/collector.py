@@ -1,0 +1,380 @@
+"""Collection on a Ray cluster, beside training: :class:`RayLLMCollector`.
+
+Shape legend: B rows.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Final
+
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor, nn
+from torchrl.data import ReplayBuffer
+
+from collectors.base import Collector, PostProcessing
+from collectors.composition_checks import advantages_of, check_room
+from collectors.ledger import GroupLedger, StalenessPolicy, Wait
+from collectors.streaming.updater import SnapshotUpdater
+from collectors.weight_update.gathering import gathered_state_dict
+from torchrl_data.validation import check_counts
+from torchrl_envs.datasets.primer import DataExhaustedError
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_modules import LLMWrapperBase
+
+from .door import load_ray
+from .ledger_client import LedgerClient
+from .ledger_service import WHO, LedgerService
+from .supervisor import Supervisor, Weights
+from .worker import WorkerSettings
+
+_LOOK_S: Final = 0.5
+_CLOSE_S: Final = 30.0
+_REQUEST_TIMEOUT_S: Final = 600.0
+_log = logging.getLogger(__name__)
+
+
+class RayLLMCollector(Collector):
+    """Collects with several collectors, each a Ray actor, beside training.
+
+    It is used as :class:`~collectors.StreamingCollector` is::
+
+        with RayLLMCollector(make_env, policy_factory=make_policy, replay_buffer=buffer,
+                             num_collectors=4) as collector:
+            for batch in collector:
+                train(buffer)
+                collector.update_policy_weights_(model)
+
+    One actor without CPUs of its own has the ledger and draws the data; collectors ask it for
+    groups, and run them as a :class:`~collectors.StreamingCollector` does. A group stays in one
+    collector. Rows stay where they were made until a batch of them is taken; what goes to and fro
+    before are references.
+
+    A collector that dies is replaced; its groups run again with the same seeds, in another one. A
+    collector serves only with the weights that the others have.
+
+    Args:
+        env: a :class:`~torchrl_envs.ChatEnv` with its transforms, or a function that makes one in
+            each actor.
+        policy: whose turns are taken; a copy goes to each collector.
+        policy_factory: makes the policy in each collector, in the place of ``policy``, for instance
+            over servers of its own (:class:`~torchrl_modules.EngineFleet`).
+        replay_buffer: extended with every batch.
+        groups_per_step: groups of a batch; as many as the environment's batch holds when not given.
+        staleness: how old tokens may be, see :class:`~collectors.StreamingCollector`.
+        max_inflight_tasks: most episodes that run at once in one collector; -1: all that are
+            admitted.
+        total_trajectories: stop after this many; ``None`` goes on while there are data.
+        postproc: changes a batch before it goes into the buffer.
+        num_collectors: actors that collect.
+        ray_init_config: for ``ray.init``, where Ray does not run yet; it ends with the collector
+            then.
+        remote_config: options of the collectors' actors, as for ``ray.remote``: ``num_cpus`` (1),
+            ``num_gpus``, ``resources``, ``runtime_env``, ``scheduling_strategy`` (for placement
+            groups).
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: environment, policy, buffer and settings don't fit together.
+        TypeError: neither or both of ``policy`` and ``policy_factory`` are given.
+        CollectorDied: the actor of the ledger can't be started.
+    """
+
+    def __init__(
+        self,
+        env: EpisodeEnv | Callable[[], EpisodeEnv],
+        *,
+        policy: LLMWrapperBase | None = None,
+        policy_factory: Callable[[], LLMWrapperBase] | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        groups_per_step: int | None = None,
+        staleness: StalenessPolicy | None = None,
+        max_inflight_tasks: int = -1,
+        total_trajectories: int | None = None,
+        postproc: PostProcessing | None = None,
+        num_collectors: int = 1,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (policy is None) == (policy_factory is None):
+            raise TypeError(f"{WHO} takes one of policy and policy_factory.")
+        check_counts(WHO, num_collectors=num_collectors, groups_per_step=groups_per_step)
+        check_counts(WHO, total_trajectories=total_trajectories)
+        if max_inflight_tasks != -1:
+            check_counts(WHO, max_inflight_tasks=max_inflight_tasks)
+        ray = load_ray()
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            ray.init(**{"include_dashboard": False, **(ray_init_config or {})})
+        remote_config = dict(remote_config or {})
+        updater = _RemoteUpdater(self)
+        super().__init__(
+            policy,
+            [],
+            replay_buffer=replay_buffer,
+            total_episodes=total_trajectories,
+            postproc=postproc,
+            weight_updater=updater,
+        )
+        self.staleness = Wait() if staleness is None else staleness
+        self._updater = updater
+        self._actor = (
+            ray.remote(LedgerService)
+            .options(
+                num_cpus=0,
+                max_concurrency=1000,
+                **{k: v for k, v in remote_config.items() if k == "runtime_env"},
+            )
+            .remote(env, groups_per_step=groups_per_step, staleness=self.staleness)
+        )
+        try:
+            self._ledger_client = LedgerClient(self._actor)
+            self.groups_per_step, self.group_size, num_slots = self._ledger_client.open()
+            self._check_buffer()
+        except BaseException:
+            ray.kill(self._actor)
+            raise
+        most = num_slots * self.group_size
+        settings = WorkerSettings(
+            env,
+            policy if policy_factory is None else policy_factory,  # type: ignore[arg-type]
+            self.group_size,
+            most if max_inflight_tasks == -1 else min(most, max_inflight_tasks),
+            advantages_of(replay_buffer),
+            None if self._is_lockstep else _REQUEST_TIMEOUT_S,
+        )
+        self._supervisor = Supervisor(
+            self._actor, settings, num_collectors=num_collectors, remote_config=remote_config
+        )
+        self._ledger_client.check = self._supervisor.check
+        self._version = 0
+        self._push_under_way: Future[None] | None = None
+        self._wait_s = 0.0
+        self._since_s = time.monotonic()
+        self._ledger: GroupLedger | None = None
+        self._is_closed = False
+
+    def _check_buffer(self) -> None:
+        check_room(self.replay_buffer, self.groups_per_step * self.group_size, who=WHO)
+        for part in advantages_of(self.replay_buffer):
+            if part.group_size != self.group_size:
+                raise ValueError(
+                    f"{WHO}: MCAdvantage waits for groups of {part.group_size} rows, and the "
+                    f"environment draws groups of {self.group_size}. Give both the same."
+                )
+
+    @property
+    def _is_lockstep(self) -> bool:
+        return self.staleness.max_staleness == 0
+
+    # Collecting ---------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it collects."""
+        return not self._is_closed and self._supervisor.error is None
+
+    def collect(self) -> TensorDictBase:
+        """The next batch: complete groups, as soon as there are enough.
+
+        Returns:
+            Rows ``[B]`` as :meth:`StreamingCollector.collect` gives them.
+
+        Raises:
+            DataExhaustedError: there are no more data, and nothing is under way.
+            CollectorDied: the ledger, or a place of collectors, is gone.
+            RuntimeError: the collection has failed; the cause is attached.
+        """
+        return super().collect()
+
+    def _run_batch(self) -> tuple[TensorDictBase, int]:
+        self._check_open()
+        if self._ledger_client.taken:
+            self._wait_for_push()
+            self._ledger_client.unchanged(self._version)
+        begin_s = time.monotonic()
+        rows, num_groups = self._ledger_client.take_batch()
+        self._wait_s += time.monotonic() - begin_s
+        if not num_groups:
+            raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
+        return lazy_stack(rows), num_groups * self.group_size
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{WHO}: it was shut down.")
+        self._supervisor.check()
+
+    # Weights ------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        """The version that collectors have acknowledged, or are being given."""
+        return self._version
+
+    def update_policy_weights_(
+        self,
+        source: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        version: int | None = None,
+        wait: bool = False,
+    ) -> int:
+        """Push the trainer's weights to all collectors, while generation and training go on.
+
+        They are put into Ray's memory once. See :meth:`StreamingCollector.update_policy_weights_`.
+
+        Args:
+            source: the trained model, or its state dict.
+            state_dict: the same under TorchRL's name; give one of the two.
+            version: the number of these weights, above the present one; ``None`` counts on.
+            wait: until all collectors have acknowledged them.
+
+        Returns:
+            The version that these weights will have.
+
+        Raises:
+            TypeError: neither or both of ``source`` and ``state_dict`` are given.
+            ValueError: the weights can't be taken, or the version does not go up.
+            UpdateRefused: a collector refused the last push; all draw with the weights before.
+        """
+        number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
+        if wait or self._is_lockstep:
+            self._wait_for_push()
+        return number
+
+    def _push(
+        self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
+    ) -> int:
+        del is_restored  # There is no state that could be.
+        self._check_open()
+        self._wait_for_push()
+        number = self._version + 1 if version is None else version
+        if number <= self._version:
+            raise ValueError(
+                f"{WHO}.update_policy_weights_: version {number} is not above the present one, "
+                f"{self._version}."
+            )
+        snapshot = self._updater.snapshot(source)
+        weights = load_ray().put({name: value.cpu() for name, value in snapshot.items()})
+        step = self._ledger_client.push(number)
+        push = self._supervisor.push(Weights(weights, number, step))
+        self._push_under_way = self._supervisor.submit(push)
+        self._version = number
+        return number
+
+    def _wait_for_push(self) -> None:
+        """Wait until all collectors have the weights that were pushed last."""
+        push, self._push_under_way = self._push_under_way, None
+        while push is not None:
+            try:
+                push.result(_LOOK_S)
+            except TimeoutError:
+                if push.done():
+                    raise
+                self._supervisor.check()
+            except Exception:
+                self._supervisor.check()
+                kept = self._supervisor.weights
+                self._version = 0 if kept is None else kept.version
+                raise
+            else:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is none: a run on a cluster can't be resumed yet.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{WHO} has no state to be saved. To resume a run take StreamingCollector.")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`state_dict`.
+
+        Args:
+            state_dict: of another collector.
+
+        Raises:
+            TypeError: always.
+        """
+        del state_dict
+        raise TypeError(f"{WHO} takes no state. To resume a run take StreamingCollector.")
+
+    # What it was like ---------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> GroupLedger:
+        """A copy of the ledger: what became of every group.
+
+        Raises:
+            CollectorDied: its actor is gone.
+        """
+        if self._ledger is not None:
+            return self._ledger
+        self._supervisor.check()
+        return self._ledger_client.report()[0]
+
+    def metrics(self) -> dict[str, float]:
+        """What collection was like since the last call, and of the ledger's all.
+
+        Returns:
+            ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished ones
+            that wait; ``collect/num_collectors`` that serve; ``collect/driver_bytes_per_row`` that
+            this process was sent and has sent about rows, beside the rows themselves; and the
+            ledger's, see :meth:`~collectors.GroupLedger.metrics`.
+        """
+        now_s = time.monotonic()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        waited_s, self._wait_s = self._wait_s, 0.0
+        _, found = self._ledger_client.report()
+        return {f"ledger/{name}": value for name, value in found.items()} | {
+            "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
+            "collect/queued_groups": found["in_flight/waiting"],
+            "collect/num_collectors": float(sum(k.may_serve for k in self._supervisor.known)),
+            "collect/driver_bytes_per_row": self._ledger_client.bytes_per_row,
+        }
+
+    # The end ------------------------------------------------------------------------------------
+
+    def async_shutdown(self, timeout: float | None = None) -> None:
+        """Cancel what runs, and end the actors. May be called twice.
+
+        What was in flight is accounted for as returned; :attr:`ledger` stays to be read.
+
+        Args:
+            timeout: seconds for collectors to give back what they hold; 30 when not given.
+
+        Raises:
+            UpdateRefused: a collector refused the last push.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._ledger = self._supervisor.stop(_CLOSE_S if timeout is None else timeout)
+        _log.info("%s", self._ledger)
+        if self._owns_ray:
+            load_ray().shutdown()
+        push, self._push_under_way = self._push_under_way, None
+        if push is not None and push.done() and self._supervisor.error is None:
+            push.result()
+
+    def shutdown(self) -> None:
+        """See :meth:`async_shutdown`."""
+        self.async_shutdown()
+
+
+class _RemoteUpdater(SnapshotUpdater):
+    """Copies the trainer's weights; the collector sends them."""
+
+    def __init__(self, collector: RayLLMCollector) -> None:
+        super().__init__()
+        self._collector = collector
+
+    @property
+    def version(self) -> int:
+        """Of the collector."""
+        return self._collector.policy_version
+
+    def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return gathered_state_dict(source)  # No policy is here that they could be in already.

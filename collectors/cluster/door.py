@@ -1,0 +1,28 @@
+"""The door to Ray, and what is raised when a part of a collection on a cluster is gone."""
+
+from importlib import import_module
+from typing import Any
+
+
+class CollectorDied(RuntimeError):
+    """A part of a collection on a cluster is gone, and nothing takes its place."""
+
+
+def load_ray() -> Any:
+    """Ray, imported when it is used.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise ImportError("RayLLMCollector needs Ray: pip install ray.") from error
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether an actor, or the objects that it owned, are gone."""
+    exceptions = load_ray().exceptions
+    causes: list[BaseException | None] = [error, getattr(error, "cause", None), error.__cause__]
+    kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RaySystemError)
+    return any(isinstance(cause, kinds) for cause in causes)

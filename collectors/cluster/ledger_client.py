@@ -1,0 +1,110 @@
+"""The trainer's messages to the ledger's actor, and the rows that it is told of."""
+
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any, Final
+
+from tensordict import TensorDictBase
+
+from collectors.ledger import GroupLedger, Ticket
+
+from .door import CollectorDied, is_death, load_ray
+from .ledger_service import WHO, Share
+
+_LOOK_S: Final = 0.5
+_log = logging.getLogger(__name__)
+
+
+class LedgerClient:
+    """Asks the ledger's actor, as long as the collection goes on.
+
+    Args:
+        actor: its handle.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self.check: Callable[[], None] = lambda: None
+        """Raises if the collection has failed."""
+        self.taken: list[Ticket] = []
+        """What the trainer has taken since it last said what became of it."""
+        self._taking: Any = None
+        self._num_bytes = self._num_rows = 0
+
+    def _ask(self, reference: Any) -> Any:
+        """Wait for an answer.
+
+        Raises:
+            CollectorDied: a part of the collection is gone.
+        """
+        ray = load_ray()
+        try:
+            while not ray.wait([reference], timeout=_LOOK_S)[0]:
+                self.check()
+            return ray.get(reference)
+        except Exception as error:
+            if not is_death(error):
+                raise
+            raise CollectorDied(f"{WHO}: the actor of the ledger is gone: {error}") from error
+
+    def open(self) -> tuple[int, int, int]:
+        """Groups of a batch, rows of a group, most groups in flight."""
+        return self._ask(self._actor.open.remote())
+
+    def take_batch(self) -> tuple[list[TensorDictBase], int]:
+        """The rows of the next batch, and of how many groups; none: the data have ended."""
+        while True:
+            shares = self._take()
+            rows = self._rows_of(shares)
+            if rows is not None:
+                self.taken = [share.ticket for share in shares]
+                return rows, len(shares)
+
+    def _take(self) -> list[Share]:
+        if self._taking is None:
+            self._taking = self._actor.take.remote()
+        shares = self._ask(self._taking)  # An error leaves it to be asked again.
+        self._taking = None
+        self._num_bytes += len(load_ray().cloudpickle.dumps(shares))
+        self._num_rows += sum(share.num_rows for share in shares)
+        return shares
+
+    def _rows_of(self, shares: list[Share]) -> list[TensorDictBase] | None:
+        """The rows of a batch; ``None``: some are gone, and their groups run again."""
+        ray = load_ray()
+        rows, lost = [], []
+        for share in shares:
+            try:
+                rows += ray.get(share.rows)
+            except Exception as error:
+                if not is_death(error):
+                    raise
+                lost.append(share.ticket)
+        if not lost:
+            return rows
+        _log.warning("%s: the rows of %d groups are gone, which run again", WHO, len(lost))
+        self._ask(self._actor.put_back.remote(lost))
+        return None
+
+    def push(self, version: int) -> int:
+        """Weights of a version are on their way; gives the step of training that is in them."""
+        return self._ask(self._actor.push.remote(self._used(), version))
+
+    def unchanged(self, version: int) -> None:
+        """A step was made, and its weights are not pushed."""
+        self._ask(self._actor.unchanged.remote(self._used(), version))
+
+    def _used(self) -> list[Ticket]:
+        used, self.taken = self.taken, []
+        self._num_bytes += len(pickle.dumps(used))
+        return used
+
+    def report(self) -> tuple[GroupLedger, dict[str, float]]:
+        """The ledger as it is, and its metrics."""
+        return self._ask(self._actor.report.remote())
+
+    @property
+    def bytes_per_row(self) -> float:
+        """That came and went about rows, beside the rows themselves."""
+        return self._num_bytes / max(1, self._num_rows)

@@ -1,0 +1,185 @@
+"""What lives in a collector's actor: an environment, a policy, and the episodes of its groups."""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from collectors.ledger import Ticket
+from collectors.streaming.checks import check_streaming, is_wanted
+from collectors.streaming.group_runner import Group, GroupRunner
+from collectors.streaming.trace import Timeline
+from objectives import MCAdvantage
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.rewards.functions import RewardFunctions
+from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
+from torchrl_modules.engines.protocol import EngineDied
+from torchrl_modules.policies.async_policy import AsyncPolicy
+
+from .door import load_ray
+from .ledger_service import EpisodeEnd, built
+
+_MAX_DEATHS: Final = 3
+"""Groups that die with their engine, none between them, for each that runs."""
+
+
+class WorkerSettings(NamedTuple):
+    """What every collector of a collection is made of."""
+
+    env: EpisodeEnv | Callable[[], EpisodeEnv]
+    policy: LLMWrapperBase | Callable[[], LLMWrapperBase]
+    group_size: int
+    max_episodes: int
+    """That run at once in one collector."""
+    advantages: Sequence[MCAdvantage]
+    """They say whether a group is worth training; groups never cross collectors."""
+    request_timeout_s: float | None
+
+
+class CollectorWorker:
+    """Runs the groups that the ledger hands out, and keeps their rows where it is.
+
+    Args:
+        settings: what it is made of.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._env: EpisodeEnv
+        self._policy: AsyncPolicy
+        self.timeline = Timeline()
+        self._ends: dict[Ticket, dict[int, EpisodeEnd]] = {}
+        self._groups: GroupRunner | None = None
+        self._num_deaths = 0
+
+    async def pid(self) -> int:
+        """Of the actor's process."""
+        return os.getpid()
+
+    async def open(self) -> int:
+        """Make environment and policy; gives the version of the weights that serve.
+
+        Raises:
+            ValueError: they don't fit together.
+            TypeError: one of them is none.
+        """
+        settings = self._settings
+        self._env = built(settings.env, EpisodeEnv)
+        policy = built(settings.policy, LLMWrapperBase)
+        check_streaming(self._env, policy, None, None)
+        engine = policy.engine
+        options = {"copy_model": False} if isinstance(engine, TransformersEngine) else {}
+        self._policy = AsyncPolicy(
+            policy, open_async(engine, **options), request_timeout_s=settings.request_timeout_s
+        )
+        return self._policy.version
+
+    async def update_weights(
+        self, state_dict: Mapping[str, Tensor], version: int, step: int
+    ) -> int:
+        """Replace the weights; gives the version that serves.
+
+        Args:
+            state_dict: parameter name to value.
+            version: the number of the weights.
+            step: of the training, which reward functions are told.
+
+        Raises:
+            UpdateRefused: the engine refuses them.
+        """
+        if self._policy.version != version:
+            # Ray's tensors lie in memory that nobody may write to.
+            await self._policy.engine.update_weights(
+                {name: value.clone() for name, value in state_dict.items()}, version=version
+            )
+        for functions in self._env.transforms_of(RewardFunctions):
+            functions.trainer_state.global_step = step
+        return self._policy.version
+
+    async def run(self, ledger: Any, worker: int, incarnation: int) -> None:
+        """Run groups until the ledger says that it is over.
+
+        Args:
+            ledger: the handle of its actor.
+            worker: the number of this collector.
+            incarnation: how many collectors had this number before.
+        """
+        settings = self._settings
+        runner = AsyncEpisodeRunner(self._env)
+        self._groups = GroupRunner(
+            runner,
+            self._policy,
+            group_size=settings.group_size,
+            max_episodes=settings.max_episodes,
+            further_entries=self._env.reward_entries,
+            timeline=self.timeline,
+            on_end=self._note_end,
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while (work := await ledger.next_group.remote(worker, incarnation)) is not None:
+                    ticket, prompt = work
+                    episodes = runner.draw_again(prompt, ticket.seed, settings.group_size)
+                    group = Group(ticket, prompt, episodes)
+                    tasks.create_task(self._run_group(ledger, worker, incarnation, group))
+                raise _Over
+        except BaseExceptionGroup as errors:
+            failed = [error for error in _leaves(errors) if not isinstance(error, _Over)]
+            if failed:
+                raise failed[0] from None
+
+    async def _run_group(self, ledger: Any, worker: int, incarnation: int, group: Group) -> None:
+        assert self._groups is not None
+        ticket, episodes = group.ticket, group.episodes
+        self._ends[ticket] = {}
+        try:
+            await self._groups.run(group)
+        except EngineDied:
+            await self._groups.give_up(episodes)
+            await ledger.give_back.remote(worker, incarnation, ticket)
+            self._num_deaths += 1
+            if self._num_deaths >= _MAX_DEATHS * max(1, len(self._ends)):
+                raise  # Another collector makes engines anew.
+        except asyncio.CancelledError:
+            await self._groups.give_up(episodes)
+            raise
+        else:
+            self._num_deaths = 0
+            ends = [self._ends[ticket][index] for index in range(len(episodes))]
+            wanted = is_wanted(self._settings.advantages, group.rows)
+            rows = [load_ray().put(group.rows)] if wanted else []
+            await ledger.finish.remote(worker, incarnation, ticket, ends, rows, len(group.rows))
+        finally:
+            del self._ends[ticket]
+
+    def _note_end(self, group: Group, number: int, episode: Episode) -> None:
+        if not episode.is_done:  # it was cancelled
+            return
+        drawn = np.concatenate([part.policy_versions(0).numpy() for part in episode.rows])
+        drawn = drawn[drawn >= 0]
+        versions = (int(drawn.min()), int(drawn.max())) if len(drawn) else None
+        self._ends[group.ticket][number] = EpisodeEnd(len(drawn), versions, episode.stop_reason)
+
+    async def close(self) -> None:
+        """Give back everything that it holds."""
+        if self._groups is not None:
+            await asyncio.to_thread(self._groups.close)
+        if hasattr(self, "_policy"):
+            await asyncio.to_thread(self._policy.engine.close)
+            await asyncio.to_thread(self._env.close, raise_if_closed=False)
+
+
+class _Over(Exception):
+    """The ledger has no more groups; what runs is cancelled."""
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors of a group that are no groups."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in _leaves(each)]

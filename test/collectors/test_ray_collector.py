@@ -1,0 +1,369 @@
+"""Collection on a real local Ray: what is collected, and what becomes of it when a part dies."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs.transforms import Compose
+
+from collectors import CollectorDied, Drop, RayLLMCollector, Wait
+from collectors.cluster.ledger_service import EpisodeEnd, LedgerService
+from objectives import MCAdvantage
+from torchrl_envs import (
+    ChatEnv,
+    DataExhaustedError,
+    DataLoadingPrimer,
+    EpisodeTransform,
+    RewardFunctions,
+    StepCounter,
+)
+from torchrl_modules import EngineFleet, TransformersWrapper, vLLMWrapper
+from torchrl_modules.vllm.bridges import OwnServerEngine
+from torchrl_modules.weights.state import UpdateRefused
+
+# Ray's own clean-up closes sockets and pipes late.
+pytestmark = pytest.mark.filterwarnings("ignore")
+N = 4  # rollouts of a prompt
+GROUPS = 2  # of a batch
+FAKE = Path(__file__).parents[1] / "modules/engines/fake_engine.py"
+FAULTS = json.dumps({"vocabulary": 400})
+WEIGHTS = {"a": torch.ones(4, 3), "b": torch.zeros(3)}
+WRONG = {"a": torch.ones(4, 4), "b": torch.zeros(3)}
+
+
+WATCHED = """
+import os, runpy, sys, threading, time
+parent = os.getppid()
+
+def watch():
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(0)
+
+threading.Thread(target=watch, daemon=True).start()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def length_reward(completions):
+    return [float(len(str(completion))) for completion in completions]
+
+
+class Slowly(EpisodeTransform):
+    """An environment that takes its time for a turn."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    async def after_turn(self, episode):
+
+        async def sleep():
+            await asyncio.sleep(self.seconds)
+
+        await self.call(sleep, timeout_s=60.0)
+
+
+def make_env(num_prompts=1000, seconds=0.0, num_epochs=None):
+    rows = [{"prompt": f"question <{i}>", "number": i} for i in range(num_prompts)]
+    return ChatEnv(batch_size=GROUPS * N).append_transform(
+        Compose(
+            DataLoadingPrimer(rows, group_size=N, num_epochs=num_epochs),
+            Slowly(seconds),
+            RewardFunctions([length_reward], completion_format="messages"),
+            StepCounter(max_steps=1),
+        )
+    )
+
+
+def make_buffer(group_size=N):
+    return ReplayBuffer(
+        storage=LazyStackStorage(GROUPS * N),
+        transform=MCAdvantage(group_size),
+        batch_size=GROUPS * N,
+    )
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """One Ray for all tests of this file; its workers get the functions of this file by value."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray = pytest.importorskip("ray")
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 << 20,
+        )
+        yield ray
+        ray.shutdown()
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@contextmanager
+def fake_server(folder):
+    """A vLLM server's protocol in a process that does not outlive its parent; its pid is told."""
+    path = folder / f"socket{len(list(folder.iterdir()))}"
+    command = [sys.executable, "-S", "-c", WATCHED, str(FAKE), str(path), FAULTS]
+    with subprocess.Popen(command) as process:
+        (folder / f"pid{process.pid}").touch()
+        try:
+            yield f"unix://{path}"
+        finally:
+            process.kill()
+
+
+def kill(ray, actor):
+    """``kill -9`` of an actor's process."""
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+
+
+def train_forever(collector):
+    while True:
+        collector.collect()
+        collector.update_policy_weights_(state_dict=WEIGHTS)
+
+
+def is_balanced(ledger):
+    balance = ledger.balance
+    ends = (balance.trained, balance.num_dropped, balance.returned, balance.in_flight)
+    return balance.offered == tuple(map(sum, zip(*ends, strict=True)))
+
+
+class TestLedgerService:
+    """The ledger's side of the messages, without Ray."""
+
+    def play(self, main, env=None, **settings):
+        settings = {"groups_per_step": GROUPS, "staleness": Wait(2)} | settings
+
+        async def with_service():
+            service = LedgerService(env or make_env(), **settings)
+            assert (await service.open())[:2] == (GROUPS, N)
+            try:
+                return await asyncio.wait_for(main(service), timeout=60)
+            finally:
+                await service.stop()
+                assert is_balanced(service.ledger)
+
+        return asyncio.run(with_service())
+
+    async def finish(self, service, worker, ticket, versions=(0, 0)):
+        ends = [EpisodeEnd(5, versions, "answered")] * N
+        await service.finish(worker, 1, ticket, ends, [f"rows of {ticket.ordinal}"], N)
+
+    def test_a_lost_collectors_groups_run_again_with_their_seeds(self):
+        async def main(service):
+            for worker in (0, 1):
+                await service.join(worker, 1)
+            asked = [await service.next_group(worker, 1) for worker in (0, 0, 0, 1)]
+            await self.finish(service, 0, asked[0][0])
+            assert await service.lose(0, 1) == 1
+            # What it says afterwards changes nothing.
+            await self.finish(service, 0, asked[1][0])
+            assert await service.next_group(0, 1) is None
+            assert service.ledger.balance.returned.groups == 3
+            again = [await service.next_group(1, 1) for _ in range(3)]
+            return asked, again
+
+        asked, again = self.play(main)
+
+        def seeds(groups):
+            return [(ticket.ordinal, ticket.seed) for ticket, _ in groups]
+
+        assert seeds(again) == seeds(asked[:3])
+        assert [prompt for _, prompt in again] == [prompt for _, prompt in asked[:3]]
+
+    def test_groups_go_to_who_has_least_to_do(self):
+        async def main(service):
+            for worker in (0, 1):
+                await service.join(worker, 1)
+            first = await service.next_group(0, 1)
+            both = await asyncio.gather(service.next_group(0, 1), service.next_group(1, 1))
+            return first[0].ordinal, [ticket.ordinal for ticket, _ in both]
+
+        assert self.play(main) == (0, [2, 1])
+
+    def test_a_batch_whose_rows_are_gone_is_put_back_and_filled_up(self):
+        async def main(service):
+            await service.join(0, 1)
+            tickets = [(await service.next_group(0, 1))[0] for _ in range(GROUPS)]
+            for ticket in tickets:
+                await self.finish(service, 0, ticket)
+            shares = await service.take()
+            assert [share.rows for share in shares] == ["rows of 0", "rows of 1"]
+            await service.put_back([tickets[0]])
+            again, _ = await service.next_group(0, 1)
+            assert (again.ordinal, again.seed) == (0, tickets[0].seed)
+            await self.finish(service, 0, again)
+            shares = await service.take()
+            step = await service.push([share.ticket for share in shares], 1)
+            await service.pulled(step)
+            return sorted(share.ticket.ordinal for share in shares), service.ledger.balance
+
+        ordinals, balance = self.play(main)
+        assert ordinals == [0, 1]
+        assert (balance.trained.groups, balance.returned.groups) == (2, 1)
+
+    def test_under_drop_what_runs_too_long_is_drawn_again(self):
+        async def main(service):
+            await service.join(0, 1)
+            asked = [(await service.next_group(0, 1))[0] for _ in range(2 * GROUPS)]
+            slow, quick = asked[0], asked[1:]
+            for ticket in quick[:GROUPS]:
+                await self.finish(service, 0, ticket)
+            shares = await service.take()
+            await service.pulled(await service.push([share.ticket for share in shares], 1))
+            await self.finish(service, 0, slow)  # nobody waits for it any more
+            return service.ledger.balance.dropped, (await service.next_group(0, 1))[0], slow
+
+        dropped, again, slow = self.play(main, staleness=Drop(0, pipeline_depth=1))
+        assert dropped["stale"].groups == 2
+        assert (again.ordinal, again.attempt) == (slow.ordinal, 1)
+        assert again.seed != slow.seed
+
+
+class TestRay:
+    def test_two_collectors_one_killed_in_the_midst(self, ray, chatml_tokenizer, make_tiny_model):
+        model = make_tiny_model(0)
+
+        def make_policy():
+            return TransformersWrapper(
+                model,
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 6},
+                write_tokens=False,
+            )
+
+        def scaled(factor):
+            return {name: value * factor for name, value in model.state_dict().items()}
+
+        buffer = make_buffer()
+        collector = RayLLMCollector(
+            lambda: make_env(12, seconds=0.05, num_epochs=1),
+            policy_factory=make_policy,
+            replay_buffer=buffer,
+            staleness=Wait(2),
+            num_collectors=2,
+            remote_config={"num_cpus": 1, "runtime_env": {"env_vars": {"PASSED_ON": "1"}}},
+        )
+        supervisor = collector._supervisor
+        numbers, versions = Counter(), []
+        with collector:
+            for step, batch in enumerate(collector):
+                assert len(batch) == len(buffer) == GROUPS * N
+                assert torch.isfinite(buffer[:]["advantage"]).all()
+                numbers.update(batch["group_id"].tolist())
+                versions.append(batch["policy_version"].min().item())
+                buffer.empty()
+                weights = scaled(1 + step / 100)
+                assert collector.update_policy_weights_(state_dict=weights) == step + 1
+                if step == 0:
+                    with pytest.raises(ValueError, match="not above the present one, 1"):
+                        collector.update_policy_weights_(model, version=1)
+                if step == 1:
+                    kill(ray, supervisor.workers[0])
+            metrics = collector.metrics()
+            with pytest.raises(DataExhaustedError):
+                collector.collect()
+            ledger = collector.ledger
+            assert is_balanced(ledger)
+        # Every prompt was trained once, none twice, and none is too old.
+        assert list(numbers.values()) == [N] * 12
+        assert ledger.balance.trained.groups == 12
+        assert all(step - version <= 2 for step, version in enumerate(versions))
+        assert versions[-1] > 0
+        assert 0 < metrics["collect/driver_bytes_per_row"] < 1024
+        assert supervisor.known[0].incarnation == 2
+        with pytest.raises(RuntimeError, match="shut down"):
+            collector.collect()
+
+    def test_two_engines_one_killed_then_a_refused_update_then_the_ledger(
+        self, ray, chatml_tokenizer, tmp_path
+    ):
+        def make_policy():
+            folder = tmp_path / str(os.getpid())
+            folder.mkdir(exist_ok=True)
+            start = partial(OwnServerEngine, partial(fake_server, folder), wait_s=20)
+            return vLLMWrapper(
+                EngineFleet([start], probe_interval_s=0.1),
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 6, "stop_token_ids": ()},
+            )
+
+        def engines():
+            pids = [int(path.name[3:]) for path in tmp_path.glob("*/pid*")]
+            return [pid for pid in pids if psutil.pid_exists(pid)]
+
+        collector = RayLLMCollector(
+            lambda: make_env(seconds=0.05),
+            policy_factory=make_policy,
+            replay_buffer=make_buffer(),
+            staleness=Wait(2),
+            num_collectors=2,
+        )
+        supervisor = collector._supervisor
+        with collector:
+            collector.update_policy_weights_(state_dict=WEIGHTS)
+            for _ in range(2):
+                collector.collect()
+                collector.update_policy_weights_(state_dict=WEIGHTS)
+            while not all(known.may_serve for known in supervisor.known):
+                time.sleep(0.05)
+            before = engines()
+            assert len(before) == 2
+            os.kill(before[0], signal.SIGKILL)
+            for _ in range(3):
+                batch = collector.collect()
+                collector.update_policy_weights_(state_dict=WEIGHTS)
+            assert len(batch) == GROUPS * N
+            while len(set(engines()) - {before[0]}) < 2:
+                time.sleep(0.05)
+            assert [known.incarnation for known in supervisor.known] == [1, 1]
+            assert is_balanced(collector.ledger)
+
+            version = collector.policy_version
+            collector.collect()
+            with pytest.raises(UpdateRefused):
+                collector.update_policy_weights_(state_dict=WRONG, wait=True)
+            assert collector.policy_version == version
+            collector.update_policy_weights_(state_dict=WEIGHTS, wait=True)
+            assert collector.collect()["policy_version"].max().item() <= version + 1
+
+            ray.kill(collector._actor)
+            killed_s = time.monotonic()
+            with pytest.raises(CollectorDied, match="ledger is gone"):
+                train_forever(collector)
+            assert time.monotonic() - killed_s < 5
+            with pytest.raises(CollectorDied):
+                collector.update_policy_weights_(state_dict=WEIGHTS)
+        deadline = time.monotonic() + 10
+        while engines():
+            assert time.monotonic() < deadline, "engines outlive their collectors"
+            time.sleep(0.1)
+
+    def test_what_does_not_fit_together_is_told_as_it_is(self, ray):
+        with pytest.raises(TypeError, match="one of policy and policy_factory"):
+            RayLLMCollector(make_env)
+        with pytest.raises(ValueError, match="groups of 3 rows"):
+            RayLLMCollector(make_env, policy_factory=print, replay_buffer=make_buffer(3))
+        with (
+            RayLLMCollector(make_env, policy_factory=lambda: torch.nn.Linear(1, 1)) as collector,
+            pytest.raises(RuntimeError, match=r"has failed: .*policy"),
+        ):
+            collector.collect()
