@@ -104,7 +104,7 @@ def test_auto_finds_the_newest_run_of_the_same_settings_that_has_not_ended(tmp_p
 def test_a_run_goes_on_with_its_own_settings(tmp_path):
     folder = write_run(tmp_path / "1")
     check_same_settings(folder, settings(train={"num_steps": 99}, resume="auto"))
-    with pytest.raises(SettingsError, match=r"train.num_epochs was 4 and is 1; .*Leave them out"):
+    with pytest.raises(SettingsError, match=r"train.num_epochs was 4 and is 1. Leave them out"):
         check_same_settings(folder, settings(train={"num_epochs": 1}))
     again = with_recorded([f"resume={folder}", "train.num_steps=99"])
     assert again == ["task=catch", "seed=3", f"resume={folder}", "train.num_steps=99"]
