@@ -139,7 +139,7 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
 def test_a_run_on_ray_tells_of_every_group(result_of, tmp_path):
     pytest.importorskip("ray")
     settings = ("collector=ray", "collector.num_collectors=2", "collector.max_staleness=2")
-    config = "collector.remote_config={num_cpus: 0}"
+    config = "+collector.remote_config.num_cpus=0"
     result = result_of(*SMALL, *settings, config, "train.num_steps=3", cwd=tmp_path)
     out = Path(result["output_dir"])
     metrics = lines_of(out / "metrics.jsonl")

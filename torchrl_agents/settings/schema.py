@@ -83,7 +83,7 @@ class CollectorConfig(EpisodeConfig):
     num_collectors: int = 1
     """Of ray: actors that collect."""
     remote_config: dict[str, Any] = field(default_factory=dict)
-    """Of ray: options of each: 'collector.remote_config={num_cpus: 4, num_gpus: 1}'."""
+    """Of ray: options of each: +collector.remote_config.num_gpus=1."""
     num_prompts: int = 16
     """Prompts of a step."""
     group_size: int = 16

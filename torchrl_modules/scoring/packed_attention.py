@@ -204,8 +204,6 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
         return before
     if not _can_be_packed(model):
         return None
-    AttentionInterface.register(PACKED_SDPA, packed_sdpa_forward)
-    AttentionMaskInterface.register(PACKED_SDPA, _mask)
     model.set_attn_implementation(PACKED_SDPA)
     return before
 
@@ -250,3 +248,8 @@ def _can_be_packed(model: PreTrainedModel) -> bool:
         and set(getattr(config, "layer_types", None) or ()) <= _LAYERS
         and config._attn_implementation in _REPLACED
     )
+
+
+# As soon as this is imported: a model that has this attention may come from another process.
+AttentionInterface.register(PACKED_SDPA, packed_sdpa_forward)
+AttentionMaskInterface.register(PACKED_SDPA, _mask)

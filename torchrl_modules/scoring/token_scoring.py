@@ -296,7 +296,9 @@ _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKe
 def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     """The fastest way to read a model that gives its own log-probs; tried once per model."""
     head = plain_head(model)
-    state = (pack, type(head), model.dtype, model.device, model.config._attn_implementation)
+    # A rank that knows the model from before it was wrapped tries it again, as the others do.
+    known = (pack, is_distributed(wrapped), type(head), model.dtype, model.device)
+    state = (*known, model.config._attn_implementation)
     earlier = _found.get(model)
     if earlier is not None and earlier[0] == state:
         return earlier[1]
