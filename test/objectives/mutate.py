@@ -34,6 +34,7 @@ FUNCTIONAL = (
     "functional/test_golden.py",
     "functional/test_functional_reference.py",
     "functional/test_advantages_reference.py",
+    "functional/test_divergence_golden.py",
     "functional/test_no_mask.py",
 )
 # The tests of a file by folder; those of a file that is named here are its own.
@@ -51,10 +52,11 @@ OPTIONS = [
 CPU_TIME_S = 120  # a mutant that loops for ever; not wall time, which a busy machine uses up
 # The tests that look at a file, tried before all of them.
 NEAREST = {
-    "advantages.py": "golden or advantages or gdpo or pass_at_k",
+    "advantages.py": "golden or advantages or gdpo or pass_at_k or maxrl",
     "aggregation.py": "golden or aggregation",
     "diagnostics.py": "golden or diagnostics",
     "divergence.py": "golden or test_kl",
+    "divergence_surrogate.py": "golden or dppo or kpop",
     "groups.py": "golden or advantages or gdpo",
     "log_probs.py": "golden",
     "ratios.py": "golden or clipped or gspo",
