@@ -49,7 +49,7 @@ OPTIONS = [
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
     *("-o", "addopts=--import-mode=importlib"),
 ]
-CPU_TIME_S = 120  # a mutant that loops for ever; not wall time, which a busy machine uses up
+CPU_TIME_S = 300  # a mutant that loops for ever; not wall time, which a busy machine uses up
 # The tests that look at a file, tried before all of them.
 NEAREST = {
     "advantages.py": "golden or advantages or gdpo or pass_at_k or maxrl",
@@ -184,7 +184,7 @@ def copy_tree(where):
         (where / name).symlink_to(ROOT / name)
 
 
-def survives(where, names, only=""):
+def survives(where, tests, only=""):
     """Whether some tests pass in a tree; in a forked process, its output thrown away."""
     child = os.fork()
     if child == 0:
@@ -194,6 +194,8 @@ def survives(where, names, only=""):
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
         os.chdir(where)
+        sys.path.insert(0, str(where))
+        os.environ["PYTHONPATH"] = str(where)  # for processes of the tests, too
         sys.dont_write_bytecode = True
         import hypothesis
 
@@ -203,7 +205,6 @@ def survives(where, names, only=""):
         hypothesis.settings.load_profile("mutants")
         code = 1
         with contextlib.suppress(BaseException):
-            tests = [f"test/objectives/{name}" for name in names]
             code = pytest.main([*tests, *OPTIONS, "-k", only])
         os._exit(int(code))
     _, status = os.waitpid(child, 0)
@@ -230,7 +231,8 @@ def main():
             named = path.name in chosen if chosen else path.parent.name == "functional"
             if path.name == "__init__.py" or not named:
                 continue
-            tests = TESTS.get(path.name, TESTS[path.parent.name])
+            names = TESTS.get(path.name, TESTS[path.parent.name])
+            tests = [f"test/objectives/{name}" for name in names]
             if not survives(where, tests):
                 sys.exit("The tests fail without any mutant.")
             target = where / path.relative_to(ROOT)
