@@ -1,4 +1,4 @@
-"""Mutants made by hand: wrong shifts, masks, seeds and temperatures, each with the tests that kill it.
+"""Mutants made by hand: wrong shifts, masks, seeds, temperatures, and the tests that kill each.
 
     python test/mutants/by_hand.py                # all of by_hand.toml, as a table
     python test/mutants/by_hand.py encoder ledger # those whose name holds a word

@@ -41,7 +41,11 @@ FUNCTIONAL = (
 TESTS = {
     "functional": FUNCTIONAL,
     "batching": ("test_grpo_loss.py", "test_micro_batches.py", "test_unfit_rows.py"),
-    "advantages": ("test_mc_advantage.py", "test_advantage_estimators.py", "test_unfit_rows.py"),
+    "advantages": (
+        *("test_mc_advantage.py", "test_advantage_estimators.py", "test_unfit_rows.py"),
+        "algorithms/test_roles_and_lengths.py",
+    ),
+    "streams.py": ("algorithms/test_streams.py",),
     "non_finite_gate.py": ("test_non_finite_gate.py",),
 }
 OPTIONS = [
