@@ -75,7 +75,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)
         copy_tree(where)
+        sound: set[tuple[str, ...]] = set()
         for mutant in mutants:
+            if tuple(mutant.tests) not in sound and not survives(where, mutant.tests):
+                sys.exit(f"{' '.join(mutant.tests)}: these fail without any mutant.")
+            sound.add(tuple(mutant.tests))
             target = where / mutant.file
             source = target.read_text(encoding="utf-8")
             target.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")

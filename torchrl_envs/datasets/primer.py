@@ -270,21 +270,20 @@ class DataLoadingPrimer(EpisodeTransform):
             )
 
     def admit_by(self, pools: DifficultyPools) -> None:
-        """Draw rows by their solve rate from now on; the pools are part of ``state_dict()`` then.
+        """Draw rows by their solve rate; the pools are part of ``state_dict()`` then.
 
         Args:
             pools: which rows; somebody tells them of finished rollouts.
 
         Raises:
-            RuntimeError: rows were drawn already, or there are pools already.
+            RuntimeError: rows were drawn, or there are pools.
         """
         if self._frontier.counts["drawn"] or self._pools is not None:
             raise RuntimeError(
-                "DataLoadingPrimer.admit_by comes once, before the first draw: the order could not "
-                "be gone through again otherwise."
+                "DataLoadingPrimer.admit_by comes once, before the first draw, or no resumed run "
+                "could go through the same order."
             )
-        self._pools = pools
-        self._settings["pools"] = pools.settings
+        self._pools, self._settings["pools"] = pools, pools.settings
 
     def _admits(self, item: Item) -> bool:
         pools = self._pools
@@ -346,7 +345,7 @@ class DataLoadingPrimer(EpisodeTransform):
     def ledger(self) -> dict[str, int]:
         """Rollouts ``drawn`` = ``ended`` + ``abandoned`` + ``in_flight``; rows skipped by kind."""
         kinds = {f"skipped_{kind}": self.skipped.counts[kind] for kind in ("bad", "too_long")}
-        return {**self._frontier.counts, "in_flight": self._frontier.num_in_flight, **kinds}
+        return {**self._frontier.counts, "in_flight": self._frontier.num_in_flight} | kinds
 
     def get_extra_state(self) -> dict[str, Any]:
         """The position, of plain Python values; part of ``state_dict()``."""
