@@ -35,6 +35,7 @@ from training import (
     build_postproc,
     build_reference,
     check_correction,
+    policy_loss,
     policy_output,
 )
 
@@ -239,8 +240,9 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
     if not done:
         held_out.after(0)
     loggers = build_loggers(cfg.logger, run.folder, RECIPE.name)
+    trained = policy_loss(trainer.loss)
     rollouts = record_rollouts(
-        cfg.record, run.folder, trainer.actor.tokenizer, trainer.loss, collector, after=done
+        cfg.record, run.folder, trainer.actor.tokenizer, trained, collector, after=done
     )
     with (
         stop.held(),  # a signal ends a batch that is collected, or the run after a pass
