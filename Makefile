@@ -56,6 +56,7 @@ tests: .venv/.installed-test
 
 mutants: .venv/.installed-test
 	$(BIN)/python test/objectives/mutate.py
+	$(BIN)/python test/mutants/by_hand.py
 
 benchmarks: .venv/.installed-test
 	for script in benchmarks/*.py benchmarks/collection/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done

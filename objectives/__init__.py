@@ -13,39 +13,49 @@ if TYPE_CHECKING:
         DecoupledSources,
         GroupMean,
         LeaveOneOut,
+        MaxRL,
         PassAtK,
     )
     from .advantages.group_queue import GroupQueue
+    from .advantages.length_penalty import LengthPenalty
     from .advantages.mc_advantage import MCAdvantage
     from .advantages.ray_mc_advantage import RayMCAdvantage
+    from .advantages.role_baseline import RoleBaseline
     from .advantages.top_k import TopKRewardSelector
     from .batching.accumulation import Window
     from .batching.non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
     from .batching.packed_batch import MaskingStrategy, PackedBatch
     from .batching.ranks import RankFailedError, Ranks
+    from .batching.streams import write_streams
     from .keys import DistillationLossKeys, GRPOLossKeys, SFTLossKeys
     from .losses.distillation import DistillationLoss
     from .losses.grpo import GRPOLoss
     from .losses.grpo_options import GRPOOptions
+    from .losses.mixed import MixedLoss, MixedLossOutput
     from .losses.outputs import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
     from .losses.presets import (
         BNPO,
         CISPO,
         DAPO,
+        DPPO,
         GMPO,
         GRPO,
         GSPO,
+        IPO,
         LUSPO,
         SAPO,
         VESPO,
         CISPOLoss,
         DrGRPO,
+        KPop,
         OriginalGRPO,
+        PolicyDistillation,
     )
     from .losses.sft import SFTLoss
     from .losses.surrogate_options import (
         CispoSurrogate,
         ClippedSurrogate,
+        DivergenceSurrogate,
         GmpoSurrogate,
         SamplerCorrection,
         SapoSurrogate,
@@ -70,7 +80,12 @@ _HOME = {
     "DistillationLoss": "losses.distillation",
     "DistillationLossKeys": "keys",
     "DistillationLossOutput": "losses.outputs",
+    "DPPO": "losses.presets",
+    "DivergenceSurrogate": "losses.surrogate_options",
     "DrGRPO": "losses.presets",
+    "IPO": "losses.presets",
+    "KPop": "losses.presets",
+    "PolicyDistillation": "losses.presets",
     "GMPO": "losses.presets",
     "GRPO": "losses.presets",
     "GRPOLoss": "losses.grpo",
@@ -82,7 +97,13 @@ _HOME = {
     "GmpoSurrogate": "losses.surrogate_options",
     "GroupQueue": "advantages.group_queue",
     "LUSPO": "losses.presets",
+    "LengthPenalty": "advantages.length_penalty",
+    "MaxRL": "advantages.estimators",
+    "RoleBaseline": "advantages.role_baseline",
     "MCAdvantage": "advantages.mc_advantage",
+    "MixedLoss": "losses.mixed",
+    "MixedLossOutput": "losses.mixed",
+    "write_streams": "batching.streams",
     "MaskingStrategy": "batching.packed_batch",
     "NonFiniteGate": "batching.non_finite_gate",
     "NonFiniteStepError": "batching.non_finite_gate",
@@ -106,9 +127,11 @@ __all__ = [
     "BNPO",
     "CISPO",
     "DAPO",
+    "DPPO",
     "GMPO",
     "GRPO",
     "GSPO",
+    "IPO",
     "LUSPO",
     "SAPO",
     "VESPO",
@@ -120,6 +143,7 @@ __all__ = [
     "DistillationLoss",
     "DistillationLossKeys",
     "DistillationLossOutput",
+    "DivergenceSurrogate",
     "DrGRPO",
     "GRPOLoss",
     "GRPOLossKeys",
@@ -128,17 +152,24 @@ __all__ = [
     "GmpoSurrogate",
     "GroupMean",
     "GroupQueue",
+    "KPop",
     "LeaveOneOut",
+    "LengthPenalty",
     "MCAdvantage",
     "MaskingStrategy",
+    "MaxRL",
+    "MixedLoss",
+    "MixedLossOutput",
     "NonFiniteGate",
     "NonFiniteStepError",
     "OriginalGRPO",
     "PackedBatch",
     "PassAtK",
+    "PolicyDistillation",
     "RankFailedError",
     "Ranks",
     "RayMCAdvantage",
+    "RoleBaseline",
     "SFTLoss",
     "SFTLossKeys",
     "SFTLossOutput",
@@ -149,6 +180,7 @@ __all__ = [
     "TopKRewardSelector",
     "VespoSurrogate",
     "Window",
+    "write_streams",
 ]
 
 

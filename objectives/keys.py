@@ -1,10 +1,13 @@
 """Which entries each loss reads: pass another instance as ``read=`` to rename them."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from tensordict import NestedKey
 
 from torchrl_data import keys
+
+TEACHER_LOG_PROBS: Final = ("next", "teacher_log_probs", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,8 @@ class GRPOLossKeys(TokenKeys):
     ``old_policy="recomputed"``."""
     truncated: NestedKey = keys.TRUNCATED
     """bool ``[B, 1]``; read to drop rollouts that were cut off."""
+    teacher_log_probs: NestedKey = TEACHER_LOG_PROBS
+    """float32, like the tokens: the teacher's; read for ``teacher_coeff``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,5 +53,5 @@ class SFTLossKeys(TokenKeys):
 class DistillationLossKeys(TokenKeys):
     """What :class:`~objectives.DistillationLoss` reads."""
 
-    teacher_log_probs: NestedKey = ("next", "teacher_log_probs", "full")
+    teacher_log_probs: NestedKey = TEACHER_LOG_PROBS
     """float32, like the tokens: the teacher's."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .compat.llm_env import LLMEnv
     from .datasets.checks import PromptLimit
     from .datasets.dataset_chat_env import DatasetChatEnv
+    from .datasets.difficulty import DifficultyPools
     from .datasets.loading import load_rows
     from .datasets.options import DataOptions
     from .datasets.primer import DataExhaustedError, DataLoadingPrimer
@@ -61,6 +62,7 @@ _HOMES = {
     "CountdownRewardParser": "torchrl_envs.tasks.countdown",
     "DataExhaustedError": "torchrl_envs.datasets.primer",
     "DataLoadingPrimer": "torchrl_envs.datasets.primer",
+    "DifficultyPools": "torchrl_envs.datasets.difficulty",
     "DataOptions": "torchrl_envs.datasets.options",
     "DatasetChatEnv": "torchrl_envs.datasets.dataset_chat_env",
     "EnvironmentRuleError": "torchrl_envs.testing.check_env",
@@ -132,6 +134,7 @@ __all__ = [
     "DataLoadingPrimer",
     "DataOptions",
     "DatasetChatEnv",
+    "DifficultyPools",
     "DropReasoning",
     "EnvironmentRuleError",
     "EnvironmentTools",

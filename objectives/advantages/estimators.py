@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -62,6 +62,25 @@ class AdvantageEstimator:
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         raise NotImplementedError
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON can hold it; empty where nothing is remembered."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state.
+
+        Args:
+            state: what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: it is that of another estimator.
+        """
+        if state:
+            raise ValueError(
+                f"{type(self).__name__} remembers nothing, but the saved estimator had "
+                f"{sorted(state)}. Resume with the estimator of the saved run."
+            )
+
     def is_flat(self, group: RewardedGroup) -> bool:
         """Whether a group has nothing to learn from.
 
@@ -104,6 +123,26 @@ class LeaveOneOut(AdvantageEstimator):
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
         del groups
         return F.rloo_advantage(returns, index)
+
+
+@dataclass(frozen=True)
+class MaxRL(AdvantageEstimator):
+    """Maximum likelihood RL: by the mean, see :func:`~objectives.functional.maxrl_advantage`.
+
+    Raises (when it is asked):
+        ValueError: a return is negative.
+    """
+
+    def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
+        negative = (returns < 0).nonzero()
+        if len(negative):
+            group = groups[int(index[negative[0]])].group_id
+            raise ValueError(
+                f"MaxRL divides by the mean return of a group, which has to be a rate of success; "
+                f"group {group!r} has the return {float(returns[negative[0]])}. Use rewards of 0 "
+                "and 1, or another estimator."
+            )
+        return F.maxrl_advantage(returns, index)
 
 
 @dataclass(frozen=True, kw_only=True)

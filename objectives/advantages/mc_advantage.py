@@ -25,6 +25,7 @@ from .estimators import (
     DecoupledSources,
     GroupMean,
     LeaveOneOut,
+    MaxRL,
     PassAtK,
     RewardedGroup,
     TurnCredit,
@@ -39,11 +40,11 @@ from .returns import (
 )
 from .segments import SegmentQueue, num_rows, place_of, rows_of
 
-Estimator = Literal["group", "rloo", "gdpo"]
+Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
 Credit = Literal["trajectory", "turn"]
 NoSignal = Literal["keep", "drop", "refill"]
 OnExpiry = Literal["drop", "release"]
-ESTIMATORS: Final[tuple[Estimator, ...]] = ("group", "rloo", "gdpo")
+ESTIMATORS: Final[tuple[Estimator, ...]] = ("group", "rloo", "gdpo", "maxrl")
 CREDITS: Final[tuple[Credit, ...]] = ("trajectory", "turn")
 NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
@@ -74,9 +75,9 @@ class MCAdvantage(Transform):
         scorable_key: bool; False where no reward could be given. Optional in the rows.
         assistant_mask_key: bool ``[T]``; read for credit by turn.
         estimator: ``"group"``: ``(R - mean) / (std + 1e-4)``; ``"rloo"``: leave one out;
-            ``"gdpo"``: every source of reward normalised by itself; or settings, such as
-            ``PassAtK(k=4)`` or ``DecoupledSources(weights={...})``, see
-            :mod:`~objectives.advantages.estimators`.
+            ``"gdpo"``: every source of reward normalised by itself; ``"maxrl"``:
+            ``(R - mean) / mean``; or settings, such as ``PassAtK(k=4)``, ``RoleBaseline()`` or
+            ``LengthPenalty(coeff=0.1)``, see :mod:`~objectives.advantages.estimators`.
         scale: the standard deviation of ``"group"``: that of the ``"group"``; of the ``"batch"``,
             all rows released at once; or ``"none"`` (Dr. GRPO).
         credit: ``"trajectory"``, one advantage per row; ``"turn"``, one per turn, from dense
@@ -186,7 +187,8 @@ class MCAdvantage(Transform):
         name = one_of("estimator", estimator, ESTIMATORS)
         if name == "group":
             return GroupMean(scale=scale)
-        return LeaveOneOut() if name == "rloo" else DecoupledSources()
+        others = {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}
+        return others[name]()
 
     @property
     def stats(self) -> GroupStats:
@@ -241,15 +243,17 @@ class MCAdvantage(Transform):
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
         refills, segments = self._refills.copy(), self._segments.copy()
+        estimator = self.estimator.state_dict()
         try:
             with self.queue.unchanged_on_error():
                 yield
         except BaseException:
             self._refills, self._segments = refills, segments
+            self.estimator.load_state_dict(estimator)
             raise
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Incomplete groups, counts and pending refills, for ``state_dict``.
+        """Incomplete groups, counts, pending refills and baselines, for ``state_dict``.
 
         Returns:
             Dictionaries and lists of what JSON can hold, and of tensors: no pickle is needed.
@@ -262,6 +266,7 @@ class MCAdvantage(Transform):
                 "queue": self.queue.state(),
                 "refills": [list(item) for item in self._refills.items()],
                 "segments": self._segments.state(),
+                "estimator": self.estimator.state_dict(),
             }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -271,9 +276,10 @@ class MCAdvantage(Transform):
             state: what :meth:`get_extra_state` gave.
 
         Raises:
-            ValueError: it belongs to groups of another size.
+            ValueError: it belongs to groups of another size, or to another estimator.
         """
         with self._lock:
+            self.estimator.load_state_dict(state["estimator"])
             self.queue.load_state(state["queue"])
             self._refills = Counter(dict(map(tuple, state["refills"])))
             self._segments.load_state(state["segments"])

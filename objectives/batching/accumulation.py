@@ -22,6 +22,9 @@ class Window(NamedTuple):
     entropy_threshold: float | None = None
     """In nats; ``TokenFilters(top_entropy_fraction=...)`` needs it, so that all parts filter alike.
     ``GRPOLoss.measure_window`` takes it when that filter is on."""
+    sampler_weight_mean: float | None = None
+    """Over the trained tokens; ``SamplerCorrection(normalize=True)`` divides by it.
+    ``GRPOLoss.measure_window`` takes it then."""
 
     @classmethod
     def of(cls, windows: Iterable[Window]) -> Window:
@@ -31,15 +34,21 @@ class Window(NamedTuple):
             windows: of the micro-batches, or of the processes.
 
         Returns:
-            The sum of their counts. Quantiles do not add up: the entropy threshold is theirs where
-            all have the same, and None where they differ.
+            The sum of their counts, and the mean of their means. Quantiles do not add up: the
+            entropy threshold is theirs where all have the same, and None where they differ.
         """
-        tokens, sequences, thresholds = 0.0, 0.0, set[float | None]()
-        for window in windows:
-            tokens += window.num_active_tokens
-            sequences += window.num_sequences
-            thresholds.add(window.entropy_threshold)
-        return cls(tokens, sequences, thresholds.pop() if len(thresholds) == 1 else None)
+        windows = list(windows)
+        tokens = sum(window.num_active_tokens for window in windows)
+        sequences = sum(window.num_sequences for window in windows)
+        thresholds = {window.entropy_threshold for window in windows}
+        weights = [w.sampler_weight_mean for w in windows if w.sampler_weight_mean is not None]
+        mean = None
+        if weights and len(weights) == len(windows):
+            total = sum(
+                w * each.num_active_tokens for w, each in zip(weights, windows, strict=True)
+            )
+            mean = total / tokens if tokens else 1.0
+        return cls(tokens, sequences, thresholds.pop() if len(thresholds) == 1 else None, mean)
 
     def check(self, num_active_tokens: int, num_sequences: int, who: str) -> Window:
         """Check the counts beside those of a part of the window.

@@ -212,6 +212,8 @@ def _tensors(batch: PackedBatch) -> Iterable[tuple[str, Tensor]]:
         value = getattr(batch, field.name)
         items = value.items() if isinstance(value, Mapping) else [("", value)]
         for name, tensor in items:
+            if tensor is None:
+                continue
             yield f"{field.name}.{name}".rstrip("."), tensor.detach().cpu().clone()
 
 

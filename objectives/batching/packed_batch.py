@@ -55,6 +55,8 @@ class PackedBatch:
     """What else was read, ``[K]`` each, by the field of the keys."""
     left_out: Tensor
     """bool ``[B]``: the row was unfit to be trained, and has no trained token any more."""
+    weights: Tensor | None = None
+    """float32 ``[K]``: what each token's terms are multiplied by; None for 1."""
 
     @property
     def num_targets(self) -> int:
@@ -88,6 +90,7 @@ class PackedBatch:
             sampled=self.sampled[targets],
             entries={name: value[targets] for name, value in self.entries.items()},
             left_out=self.left_out[rows],
+            weights=None if self.weights is None else self.weights[targets],
         )
 
     def leave_out(self, rows: Tensor) -> PackedBatch:
@@ -99,15 +102,25 @@ class PackedBatch:
         Returns:
             The batch with all of its rows.
         """
-        tokens = rows.repeat_interleave(self.lengths)
-        stay = ~rows.repeat_interleave(self.target_lengths)
+        kept = self.keep_targets(~rows.repeat_interleave(self.target_lengths))
+        return replace(kept, left_out=self.left_out | rows)
+
+    def keep_targets(self, keep: Tensor) -> PackedBatch:
+        """Train some of the trained tokens only; all rows stay.
+
+        Args:
+            keep: which, bool ``[K]``.
+
+        Returns:
+            The batch with all of its rows and tokens.
+        """
         return replace(
             self,
-            target_mask=self.target_mask & ~tokens,
-            target_lengths=self.target_lengths.masked_fill(rows, 0),
-            sampled=self.sampled[stay],
-            entries={name: value[stay] for name, value in self.entries.items()},
-            left_out=self.left_out | rows,
+            target_mask=self.target_mask.masked_scatter(self.target_mask, keep),
+            target_lengths=_count(keep, sequence_index(self.target_lengths), self.lengths),
+            sampled=self.sampled[keep],
+            entries={name: value[keep] for name, value in self.entries.items()},
+            weights=None if self.weights is None else self.weights[keep],
         )
 
     def micro_batches(
@@ -171,6 +184,7 @@ class PackedBatch:
             sampled=self.sampled[trained],
             entries={name: value[trained] for name, value in self.entries.items()},
             left_out=self.left_out[first:last],
+            weights=None if self.weights is None else self.weights[trained],
         )
 
 

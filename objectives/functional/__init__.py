@@ -3,7 +3,8 @@
 The folder can be copied whole into another codebase. What is where:
 
 * ``ratios``: log-ratios at token and sequence level;
-* ``surrogates``, ``sequence_surrogates``: the policy term of each algorithm, one value per token;
+* ``surrogates``, ``sequence_surrogates``, ``divergence_surrogate``: the policy term of each
+  algorithm, one value per token;
 * ``aggregation``: from tokens to the loss, over the whole accumulation window;
 * ``divergence``: KL estimators; ``log_probs``: log-probability and entropy from logits;
 * ``token_filters``, ``sampler_correction``: which tokens count, and how much;
@@ -21,7 +22,9 @@ from .advantages import (
     Scale,
     gdpo_advantage,
     group_advantage,
+    maxrl_advantage,
     pass_at_k_advantage,
+    relative_length,
     rloo_advantage,
 )
 from .aggregation import (
@@ -35,6 +38,14 @@ from .aggregation import (
 )
 from .diagnostics import effective_sample_fraction, flag_fraction
 from .divergence import KL_ESTIMATORS, KLEstimator, kl_between, kl_estimate
+from .divergence_surrogate import (
+    BINARY_DIVERGENCES,
+    DIVERGENCE_THRESHOLDS,
+    PROBABILITY_FLOOR,
+    BinaryDivergence,
+    binary_divergence,
+    divergence_masked,
+)
 from .log_probs import LogProbs, at_least_float32, token_log_probs
 from .ratios import (
     LOG_RATIO_LIMIT,
@@ -58,6 +69,7 @@ from .sequence_surrogates import gmpo, vespo
 from .supervised import (
     KL_DIRECTIONS,
     KLDirection,
+    distillation_advantage,
     generalized_jsd,
     minor_sft,
     negative_log_likelihood,
@@ -76,15 +88,19 @@ from .turn_advantages import turn_advantage, turn_index
 
 __all__ = [
     "AGGREGATIONS",
+    "BINARY_DIVERGENCES",
     "CORRECTION_LEVELS",
     "CORRECTION_MODES",
+    "DIVERGENCE_THRESHOLDS",
     "KL_DIRECTIONS",
     "KL_ESTIMATORS",
     "LOG_RATIO_LIMIT",
+    "PROBABILITY_FLOOR",
     "RATIO_LEVELS",
     "SCALES",
     "STD_OFFSET",
     "Aggregation",
+    "BinaryDivergence",
     "CorrectionLevel",
     "CorrectionMode",
     "KLDirection",
@@ -96,8 +112,11 @@ __all__ = [
     "Surrogate",
     "aggregate",
     "at_least_float32",
+    "binary_divergence",
     "cispo",
     "clipped_surrogate",
+    "distillation_advantage",
+    "divergence_masked",
     "effective_sample_fraction",
     "entropy_threshold",
     "fixed_length_mean",
@@ -111,6 +130,7 @@ __all__ = [
     "kl_estimate",
     "leveled_log_ratio",
     "log_ratio",
+    "maxrl_advantage",
     "mean_of_sequence_means",
     "mean_of_sequence_sums",
     "minor_sft",
@@ -120,6 +140,7 @@ __all__ = [
     "overlong_mask",
     "overlong_penalty",
     "pass_at_k_advantage",
+    "relative_length",
     "rloo_advantage",
     "sampled_distillation",
     "sampler_correction",

@@ -103,6 +103,49 @@ def rloo_advantage(
     return centred * count / (count - 1).clamp(min=1)
 
 
+def maxrl_advantage(
+    reward: Float[Tensor, " B"],
+    group: Int[Tensor, " B"],
+    valid: Bool[Tensor, " B"] | None = None,
+) -> Float[Tensor, " B"]:
+    """MaxRL: ``(R - mean of the group) / mean of the group``.
+
+    With rewards of 0 and 1 the expectation of its gradient is that of the log of the success
+    rate, to the order of the group's size: a rare success weighs as much as its rarity.
+
+    Args:
+        reward: one per rollout, ``[B]``; not negative (then a mean says nothing).
+        group: any integer id, equal within a group, ``[B]``.
+        valid: False where there is no reward, ``[B]``.
+
+    Returns:
+        ``[B]``; 0 in a group whose mean is not positive.
+
+    See Also:
+        Tajwar et al., 2026, arXiv:2602.02710, algorithm 1.
+    """
+    valid = scorable(reward, valid)
+    index = group_index(group)
+    mean = group_mean(reward, index, valid)
+    undefined = ~valid | ~(mean > 0) | is_uniform(reward, index, valid)
+    return ((reward - mean) / mean).masked_fill(undefined, 0.0)
+
+
+def relative_length(num_tokens: Int[Tensor, " B"], group: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Each rollout's length as a share of the longest one's of its group.
+
+    Args:
+        num_tokens: sampled tokens of each rollout, ``[B]``.
+        group: any integer id, equal within a group, ``[B]``.
+
+    Returns:
+        float32 ``[B]`` in [0, 1]; 0 in a group without sampled tokens.
+    """
+    index = group_index(group)
+    longest = torch.zeros_like(num_tokens).scatter_reduce(0, index, num_tokens, "amax")[index]
+    return num_tokens.float() / longest.clamp(min=1)
+
+
 def gdpo_advantage(
     rewards: Float[Tensor, "B R"],
     group: Int[Tensor, " B"],

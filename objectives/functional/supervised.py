@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .divergence import kl_between, kl_estimate
 from .log_probs import at_least_float32
-from .ratios import LOG_RATIO_LIMIT
+from .ratios import LOG_RATIO_LIMIT, log_ratio
 from .segments import masked
 
 KLDirection = Literal["forward", "reverse"]
@@ -96,6 +96,30 @@ def sampled_distillation(
     difference = at_least_float32(log_prob) - at_least_float32(teacher_log_prob.detach())
     difference = masked(difference, mask)
     return difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
+
+
+def distillation_advantage(
+    log_prob: Float[Tensor, "*shape"],
+    teacher_log_prob: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """``log q - log p`` of sampled tokens: distillation by policy gradient.
+
+    As the advantage of a surrogate, times the ratio to the policy that sampled, its gradient is
+    that of KL(student || teacher) at the student as it is now, also on tokens of an older one.
+
+    Args:
+        log_prob: log p, under the student, in nats, ``[B, T]`` or ``[N]``; never differentiated.
+        teacher_log_prob: log q, under the teacher, in nats; never differentiated.
+        mask: True where the token counts; None for all. Elsewhere 0.
+
+    Returns:
+        In nats, within plus or minus :data:`~.ratios.LOG_RATIO_LIMIT`.
+
+    See Also:
+        Lu et al., 2025, "On-policy distillation", https://thinkingmachines.ai/blog.
+    """
+    return log_ratio(teacher_log_prob.detach(), log_prob, mask)
 
 
 def generalized_jsd(

@@ -6,7 +6,7 @@ Shape legend: B rows, N tokens of all of them, K trained tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorClass, TensorDictBase
@@ -158,14 +158,41 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         if ranks is not None:
             tokens, rows = ranks.sum((counts.num_active_tokens, counts.num_sequences))
             counts = Window(tokens / ranks.size, rows / ranks.size)
-        return counts._replace(entropy_threshold=self._entropy_threshold(packed, ranks))
+        return counts._replace(**self._statistics(packed, ranks))
 
-    def _entropy_threshold(
-        self, batches: Sequence[PackedBatch], ranks: Ranks | None
-    ) -> float | None:
-        """What a filter by entropy needs to know of the whole window; None for no such filter."""
+    def _statistics(self, batches: Sequence[PackedBatch], ranks: Ranks | None) -> dict[str, float]:
+        """Fields of the window that are no counts, where an option needs them."""
         del batches, ranks
-        return None
+        return {}
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the entropy of the trained tokens is needed."""
+        return False
+
+    def fit(self, packed: PackedBatch) -> PackedBatch:
+        """Leave out the rows that are unfit to be trained.
+
+        Args:
+            packed: a batch.
+
+        Returns:
+            The batch with all of its rows.
+        """
+        return packed
+
+    def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> Any:
+        """The loss of tokens that are scored already.
+
+        Args:
+            batch: packed.
+            scores: of its trained tokens, ``[K]``; with entropy where :attr:`wants_entropy`.
+            window: counts of the whole accumulation window, none of them 0.
+
+        Returns:
+            What the loss gives back.
+        """
+        raise NotImplementedError
 
     def _pack_window(
         self, batch: TensorDictBase | PackedBatch, window: Window | None
@@ -211,6 +238,8 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
 
     def _reduce(self, values: Tensor, batch: PackedBatch, window: Window) -> Tensor:
         """One number from a value per trained token, ``[K]``."""
+        if batch.weights is not None:
+            values = values * batch.weights.to(values.dtype)
         return F.aggregate(
             values,
             lengths=batch.target_lengths,

@@ -11,7 +11,7 @@ from objectives import functional as F
 from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.keys import DistillationLossKeys
-from torchrl_data.protocols import TokenScorer
+from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_data.validation import one_of
 
 from .base import TokenLoss
@@ -94,7 +94,13 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
                 has no token to train.
         """
         batch, window = self._pack_window(tensordict, window)
-        log_prob = self._score(batch).log_prob
+        return self.of_scores(batch, self._score(batch), window)
+
+    def of_scores(
+        self, batch: PackedBatch, scores: TokenScores, window: Window
+    ) -> DistillationLossOutput:
+        """See the base class."""
+        log_prob = scores.log_prob
         teacher = batch.entries["teacher_log_probs"].to(log_prob.dtype)
         kl = F.sampled_distillation(log_prob, teacher, direction=self.kl_direction)
         terms = {

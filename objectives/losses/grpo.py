@@ -18,7 +18,7 @@ from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.batching.ranks import Ranks, gathered_rows
 from objectives.keys import GRPOLossKeys
-from torchrl_data.protocols import TokenScorer
+from torchrl_data.protocols import TokenScorer, TokenScores
 
 from .base import TokenLoss
 from .grpo_options import GRPOOptions, GRPOSettings, options_of, signature_with
@@ -26,6 +26,8 @@ from .grpo_terms import (
     PolicyScores,
     filter_tokens,
     impossible_rows,
+    measured_weights,
+    penalty_terms,
     policy_scores,
     resting_terms,
     sampling_temperature,
@@ -120,7 +122,18 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             ValueError: entries are not aligned with the tokens, or the batch is not ``[B]``.
         """
         packed = super().pack(batch)
-        if packed is batch or not self._reads_sampler:
+        return packed if packed is batch else self.fit(packed)
+
+    def fit(self, packed: PackedBatch) -> PackedBatch:
+        """Leave out the rows that no policy can have sampled with the log-probs that they hold.
+
+        Args:
+            packed: a batch.
+
+        Returns:
+            The batch with all of its rows; how many were left out is logged.
+        """
+        if not self._reads_sampler:
             return packed
         bad = impossible_rows(packed)
         if not bool(bad.any()):
@@ -195,21 +208,27 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
                 window lacks what :meth:`measure_window` gives.
         """
         batch, window = self._pack_window(tensordict, window)
-        device = batch.ids.device
-        rows = {
-            "num_sequences": torch.tensor(float(batch.num_rows), device=device),
-            "num_rows_left_out": batch.left_out.sum().float(),
-        }
-        if self.options.skip_rows_without_signal:
-            batch = with_signal(batch)
+        scored = with_signal(batch) if self.options.skip_rows_without_signal else batch
+        scores = self._score(scored, entropy=self.wants_entropy)
+        output = self.of_scores(scored, scores, window)
+        if scored is not batch:
+            output.update_(_row_counts(batch))
+        return output
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether a bonus or a filter goes by the entropy of the trained tokens."""
+        return self.options.entropy_bonus or self.filters.top_entropy_fraction is not None
+
+    def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> GRPOLossOutput:
+        """See the base class."""
+        rows = _row_counts(batch)
         if batch.num_targets == 0:
-            return self._without_tokens(batch, rows)
-        wants_entropy = self.options.entropy_bonus or self.filters.top_entropy_fraction is not None
-        token_scores = self._score(batch, entropy=wants_entropy)
-        scores = policy_scores(batch, token_scores, self.options.old_policy)
-        terms = self._policy_term(batch, scores, window)
-        terms |= self._penalties(batch, scores, window)
-        terms["num_active_tokens"] = scores.old.new_tensor(batch.num_targets)
+            return self._without_tokens(batch, scores, rows)
+        policy = policy_scores(batch, scores, self.options)
+        terms = self._policy_term(batch, policy, window)
+        terms |= penalty_terms(self.options, batch, policy, window, self._reduce)
+        terms["num_active_tokens"] = policy.old.new_tensor(batch.num_targets)
         return make_output(GRPOLossOutput, terms | rows)
 
     @property
@@ -231,7 +250,11 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             tokens.append("old_log_probs")
         if self.options.kl_to_ref_coeff:
             tokens.append("ref_log_probs")
-        rows = ["advantage", "truncated"] if self.filters.drop_truncated else ["advantage"]
+        if self.options.teacher_coeff is not None:
+            tokens.append("teacher_log_probs")
+        rows = ["advantage"] if self.options.advantage_coeff else []
+        if self.filters.drop_truncated:
+            rows.append("truncated")
         return tuple(tokens), tuple(rows)
 
     def _pack_window(
@@ -244,19 +267,45 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
                 "entropy_threshold, or each part would take its own. loss.measure_window(...) "
                 "gives it; for windows that were added up: window._replace(entropy_threshold=x)."
             )
+        correction = self.options.sampler_correction
+        normal = correction is not None and correction.normalize
+        if normal and window is not None and window.sampler_weight_mean is None:
+            raise ValueError(
+                "GRPOLoss: with SamplerCorrection(normalize=True) the window needs a "
+                "sampler_weight_mean, or each part would take its own. loss.measure_window(...) "
+                "gives it."
+            )
         return super()._pack_window(batch, window)
 
     @torch.no_grad()
-    def _entropy_threshold(
-        self, batches: Sequence[PackedBatch], ranks: Ranks | None
-    ) -> float | None:
-        """See the base class; scores the batches one by one."""
+    def _statistics(self, batches: Sequence[PackedBatch], ranks: Ranks | None) -> dict[str, float]:
+        """See the base class; scores the batches one by one where that is needed."""
+        found: dict[str, float] = {}
         fraction = self.filters.top_entropy_fraction
-        if fraction is None:
-            return None
-        scores = [self._score(batch, entropy=True).entropy for batch in batches]
-        entropy = torch.cat([torch.zeros(0)] + [part.cpu() for part in scores if part is not None])
-        return separating_threshold(gathered_rows(ranks, entropy), top_fraction=fraction)
+        if fraction is not None:
+            scores = [self._score(batch, entropy=True).entropy for batch in batches]
+            entropy = torch.cat([torch.zeros(0)] + [p.cpu() for p in scores if p is not None])
+            entropy = gathered_rows(ranks, entropy)
+            found["entropy_threshold"] = separating_threshold(entropy, top_fraction=fraction)
+        correction = self.options.sampler_correction
+        if correction is not None and correction.normalize:
+            each = torch.cat([torch.zeros(0), *map(self._weights_of, batches)])
+            each = gathered_rows(ranks, each)
+            found["sampler_weight_mean"] = float(each.double().mean()) if len(each) else 1.0
+        return found
+
+    def _weights_of(self, batch: PackedBatch) -> Tensor:
+        """The sampler's weights before they are normalised, ``[K]`` on the CPU."""
+        correction = self.options.sampler_correction
+        assert correction is not None
+        # The trainer's scores from before the update are there; those of now have to be made.
+        known = batch.entries.get("old_log_probs")
+        scores = self._score(batch) if known is None else TokenScores(known)
+        policy = policy_scores(batch, scores, self.options)
+        weights = correction.weights(
+            policy.old, policy.sampler, batch.sampled, batch.target_lengths
+        )
+        return weights.weight.cpu()
 
     def _policy_term(
         self, batch: PackedBatch, scores: PolicyScores, window: Window
@@ -265,15 +314,16 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         log_ratio = F.leveled_log_ratio(
             token_log_ratio, lengths=batch.target_lengths, level=self.options.ratio_level
         )
-        weights = self._sampler_weights(batch, scores)
+        weights = measured_weights(self.options, batch, scores, window)
         surrogate = apply_surrogate(
             self._surrogate,
             self._surrogate_inputs,
             PolicyTokens(
                 log_ratio=log_ratio,
                 log_prob=scores.current,
-                advantage=batch.entries["advantage"].to(log_ratio.dtype),
+                advantage=scores.advantage,
                 lengths=batch.target_lengths,
+                behavior_log_prob=scores.old,
                 sampler_log_ratio=None if weights is None else weights.weight.log(),
             ),
         )
@@ -290,7 +340,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             "kl_approx": -token_log_ratio,
             "ratio_mean": log_ratio.exp(),
             "kept_fraction": keep,
-            "signal_fraction": signal(batch),
+            "signal_fraction": scores.advantage != 0,
         }
         if weights is not None:
             metrics["correction_fraction"] = weights.changed
@@ -300,43 +350,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         terms["ESS"] = F.effective_sample_fraction(log_ratio)
         return terms
 
-    def _sampler_weights(self, batch: PackedBatch, scores: PolicyScores) -> F.SamplerWeights | None:
-        correction = self.options.sampler_correction
-        if correction is None:
-            return None
-        return F.sampler_correction(
-            scores.old, scores.sampler, batch.sampled, batch.target_lengths, **vars(correction)
-        )
-
-    def _penalties(
-        self, batch: PackedBatch, scores: PolicyScores, window: Window
-    ) -> dict[str, Tensor]:
-        terms: dict[str, Tensor] = {}
-        options = self.options
-        estimator = options.kl_estimator or "k3"
-        if options.kl_to_ref_coeff:
-            reference = batch.entries["ref_log_probs"].to(scores.old.dtype)
-            log_ratio = None
-            if options.kl_bias_correction:
-                log_ratio = F.log_ratio(scores.current, scores.old)
-            kl = F.kl_estimate(scores.current, reference, estimator=estimator, log_ratio=log_ratio)
-            terms["kl_to_ref"] = kl.detach().mean()
-            terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * self._reduce(kl, batch, window)
-        if options.kl_to_inference_coeff:
-            kl = F.kl_estimate(scores.current, scores.sampler, batch.sampled, estimator=estimator)
-            terms["kl_to_inference"] = kl.detach().mean()
-            terms["loss_kl_to_inference"] = options.kl_to_inference_coeff * self._reduce(
-                kl, batch, window
-            )
-        if scores.entropy is not None:
-            terms["entropy"] = scores.entropy.detach().mean()
-        if scores.entropy is not None and options.entropy_bonus:
-            coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
-            bonus = scores.entropy.sum() / window.num_active_tokens
-            terms["loss_entropy"] = -coefficient * bonus
-        return terms
-
-    def _without_tokens(self, batch: PackedBatch, rows: dict[str, Tensor]) -> GRPOLossOutput:
+    def _without_tokens(
+        self, batch: PackedBatch, scores: TokenScores, rows: dict[str, Tensor]
+    ) -> GRPOLossOutput:
         """The output of a batch in which nothing is trained: loss 0, neutral metrics."""
         optional = {
             "kl_to_ref": self.options.kl_to_ref_coeff,
@@ -344,9 +360,16 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             "entropy": self.options.entropy_bonus,
         }
         terms = resting_terms([name for name, on in optional.items() if on], batch.ids.device)
-        nothing = self._score(batch).log_prob
+        nothing = scores.log_prob
         terms["loss_objective"] = nothing if self.aggregation == "none" else nothing.sum()
         return make_output(GRPOLossOutput, terms | rows)
+
+
+def _row_counts(batch: PackedBatch) -> dict[str, Tensor]:
+    return {
+        "num_sequences": torch.tensor(float(batch.num_rows), device=batch.ids.device),
+        "num_rows_left_out": batch.left_out.sum().float(),
+    }
 
 
 setattr(GRPOLoss.__init__, "__signature__", signature_with({}, method=True))  # noqa: B010

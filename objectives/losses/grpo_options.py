@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypedDict
 from objectives import functional as F
 from torchrl_data.validation import (
     NOT_NEGATIVE,
+    POSITIVE,
     check_names,
     check_numbers,
     check_type,
@@ -56,6 +57,8 @@ class GRPOSettings(TypedDict, total=False):
     old_policy: OldPolicy | str
     sampler_correction: SamplerCorrection | None
     skip_rows_without_signal: bool
+    teacher_coeff: float | None
+    advantage_coeff: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +77,9 @@ class GRPOOptions(TokenOptions):
             the actor's own (``actor_network.temperature``), or 1 where it has none.
         clip_epsilon: the ratio is clipped to ``[1 - low, 1 + high]``; one number for both, or the
             pair. None is the surrogate's default: 0.2 for ``"clipped"``.
-        surrogate: ``"clipped"``, ``"cispo"``, ``"sapo"``, ``"vespo"``, ``"gmpo"``; settings such
-            as ``CispoSurrogate(max_ratio=5.0)``; or a function of your own, see
-            :class:`~objectives.losses.surrogate_options.PolicyTokens`.
+        surrogate: ``"clipped"``, ``"cispo"``, ``"sapo"``, ``"vespo"``, ``"gmpo"``,
+            ``"divergence"``; settings such as ``CispoSurrogate(max_ratio=5.0)``; or a function of
+            your own, see :class:`~objectives.losses.surrogate_options.PolicyTokens`.
         ratio_level: ``"token"``, ``"sequence"`` (GSPO) or ``"sequence_token"``.
         kl_to_ref_coeff: weight of the KL to the reference; None or 0 for none.
         kl_to_inference_coeff: weight of the KL to the policy that sampled; None or 0 for none.
@@ -93,6 +96,9 @@ class GRPOOptions(TokenOptions):
             ``old_policy`` other than ``"sampler"``.
         skip_rows_without_signal: do not score rows whose advantage is 0; metrics then leave them
             out, the loss is the same.
+        teacher_coeff: weight of ``log q - log pi`` of each token, q the teacher, which is added to
+            its advantage: on-policy distillation; None for none.
+        advantage_coeff: weight of the batch's own advantage beside it; with 0 it is not read.
 
     Raises:
         TypeError: settings are of another class.
@@ -113,6 +119,8 @@ class GRPOOptions(TokenOptions):
     old_policy: OldPolicy | str = "sampler"
     sampler_correction: SamplerCorrection | None = None
     skip_rows_without_signal: bool = False
+    teacher_coeff: float | None = None
+    advantage_coeff: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,7 +132,11 @@ class GRPOOptions(TokenOptions):
             kl_to_ref_coeff=self.kl_to_ref_coeff,
             kl_to_inference_coeff=self.kl_to_inference_coeff,
             entropy_coeff=self.entropy_coeff,
+            advantage_coeff=self.advantage_coeff,
         )
+        check_numbers("", POSITIVE, teacher_coeff=self.teacher_coeff)
+        if not self.advantage_coeff and self.teacher_coeff is None:
+            raise ValueError("advantage_coeff=0 leaves no advantage: give teacher_coeff too.")
         check_type("filters", self.filters, TokenFilters)
         check_type("sampler_correction", self.sampler_correction, SamplerCorrection)
         if self.filters is not None and None not in (
@@ -180,7 +192,8 @@ class GRPOOptions(TokenOptions):
                 f"surrogate takes one of {tuple(SURROGATES)}, settings such as "
                 f"ClippedSurrogate(...), or a function, got {self.surrogate!r}."
             )
-        if "lengths" in surrogate_inputs(self.surrogate_function()) and self.ratio_level != "token":
+        inputs = surrogate_inputs(self.surrogate_function())
+        if inputs & {"lengths", "behavior_log_prob"} and self.ratio_level != "token":
             raise ValueError(
                 f"surrogate {self.surrogate!r} has a ratio of its own: leave ratio_level at "
                 f"'token', got {self.ratio_level!r}."
@@ -211,8 +224,8 @@ class GRPOOptions(TokenOptions):
             return
         if self.has_penalty:
             raise ValueError(
-                "skip_rows_without_signal drops rows that a KL or entropy term would still move: "
-                "switch one of them off."
+                "skip_rows_without_signal drops rows that a KL, entropy or teacher term would "
+                "still move: switch one of them off."
             )
         if self.all_filters().top_entropy_fraction is not None:
             raise ValueError(
@@ -222,8 +235,13 @@ class GRPOOptions(TokenOptions):
 
     @property
     def has_penalty(self) -> bool:
-        """Whether a term moves the policy also where the advantage is 0."""
-        return bool(self.kl_to_ref_coeff or self.kl_to_inference_coeff or self.entropy_bonus)
+        """Whether a term moves the policy also where the batch's advantage is 0."""
+        return bool(
+            self.kl_to_ref_coeff
+            or self.kl_to_inference_coeff
+            or self.entropy_bonus
+            or self.teacher_coeff
+        )
 
 
 def options_of(

@@ -4,17 +4,19 @@ Shape legend: B rows, K trained tokens of all of them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from objectives import functional as F
+from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from torchrl_data.protocols import TokenScores
 from torchrl_data.ragged.packed import sequence_index
 
+from .grpo_options import GRPOOptions
 from .surrogate_options import TokenFilters
 
 _FIGURES: Final = (
@@ -40,11 +42,13 @@ class PolicyScores(NamedTuple):
     """The ratio's denominator."""
     sampler: Tensor
     """As the engine reported when it sampled; the current value where it sampled nothing."""
+    advantage: Tensor
+    """What the policy term goes by: the batch's, the teacher's, or both."""
     entropy: Tensor | None
     """Of the distribution that each token was drawn from; differentiable."""
 
 
-def policy_scores(batch: PackedBatch, scores: TokenScores, old_policy: str) -> PolicyScores:
+def policy_scores(batch: PackedBatch, scores: TokenScores, options: GRPOOptions) -> PolicyScores:
     """Put the log-probs side by side, in the dtype of the scores."""
     # What was not sampled has no behaviour log-prob: it counts as on policy.
     current = scores.log_prob
@@ -52,10 +56,16 @@ def policy_scores(batch: PackedBatch, scores: TokenScores, old_policy: str) -> P
     sampler = fixed
     if "log_probs" in batch.entries:
         sampler = torch.where(batch.sampled, batch.entries["log_probs"].to(fixed.dtype), fixed)
-    old = sampler if old_policy == "sampler" else fixed
-    if old_policy == "recomputed":
+    old = sampler if options.old_policy == "sampler" else fixed
+    if options.old_policy == "recomputed":
         old = batch.entries["old_log_probs"].to(fixed.dtype)
-    return PolicyScores(current, old, sampler, scores.entropy)
+    advantage = torch.zeros_like(fixed)
+    if options.advantage_coeff:
+        advantage = options.advantage_coeff * batch.entries["advantage"].to(fixed.dtype)
+    if options.teacher_coeff is not None:
+        teacher = F.distillation_advantage(fixed, batch.entries["teacher_log_probs"])
+        advantage = advantage + options.teacher_coeff * teacher
+    return PolicyScores(current, old, sampler, advantage, scores.entropy)
 
 
 def filter_tokens(
@@ -82,7 +92,7 @@ def filter_tokens(
         keep = keep & F.off_policy_sequence_mask(
             scores.current,
             scores.sampler,
-            batch.entries["advantage"],
+            scores.advantage,
             lengths=batch.target_lengths,
             threshold=filters.off_policy_threshold,
         )
@@ -136,4 +146,53 @@ def resting_terms(penalties: Iterable[str], device: torch.device) -> dict[str, T
     terms = dict.fromkeys(_FIGURES, zero) | {"ESS": one}
     for name in penalties:
         terms |= {name: zero, f"loss_{name}": zero}
+    return terms
+
+
+def measured_weights(
+    options: GRPOOptions, batch: PackedBatch, scores: PolicyScores, window: Window
+) -> F.SamplerWeights | None:
+    """The sampler correction of each token, ``[K]``; None for none."""
+    correction = options.sampler_correction
+    if correction is None:
+        return None
+    weights = correction.weights(scores.old, scores.sampler, batch.sampled, batch.target_lengths)
+    if not correction.normalize:
+        return weights
+    mean = window.sampler_weight_mean
+    divisor = weights.weight.mean() if mean is None else weights.weight.new_tensor(mean)
+    return weights._replace(weight=weights.weight / divisor.masked_fill(divisor == 0, 1.0))
+
+
+def penalty_terms(
+    options: GRPOOptions,
+    batch: PackedBatch,
+    scores: PolicyScores,
+    window: Window,
+    reduce: Callable[[Tensor, PackedBatch, Window], Tensor],
+) -> dict[str, Tensor]:
+    """KL and entropy: losses and metrics."""
+    terms: dict[str, Tensor] = {}
+    estimator = options.kl_estimator or "k3"
+    if options.kl_to_ref_coeff:
+        reference = batch.entries["ref_log_probs"].to(scores.old.dtype)
+        log_ratio = None
+        if options.kl_bias_correction:
+            log_ratio = F.log_ratio(scores.current, scores.old)
+        kl = F.kl_estimate(scores.current, reference, estimator=estimator, log_ratio=log_ratio)
+        terms["kl_to_ref"] = kl.detach().mean()
+        terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * reduce(kl, batch, window)
+    if options.kl_to_inference_coeff:
+        kl = F.kl_estimate(scores.current, scores.sampler, batch.sampled, estimator=estimator)
+        terms["kl_to_inference"] = kl.detach().mean()
+        reduced = reduce(kl, batch, window)
+        terms["loss_kl_to_inference"] = options.kl_to_inference_coeff * reduced
+    if scores.entropy is not None:
+        terms["entropy"] = scores.entropy.detach().mean()
+    if scores.entropy is not None and options.entropy_bonus:
+        coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
+        entropy = scores.entropy
+        if batch.weights is not None:
+            entropy = entropy * batch.weights.to(entropy.dtype)
+        terms["loss_entropy"] = -coefficient * entropy.sum() / window.num_active_tokens
     return terms

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from .grpo import GRPOLoss
 from .grpo_options import GRPOSettings
+from .surrogate_options import CispoSurrogate, DivergenceSurrogate
 
 
 class GRPO(GRPOLoss):
@@ -94,3 +95,53 @@ class GMPO(GRPOLoss):
     """The geometric mean of the clipped token ratios (arXiv:2507.20673)."""
 
     preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean", "surrogate": "gmpo"}
+
+
+class DPPO(GRPOLoss):
+    """A trust region of |pi - mu| in place of the ratio's clip, mu the sampler (arXiv:2602.04879).
+
+    For the binary KL: ``DPPO(policy, surrogate=DivergenceSurrogate(divergence="kl"))``.
+    """
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": DivergenceSurrogate(),
+    }
+
+
+class IPO(GRPOLoss):
+    """DPPO's mask whatever the direction of the step, and tau log^2 r with tau = 1e-3 (prime-rl).
+
+    The penalty is the KL to the sampler by k2, which is log^2 r / 2: its weight is 2 tau.
+    """
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": DivergenceSurrogate(one_sided=False, threshold=0.2),
+        "kl_to_inference_coeff": 2e-3,
+        "kl_estimator": "k2",
+    }
+
+
+class KPop(GRPOLoss):
+    """Tokens whose binary KL exceeds 0.1 in either direction are masked (KPop, Ant Group, 2026)."""
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": DivergenceSurrogate(divergence="symmetric_kl", one_sided=False),
+    }
+
+
+class PolicyDistillation(GRPOLoss):
+    """On-policy distillation by policy gradient: the advantage is log q - log pi, q the teacher.
+
+    Reads ``("next", "teacher_log_probs", "full")`` and no advantage; with ``advantage_coeff=1.0``
+    both are added up. What an older student sampled is weighed by the ratio, up to 5.
+    """
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": CispoSurrogate(),
+        "teacher_coeff": 1.0,
+        "advantage_coeff": 0.0,
+    }

@@ -14,7 +14,7 @@ from objectives import functional as F
 from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.keys import SFTLossKeys
-from torchrl_data.protocols import TokenScorer
+from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_data.validation import NOT_NEGATIVE, POSITIVE, check_numbers, one_of
 
 from .base import TokenLoss
@@ -120,7 +120,11 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
                 has no token to train.
         """
         batch, window = self._pack_window(tensordict, window)
-        log_prob = self._score(batch).log_prob
+        return self.of_scores(batch, self._score(batch), window)
+
+    def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> SFTLossOutput:
+        """See the base class."""
+        log_prob = scores.log_prob
         terms = {
             "loss_sft": self._objective(log_prob, batch, window),
             "nll": F.token_mean(-log_prob.detach()),

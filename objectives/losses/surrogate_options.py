@@ -33,6 +33,9 @@ class PolicyTokens(NamedTuple):
     lengths: Tensor
     """int64 ``[B]``, summing to K. A surrogate that takes them has a sequence ratio of its own, so
     ``log_ratio`` is that of the token."""
+    behavior_log_prob: Tensor | None = None
+    """``[K]``, in nats: the ratio's denominator. A surrogate that takes it has a token ratio of its
+    own, so ``ratio_level`` is ``"token"``."""
     sampler_log_ratio: Tensor | None = None
     """``[K]``, the log of the sampler correction. A surrogate that takes it applies it itself; for
     the others the loss is multiplied by the correction."""
@@ -46,7 +49,8 @@ class SurrogateSettings:
 
     def __post_init__(self) -> None:
         none, no_rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-        tokens, function = PolicyTokens(none, none, none, no_rows), self.bind()
+        tokens = PolicyTokens(none, none, none, no_rows, behavior_log_prob=none)
+        function = self.bind()
         apply_surrogate(function, surrogate_inputs(function), tokens)
 
     def bind(self) -> SurrogateFunction:
@@ -141,12 +145,33 @@ class GmpoSurrogate(SurrogateSettings):
     clip_high: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class DivergenceSurrogate(SurrogateSettings):
+    """:func:`~objectives.functional.divergence_masked` (DPPO; two-sided: IPO, KPop).
+
+    Args:
+        divergence: ``"tv"``, ``"kl"`` or ``"symmetric_kl"``.
+        threshold: the most that is kept, a probability for ``"tv"``, nats for the others; None for
+            0.15, 0.05 and 0.1.
+        one_sided: only tokens that the step moves further away are masked.
+
+    Raises:
+        ValueError: the divergence is unknown, or the threshold is not positive.
+    """
+
+    function: ClassVar[SurrogateFunction] = staticmethod(F.divergence_masked)
+    divergence: F.BinaryDivergence | str = "tv"
+    threshold: float | None = None
+    one_sided: bool = True
+
+
 SURROGATES: Final[Mapping[str, type[SurrogateSettings]]] = {
     "clipped": ClippedSurrogate,
     "cispo": CispoSurrogate,
     "sapo": SapoSurrogate,
     "vespo": VespoSurrogate,
     "gmpo": GmpoSurrogate,
+    "divergence": DivergenceSurrogate,
 }
 
 
@@ -203,25 +228,67 @@ class SamplerCorrection:
     """Settings of :func:`~objectives.functional.sampler_correction`.
 
     Args:
-        level: ``"token"`` or ``"sequence"``.
+        level: ``"token"``, ``"sequence"``, or ``"k3"``: no weights, sequences are dropped.
         mode: ``"truncate"`` or ``"mask"``.
         upper: highest weight.
         lower: lowest weight.
+        max_k3: in nats per token: sequences whose mean k3 exceeds it have weight 0; 0.01 is usual
+            at level ``"k3"``, which needs it.
+        normalize: divide the weights by their mean over the window (``measure_window``), so that
+            they neither shrink nor stretch the step.
 
     Raises:
-        ValueError: a name is unknown, or the bounds are not ``0 <= lower <= 1 <= upper``.
+        ValueError: a name is unknown, the bounds are not ``0 <= lower <= 1 <= upper``, or a setting
+            has no effect at the level.
     """
 
     level: F.CorrectionLevel = "token"
     mode: F.CorrectionMode = "truncate"
     upper: float = 2.0
     lower: float = 0.0
+    max_k3: float | None = None
+    normalize: bool = False
 
     def __post_init__(self) -> None:
         one_of("level", self.level, F.CORRECTION_LEVELS, who="SamplerCorrection")
         one_of("mode", self.mode, F.CORRECTION_MODES, who="SamplerCorrection")
+        check_numbers("SamplerCorrection", POSITIVE, max_k3=self.max_k3)
         if not 0 <= self.lower <= 1 <= self.upper:
             raise ValueError(
                 "SamplerCorrection: bounds must be 0 <= lower <= 1 <= upper, got "
                 f"lower={self.lower} and upper={self.upper}."
             )
+        if self.level != "k3":
+            return
+        if self.max_k3 is None:
+            raise ValueError("SamplerCorrection: level 'k3' needs max_k3, such as 0.01.")
+        if (self.mode, self.upper, self.lower) != ("truncate", 2.0, 0.0):
+            raise ValueError(
+                "SamplerCorrection: at level 'k3' there are no weights to bound: leave mode, upper "
+                f"and lower out, got {self}."
+            )
+
+    def weights(
+        self, train_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor, lengths: Tensor
+    ) -> F.SamplerWeights:
+        """The weights of packed tokens, not yet normalised.
+
+        Args:
+            train_log_prob: in nats, ``[K]``.
+            sampler_log_prob: in nats, ``[K]``.
+            mask: True where the policy sampled, ``[K]``.
+            lengths: int64 ``[B]``, summing to K.
+
+        Returns:
+            Weights and where they were changed, ``[K]``.
+        """
+        bounds = {"upper": self.upper, "lower": self.lower, "max_k3": self.max_k3}
+        return F.sampler_correction(
+            train_log_prob,
+            sampler_log_prob,
+            mask,
+            lengths,
+            level=self.level,
+            mode=self.mode,
+            **bounds,
+        )

@@ -17,7 +17,11 @@ class LossConfig:
     clip_high: float | None = None
     """The ratio is kept below 1 + clip_high."""
     surrogate: str | None = None
-    """clipped, cispo, sapo, vespo or gmpo."""
+    """clipped, cispo, sapo, vespo, gmpo or divergence."""
+    divergence: str | None = None
+    """Of dppo, ipo and kpop: tv, kl or symmetric_kl."""
+    divergence_threshold: float | None = None
+    """Of dppo, ipo and kpop: how far a token may have moved from where it was sampled."""
     ratio_level: str | None = None
     """token, sequence or sequence_token."""
     aggregation: str | None = None
@@ -39,9 +43,19 @@ class LossConfig:
     drop_truncated: bool = False
     """Do not train rollouts that were cut."""
     advantage: str = "group"
-    """group (mean and deviation), rloo (leave one out) or gdpo (each reward by itself)."""
+    """group (mean and deviation), rloo (leave one out), gdpo (each reward by itself) or maxrl."""
     advantage_scale: str | None = None
     """What the group's advantage is divided by: group, batch or none."""
+    length_penalty: float = 0.0
+    """What the longest output of a group costs; the others pay by their share of its length."""
+    observation_coeff: float = 0.0
+    """Weight of the cross-entropy on what tools and users answer, by the number of those tokens."""
+    sampler_correction: str | None = None
+    """Weights for the gap between engine and trainer: token, sequence or k3; with num_epochs=1."""
+    max_k3: float | None = None
+    """Of sampler_correction: sequences whose mean k3 exceeds it, in nats, are dropped."""
+    normalize_correction: bool = False
+    """Of sampler_correction: the weights have a mean of 1."""
 
 
 @dataclass
@@ -52,6 +66,8 @@ class GRPOTrainConfig(TrainConfig):
     """Passes over the rollouts of a step, an optimizer step each."""
     shuffle_rewards: bool = False
     """A control: rewards are dealt out at random, so nothing can be learnt."""
+    drop_solved_at: float | None = None
+    """Prompts of which at least this share was solved are not drawn again; 0.9 is usual."""
 
 
 @dataclass
@@ -66,10 +82,16 @@ class GRPOConfig(RolloutsConfig):
     train: GRPOTrainConfig = field(default_factory=GRPOTrainConfig)
 
 
-ALGORITHMS: Final = ("bnpo", "cispo", "dapo", "gmpo", "grpo", "gspo", "luspo", "sapo", "vespo")
+ALGORITHMS: Final = (
+    *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
+    "vespo",
+)
 GROUPS: Final[dict[str, dict[str, Any]]] = {
     "loss": {
         "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
+        "dppo_kl": LossConfig(name="dppo", divergence="kl"),
+        "echo": LossConfig(name="dapo", observation_coeff=0.05),
+        "maxrl": LossConfig(name="grpo", advantage="maxrl"),
         **{name: LossConfig(name=name) for name in ALGORITHMS},
     },
 }

@@ -27,10 +27,20 @@ import torch
 from config import GROUPS, GRPOConfig
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from training import NoActor, build_advantage, build_loss, build_postproc, build_reference
+from training import (
+    NoActor,
+    build_advantage,
+    build_loss,
+    build_pools,
+    build_postproc,
+    build_reference,
+    check_correction,
+    policy_loss,
+    policy_output,
+)
 
 from collectors import PhaseTimer, RunState, StepMetrics, identity_of
-from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
+from objectives import GRPOLoss, MixedLoss, NonFiniteGate
 from torchrl_agents.recipe.collection import (
     AnyCollector,
     HeldOut,
@@ -74,6 +84,8 @@ RECIPE = Recipe(
             cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
         ),
         "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
+        "loss.sampler_correction": lambda: check_correction(cfg),
+        "train.drop_solved_at": lambda: build_pools(cfg),
     },
 )
 
@@ -87,7 +99,7 @@ class Trainer(NamedTuple):
     policy: LLMWrapperBase
     collector: AnyCollector
     buffer: ReplayBuffer
-    loss: GRPOLoss
+    loss: GRPOLoss | MixedLoss
     optimizer: torch.optim.Optimizer
     gate: NonFiniteGate
     timer: PhaseTimer
@@ -138,7 +150,7 @@ def build_trainer(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog) -> Train
         env,
         policy,
         replay_buffer=buffer,
-        postproc=build_postproc(cfg, reference),
+        postproc=build_postproc(cfg, reference, build_pools(cfg, env)),
     )
     loss = build_loss(
         cfg.loss,
@@ -192,7 +204,7 @@ def train_step(cfg: GRPOConfig, trainer: Trainer, step: Step, stop: StopSignals)
                 for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
                     outputs.append(loss(part, window=window))
                     gate.backward(outputs[-1], part)
-                step.metrics.add_update(GRPOLossOutput.combine(outputs), gate.step())
+                step.metrics.add_update(policy_output(outputs), gate.step())
                 step.num_epochs += 1
                 if step.num_epochs < num_epochs:
                     stop.check()  # a run that is stopped here goes on with the next pass
@@ -228,8 +240,9 @@ def train(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignal
     if not done:
         held_out.after(0)
     loggers = build_loggers(cfg.logger, run.folder, RECIPE.name)
+    trained = policy_loss(trainer.loss)
     rollouts = record_rollouts(
-        cfg.record, run.folder, trainer.actor.tokenizer, trainer.loss, collector, after=done
+        cfg.record, run.folder, trainer.actor.tokenizer, trained, collector, after=done
     )
     with (
         stop.held(),  # a signal ends a batch that is collected, or the run after a pass

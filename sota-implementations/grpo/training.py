@@ -1,7 +1,9 @@
 """What trains, from the settings: loss, advantages, and what happens to rollouts before them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any, Final
 
@@ -14,18 +16,29 @@ from objectives import (
     BNPO,
     CISPO,
     DAPO,
+    DPPO,
     GMPO,
     GRPO,
     GSPO,
+    IPO,
     LUSPO,
     SAPO,
     VESPO,
+    DivergenceSurrogate,
     DrGRPO,
     GRPOLoss,
+    GRPOLossOutput,
+    KPop,
+    LengthPenalty,
     MCAdvantage,
+    MixedLoss,
+    SamplerCorrection,
+    SFTLoss,
+    write_streams,
 )
 from objectives.losses.surrogate_options import SURROGATES, TokenFilters
 from torchrl_data.protocols import TokenScores
+from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import TransformersWrapper
 
@@ -33,10 +46,13 @@ PRESETS: Final = {
     "bnpo": BNPO,
     "cispo": CISPO,
     "dapo": DAPO,
+    "dppo": DPPO,
     "dr_grpo": DrGRPO,
     "gmpo": GMPO,
     "grpo": GRPO,
     "gspo": GSPO,
+    "ipo": IPO,
+    "kpop": KPop,
     "luspo": LUSPO,
     "sapo": SAPO,
     "vespo": VESPO,
@@ -61,8 +77,10 @@ class NoActor:
         raise NotImplementedError
 
 
-def build_loss(cfg: LossConfig, actor: Any, *, temperature: float, max_tokens: int) -> GRPOLoss:
-    """The loss.
+def build_loss(
+    cfg: LossConfig, actor: Any, *, temperature: float, max_tokens: int
+) -> GRPOLoss | MixedLoss:
+    """The loss; with what the environment answers as a stream of its own where that is trained.
 
     Args:
         cfg: its settings.
@@ -77,7 +95,7 @@ def build_loss(cfg: LossConfig, actor: Any, *, temperature: float, max_tokens: i
         raise ValueError(f"loss.name must be one of {', '.join(PRESETS)}, got {cfg.name!r}.")
     kind = PRESETS[cfg.name]
     options = {
-        "surrogate": cfg.surrogate,
+        "surrogate": _surrogate(cfg, kind.preset),
         "ratio_level": cfg.ratio_level,
         "aggregation": cfg.aggregation,
         "max_tokens": cfg.max_tokens,
@@ -93,13 +111,64 @@ def build_loss(cfg: LossConfig, actor: Any, *, temperature: float, max_tokens: i
         options.setdefault("max_tokens", max_tokens)
     if cfg.entropy_coeff:
         options |= {"entropy_bonus": True, "entropy_coeff": cfg.entropy_coeff}
-    return kind(
+    if cfg.sampler_correction is not None:
+        correction = SamplerCorrection(
+            level=cfg.sampler_correction,  # type: ignore[arg-type]
+            max_k3=cfg.max_k3,
+            normalize=cfg.normalize_correction,
+        )
+        options |= {"old_policy": "current", "sampler_correction": correction}
+    elif cfg.max_k3 is not None or cfg.normalize_correction:
+        raise ValueError("max_k3 and normalize_correction go with sampler_correction.")
+    loss = kind(
         actor,
         temperature=temperature,
         kl_bias_correction=cfg.kl_bias_correction,
         filters=TokenFilters(drop_truncated=cfg.drop_truncated),
         **options,
     )
+    if not cfg.observation_coeff:
+        return loss
+    return MixedLoss({"rl": loss, "ce": SFTLoss(actor, temperature=temperature)})
+
+
+def policy_loss(loss: GRPOLoss | MixedLoss) -> GRPOLoss:
+    """The loss of what the policy sampled."""
+    return loss.streams["rl"] if isinstance(loss, MixedLoss) else loss  # type: ignore[return-value]
+
+
+def policy_output(outputs: Sequence[Any]) -> GRPOLossOutput:
+    """The output of the policy term of a whole window, from those of its micro-batches."""
+    combined = type(outputs[0]).combine(outputs)
+    return combined if isinstance(combined, GRPOLossOutput) else combined.streams["rl"]
+
+
+def check_correction(cfg: GRPOConfig) -> None:
+    """The correction takes this very pass's scores as those from before the update.
+
+    Raises:
+        ValueError: there are several updates on the same rollouts.
+    """
+    if cfg.loss.sampler_correction is not None and cfg.train.num_epochs != 1:
+        raise ValueError(
+            f"sampler_correction goes with train.num_epochs=1, got {cfg.train.num_epochs}."
+        )
+
+
+def _surrogate(cfg: LossConfig, preset: Any) -> Any:
+    """The surrogate, with the settings of a divergence where there is one."""
+    surrogate = preset.get("surrogate") if cfg.surrogate is None else cfg.surrogate
+    changed = {"divergence": cfg.divergence, "threshold": cfg.divergence_threshold}
+    changed = {name: value for name, value in changed.items() if value is not None}
+    if not changed:
+        return cfg.surrogate
+    if surrogate == "divergence":
+        return DivergenceSurrogate(**changed)
+    if not isinstance(surrogate, DivergenceSurrogate):
+        raise ValueError(
+            f"{', '.join(changed)}: for dppo, ipo, kpop and surrogate=divergence, not {cfg.name}."
+        )
+    return replace(surrogate, **changed)
 
 
 def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
@@ -124,12 +193,34 @@ def build_advantage(cfg: LossConfig, group_size: int) -> MCAdvantage:
     Raises:
         ValueError: an option is unknown, or a group is too small to have a signal.
     """
-    return MCAdvantage(
+    advantages = MCAdvantage(
         group_size,
         estimator=cfg.advantage,
         scale=cfg.advantage_scale or "group",
         zero_variance="drop",
     )
+    if cfg.length_penalty:
+        priced = LengthPenalty(coeff=cfg.length_penalty, estimator=advantages.estimator)
+        return MCAdvantage(group_size, estimator=priced, zero_variance="drop")
+    return advantages
+
+
+def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPools | None:
+    """What decides which prompts are drawn again, if anything does.
+
+    Args:
+        cfg: the settings.
+        env: the environment that draws; ``None`` to try the settings.
+
+    Raises:
+        ValueError: the share lies outside [0, 1].
+    """
+    if cfg.train.drop_solved_at is None:
+        return None
+    pools = DifficultyPools(easy_at=cfg.train.drop_solved_at, admit_easy=0.0)
+    for primer in () if env is None else env.transforms_of(DataLoadingPrimer):
+        primer.admit_by(pools)
+    return pools
 
 
 def build_reference(cfg: GRPOConfig, actor: TransformersWrapper) -> TransformersWrapper | None:
@@ -145,15 +236,22 @@ def build_reference(cfg: GRPOConfig, actor: TransformersWrapper) -> Transformers
 
 
 def build_postproc(
-    cfg: GRPOConfig, reference: TransformersWrapper | None
+    cfg: GRPOConfig,
+    reference: TransformersWrapper | None,
+    pools: DifficultyPools | None = None,
 ) -> Callable[[TensorDictBase], TensorDictBase] | None:
     """What happens to collected rollouts before they go into the buffer, if anything does.
 
     Args:
         cfg: the settings.
         reference: see :func:`build_reference`.
+        pools: are told of the rollouts.
     """
     steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
+    if pools is not None:
+        steps.append(pools)
+    if cfg.loss.observation_coeff:
+        steps.append(partial(_write_observations, coeff=cfg.loss.observation_coeff))
     if cfg.train.shuffle_rewards:
         steps.append(_shuffle_rewards)
     if reference is not None:
@@ -165,6 +263,12 @@ def build_postproc(
         return trajectories
 
     return apply if steps else None
+
+
+def _write_observations(trajectories: TensorDictBase, coeff: float) -> TensorDictBase:
+    """Say which tokens the policy term trains, and which the cross-entropy."""
+    write_streams(trajectories, rl="assistant", ce=("observation", coeff))
+    return trajectories
 
 
 def _shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:

@@ -23,11 +23,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tensordict import lazy_stack
 from torch.utils.data import DataLoader
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from collectors import LLMCollector
 from objectives import GRPOLoss, MCAdvantage
+from torchrl_data import encode_demonstrations, row_tensordicts
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EpisodeEnv, RewardFunctions
 from torchrl_modules import TransformersWrapper
 
@@ -167,8 +169,12 @@ def _of_losses(names):
     collector = LLMCollector(names["env"], names["policy"], replay_buffer=buffer)
     rows = collector.collect()
     loss = GRPOLoss(names["policy"])
+    said = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    shown = encode_demonstrations(names["policy"].encoder, [said])
     return {
         "torch": torch,
+        "rollouts": buffer[:],
+        "demonstrations": lazy_stack(row_tensordicts(shown)),
         "rows": rows,
         "batch": buffer[:],
         "loss": loss,

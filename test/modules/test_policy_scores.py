@@ -9,6 +9,7 @@ from torchrl_data import Tokens
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.policies.compute_dtype import compute_dtype, warn_of_other_dtype
 from torchrl_modules.sampling import logit_warping
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
@@ -193,3 +194,25 @@ def test_a_distribution_is_one_where_it_is_scored_and_nothing_elsewhere(make_pol
     assert dist.log_prob(drawn[0]).isfinite().all()
     assert torch.equal(dist.mode[dist.mask], probs[dist.mask].argmax(-1))
     assert dist.logits.shape == (*dist.mask.shape, policy.model.config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("trained", "sampled", "warns"),
+    [
+        pytest.param(torch.bfloat16, None, True, id="autocast, and an engine of float32"),
+        pytest.param(torch.bfloat16, torch.bfloat16, False, id="both in bfloat16"),
+        pytest.param(None, None, False, id="both in float32"),
+    ],
+)
+def test_an_engine_that_computes_in_another_type_is_told(
+    make_tiny_model, chatml_tokenizer, caplog, trained, sampled, warns
+):
+    trainer, sampler = (
+        TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, autocast_dtype=dtype)
+        for dtype in (trained, sampled)
+    )
+    assert compute_dtype(trainer) == (trained or torch.float32)
+    assert warn_of_other_dtype(trainer, sampler) is warns
+    words = "samples in torch.float32, and TransformersWrapper trains in torch.bfloat16"
+    assert (words in caplog.text) is warns
+    assert not warn_of_other_dtype(trainer, object()), "what can't be told is not warned of"

@@ -34,13 +34,18 @@ FUNCTIONAL = (
     "functional/test_golden.py",
     "functional/test_functional_reference.py",
     "functional/test_advantages_reference.py",
+    "functional/test_divergence_golden.py",
     "functional/test_no_mask.py",
 )
 # The tests of a file by folder; those of a file that is named here are its own.
 TESTS = {
     "functional": FUNCTIONAL,
     "batching": ("test_grpo_loss.py", "test_micro_batches.py", "test_unfit_rows.py"),
-    "advantages": ("test_mc_advantage.py", "test_advantage_estimators.py", "test_unfit_rows.py"),
+    "advantages": (
+        *("test_mc_advantage.py", "test_advantage_estimators.py", "test_unfit_rows.py"),
+        "algorithms/test_roles_and_lengths.py",
+    ),
+    "streams.py": ("algorithms/test_streams.py",),
     "non_finite_gate.py": ("test_non_finite_gate.py",),
 }
 OPTIONS = [
@@ -48,13 +53,14 @@ OPTIONS = [
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
     *("-o", "addopts=--import-mode=importlib"),
 ]
-CPU_TIME_S = 120  # a mutant that loops for ever; not wall time, which a busy machine uses up
+CPU_TIME_S = 300  # a mutant that loops for ever; not wall time, which a busy machine uses up
 # The tests that look at a file, tried before all of them.
 NEAREST = {
-    "advantages.py": "golden or advantages or gdpo or pass_at_k",
+    "advantages.py": "golden or advantages or gdpo or pass_at_k or maxrl",
     "aggregation.py": "golden or aggregation",
     "diagnostics.py": "golden or diagnostics",
     "divergence.py": "golden or test_kl",
+    "divergence_surrogate.py": "golden or dppo or kpop",
     "groups.py": "golden or advantages or gdpo",
     "log_probs.py": "golden",
     "ratios.py": "golden or clipped or gspo",
@@ -182,7 +188,7 @@ def copy_tree(where):
         (where / name).symlink_to(ROOT / name)
 
 
-def survives(where, names, only=""):
+def survives(where, tests, only=""):
     """Whether some tests pass in a tree; in a forked process, its output thrown away."""
     child = os.fork()
     if child == 0:
@@ -192,6 +198,8 @@ def survives(where, names, only=""):
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
         os.chdir(where)
+        sys.path.insert(0, str(where))
+        os.environ["PYTHONPATH"] = str(where)  # for processes of the tests, too
         sys.dont_write_bytecode = True
         import hypothesis
 
@@ -201,7 +209,6 @@ def survives(where, names, only=""):
         hypothesis.settings.load_profile("mutants")
         code = 1
         with contextlib.suppress(BaseException):
-            tests = [f"test/objectives/{name}" for name in names]
             code = pytest.main([*tests, *OPTIONS, "-k", only])
         os._exit(int(code))
     _, status = os.waitpid(child, 0)
@@ -228,7 +235,8 @@ def main():
             named = path.name in chosen if chosen else path.parent.name == "functional"
             if path.name == "__init__.py" or not named:
                 continue
-            tests = TESTS.get(path.name, TESTS[path.parent.name])
+            names = TESTS.get(path.name, TESTS[path.parent.name])
+            tests = [f"test/objectives/{name}" for name in names]
             if not survives(where, tests):
                 sys.exit("The tests fail without any mutant.")
             target = where / path.relative_to(ROOT)

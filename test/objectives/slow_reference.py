@@ -101,6 +101,32 @@ def gmpo(lp, frozen, old, adv, *, low=0.4, high=0.4):
     return out
 
 
+def binary_kl(p, q):
+    p, q = (min(max(x, 1e-6), 1 - 1e-6) for x in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def binary_divergence(pi, mu, kind):
+    if kind == "tv":
+        return abs(pi - mu)
+    kl = binary_kl(mu, pi)
+    return kl if kind == "kl" else max(kl, binary_kl(pi, mu))
+
+
+def divergence_masked(lp, frozen, old, adv, *, kind, threshold, one_sided):
+    out = []
+    for row, ice, old_row, as_ in zip(lp, frozen, old, adv, strict=True):
+        tokens = []
+        for x, x0, y, a in zip(row, ice, old_row, as_, strict=True):
+            pi, mu = math.exp(x0), math.exp(y)
+            far = binary_divergence(pi, mu, kind) > threshold
+            away = (a > 0 and pi > mu) or (a < 0 and pi < mu)
+            masked = far and (away or not one_sided)
+            tokens.append(0.0 if masked else -math.exp(x - y) * a)
+        out.append(tokens)
+    return out
+
+
 # KL estimators: f(lp, frozen, ref, old) -> rows.
 
 
@@ -205,6 +231,22 @@ def rloo(rewards, groups):
     return out
 
 
+def maxrl(rewards, groups):
+    out = []
+    for reward, group in zip(rewards, groups, strict=True):
+        values = members(rewards, groups, group)
+        solved = reward is not None and sum(values) > 0 and len(set(values)) > 1
+        out.append((reward - mean(values)) / mean(values) if solved else 0.0)
+    return out
+
+
+def relative_length(lengths, groups):
+    longest = {
+        g: max(n for n, h in zip(lengths, groups, strict=True) if h == g) for g in set(groups)
+    }
+    return [n / max(longest[g], 1) for n, g in zip(lengths, groups, strict=True)]
+
+
 def gdpo(columns, groups, weights):
     each = [group_advantage(column, groups) for column in columns]
     total = [
@@ -269,12 +311,17 @@ def turn_advantage(rows, masks, groups):
 # Corrections and filters.
 
 
-def correction(train, sampler, level, mode, upper, lower):
+def correction(train, sampler, level, mode, upper, lower, max_k3=math.inf):
     out = []
     for row in zip(train, sampler, strict=True):
         logs = [a - b for a, b in zip(*row, strict=True)]
+        if mean([math.exp(x) - x - 1 for x in logs]) > max_k3:
+            out.append([0.0] * len(logs))
+            continue
         if level == "sequence":
             logs = [mean(logs)] * len(logs)
+        if level == "k3":
+            logs = [0.0] * len(logs)
         weights = [math.exp(x) for x in logs]
         if mode == "truncate":
             out.append([min(max(w, lower), upper) for w in weights])

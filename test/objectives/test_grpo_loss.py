@@ -446,6 +446,7 @@ def test_bad_parts_raise_at_construction():
         (objectives.CispoSurrogate, {"max_ratio": 0.2}),
         (objectives.ClippedSurrogate, {"ratio_cap": 1.1}),
         (objectives.GmpoSurrogate, {"clip_low": -0.1}),
+        (objectives.DivergenceSurrogate, {"divergence": "js"}),
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             kind(**bad)

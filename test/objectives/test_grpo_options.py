@@ -117,6 +117,7 @@ def test_every_named_surrogate_is_its_function():
         "sapo": F.sapo,
         "vespo": F.vespo,
         "gmpo": F.gmpo,
+        "divergence": F.divergence_masked,
     }
     takes = {name: surrogate_inputs(function) for name, function in found.items()}
     assert {name for name, inputs in takes.items() if "lengths" in inputs} == {"vespo", "gmpo"}

@@ -131,7 +131,7 @@ def grpo_options(draw):
     def maybe(values):
         return draw(st.none() | values)
 
-    surrogate = draw(st.sampled_from(["clipped", "cispo", "sapo", "vespo", "gmpo"]))
+    surrogate = draw(st.sampled_from(["clipped", "cispo", "sapo", "vespo", "gmpo", "divergence"]))
     aggregation = draw(
         st.sampled_from(["token_mean", "sequence_mean", "fixed_length", "sequence_sum"])
     )
@@ -152,21 +152,34 @@ def grpo_options(draw):
     }
     if aggregation == "fixed_length":
         options["max_tokens"] = 7
-    if surrogate not in ("vespo", "gmpo"):
+    if surrogate not in ("vespo", "gmpo", "divergence"):
         options["ratio_level"] = draw(st.sampled_from(["token", "sequence", "sequence_token"]))
     if options["old_policy"] != "sampler":
         level, mode = st.sampled_from(["token", "sequence"]), st.sampled_from(["truncate", "mask"])
         options["sampler_correction"] = maybe(
-            st.builds(SamplerCorrection, level=level, mode=mode, upper=st.just(1.3))
+            st.builds(
+                SamplerCorrection,
+                level=level,
+                mode=mode,
+                upper=st.just(1.3),
+                max_k3=st.sampled_from([None, 0.1]),
+                normalize=st.booleans(),
+            )
+            | st.builds(SamplerCorrection, level=st.just("k3"), max_k3=st.just(0.1))
         )
     # "response" and "all" train tokens that the fixture has no reference for.
     if options["masking_strategy"] == "assistant" and draw(st.booleans()):
         options |= {"kl_to_ref_coeff": 0.1, "kl_bias_correction": draw(st.booleans())}
     if draw(st.booleans()):
         options["kl_to_inference_coeff"] = 0.05
+    if options["masking_strategy"] == "assistant":
+        options["teacher_coeff"] = maybe(st.just(0.3))
+        options["advantage_coeff"] = 0.5 if options["teacher_coeff"] is None else 0.0
     if {"kl_to_ref_coeff", "kl_to_inference_coeff"} & options.keys():
         options["kl_estimator"] = draw(st.sampled_from(["k1", "k2", "k3"]))
-    elif not options["entropy_bonus"] and filters.top_entropy_fraction is None:
+    elif not (options["entropy_bonus"] or options.get("teacher_coeff")) and (
+        filters.top_entropy_fraction is None
+    ):
         options["skip_rows_without_signal"] = draw(st.booleans())
     return options
 
@@ -212,7 +225,7 @@ def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):
     batch = make_batch()[:0] if ragged else TensorDict({("tokens", "full"): torch.ones(0, 5)}, [0])
     packed = module.pack(batch)
     window = module.measure_window(batch)
-    assert tuple(window) == (0, 0, None)
+    assert tuple(window) == (0, 0, None, None)
     assert list(packed.micro_batches(num_rows=2)) == []
     for output in (module(batch), module(packed, window=window)):
         output.total().backward()

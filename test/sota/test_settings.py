@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict, lazy_stack
 
 from torchrl_agents.recipe import checks, optim
 from torchrl_agents.settings.command_line import (
@@ -75,7 +76,8 @@ def test_every_choice_of_every_group_composes_and_builds(check, grpo, training, 
             cfg = check(f"{group}={choice}", *needed)
             actor = training.NoActor()
             loss = training.build_loss(cfg.loss, actor, temperature=1.0, max_tokens=7)
-            assert type(loss) is training.PRESETS[cfg.loss.name]
+            policy_loss = loss.streams["rl"] if cfg.loss.observation_coeff else loss
+            assert type(policy_loss) is training.PRESETS[cfg.loss.name]
             training.build_advantage(cfg.loss, cfg.collector.group_size)
             tried += 1
     assert tried > 30
@@ -97,6 +99,34 @@ def test_settings_reach_the_parts(check, training):
     rates = [optim.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
     assert rates == pytest.approx([0.125, 0.35, 0.25, 0.05])
     assert optimizer.param_groups[0]["lr"] == rates[-1]
+
+
+def test_the_newer_losses_are_settings(check, training):
+    def build(*overrides):
+        cfg = check(*overrides)
+        loss = training.build_loss(cfg.loss, training.NoActor(), temperature=1.0, max_tokens=7)
+        return cfg, loss
+
+    assert build("loss=dppo_kl")[1].options.surrogate.divergence == "kl"
+    moved = build("loss=ipo", "loss.divergence_threshold=0.3")[1].options.surrogate
+    assert (moved.divergence, moved.threshold, moved.one_sided) == ("tv", 0.3, False)
+    cfg, _ = build("loss=maxrl")
+    assert type(training.build_advantage(cfg.loss, 4).estimator).__name__ == "MaxRL"
+    cfg, _ = build("loss.length_penalty=0.1", "loss.advantage_scale=none")
+    penalty = training.build_advantage(cfg.loss, 4).estimator
+    assert (penalty.coeff, penalty.estimator.scale) == (0.1, "none")
+    corrected = ("loss.sampler_correction=k3", "loss.max_k3=0.01", "train.num_epochs=1")
+    correction = build(*corrected, "loss.normalize_correction=true")[1].options.sampler_correction
+    assert (correction.level, correction.max_k3, correction.normalize) == ("k3", 0.01, True)
+    cfg, loss = build("loss=echo")
+    assert sorted(loss.streams) == ["ce", "rl"]
+    rows = lazy_stack(
+        [TensorDict({"masks": {"all_assistant_mask": torch.tensor([False, True, False])}})]
+    )
+    rows = training.build_postproc(cfg, None)(rows)
+    torch.testing.assert_close(rows["streams", "ce"], torch.tensor([[0.0, 0.0, 0.05]]))
+    cfg, _ = build("train.drop_solved_at=0.9")
+    assert training.build_pools(cfg).settings["easy_at"] == 0.9
 
 
 @pytest.mark.parametrize(
@@ -136,6 +166,12 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
             r"clip_epsilon=\(0.1, 0.2\) has no effect on surrogate 'cispo'",
         ),
         (["loss.kl_estimator=k2"], "kl_estimator='k2' has no effect without"),
+        (["loss.divergence=kl"], "divergence: for dppo, ipo, kpop"),
+        (["loss=dppo", "loss.divergence=js"], "divergence must be one of"),
+        (["loss.max_k3=0.1"], "go with sampler_correction"),
+        (["loss.sampler_correction=token"], "goes with train.num_epochs=1, got None"),
+        (["loss=maxrl", "loss.length_penalty=0.1"], "MaxRL needs returns of at least 0"),
+        (["train.drop_solved_at=1.5"], "easy_at"),
         (["loss.name=gpro"], "loss.name must be one of"),
         (["policy.top_p=2"], r"top_p must be .* in \(0, 1\], got 2.0"),
         (["policy.temperature=0"], "temperature must be positive"),

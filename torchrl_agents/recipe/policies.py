@@ -28,6 +28,7 @@ from torchrl_modules import (
     SamplingParameters,
     TransformersWrapper,
 )
+from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -125,7 +126,9 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, 
         actor = _transformers_policy(cfg, source)
         if cfg.engine.name == "transformers":
             return actor, actor
-        return actor, _vllm_policy(cfg, source, actor.tokenizer)
+        sampler = _vllm_policy(cfg, source, actor.tokenizer)
+        warn_of_other_dtype(actor, sampler)
+        return actor, sampler
 
 
 def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerPolicy:

@@ -32,6 +32,7 @@ from .checks import (
     row_error,
     sample_rows,
 )
+from .difficulty import IDS_PER_EPOCH, DifficultyPools
 from .loading import load_rows, one_of
 from .options import DataOptions
 from .resume import Frontier, Place
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
     from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 
-IDS_PER_EPOCH: Final = 1 << 40
-"""``group_id`` is ``epoch * IDS_PER_EPOCH + row id``."""
 _SAMPLE_ROWS: Final = 16
 _log = logging.getLogger(__name__)
 
@@ -137,6 +136,7 @@ class DataLoadingPrimer(EpisodeTransform):
             worker_timeout_s=self.options.worker_timeout_s,
         )
         self._prompt_limit = prompt_limit
+        self._pools: DifficultyPools | None = None
         self._system_prompt: str | None = None
         self._num_rows = 1
         self._shown_tools: list[str] = []
@@ -249,6 +249,9 @@ class DataLoadingPrimer(EpisodeTransform):
         for item in self._rows:
             if self._frontier.has_ended((item.epoch, item.place)):
                 continue
+            if not self._admits(item):
+                self._check_progress(item, "the difficulty pools leave it out")
+                continue
             kind, reason = self._fault(item)
             if not reason:
                 self._last_good_epoch = item.epoch
@@ -256,12 +259,35 @@ class DataLoadingPrimer(EpisodeTransform):
             if not self.skipped.counts[kind]:
                 _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
             self.skipped.add(SkippedRow(item.epoch, item.row_id, reason), kind)
-            if item.epoch > self._last_good_epoch + 1:
-                raise ValueError(
-                    "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
-                    f"the last one, row {item.row_id}: {reason}."
-                )
+            self._check_progress(item, reason)
         return None
+
+    def _check_progress(self, item: Item, reason: str) -> None:
+        if item.epoch > self._last_good_epoch + 1:
+            raise ValueError(
+                "DataLoadingPrimer: a whole pass over the data gave no row that can be used; "
+                f"the last one, row {item.row_id}: {reason}."
+            )
+
+    def admit_by(self, pools: DifficultyPools) -> None:
+        """Draw rows by their solve rate; the pools are part of ``state_dict()`` then.
+
+        Args:
+            pools: which rows; somebody tells them of finished rollouts.
+
+        Raises:
+            RuntimeError: rows were drawn, or there are pools.
+        """
+        if self._frontier.counts["drawn"] or self._pools is not None:
+            raise RuntimeError(
+                "DataLoadingPrimer.admit_by comes once, before the first draw, or no resumed run "
+                "could go through the same order."
+            )
+        self._pools, self._settings["pools"] = pools, pools.settings
+
+    def _admits(self, item: Item) -> bool:
+        pools = self._pools
+        return pools is None or pools.admits(item.row_id, epoch=item.epoch, seed=self.seed)
 
     def _fault(self, item: Item) -> tuple[str, str]:
         """What is wrong with a row: the kind (``"bad"``, ``"too_long"``), and in words."""
@@ -319,11 +345,13 @@ class DataLoadingPrimer(EpisodeTransform):
     def ledger(self) -> dict[str, int]:
         """Rollouts ``drawn`` = ``ended`` + ``abandoned`` + ``in_flight``; rows skipped by kind."""
         kinds = {f"skipped_{kind}": self.skipped.counts[kind] for kind in ("bad", "too_long")}
-        return {**self._frontier.counts, "in_flight": self._frontier.num_in_flight, **kinds}
+        return {**self._frontier.counts, "in_flight": self._frontier.num_in_flight} | kinds
 
     def get_extra_state(self) -> dict[str, Any]:
         """The position, of plain Python values; part of ``state_dict()``."""
         state = self._frontier.state(self._rows.position)
+        if self._pools is not None:
+            state["pools"] = self._pools.state_dict()
         return {**state, "settings": self._settings, "skipped": dict(self.skipped.counts)}
 
     @property
@@ -353,7 +381,9 @@ class DataLoadingPrimer(EpisodeTransform):
         Raises:
             ValueError: it belongs to other data or settings; the message names what differs.
         """
-        check_same(self._settings, state["settings"])
+        check_same({"pools": None, **self._settings}, state["settings"])
+        if self._pools is not None:
+            self._pools.load_state_dict(state["pools"])
         self._start()
         self._rows.seek(*self._frontier.load(state))
         self._last_good_epoch = self._rows.position[0]

@@ -96,6 +96,11 @@ class TransformersEngine:
             self.reader  # noqa: B018
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the activations."""
+        return self._autocast_dtype or self._inside.dtype
+
+    @property
     def inside(self) -> PreTrainedModel:
         """The model itself, without wrappers."""
         return self._inside

@@ -53,6 +53,30 @@ def test_advantages_any_order(slow, case, order):
 
 @fast
 @given(case=rollouts(), data=st.data())
+def test_maxrl_and_relative_length(slow, case, data):
+    values, groups = case
+    values = [None if v is None else abs(v) for v in values]
+    reward, group = as_tensors(values, groups)
+    want = torch.tensor(slow.maxrl(values, groups), dtype=torch.float64)
+    torch.testing.assert_close(F.maxrl_advantage(reward, group), want)
+    valid = torch.tensor([v is not None for v in values])
+    finite = reward.nan_to_num(5.0, 5.0, 5.0)
+    torch.testing.assert_close(F.maxrl_advantage(finite, group, valid), want)
+    lengths = [data.draw(st.integers(0, 5)) for _ in groups]
+    share = F.relative_length(torch.tensor(lengths), group)
+    torch.testing.assert_close(share, torch.tensor(slow.relative_length(lengths, groups)))
+
+
+def test_maxrl_weighs_a_success_by_its_rarity():
+    """One of four: (1 - 1/4) / (1/4) = 3, and -1 for each failure; without a success 0."""
+    group = torch.tensor([0, 0, 0, 0, 1, 1])
+    reward = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert F.maxrl_advantage(reward, group).tolist() == [3, -1, -1, -1, 0, 0]
+    assert F.maxrl_advantage(-reward, group).tolist() == [0] * 6
+
+
+@fast
+@given(case=rollouts(), data=st.data())
 def test_gdpo(slow, case, data):
     values, groups = case
     second = [data.draw(rewards) for _ in groups]

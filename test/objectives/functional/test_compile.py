@@ -31,7 +31,7 @@ def one_step(F, log_prob, old, other, advantage, mask, lengths):
     keep = F.off_policy_sequence_mask(log_prob, old, advantage, mask, lengths, threshold=0.1)
     keep = keep & F.trust_region_mask(log_prob, old, mask, threshold=0.5)
     keep = keep & F.high_entropy_mask(-other, mask, top_fraction=0.8)
-    weight = F.sampler_correction(old, other, mask, lengths, level="sequence").weight
+    weight = F.sampler_correction(old, other, mask, lengths, level="sequence", max_k3=1.0).weight
     terms = [
         F.clipped_surrogate(ratio, advantage, mask, ratio_cap=3.0),
         F.clipped_surrogate(sequence, advantage, mask),
@@ -39,6 +39,8 @@ def one_step(F, log_prob, old, other, advantage, mask, lengths):
         F.sapo(ratio, advantage, mask),
         F.vespo(ratio, log_prob, advantage, mask, lengths),
         F.gmpo(ratio, advantage, mask, lengths),
+        F.divergence_masked(log_prob, old, advantage, mask, divergence="symmetric_kl"),
+        F.divergence_masked(log_prob, old, F.distillation_advantage(log_prob, other, mask), mask),
     ]
     tokens = sum(term.loss for term in terms) * keep * weight
     tokens = tokens + F.kl_estimate(log_prob, other, mask, log_ratio=ratio)
@@ -72,6 +74,8 @@ def every_advantage(F, reward, group, mask, lengths, dense):
         F.gdpo_advantage(torch.stack([reward, -reward], 1), group, torch.ones(2)),
         F.pass_at_k_advantage(reward > 0, group, k=2),
         F.turn_advantage(dense, mask, lengths, group[:B]),
+        F.maxrl_advantage(reward, group),
+        F.relative_length(group, group),
         F.overlong_penalty(lengths, max_tokens=8, buffer_tokens=4),
     )
 

@@ -122,6 +122,12 @@ def away_from(batch, *bounds):
     assume(all(abs(x - bound) > 1e-4 for x in values for bound in bounds))
 
 
+DIVERGENCES = {
+    "dppo-tv": {"divergence": "tv"},
+    "dppo-kl": {"divergence": "kl", "one_sided": True},
+    "ipo": {"divergence": "tv", "one_sided": False, "threshold": 0.2},
+    "kpop": {"divergence": "symmetric_kl", "one_sided": False},
+}
 POLICY = {
     "clipped": (
         lambda lr, _, a, x: F.clipped_surrogate(lr, a, x.mask, clip_high=0.28),
@@ -155,6 +161,20 @@ POLICY = {
         lambda lr, lp, a, x: F.vespo(lr, lp, a, x.mask, x.lengths),
         lambda slow, *args: slow.vespo(*args),
     ),
+    **{
+        name: (
+            lambda lr, lp, a, x, s=settings: F.divergence_masked(
+                lp, lp.detach() - lr.detach(), a, x.mask, **s
+            ),
+            lambda slow, *args, s=settings: slow.divergence_masked(
+                *args,
+                kind=s["divergence"],
+                threshold=s.get("threshold", {"tv": 0.15, "kl": 0.05}.get(s["divergence"], 0.1)),
+                one_sided=s.get("one_sided", True),
+            ),
+        )
+        for name, settings in DIVERGENCES.items()
+    },
     "gmpo": (
         lambda lr, _, a, x: F.gmpo(lr, a, x.mask, x.lengths),
         lambda slow, *args: slow.gmpo(*args),
@@ -182,6 +202,13 @@ def test_vespo_bounds_the_weight_of_a_sequence(token_log_ratio, k, lam, expected
 @given(batch=batches())
 def test_policy_term(name, slow, batch):
     away_from(batch, *(math.log(x) for x in (0.8, 1.2, 1.28, 2.0, 3.0)), 0.4, -0.4)
+    if name in DIVERGENCES:
+        kind = DIVERGENCES[name]["divergence"]
+        pairs = [
+            p for rows in zip(batch.lp, batch.old, strict=True) for p in zip(*rows, strict=True)
+        ]
+        moves = [slow.binary_divergence(math.exp(x), math.exp(y), kind) for x, y in pairs]
+        assume(all(abs(d - t) > 1e-4 for d in moves for t in (0.05, 0.1, 0.15, 0.2)))
     ours, theirs = POLICY[name]
 
     def torch_loss(log_prob, layout):
@@ -284,9 +311,11 @@ def test_supervised(slow, batch, beta):
 @pytest.mark.parametrize("mode", F.CORRECTION_MODES)
 @pytest.mark.parametrize("level", F.CORRECTION_LEVELS)
 @fast
-@given(batch=batches())
-def test_sampler_correction(level, mode, slow, batch):
-    want = slow.correction(batch.old, batch.other, level, mode, 2.0, 0.5)
+@given(batch=batches(), max_k3=st.sampled_from([0.05, 0.5, None]))
+def test_sampler_correction(level, mode, slow, batch, max_k3):
+    max_k3 = 0.1 if level == "k3" and max_k3 is None else max_k3
+    bound = math.inf if max_k3 is None else max_k3
+    want = slow.correction(batch.old, batch.other, level, mode, 2.0, 0.5, bound)
     flat = torch.tensor([w for row in want for w in row], dtype=torch.float64)
     for kind in KINDS:
         layout = Layout(batch.layout, kind)
@@ -300,10 +329,12 @@ def test_sampler_correction(level, mode, slow, batch):
             mode=mode,
             upper=2.0,
             lower=0.5,
+            max_k3=max_k3,
         )
         torch.testing.assert_close(layout.flat(result.weight), flat)
-        assert result.weight[~layout.mask].eq(1).all()
-        changed = flat.eq(0) if mode == "mask" else flat.eq(2.0) | flat.eq(0.5)
+        outside = result.weight[~layout.mask]
+        assert outside.eq(1).all()
+        changed = flat.eq(0) if mode == "mask" else flat.eq(2.0) | flat.eq(0.5) | flat.eq(0)
         assert layout.flat(result.changed).equal(changed)
         gap = [
             abs(a - b)

@@ -335,6 +335,7 @@ def test_what_is_never_differentiated_is_not():
         F.sapo(ratio, advantage, mask).loss,
         F.vespo(ratio, log_prob, advantage, mask, sampler_log_ratio=old).loss,
         F.gmpo(ratio, advantage, mask).loss,
+        F.divergence_masked(log_prob, old, advantage, mask).loss,
         F.kl_estimate(log_prob, ref, mask),
         F.sampled_distillation(log_prob, ref, mask),
         F.sampled_distillation(log_prob, ref, mask, direction="forward"),
@@ -350,6 +351,9 @@ def test_what_is_never_differentiated_is_not():
         F.entropy_threshold(log_prob, mask, top_fraction=0.5),
         F.off_policy_gap(log_prob, old, mask),
         F.gmpo(ratio, advantage, mask).ratio,
+        F.binary_divergence(log_prob, old, mask, divergence="symmetric_kl"),
+        F.divergence_masked(log_prob, old, advantage, mask).ratio,
+        F.distillation_advantage(log_prob, ref, mask),
     ]
     assert not any(tensor.requires_grad for tensor in detached)
 
@@ -377,7 +381,8 @@ def test_settings_at_the_edge_of_their_range_are_accepted():
     F.trust_region_mask(ONE, ONE, ON, threshold=0.5)
     F.overlong_penalty(IDS, max_tokens=1, buffer_tokens=1)
     F.token_log_probs(ONE, IDS, temperature=0.5, chunk_tokens=1)
-    F.sampler_correction(ONE, ONE, ON, upper=1.0, lower=1.0)
+    F.sampler_correction(ONE, ONE, ON, upper=1.0, lower=1.0, max_k3=0.5)
+    F.divergence_masked(ONE, ONE, ONE, ON, threshold=0.5)
     assert F.aggregate(ONE, ON, aggregation="fixed_length", max_tokens=1).item() == 0
 
 
@@ -410,6 +415,10 @@ BAD_CALLS = {
     "unknown correction mode": lambda: F.sampler_correction(ONE, ONE, ON, mode="clip"),
     "upper below 1": lambda: F.sampler_correction(ONE, ONE, ON, upper=0.5),
     "lower above 1": lambda: F.sampler_correction(ONE, ONE, ON, lower=1.5),
+    "k3 without a bound": lambda: F.sampler_correction(ONE, ONE, ON, level="k3"),
+    "k3 of 0": lambda: F.sampler_correction(ONE, ONE, ON, max_k3=0.0),
+    "unknown divergence": lambda: F.divergence_masked(ONE, ONE, ONE, ON, divergence="js"),
+    "divergence of 0": lambda: F.divergence_masked(ONE, ONE, ONE, ON, threshold=0.0),
     "beta 0": lambda: F.minor_sft(ONE[0], ONE[0], beta=0.0),
     "unknown direction": lambda: F.sampled_distillation(ONE, ONE, ON, direction="back"),
     "jsd weight above 1": lambda: F.generalized_jsd(ONE, ONE, weight=1.5),

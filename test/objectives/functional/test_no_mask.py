@@ -17,6 +17,11 @@ NO_MASK = {
     "sapo": lambda x: F.sapo(x.lp, x.adv, x.mask),
     "vespo": lambda x: F.vespo(x.other, x.lp, x.adv, mask=x.mask, lengths=x.lengths),
     "gmpo": lambda x: F.gmpo(x.lp, x.adv, mask=x.mask, lengths=x.lengths),
+    "divergence": lambda x: F.divergence_masked(x.lp, x.other, x.adv, x.mask, threshold=0.5),
+    "distillation advantage": lambda x: F.distillation_advantage(x.lp, x.other, x.mask),
+    "k3": lambda x: F.sampler_correction(
+        x.lp, x.other, mask=x.mask, lengths=x.lengths, level="k3", max_k3=0.5
+    ),
     "kl": lambda x: F.kl_estimate(x.lp, x.other, x.mask, log_ratio=x.other),
     "nll": lambda x: F.negative_log_likelihood(x.lp, x.mask),
     "distillation": lambda x: F.sampled_distillation(x.lp, x.other, x.mask, direction="forward"),
