@@ -18,7 +18,7 @@ from typing import Any, Final
 from tensordict import TensorDictBase
 from torch import nn
 
-from objectives import GRPOLossOutput
+from objectives import GRPOLossOutput, SFTLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
 from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import (
@@ -42,6 +42,7 @@ _RENAMED: Final = {
     "reward/mean": "reward",
     "reward/zero_std_fraction": "groups/without_signal_fraction",
     "loss_objective": "loss",
+    "loss_sft": "loss",
     "clip_fraction_low": "clip_fraction/negative_advantage",
     "clip_fraction_high": "clip_fraction/positive_advantage",
     "num_active_tokens": "trained_tokens",
@@ -112,7 +113,8 @@ def _solved_by_group(rows: Sequence[TensorDictBase], solved_at: float) -> list[l
 
 
 def update_metrics(
-    outputs: Sequence[GRPOLossOutput | Mapping[str, float]], outcomes: Sequence[StepOutcome]
+    outputs: Sequence[GRPOLossOutput | SFTLossOutput | Mapping[str, float]],
+    outcomes: Sequence[StepOutcome],
 ) -> dict[str, float]:
     """What the updates of a step were like.
 
@@ -123,10 +125,10 @@ def update_metrics(
 
     Returns:
         The mean over the optimizer steps of every entry of the outputs, with ``loss`` for
-        ``loss_objective``, the clip fraction by the sign of the advantage, ``trained_tokens`` and
-        ``trained_rows``; ``ESS/min`` and ``ratio_mean/max``, the worst of them; ``grad_norm``
-        (before clipping) and ``grad_norm/max`` of the finite ones; ``optimizer_steps`` made and
-        ``optimizer_steps/skipped``.
+        ``loss_objective`` or ``loss_sft``, the clip fraction by the sign of the advantage,
+        ``trained_tokens`` and ``trained_rows``; ``ESS/min`` and ``ratio_mean/max``, the worst of
+        them; ``grad_norm`` (before clipping) and ``grad_norm/max`` of the finite ones;
+        ``optimizer_steps`` made and ``optimizer_steps/skipped``.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for output in outputs:
@@ -134,7 +136,7 @@ def update_metrics(
             if value is not None:
                 values[str(name)].append(float(value))
     metrics = {_RENAMED.get(name, name): _mean(each) for name, each in values.items()}
-    if outputs:
+    if "ESS" in values:
         metrics["ESS/min"] = min(values["ESS"])
         metrics["ratio_mean/max"] = max(values["ratio_mean"])
     norms = [o.grad_norm for o in outcomes if math.isfinite(o.grad_norm) and not o.skipped]
@@ -234,7 +236,7 @@ class StepMetrics:
         self.solved_at = solved_at
         self._rollouts: dict[str, float] = {}
         self._num_sampled = 0.0
-        self._outputs: list[GRPOLossOutput | Mapping[str, float]] = []
+        self._outputs: list[GRPOLossOutput | SFTLossOutput | Mapping[str, float]] = []
         self._outcomes: list[StepOutcome] = []
 
     def add_rollouts(self, trajectories: TensorDictBase) -> TensorDictBase:
@@ -243,7 +245,7 @@ class StepMetrics:
         self._num_sampled = self._rollouts["sampled_tokens"] * len(trajectories)
         return trajectories
 
-    def add_update(self, output: GRPOLossOutput, outcome: StepOutcome) -> None:
+    def add_update(self, output: GRPOLossOutput | SFTLossOutput, outcome: StepOutcome) -> None:
         """Take in one optimizer step."""
         self._outputs.append(output)
         self._outcomes.append(outcome)

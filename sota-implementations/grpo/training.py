@@ -7,7 +7,6 @@ from functools import partial
 from inspect import signature
 from typing import Any, Final
 
-import torch
 from config import GRPOConfig, LossConfig
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -37,6 +36,7 @@ from objectives import (
     write_streams,
 )
 from objectives.losses.surrogate_options import SURROGATES, TokenFilters
+from torchrl_agents.recipe.collection import shuffle_rewards
 from torchrl_data.protocols import TokenScores
 from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
 from torchrl_envs.rewards.kl import RetrieveLogProb
@@ -253,7 +253,7 @@ def build_postproc(
     if cfg.loss.observation_coeff:
         steps.append(partial(_write_observations, coeff=cfg.loss.observation_coeff))
     if cfg.train.shuffle_rewards:
-        steps.append(_shuffle_rewards)
+        steps.append(shuffle_rewards)
     if reference is not None:
         steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
 
@@ -268,13 +268,4 @@ def build_postproc(
 def _write_observations(trajectories: TensorDictBase, coeff: float) -> TensorDictBase:
     """Say which tokens the policy term trains, and which the cross-entropy."""
     write_streams(trajectories, rl="assistant", ce=("observation", coeff))
-    return trajectories
-
-
-def _shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
-    """Deal the rewards out at random."""
-    rows = trajectories.unbind(0)
-    rewards = [row["reward"] for row in rows]
-    for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
-        row["reward"] = rewards[index]
     return trajectories

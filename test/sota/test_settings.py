@@ -1,8 +1,6 @@
 """Settings: every choice composes and builds; what makes no sense is refused before any loading."""
 
 import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,23 +18,6 @@ from torchrl_agents.settings.command_line import (
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import defaults_of, fill_in
 from torchrl_envs.tasks.registry import TASKS
-
-SCRIPTS = Path(__file__).parents[2] / "sota-implementations"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A script's module; its folder's modules can be imported, as they import each other."""
-    before = set(sys.modules)
-
-    def load(name):
-        monkeypatch.syspath_prepend(str(SCRIPTS / name))
-        return import_module(name.replace("-", "_"))
-
-    yield load
-    for name in set(sys.modules) - before:
-        if str(SCRIPTS) in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
 
 
 @pytest.fixture

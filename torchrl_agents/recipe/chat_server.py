@@ -68,6 +68,7 @@ class ChatServerPolicy(TensorDictModuleBase):
         self.sampling = sampling
         self.in_keys: list[Any] = [(HISTORY, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys: list[Any] = [(HISTORY, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.tokenizer = tokenizer
         self._model = model
         # A client belongs to the event loop that it was first used on.
         self._client = lambda: openai.AsyncOpenAI(

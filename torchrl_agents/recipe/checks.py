@@ -1,7 +1,7 @@
 """Settings that can't work are refused by name, before anything is loaded."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,7 +31,7 @@ RULES: Final[dict[str, Rule]] = {
     "policy.max_new_tokens": COUNT,
     "engine.num_engines": COUNT,
     "collector.num_prompts": COUNT,
-    "collector.group_size": (lambda x: x >= 2, "at least 2: a group of one never has a signal"),
+    "collector.group_size": COUNT,
     "collector.max_turns": COUNT,
     "collector.max_episode_tokens": COUNT,
     "collector.min_turn_tokens": COUNT,
@@ -75,20 +75,18 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         value = getattr(owner, name, None)
         if value is not None and not holds(value):
             raise SettingsError(f"{key} must be {rule}, got {value}.")
+    for key in recipe.required:
+        group, _, name = key.rpartition(".")
+        if getattr(getattr(cfg, group), name) is None:
+            raise SettingsError(f"{recipe.name} needs {key}=...")
     _check_names(recipe, cfg)
     if isinstance(cfg, TrainingConfig):
-        for backend in cfg.logger.backends:
-            package = missing_package(backend)
-            if package is not None:
-                raise SettingsError(
-                    f"logger.backends: {backend} needs the package {package}: pip install "
-                    f"{package}."
-                )
+        _check_trackers(cfg.logger.backends)
     _check_engine(cfg)
     if cfg.policy.model is None and cfg.policy.model_kwargs:
         raise SettingsError("policy.model_kwargs are for a policy.model that is loaded.")
     if isinstance(cfg, RolloutsConfig):
-        _check_rollouts(cfg)
+        _check_rollouts(recipe, cfg)
     _check_device(cfg.policy.device)
     _try_parts({"policy": lambda: sampling_of(cfg.policy), **recipe.parts(cfg)})
 
@@ -109,6 +107,15 @@ def _check_names(recipe: Recipe, cfg: RecipeConfig) -> None:
     for key, (value, known) in names.items():
         if value not in known:
             raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+
+
+def _check_trackers(backends: Sequence[str]) -> None:
+    for backend in backends:
+        package = missing_package(backend)
+        if package is not None:
+            raise SettingsError(
+                f"logger.backends: {backend} needs the package {package}: pip install {package}."
+            )
 
 
 def _check_engine(cfg: RecipeConfig) -> None:
@@ -132,7 +139,12 @@ def _check_engine(cfg: RecipeConfig) -> None:
         )
 
 
-def _check_rollouts(cfg: RolloutsConfig) -> None:
+def _check_rollouts(recipe: Recipe, cfg: RolloutsConfig) -> None:
+    if recipe.needs_groups and cfg.collector.group_size < 2:
+        raise SettingsError(
+            "collector.group_size must be at least 2: a group of one never has a signal, got "
+            f"{cfg.collector.group_size}."
+        )
     streaming = ("max_staleness", "staleness_policy", "pipeline_depth", "max_inflight_tasks")
     default = CollectorConfig()
     changed = [n for n in streaming if getattr(cfg.collector, n) != getattr(default, n)]

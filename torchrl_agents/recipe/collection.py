@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
@@ -169,3 +170,12 @@ def end_collection(collector: AnyCollector, folder: Path, last: dict[str, float]
     _LOG.info("%s", collector.ledger)
     if "collect/trainer_wait_fraction" in last:
         _LOG.info("This run was %s.", verdict(last))
+
+
+def shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
+    """Deal the rewards out at random."""
+    rows = trajectories.unbind(0)
+    rewards = [row["reward"] for row in rows]
+    for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
+        row["reward"] = rewards[index]
+    return trajectories

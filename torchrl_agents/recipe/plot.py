@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-_SMALL = {
+REWARD_CURVES = {
     "entropy": "entropy, nats per token",
     "groups/without_signal_fraction": "groups without a signal",
     "sampled_tokens": "sampled tokens of a rollout",
@@ -25,6 +25,7 @@ def plot_learning_curve(
     after: float | None,
     title: str,
     further: Mapping[str, str],
+    beside: Mapping[str, str] = REWARD_CURVES,
 ) -> None:
     """Draw the reward of each step, the test before and after, and what explains them.
 
@@ -35,25 +36,27 @@ def plot_learning_curve(
         after: the same after it, if there was a test.
         title: above the plot.
         further: more curves beside the reward: the metric of each, by what to call it.
+        beside: metrics with small plots of their own, and what to call them.
     """
     figure, axes = plt.subplot_mosaic(
-        [["reward", name] for name in _SMALL],
+        [["reward", name] for name in beside],
         figsize=(9.5, 4.8),
         width_ratios=(2.1, 1),
         layout="constrained",
     )
     figure.suptitle(title, fontsize=11)
     _draw_reward(axes["reward"], history, before, after, further)
-    for name, label in _SMALL.items():
-        values = [metrics[name] for metrics in history]
+    for name, label in beside.items():
+        told = [(i, metrics[name]) for i, metrics in enumerate(history, 1) if name in metrics]
+        values = [value for _, value in told]
         small = axes[name]
-        small.plot(range(1, len(values) + 1), values, color="tab:gray", lw=1.2)
+        small.plot([i for i, _ in told], values, color="tab:gray", lw=1.2)
         small.set_title(label, fontsize=9, loc="left")
         small.tick_params(labelsize=8)
         small.set_ylim(*_limits([*values, 0.0]))
         small.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         small.grid(alpha=0.3)
-    for name in list(_SMALL)[:-1]:
+    for name in list(beside)[:-1]:
         axes[name].tick_params(labelbottom=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -66,17 +69,18 @@ def _draw_reward(
     after: float | None,
     further: Mapping[str, str],
 ) -> None:
-    rewards = [metrics["reward"] for metrics in history]
+    rewards = [metrics["reward"] for metrics in history if "reward" in metrics]
     steps = range(1, len(rewards) + 1)
-    axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
-    axes.plot(steps, smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
+    if rewards:
+        axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
+        axes.plot(steps, smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
     shown = [*rewards, before]
     colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
     for (label, name), color in zip(further.items(), colors, strict=False):
         values = smoothed([metrics[name] for metrics in history])
         axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
         shown += values
-    ends = [(0, before)] + ([] if after is None else [(len(rewards), after)])
+    ends = [(0, before)] + ([] if after is None else [(len(history), after)])
     shown += [] if after is None else [after]
     axes.plot(*zip(*ends, strict=True), "o", color="tab:green", ms=8, label="held-out prompts")
     low, high = _limits(shown)
@@ -89,7 +93,7 @@ def _draw_reward(
             textcoords="offset points",
             ha="left" if x == 0 else "right",
         )
-    axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(low, high))
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(low, high))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=9)

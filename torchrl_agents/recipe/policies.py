@@ -52,8 +52,7 @@ def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
 def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
     """Where to load the model from: as given, a run's, or a folder with the embedded one."""
     if cfg.policy.model is not None:
-        of_run = Path(cfg.policy.model) / "model"
-        yield str(of_run) if (of_run / "config.json").is_file() else cfg.policy.model
+        yield model_folder(cfg.policy.model)
         return
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         tokenizer = train_tokenizer(task_texts(task), isolated=task.isolated)
@@ -61,6 +60,12 @@ def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
         torch.manual_seed(cfg.seed)
         tiny_qwen3(len(tokenizer)).save_pretrained(folder)
         yield folder
+
+
+def model_folder(source: str) -> str:
+    """Hub id or path of a model, of whatever has one: a run's folder has it in ``model/``."""
+    of_run = Path(source) / "model"
+    return str(of_run) if (of_run / "config.json").is_file() else source
 
 
 def task_texts(task: Task) -> list[str]:
@@ -81,12 +86,15 @@ def rendered(chats: Sequence[Sequence[Message]]) -> list[str]:
     return list(texts)
 
 
-def load_model(cfg: PolicyConfig, source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    cfg: PolicyConfig, source: str, *, who: str = "policy.model"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer.
 
     Args:
         cfg: device, dtype, attention and further arguments.
         source: hub id or path.
+        who: names it.
 
     Raises:
         SettingsError: there is no such model, or it can't be loaded so.
@@ -101,7 +109,7 @@ def load_model(cfg: PolicyConfig, source: str) -> tuple[PreTrainedModel, PreTrai
     except (OSError, ValueError, TypeError, ImportError) as error:
         kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise SettingsError(f"policy.model={source!r}{kind} can't be loaded: {first}") from error
+        raise SettingsError(f"{who}={source!r}{kind} can't be loaded: {first}") from error
     model.to(device)  # type: ignore[arg-type]
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()

@@ -30,8 +30,8 @@ class StepRecord(NamedTuple):
 
     step: int
     metrics: dict[str, float]
-    trajectories: TensorDictBase
-    """As collected."""
+    trajectories: TensorDictBase | None
+    """As collected; none where nothing was."""
     trained: TensorDictBase | None
     """Those with an advantage, as they were trained on."""
 
@@ -75,7 +75,7 @@ class Recorder:
 
     def write(self, record: StepRecord) -> None:
         """Write a step; what was written is there if the run dies after it."""
-        if self._rollouts is not None:
+        if self._rollouts is not None and record.trajectories is not None:
             self._rollouts.write(
                 record.step, record.trajectories, trained=record.trained, metrics=record.metrics
             )

@@ -31,6 +31,10 @@ class Recipe:
     """Defaults of the embedded model that differ from those of all recipes."""
     pretrained: Mapping[str, Any] = field(default_factory=dict)
     """The same of a model that was given."""
+    needs_groups: bool = True
+    """Whether a group of one has no signal."""
+    required: Sequence[str] = ()
+    """Settings that have to be given."""
     engines: Sequence[str] = ("transformers", "vllm")
     """What may draw its tokens."""
     parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}

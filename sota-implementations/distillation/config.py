@@ -1,0 +1,27 @@
+"""Settings of distillation, typed, with what they mean; ``distillation.py --help`` shows all."""
+
+from dataclasses import dataclass, field
+
+from torchrl_agents.recipe.teachers import TeacherConfig
+from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, TrainConfig
+
+
+@dataclass
+class DistillationTrainConfig(TrainConfig):
+    """On-policy distillation: the teacher judges each token that the student sampled."""
+
+    num_epochs: int | None = None
+    """Passes over the rollouts of a step, an optimizer step each."""
+    clip_epsilon: float = 0.2
+    """The ratio of a token's probability to that at its sampling is kept within 1 -+ this."""
+    shuffle_verdicts: bool = False
+    """A control: the teacher's verdicts are dealt out at random, so nothing can be learnt."""
+
+
+@dataclass
+class DistillationConfig(RolloutsConfig):
+    """Settings of ``distillation.py``."""
+
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(group_size=1))
+    train: DistillationTrainConfig = field(default_factory=DistillationTrainConfig)

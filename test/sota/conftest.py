@@ -1,0 +1,45 @@
+"""Recipes in this process: their modules, and a run as on the command line."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "sota-implementations"
+
+
+def forget_scripts(*_):
+    """Scripts import each other by short names, the same ones in several folders."""
+    for name, module in list(sys.modules.items()):
+        if str(SCRIPTS) in str(getattr(module, "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A script's module; its folder's modules can be imported, as they import each other."""
+
+    def load(name):
+        forget_scripts()
+        monkeypatch.syspath_prepend(str(SCRIPTS / name))
+        return import_module(name.replace("-", "_"))
+
+    yield load
+    forget_scripts()
+
+
+@pytest.fixture
+def run_recipe(script, monkeypatch, capsys):
+    """Runs a recipe as its command line does; gives the result."""
+    from torchrl_agents.recipe.start import run_recipe
+
+    def run(name, *arguments):
+        module = script(name)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        build = {"build": module.build} if hasattr(module, "build") else {}
+        run_recipe(module.RECIPE, module.main, **build)
+        return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+    return run
