@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from torchrl_agents.recipe.teachers import TeacherConfig
+from teachers import TeacherConfig
+
 from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, TrainConfig
 
 

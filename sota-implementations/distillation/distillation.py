@@ -14,6 +14,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from config import DistillationConfig
+from teachers import build_teacher
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
@@ -28,7 +29,6 @@ from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
-from torchrl_agents.recipe.teachers import build_teacher
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 from torchrl_envs.rewards.kl import RetrieveLogProb

@@ -107,7 +107,11 @@ def learn(
             before=result["held_out_before"],
             after=result["held_out_after"],
             title=f"{recipe.name} on {cfg.task.id}, seed {cfg.seed}",
-            further={name.replace("_", " "): f"rewards/{name}/mean" for name in names},
+            further={
+                name.replace("_", " "): f"rewards/{name}/mean"
+                for name in names
+                if isinstance(cfg, RolloutsConfig)
+            },
             beside=curves,
         )
         show_rollouts({"before": before, "after": after}, cfg.evaluate.num_shown)

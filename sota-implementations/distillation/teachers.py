@@ -13,12 +13,11 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor
 
+from torchrl_agents.recipe.policies import load_model, model_folder
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_modules import TransformersWrapper
-
-from .policies import load_model, model_folder
 
 NUM_CONNECTIONS: Final = 32
 """Sequences that a server scores at the same time."""
