@@ -3,7 +3,7 @@ r"""On-policy distillation: a teacher judges each token that the student samples
 torchrl-agents distillation teacher.model=outputs/sft/gcd/seed0        # the embedded model
 torchrl-agents distillation task=gsm8k task.dataset=rows.jsonl \
         policy.model=Qwen/Qwen3-0.6B teacher.model=Qwen/Qwen3-8B teacher.url=http://host:8000/v1
-torchrl-agents distillation experiment=control teacher.model=...       # nothing is learnt
+torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
 import os

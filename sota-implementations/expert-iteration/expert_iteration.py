@@ -2,7 +2,7 @@
 
 torchrl-agents expert-iteration                       # the embedded model learns to calculate
 torchrl-agents expert-iteration task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B
-torchrl-agents expert-iteration experiment=control    # shuffled rewards: nothing is learnt
+torchrl-agents expert-iteration experiment=control    # a control: shuffled rewards
 """
 
 import os
