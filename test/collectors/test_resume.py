@@ -202,7 +202,7 @@ class Killed:
         self.weights = copy.deepcopy(policy.engine.model)
         if self.state is not None:
             self.collector.load_state_dict(copy.deepcopy(self.state))
-            self.trained = list(self.saved)
+        self.trained = list(self.saved)
         self.collector.update_policy_weights_(self.weights)
 
     def live(self, chooser):
