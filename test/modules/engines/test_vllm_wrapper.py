@@ -159,7 +159,7 @@ def test_a_turn_that_spans_two_versions_says_so_token_by_token(
     batch = make_batch()
     turn = threading.Thread(target=policy, args=(batch,))
     turn.start()
-    while not served._streams:
+    while not served._steps.has_work:
         time.sleep(0.001)
     time.sleep(0.1)
     policy.update_weights(other_model.state_dict())
