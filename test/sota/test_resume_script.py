@@ -23,10 +23,31 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
 COMMAND = [
     *(sys.executable, str(SCRIPT), "debug=tiny", "task=number_guessing", "evaluate.num_shown=0"),
-    *("warm_start.num_steps=100", "collector.num_prompts=4", "collector.group_size=4"),
+    *("warm_start.num_steps=100", "collector.num_prompts=8", "collector.group_size=4"),
     *("train.num_steps=4", "checkpoint.every=1"),
 ]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+# The script, told to stop between two passes over the rollouts of a step.
+STOPPED_INSIDE_A_STEP = """
+import runpy, signal, sys
+from torchrl_agents.recipe.stop import StopSignals
+
+check, calls = StopSignals.check, []
+
+def stop(self):
+    name = sys._getframe(1).f_code.co_name
+    calls.append(name)
+    if name == "train_step" and calls.count("train") >= 1:
+        self.received = signal.SIGTERM
+    check(self)
+
+StopSignals.check = stop
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def metrics_of(folder):
@@ -38,7 +59,7 @@ def metrics_of(folder):
 
 
 @pytest.mark.slow
-def test_S05_after_kill_9_a_run_ends_as_it_would_have(tmp_path):
+def test_S05_after_a_stop_inside_a_step_and_kill_9_a_run_ends_as_it_would_have(tmp_path):
     def run(*more):
         done = subprocess.run(
             [*COMMAND, *more],
@@ -53,8 +74,18 @@ def test_S05_after_kill_9_a_run_ends_as_it_would_have(tmp_path):
         return Path(json.loads(done.stdout.strip().splitlines()[-1])["output_dir"])
 
     whole = run("name=whole")
+    inside = [sys.executable, "-c", STOPPED_INSIDE_A_STEP, *COMMAND[1:], "name=cut"]
+    done = subprocess.run(
+        inside, cwd=tmp_path, env=ENVIRONMENT, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr[-3000:]
+    assert "stopped after step" in done.stderr
     with subprocess.Popen(
-        [*COMMAND, "name=cut"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        [*COMMAND, "name=cut", "resume=auto"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
