@@ -1,20 +1,25 @@
-"""Runs all tests, in two processes: an engine inside a process changes its globals.
+"""Runs all tests, in three parts: an engine inside a process changes its globals.
 
     python test/run_tests.py [arguments of pytest]
+
+The two parts without vLLM run at the same time, a core each; what the second one prints comes when
+both are over. Then the engines have the machine to themselves.
 
 What talks to real servers, browsers and engines has deadlines, so tests that failed get a second
 try in a new process. That tells a flaky test from a broken one, and hides neither: a test that
 passes at its second try alone fails the run too, unless ``test/house/known_flaky.txt`` names it
-with a reason. Both halves run whatever the first one said.
+with a reason. All parts run whatever the first one said.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN_FLAKY = ROOT / "test/house/known_flaky.txt"
@@ -22,30 +27,31 @@ MOST_TRIED_AGAIN = 30
 PASSED, SOME_FAILED, NOTHING_RUN = 0, 1, 5  # what pytest returns
 
 
-class Half(NamedTuple):
-    """A part of the tests that has a process of its own."""
+class Part(NamedTuple):
+    """Tests that have a process of their own."""
 
     name: str
     arguments: tuple[str, ...]
     cache: str
-    num_threads: int
 
 
-HALVES = (
-    Half("without vLLM", ("-m", "not vllm"), ".pytest_cache", 2),
-    Half(
-        "with vLLM",
-        ("-m", "vllm", "test/docs", "test/modules", "test/sota"),
-        ".pytest_cache/vllm",
-        1,
-    ),
+RUNS = ("test/collectors", "test/ranks", "test/sota")
+"""What waits for processes, servers and whole runs of scripts."""
+AT_ONCE = (
+    Part("of units", ("-m", "not vllm", *(f"--ignore={r}" for r in RUNS)), ".pytest_cache"),
+    Part("of runs", ("-m", "not vllm", *RUNS), ".pytest_cache/runs"),
+)
+WITH_VLLM = Part(
+    "with vLLM",
+    ("-m", "vllm", "test/docs", "test/modules", "test/sota"),
+    ".pytest_cache/vllm",
 )
 
 
 class Outcome(NamedTuple):
-    """What came of a half: test ids, and what broke beside them."""
+    """What came of a part: test ids, and what broke beside them."""
 
-    half: str
+    part: str
     failed: Sequence[str] = ()
     flaky: Sequence[str] = ()
     known: Sequence[str] = ()
@@ -72,32 +78,61 @@ def known_flaky(path: Path = KNOWN_FLAKY) -> dict[str, str]:
     return known
 
 
-def run_half(half: Half, known: dict[str, str], root: Path = ROOT, more: Sequence[str] = ()):
-    """Runs a half, and what failed in it once more."""
-    last_failed = root / half.cache / "v/cache/lastfailed"
+def run_parts(
+    parts: Sequence[Part], known: dict[str, str], root: Path = ROOT, more: Sequence[str] = ()
+) -> list[Outcome]:
+    """Runs parts at the same time, and then what failed in each once more, one after the other."""
+    with ThreadPoolExecutor() as pool, tempfile.TemporaryFile() as kept:
+        shown = [None, *[kept] * (len(parts) - 1)]
+        running = [
+            pool.submit(_first_try, *one, root, more) for one in zip(parts, shown, strict=True)
+        ]
+        first = [one.result() for one in running]
+        kept.seek(0)
+        sys.stdout.write(kept.read().decode(errors="replace"))
+        sys.stdout.flush()
+    return [
+        _outcome(part, *tried, known, root, more) for part, tried in zip(parts, first, strict=True)
+    ]
+
+
+def _first_try(
+    part: Part, shown: IO[bytes] | None, root: Path, more: Sequence[str]
+) -> tuple[int, list[str]]:
+    last_failed = root / part.cache / "v/cache/lastfailed"
     last_failed.unlink(missing_ok=True)
-    status = _pytest(half, root, more)
-    first = _ids(last_failed)
+    return _pytest(part, root, more, shown), _ids(last_failed)
+
+
+def _outcome(
+    part: Part,
+    status: int,
+    first: list[str],
+    known: dict[str, str],
+    root: Path,
+    more: Sequence[str],
+) -> Outcome:
     if status in (PASSED, NOTHING_RUN):
-        return Outcome(half.name)
+        return Outcome(part.name)
     if status != SOME_FAILED or not first:
-        return Outcome(half.name, first, broken=f"pytest ended with status {status}")
+        return Outcome(part.name, first, broken=f"pytest ended with status {status}")
     if len(first) > MOST_TRIED_AGAIN:
-        return Outcome(half.name, first)
-    status = _pytest(half, root, [*more, "--last-failed", "--last-failed-no-failures", "none"])
+        return Outcome(part.name, first)
+    status = _pytest(part, root, [*more, "--last-failed", "--last-failed-no-failures", "none"])
     broken = f"the second try ended with status {status}" * (status not in (PASSED, SOME_FAILED))
-    second = first if broken else _ids(last_failed)
+    second = first if broken else _ids(root / part.cache / "v/cache/lastfailed")
     unsteady = [name for name in first if name not in second]
     excused = [name for name in unsteady if name in known or name.partition("[")[0] in known]
-    return Outcome(half.name, second, [n for n in unsteady if n not in excused], excused, broken)
+    return Outcome(part.name, second, [n for n in unsteady if n not in excused], excused, broken)
 
 
-def _pytest(half: Half, root: Path, more: Sequence[str]) -> int:
-    command = [sys.executable, "-m", "pytest", *half.arguments, "-o", f"cache_dir={half.cache}"]
+def _pytest(part: Part, root: Path, more: Sequence[str], shown: IO[bytes] | None = None) -> int:
+    command = [sys.executable, "-m", "pytest", *part.arguments, "-o", f"cache_dir={part.cache}"]
     # Threads of torch that wait must not burn the cores that tools, servers and engines need.
-    threads = {"OMP_NUM_THREADS": str(half.num_threads), "OMP_WAIT_POLICY": "passive"}
-    environment = {**threads, **os.environ} | {"OMP_NUM_THREADS": threads["OMP_NUM_THREADS"]}
-    return subprocess.run([*command, *more], cwd=root, env=environment, check=False).returncode
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *more], cwd=root, env=environment, stdout=shown, stderr=shown, check=False
+    ).returncode
 
 
 def _ids(last_failed: Path) -> list[str]:
@@ -108,7 +143,7 @@ def summary(outcomes: Sequence[Outcome], known: dict[str, str]) -> str:
     """What to read at the end."""
     lines = [""]
     for outcome in outcomes:
-        lines.append(f"tests {outcome.half}: {'passed' if outcome.passed else 'FAILED'}")
+        lines.append(f"tests {outcome.part}: {'passed' if outcome.passed else 'FAILED'}")
         lines += [f"  failed twice, or not tried again: {name}" for name in outcome.failed]
         lines += [
             f"  FLAKY, passed at the second try only: {name} (mend it, or say in "
@@ -125,9 +160,12 @@ def summary(outcomes: Sequence[Outcome], known: dict[str, str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs both halves; 1 if one failed."""
+    """Runs all parts; 1 if one failed."""
     known = known_flaky()
-    outcomes = [run_half(half, known, more=arguments) for half in HALVES]
+    outcomes = [
+        *run_parts(AT_ONCE, known, more=arguments),
+        *run_parts([WITH_VLLM], known, more=arguments),
+    ]
     sys.stdout.write(summary(outcomes, known) + "\n")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -44,9 +44,9 @@ def outcome_of(tmp_path, monkeypatch):
 
     def run(source):
         (tmp_path / "test_it.py").write_text(source)
-        return run_tests.run_half(
-            run_tests.Half("it", ("test_it.py",), ".cache", 1), KNOWN, tmp_path
-        )
+        part = run_tests.Part("it", ("test_it.py",), ".cache")
+        (outcome,) = run_tests.run_parts([part], KNOWN, tmp_path)
+        return outcome
 
     return run
 
@@ -90,17 +90,38 @@ def test_no_failure_is_lost(source, failed, broken, outcome_of):
     assert not outcome.passed
 
 
-def test_both_halves_run_when_the_first_fails(monkeypatch, capsys):
+def test_parts_run_at_once_and_the_later_ones_when_the_first_fails(monkeypatch, capsys):
     ran = []
 
-    def run_half(half, known, more):
-        ran.append((half.name, more))
-        return run_tests.Outcome(half.name, failed=["x"] if len(ran) == 1 else [])
+    def run_parts(parts, known, more):
+        ran.append(([part.name for part in parts], more))
+        return [run_tests.Outcome(part.name, ["x"] * (part.name == "of units")) for part in parts]
 
-    monkeypatch.setattr(run_tests, "run_half", run_half)
+    monkeypatch.setattr(run_tests, "run_parts", run_parts)
     assert run_tests.main(["-x"]) == 1
-    assert ran == [("without vLLM", ["-x"]), ("with vLLM", ["-x"])]
-    assert "tests with vLLM: passed" in capsys.readouterr().out
+    assert ran == [(["of units", "of runs"], ["-x"]), (["with vLLM"], ["-x"])]
+    told = capsys.readouterr().out
+    assert "tests of units: FAILED" in told
+    assert "tests with vLLM: passed" in told
+
+
+def test_of_two_parts_each_has_its_own_failures_and_second_try(tmp_path, monkeypatch, capfd):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    waits = "import time\nfrom pathlib import Path\n" + (
+        "def test_meets(): \n"
+        "    Path({own!r}).touch()\n"
+        "    while not Path({other!r}).exists(): time.sleep(0.01)\n"
+    )
+    for own, other in (("a", "b"), ("b", "a")):
+        source = waits.format(own=str(tmp_path / own), other=str(tmp_path / other))
+        (tmp_path / f"test_{own}.py").write_text(source + (BROKEN if own == "b" else ""))
+    parts = [run_tests.Part(x, (f"test_{x}.py",), f".cache/{x}") for x in "ab"]
+    first, second = run_tests.run_parts(parts, {}, tmp_path)
+    assert first.passed
+    assert second.failed == ["test_b.py::test_broken"]
+    told = capfd.readouterr().out
+    assert told.count("test_broken") > 0
 
 
 def test_list_of_known_flaky_tests_names_real_ones_with_reasons(tmp_path):

