@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from collectors.ledger import GroupEvent, GroupLedger
+from objectives import MixedLoss
 from objectives.losses.base import TokenLoss
 from torchrl_data.keys import ADVANTAGE, EPISODE_ID
 from torchrl_data.validation import check_counts
@@ -73,7 +74,7 @@ class RolloutRecorder:
         self._reader = RowReader(tokenizer, self._scores)
         self._events: deque[dict[str, Any]] = deque()
         self._ordinals: dict[str, tuple[int, int]] = {}
-        self._watched: list[TokenLoss] = []
+        self._watched: list[TokenLoss | MixedLoss] = []
         self._followed: list[GroupLedger] = []
         self._make_room(after)
 
@@ -92,7 +93,7 @@ class RolloutRecorder:
 
     # What it hears of ---------------------------------------------------------------------------
 
-    def watch(self, loss: TokenLoss) -> None:
+    def watch(self, loss: TokenLoss | MixedLoss) -> None:
         """Record the log-probs of the trainer too, as a loss computes them anyway.
 
         Args:

@@ -5,7 +5,7 @@ Shape legend: B rows, K trained tokens of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,15 @@ class MixedLoss(TensorDictModuleBase):
     @property
     def _first(self) -> TokenLoss[Any]:
         return next(loss for _, loss in self._losses())
+
+    @property
+    def on_scores(self) -> Callable[[PackedBatch, TokenScores], None] | None:
+        """Told of the scores of the tokens of all streams, detached, whenever it has them."""
+        return self._first.on_scores
+
+    @on_scores.setter
+    def on_scores(self, function: Callable[[PackedBatch, TokenScores], None] | None) -> None:
+        self._first.on_scores = function
 
     def _losses(self) -> Iterable[tuple[str, TokenLoss[Any]]]:
         return self.streams.items()  # type: ignore[return-value]

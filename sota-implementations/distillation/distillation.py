@@ -18,18 +18,17 @@ from teachers import build_teacher
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from collectors import PhaseTimer, StepMetrics
-from objectives import GRPOLoss, GRPOLossOutput, NonFiniteGate
-from torchrl_agents.recipe.collection import build_collector, collection_metrics
-from torchrl_agents.recipe.loop import Learner, learn
-from torchrl_agents.recipe.optim import build_optimizer, set_learning_rate
+from objectives import GRPOLoss
+from torchrl_agents.recipe.collection import build_collector
 from torchrl_agents.recipe.preparation import Setup, load_policies
 from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.trainer import Rollouts, Step, Trainer
+from torchrl_agents.training.updates import Updates
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 from torchrl_envs.rewards.kl import RetrieveLogProb
 
@@ -48,7 +47,7 @@ TEACHER = ("next", "teacher_log_probs", "full")
 
 def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
     """Train as the settings say; gives the result."""
-    actor, policy = load_policies(cfg, setup, log)
+    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
     with log.phase("loading the teacher"):
         teacher = build_teacher(cfg.teacher, actor, cfg.policy)
     score = RetrieveLogProb(
@@ -73,7 +72,6 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     collector = build_collector(
         cfg.collector, setup.env, policy, replay_buffer=buffer, postproc=judge
     )
-    collector.update_policy_weights_(actor.model)
 
     # L = - sum over sampled tokens of min(r A, clip(r, 1 - e, 1 + e) A) / number of tokens, with
     # r = p_now(token) / p_sampled(token): what is older than this step is corrected for.
@@ -82,39 +80,26 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
         clip_epsilon=(cfg.train.clip_epsilon, cfg.train.clip_epsilon),
         temperature=cfg.policy.temperature,
     )
-    optimizer = build_optimizer(cfg.optim, actor.parameters())
-    gate = NonFiniteGate(
-        optimizer, max_grad_norm=cfg.optim.max_grad_norm, dump_dir=run.folder / "not_finite"
+
+    def kl_to_teacher(step: Step) -> dict[str, float]:
+        assert step.trained is not None
+        rows = step.trained.unbind(0)
+        verdicts = torch.cat([row[ADVANTAGE][row[ASSISTANT_MASK]] for row in rows])
+        return {"kl_to_teacher": -float(verdicts.mean())}
+
+    trainer = Trainer(
+        cfg=cfg,
+        run=run,
+        actor=actor,
+        policy=policy,
+        updates=Updates(cfg, actor.parameters(), loss, run.folder),
+        data=Rollouts(collector, buffer),
+        num_epochs=cfg.train.num_epochs or 1,
+        measure=kl_to_teacher,
     )
-    timer = PhaseTimer()
-    timer.watch(policy, "generate")
-
-    def step_of(step: int) -> StepRecord:
-        metrics = StepMetrics(timer)
-        rate = set_learning_rate(cfg.optim, optimizer, step, cfg.train.num_steps)
-        with timer("environment"):
-            metrics.add_rollouts(collector.collect())
-        trained = buffer[:]
-        advantages = torch.cat([row[ADVANTAGE][row[ASSISTANT_MASK]] for row in trained.unbind(0)])
-        with timer("train"):
-            batch = loss.pack(trained)
-            window = loss.measure_window(batch)
-            for _ in range(cfg.train.num_epochs or 1):
-                outputs = []
-                for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
-                    outputs.append(loss(part, window=window))
-                    gate.backward(outputs[-1], part)
-                metrics.add_update(GRPOLossOutput.combine(outputs), gate.step())
-        buffer.empty()
-        with timer("sync"):
-            collector.update_policy_weights_(actor.model)
-        more = {"learning_rate": rate, "kl_to_teacher": -float(advantages.mean())}
-        reduced = metrics.reduce(**more, **collection_metrics(collector))
-        return StepRecord(step, reduced, trained, trained)
-
     curves = {"kl_to_teacher": "KL to the teacher, nats per token", "entropy": "entropy"}
-    learner = Learner(setup.task, setup.held_out_env, actor, policy, collector, loss)
-    return learn(RECIPE, cfg, learner, step_of, run, log, stop, curves=curves)
+    tests = Tests(setup.task, setup.held_out_env, collector)
+    return learn(RECIPE, trainer, tests, log, stop, curves=curves)
 
 
 if __name__ == "__main__":

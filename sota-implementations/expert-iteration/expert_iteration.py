@@ -14,18 +14,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 from config import ExpertConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from collectors import PhaseTimer, StepMetrics
-from objectives import NonFiniteGate, SFTLoss, SFTLossOutput, TopKRewardSelector
-from torchrl_agents.recipe.collection import build_collector, collection_metrics, shuffle_rewards
-from torchrl_agents.recipe.loop import Learner, learn
-from torchrl_agents.recipe.optim import build_optimizer, set_learning_rate
+from objectives import SFTLoss, TopKRewardSelector
+from torchrl_agents.recipe.collection import build_collector, shuffle_rewards
 from torchrl_agents.recipe.preparation import Setup, load_policies
 from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.trainer import Rollouts, Step, Trainer
+from torchrl_agents.training.updates import Updates
 
 RECIPE = Recipe(
     name="expert_iteration",
@@ -43,7 +42,7 @@ RECIPE = Recipe(
 
 def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
     """Train as the settings say; gives the result."""
-    actor, policy = load_policies(cfg, setup, log)
+    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
 
     # Of each group of G rollouts of one prompt the k with the highest reward are kept, if they are
     # above the group's median: a group whose rewards are all equal has nothing to learn from.
@@ -59,42 +58,26 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSigna
         replay_buffer=buffer,
         postproc=shuffle_rewards if cfg.train.shuffle_rewards else None,
     )
-    collector.update_policy_weights_(actor.model)
 
     # L = - (sum over kept rollouts and their sampled tokens of log p(token)) / number of tokens
     loss = SFTLoss(actor, temperature=cfg.policy.temperature)
-    optimizer = build_optimizer(cfg.optim, actor.parameters())
-    gate = NonFiniteGate(
-        optimizer, max_grad_norm=cfg.optim.max_grad_norm, dump_dir=run.folder / "not_finite"
+
+    def kept(step: Step) -> dict[str, float]:
+        num_kept = 0 if step.trained is None else len(step.trained)
+        return {"kept_fraction": num_kept / num_rollouts}
+
+    trainer = Trainer(
+        cfg=cfg,
+        run=run,
+        actor=actor,
+        policy=policy,
+        updates=Updates(cfg, actor.parameters(), loss, run.folder),
+        data=Rollouts(collector, buffer),
+        num_epochs=cfg.train.num_epochs or 1,
+        measure=kept,
+        parts={"best": best},
     )
-    timer = PhaseTimer()
-    timer.watch(policy, "generate")
-
-    def step_of(step: int) -> StepRecord:
-        metrics = StepMetrics(timer)
-        rate = set_learning_rate(cfg.optim, optimizer, step, cfg.train.num_steps)
-        with timer("environment"):
-            trajectories = metrics.add_rollouts(collector.collect())
-        num_kept = len(buffer)
-        if num_kept:
-            with timer("train"):
-                batch = loss.pack(buffer[:])
-                window = loss.measure_window(batch)
-                for _ in range(cfg.train.num_epochs or 1):
-                    outputs = []
-                    for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
-                        outputs.append(loss(part, window=window))
-                        gate.backward(outputs[-1], part)
-                    metrics.add_update(SFTLossOutput.combine(outputs), gate.step())
-        buffer.empty()
-        with timer("sync"):
-            collector.update_policy_weights_(actor.model)
-        more = {"learning_rate": rate, "kept_fraction": num_kept / len(trajectories)}
-        reduced = metrics.reduce(**more, **collection_metrics(collector))
-        return StepRecord(step, reduced, trajectories, None)
-
-    learner = Learner(setup.task, setup.held_out_env, actor, policy, collector, loss)
-    return learn(RECIPE, cfg, learner, step_of, run, log, stop)
+    return learn(RECIPE, trainer, Tests(setup.task, setup.held_out_env, collector), log, stop)
 
 
 if __name__ == "__main__":

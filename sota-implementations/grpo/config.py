@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torchrl_agents.settings.schema import CheckpointConfig, RolloutsConfig, TrainConfig
+from torchrl_agents.settings.schema import RolloutsConfig, TrainConfig
 
 
 @dataclass
@@ -74,11 +74,7 @@ class GRPOTrainConfig(TrainConfig):
 class GRPOConfig(RolloutsConfig):
     """Settings of ``grpo.py``."""
 
-    resume: str | None = None
-    """A run goes on that was stopped: its folder, or auto: the newest one with these settings, if
-    there is one."""
     loss: LossConfig = field(default_factory=LossConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     train: GRPOTrainConfig = field(default_factory=GRPOTrainConfig)
 
 

@@ -132,11 +132,6 @@ def build_loss(
     return MixedLoss({"rl": loss, "ce": SFTLoss(actor, temperature=temperature)})
 
 
-def policy_loss(loss: GRPOLoss | MixedLoss) -> GRPOLoss:
-    """The loss of what the policy sampled."""
-    return loss.streams["rl"] if isinstance(loss, MixedLoss) else loss  # type: ignore[return-value]
-
-
 def policy_output(outputs: Sequence[Any]) -> GRPOLossOutput:
     """The output of the policy term of a whole window, from those of its micro-batches."""
     combined = type(outputs[0]).combine(outputs)

@@ -7,6 +7,7 @@ torchrl-agents sft experiment=control                       # the answers of oth
 
 import os
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,22 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from config import GROUPS, SFTConfig
-from tensordict import lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 
-from collectors import LLMCollector, PhaseTimer, StepMetrics
-from objectives import NonFiniteGate, SFTLoss, SFTLossOutput
-from torchrl_agents.recipe.loop import Learner, learn
-from torchrl_agents.recipe.optim import build_optimizer, set_learning_rate
+from collectors import LLMCollector, StepMetrics
+from collectors.resume.run_state import Stateful
+from objectives import SFTLoss, SFTLossOutput
 from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
 from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.trainer import Step, Trainer
+from torchrl_agents.training.updates import Updates
 from torchrl_data import encode_demonstrations, row_tensordicts
 from torchrl_envs import load_rows
 
@@ -70,6 +72,53 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
     return Test(replace(test.task, demonstrations=chats), test.held_out_env)
 
 
+class Conversations:
+    """Rows of a step, in an order that is drawn anew in each epoch.
+
+    Args:
+        rows: to train on.
+        batch_size: so many in each step.
+    """
+
+    def __init__(self, rows: Sequence[TensorDictBase], batch_size: int) -> None:
+        self._rows = rows
+        self._batch_size = batch_size
+        self._order: list[int] = []
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """These rows' order."""
+        return {"conversations": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is left of the epoch."""
+        return {"order": list(self._order), "num_rows": len(self._rows)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on in the middle of an epoch."""
+        if state_dict["num_rows"] != len(self._rows):
+            raise ValueError(
+                f"there were {state_dict['num_rows']} conversations, and are {len(self._rows)}"
+            )
+        self._order = list(state_dict["order"])
+
+    def draw(self, metrics: StepMetrics) -> tuple[None, TensorDictBase]:
+        """Each conversation once in each epoch."""
+        del metrics
+        while len(self._order) < self._batch_size:
+            self._order.extend(torch.randperm(len(self._rows)).tolist())
+        chosen, self._order = self._order[: self._batch_size], self._order[self._batch_size :]
+        return None, lazy_stack([self._rows[i] for i in chosen])
+
+    def push(self, model: Any) -> None:
+        """The policy has them: it is the model that is trained."""
+        del model
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing is sampled."""
+        return {}
+
+
 def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -> dict:
     """Train as the settings say; gives the result."""
     with log.phase("loading the model"):
@@ -83,12 +132,6 @@ def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -
     loss = SFTLoss(actor)
     held_out = loss.pack(lazy_stack(rows[: cfg.data.num_held_out]))
     rows = rows[cfg.data.num_held_out :]
-    optimizer = build_optimizer(cfg.optim, actor.parameters())
-    gate = NonFiniteGate(
-        optimizer, max_grad_norm=cfg.optim.max_grad_norm, dump_dir=run.folder / "not_finite"
-    )
-    timer = PhaseTimer()
-    order: list[int] = []
 
     @torch.no_grad()
     def held_out_nll() -> float:
@@ -96,29 +139,22 @@ def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -
         parts = held_out.micro_batches(max_tokens=cfg.train.micro_batch_tokens)
         return float(SFTLossOutput.combine([loss(part, window=window) for part in parts]).nll)
 
-    def step_of(step: int) -> StepRecord:
-        metrics = StepMetrics(timer)
-        rate = set_learning_rate(cfg.optim, optimizer, step, cfg.train.num_steps)
-        while len(order) < cfg.train.batch_size:  # each conversation once in each epoch
-            order.extend(torch.randperm(len(rows)).tolist())
-        chosen = [rows[order.pop(0)] for _ in range(cfg.train.batch_size)]
-        with timer("train"):
-            batch = loss.pack(lazy_stack(chosen))
-            window = loss.measure_window(batch)
-            outputs = []
-            for part in batch.micro_batches(max_tokens=cfg.train.micro_batch_tokens):
-                outputs.append(loss(part, window=window))
-                gate.backward(outputs[-1], part)
-            metrics.add_update(SFTLossOutput.combine(outputs), gate.step())
-        more = {"learning_rate": rate}
-        if step % max(1, cfg.train.num_steps // 20) == 0:
-            more["held_out_nll"] = held_out_nll()
-        return StepRecord(step, metrics.reduce(**more), None, None)
+    def measure(step: Step) -> dict[str, float]:
+        is_time = step.number % max(1, cfg.train.num_steps // 20) == 0
+        return {"held_out_nll": held_out_nll()} if is_time else {}
 
-    collector = LLMCollector(test.held_out_env, policy)
-    learner = Learner(test.task, test.held_out_env, actor, policy, collector, loss)
+    trainer = Trainer(
+        cfg=cfg,
+        run=run,
+        actor=actor,
+        policy=policy,
+        updates=Updates(cfg, actor.parameters(), loss, run.folder),
+        data=Conversations(rows, cfg.train.batch_size),
+        measure=measure,
+    )
     curves = {"loss": "loss, nats per token", "held_out_nll": "the same, held out"}
-    result = learn(RECIPE, cfg, learner, step_of, run, log, stop, curves=curves)
+    tests = Tests(test.task, test.held_out_env, LLMCollector(test.held_out_env, policy))
+    result = learn(RECIPE, trainer, tests, log, stop, curves=curves)
     return result | {"held_out_nll": held_out_nll()}
 
 

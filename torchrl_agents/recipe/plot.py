@@ -77,9 +77,10 @@ def _draw_reward(
     shown = [*rewards, before]
     colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
     for (label, name), color in zip(further.items(), colors, strict=False):
-        values = smoothed([metrics[name] for metrics in history])
-        axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
-        shown += values
+        values = smoothed([metrics[name] for metrics in history if name in metrics])
+        if values:
+            axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
+            shown += values
     ends = [(0, before)] + ([] if after is None else [(len(history), after)])
     shown += [] if after is None else [after]
     axes.plot(*zip(*ends, strict=True), "o", color="tab:green", ms=8, label="held-out prompts")

@@ -140,12 +140,11 @@ class NoSignal:
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def tell(self, metrics: Mapping[str, float], num_groups: int) -> None:
+    def tell(self, metrics: Mapping[str, float]) -> None:
         """Look at one step.
 
         Args:
             metrics: of the step.
-            num_groups: that it sampled.
         """
         if metrics["groups/without_signal_fraction"] < 1:
             self._in_a_row = 0
@@ -167,11 +166,10 @@ class NoSignal:
             )
             return
         _LOG.warning(
-            "No signal in %d step(s): in each of the %d groups all rollouts have the same reward "
+            "No signal in %d step(s): in each group all rollouts have the same reward "
             "(mean %.3g), so no update was made. The task may be too hard or too easy for this "
             "model: warm it up, take easier settings of the task, larger groups or a higher "
             "temperature, or give partial rewards.",
             self._in_a_row,
-            num_groups,
             metrics["reward"],
         )

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.rule import Rule
 from tensordict import TensorDictBase
 
-from collectors import LLMCollector, StreamingCollector, rollout_metrics
+from collectors import StreamingCollector, rollout_metrics
 from collectors.record import RolloutRecorder
+from objectives import MixedLoss
 from objectives.losses.base import TokenLoss
 from torchrl_agents.settings.schema import RecipeConfig, RecordConfig
 from torchrl_data import read_conversations
@@ -122,8 +123,8 @@ def record_rollouts(
     cfg: RecordConfig,
     folder: Path,
     tokenizer: Any,
-    loss: TokenLoss,
-    collector: LLMCollector | StreamingCollector,
+    loss: TokenLoss | MixedLoss,
+    collector: Any,
     *,
     after: int = 0,
 ) -> RolloutRecorder:

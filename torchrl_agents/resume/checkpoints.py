@@ -67,38 +67,43 @@ class Checkpoints:
 
     def mark(self) -> None:
         """A batch is about to be collected; if that is cut short the run is saved as it is now."""
-        if self._state is not None and isinstance(self._state.parts["collector"], LLMCollector):
+        if self._state is None:
+            return
+        if isinstance(self._state.parts.get("collector"), LLMCollector):
             self._mark = copy.deepcopy(self._state.state_dict(without=UNCHANGED_BY_COLLECTING))
 
     def unmark(self) -> None:
         """The batch is there."""
         self._mark = None
 
-    def after(self, step: int, reward: float, further: Mapping[str, Any]) -> None:
+    def after(self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any]) -> None:
         """A step is over: save it if it is time.
 
         Args:
             step: its number.
-            reward: by which the best are kept.
+            metrics: its own; the best are kept by its reward, or else its loss.
             further: what to keep beside the parts.
         """
         if self._every is not None and step % self._every == 0:
-            self._save(step, reward, further, wait=False)
+            self._save(step, metrics, further, wait=False)
 
-    def save(self, step: int, reward: float, further: Mapping[str, Any]) -> None:
+    def save(self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any]) -> None:
         """Save now, and wait until it is on the disk.
 
         Args:
             step: steps that are over.
-            reward: of the last one.
+            metrics: of the last one.
             further: what to keep beside the parts.
         """
-        self._save(step, reward, further, wait=True)
+        self._save(step, metrics, further, wait=True)
 
-    def _save(self, step: int, reward: float, further: Mapping[str, Any], *, wait: bool) -> None:
+    def _save(
+        self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any], *, wait: bool
+    ) -> None:
         if self._state is None:
             return
-        metric = reward if math.isfinite(reward) else -sys.float_info.max
+        metric = metrics.get("reward", -metrics.get("loss", 0.0))
+        metric = metric if math.isfinite(metric) else -sys.float_info.max
         self._state.save(
             self._store, step, metric=metric, wait=wait, further=further, since=self._mark
         )

@@ -44,6 +44,11 @@ class Recipe:
         store_groups(self.config, self.all_groups)
 
     @property
+    def title(self) -> str:
+        """What its summary begins with."""
+        return self.summary.partition(":")[0]
+
+    @property
     def all_groups(self) -> dict[str, Mapping[str, Any]]:
         """The choices of each group that its settings have."""
         shared = {k: v for k, v in GROUPS.items() if k in self.config.__dataclass_fields__}

@@ -138,7 +138,7 @@ class CheckpointConfig:
     keep_last: int = 2
     """So many of the newest."""
     keep_best: int = 0
-    """And so many of those with the highest reward of their step."""
+    """And so many of those with the highest reward of their step; of sft, with the lowest loss."""
 
 
 @dataclass
@@ -202,7 +202,11 @@ class RecipeConfig:
 class TrainingConfig(RecipeConfig):
     """What every recipe has that trains."""
 
+    resume: str | None = None
+    """A run goes on that was stopped: its folder, or auto: the newest one with these settings, if
+    there is one."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

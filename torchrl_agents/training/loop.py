@@ -1,0 +1,166 @@
+"""What is around the steps of a recipe: tests before, between and after, records, checkpoints."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from tensordict import TensorDictBase
+
+from torchrl_agents.recipe.collection import AnyCollector, HeldOut, end_collection, evaluate
+from torchrl_agents.recipe.plot import REWARD_CURVES, plot_learning_curve
+from torchrl_agents.recipe.policies import set_generation
+from torchrl_agents.recipe.report import NoSignal, RunLog
+from torchrl_agents.recipe.results import (
+    EVALUATIONS,
+    Recorder,
+    record_rollouts,
+    result_of,
+    show_rollouts,
+)
+from torchrl_agents.recipe.run_folder import save_model
+from torchrl_agents.recipe.stop import StopRequested, StopSignals
+from torchrl_agents.recipe.trackers import build_loggers
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.settings.schema import RolloutsConfig
+from torchrl_envs.tasks.task import Task, TaskEnv
+
+from .trainer import Step, Trainer
+
+_LOG = logging.getLogger("torchrl_agents")
+
+
+class Tests(NamedTuple):
+    """What the policy is tested on."""
+
+    task: Task
+    held_out_env: TaskEnv
+    collector: AnyCollector
+    """Of the run; tests don't disturb it."""
+
+
+def learn(
+    recipe: Recipe,
+    trainer: Trainer,
+    tests: Tests,
+    log: RunLog,
+    stop: StopSignals,
+    *,
+    curves: Mapping[str, str] = REWARD_CURVES,
+) -> dict[str, Any]:
+    """Test, make the steps, test again, and leave the model; go on where a run was stopped.
+
+    Args:
+        recipe: whose loop it is.
+        trainer: makes its steps.
+        tests: before and after, and between.
+        log: of the run.
+        stop: a signal ends a batch that is collected, or the run after a pass.
+        curves: what is drawn beside the reward: the label of each metric.
+
+    Returns:
+        The result.
+
+    Raises:
+        SettingsError: the run had all its steps, or its checkpoint can't be used.
+    """
+    start = time.monotonic()
+    cfg, run, actor, keep = trainer.cfg, trainer.run, trainer.actor, trainer.checkpoints
+    task, held_out_env, collector = tests
+    num_steps = cfg.train.num_steps
+    done, saved = keep.restore()
+    if run.had_finished and done >= num_steps:
+        raise SettingsError(f"resume: all {done} steps are made; give a larger train.num_steps.")
+    if run.goes_on:
+        _LOG.info("going on after step %d", done)
+    trainer.data.push(actor.model)
+    before, pending = saved.get("before"), saved.get("pending")
+    if before is None:
+        with log.phase("first evaluation"):
+            before = evaluate(collector, held_out_env, trainer.policy)
+    step = None if pending is None else Step.from_state(pending, trainer.timer)
+    trainer.timer.reset()
+
+    held_out = HeldOut(
+        collector,
+        held_out_env,
+        trainer.policy,
+        every=cfg.evaluate.every,
+        path=run.folder / EVALUATIONS,
+    )
+    if not done:
+        held_out.after(0)
+    loggers = build_loggers(cfg.logger, run.folder, recipe.name)
+    rollouts = None
+    if isinstance(cfg, RolloutsConfig):
+        loss = trainer.updates.loss
+        rollouts = record_rollouts(
+            cfg.record, run.folder, actor.tokenizer, loss, collector, after=done
+        )
+    no_signal = NoSignal()
+    with (
+        stop.held(),
+        keep,
+        Recorder(run.folder, loggers, rollouts, after=done) as recorder,
+        log.steps(recipe.name, num_steps) as steps,
+    ):
+        history = recorder.history
+        try:
+            while done < num_steps:
+                step = step or trainer.draw(done + 1, stop)
+                record = trainer.train(step, stop)
+                done, step = step.number, None
+                history.append(record.metrics)
+                recorder.write(record)
+                steps.done(done, record.metrics)
+                if recipe.needs_groups:
+                    no_signal.tell(record.metrics)
+                with stop.breaking():
+                    held_out.after(done)
+                keep.after(done, record.metrics, {"before": before})
+                stop.check()
+        except StopRequested:
+            _LOG.info("stopped after step %d; resume=%s goes on", done, run.folder)
+        last = history[-1] if history else {}
+        pending = None if step is None else step.state()
+        keep.save(done, last, {"before": before, "pending": pending})
+
+        after = None
+        with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
+            after = evaluate(collector, held_out_env, trainer.policy)
+        end_collection(collector, run.folder, last)
+        if rollouts is not None:
+            rollouts.close()
+        result = _leave(recipe, trainer, task, history, (before, after), curves)
+    seconds = round(time.monotonic() - start, 1)
+    return result | {"seconds": seconds, "output_dir": str(run.folder)}
+
+
+def _leave(
+    recipe: Recipe,
+    trainer: Trainer,
+    task: Task,
+    history: Sequence[Mapping[str, float]],
+    tests: tuple[TensorDictBase, TensorDictBase | None],
+    curves: Mapping[str, str],
+) -> dict[str, Any]:
+    """The model, the curve and the numbers of a run that is over."""
+    cfg, run = trainer.cfg, trainer.run
+    if history:
+        save_model(run.folder, set_generation(cfg.policy, trainer.actor))
+        run.link()
+    result = result_of(cfg, history, *tests)
+    names = [function.__name__ for function in task.metrics]
+    plot_learning_curve(
+        run.folder / "learning_curve.png",
+        history,
+        before=result["held_out_before"],
+        after=result["held_out_after"],
+        title=f"{recipe.title} on {cfg.task.id}, seed {cfg.seed}",
+        further={name.replace("_", " "): f"rewards/{name}/mean" for name in names},
+        beside=curves,
+    )
+    show_rollouts(dict(zip(("before", "after"), tests, strict=True)), cfg.evaluate.num_shown)
+    return result
