@@ -16,6 +16,7 @@ function route() {
 
 function show() {
   const [name, parts] = route();
+  state.shown = location.hash;
   const active = document.activeElement && place.contains(document.activeElement) ? document.activeElement : null;
   const typed = active && active.getAttribute("aria-label"), caret = active && active.type === "search" ? active.selectionStart : null;
   state.view = Symbol(name);
@@ -31,6 +32,14 @@ function show() {
     const again = [...place.querySelectorAll("input")].find((each) => each.getAttribute("aria-label") === typed);
     if (again) { again.focus(); if (caret !== null) again.setSelectionRange(caret, caret); }
   }
+}
+
+// The address changes at once, and is told of later: a key pressed in between means the new page.
+function follow() {
+  if (state.shown === location.hash) return;
+  state.selected = 0;
+  show();
+  scrollTo(0, 0);
 }
 
 function crumbs(name, parts) {
@@ -105,9 +114,10 @@ document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, select, dialog")) { if (event.key === "Escape") event.target.blur(); return; }
   if (event.key === "Enter" && event.target.closest("a, button, summary")) return;
   const action = KEYS[event.key];
+  follow();
   if (action) { event.preventDefault(); action(); }
 });
-addEventListener("hashchange", () => { state.selected = 0; show(); scrollTo(0, 0); });
+addEventListener("hashchange", follow);
 document.getElementById("theme").addEventListener("click", nextTheme);
 document.getElementById("keys").addEventListener("click", () => document.getElementById("help").showModal());
 document.body.append(tip);
