@@ -23,14 +23,32 @@ from torchrl_agents.recipe.collection import build_collector
 from torchrl_agents.recipe.preparation import Setup, load_policies
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.start import run_recipe
+from torchrl_agents.training.crew import Crew
 from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.parallel import share_model
 from torchrl_agents.training.trainer import Rollouts, Step, Trainer
 from torchrl_agents.training.updates import Updates
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 from torchrl_envs.rewards.kl import RetrieveLogProb
+from torchrl_modules import TransformersWrapper
+
+
+def build_updates(
+    cfg: DistillationConfig, actor: TransformersWrapper, folder: Path, crew: Crew
+) -> Updates:
+    """The loss and its optimizer, on every rank."""
+    # L = - sum over sampled tokens of min(r A, clip(r, 1 - e, 1 + e) A) / number of tokens, with
+    # r = p_now(token) / p_sampled(token): what is older than this step is corrected for.
+    loss = GRPOLoss(
+        actor,
+        clip_epsilon=(cfg.train.clip_epsilon, cfg.train.clip_epsilon),
+        temperature=cfg.policy.temperature,
+    )
+    return Updates(cfg, actor, loss, folder, crew)
+
 
 RECIPE = Recipe(
     name="distillation",
@@ -38,6 +56,7 @@ RECIPE = Recipe(
     example="teacher.model=outputs/sft/gcd/seed0",
     script=Path(__file__),
     config=DistillationConfig,
+    updates=build_updates,
     groups={},
     needs_groups=False,
     required=("teacher.model",),
@@ -53,6 +72,8 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     score = RetrieveLogProb(
         teacher, log_probs_full_key=TEACHER[1:], temperature=cfg.policy.temperature
     )
+
+    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     def judge(trajectories: TensorDictBase) -> TensorDictBase:
         """Give each sampled token its advantage."""
@@ -73,14 +94,6 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
         cfg.collector, setup.env, policy, replay_buffer=buffer, postproc=judge
     )
 
-    # L = - sum over sampled tokens of min(r A, clip(r, 1 - e, 1 + e) A) / number of tokens, with
-    # r = p_now(token) / p_sampled(token): what is older than this step is corrected for.
-    loss = GRPOLoss(
-        actor,
-        clip_epsilon=(cfg.train.clip_epsilon, cfg.train.clip_epsilon),
-        temperature=cfg.policy.temperature,
-    )
-
     def kl_to_teacher(step: Step) -> dict[str, float]:
         assert step.trained is not None
         rows = step.trained.unbind(0)
@@ -90,9 +103,10 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     trainer = Trainer(
         cfg=cfg,
         run=run,
+        crew=crew,
         actor=actor,
         policy=policy,
-        updates=Updates(cfg, actor.parameters(), loss, run.folder),
+        updates=build_updates(cfg, actor, run.folder, crew),
         data=Rollouts(collector, buffer),
         num_epochs=cfg.train.num_epochs or 1,
         measure=kl_to_teacher,

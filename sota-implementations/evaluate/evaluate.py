@@ -27,10 +27,10 @@ from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.results import last_text, show_rollouts
 from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.start import run_recipe
 
 RECIPE = Recipe(
     name="evaluate",

@@ -19,12 +19,25 @@ from torchrl_agents.recipe.collection import build_collector, shuffle_rewards
 from torchrl_agents.recipe.preparation import Setup, load_policies
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.start import run_recipe
+from torchrl_agents.training.crew import Crew
 from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.parallel import share_model
 from torchrl_agents.training.trainer import Rollouts, Step, Trainer
 from torchrl_agents.training.updates import Updates
+from torchrl_modules import TransformersWrapper
+
+
+def build_updates(
+    cfg: ExpertConfig, actor: TransformersWrapper, folder: Path, crew: Crew
+) -> Updates:
+    """The loss and its optimizer, on every rank."""
+    # L = - (sum over kept rollouts and their sampled tokens of log p(token)) / number of tokens
+    loss = SFTLoss(actor, temperature=cfg.policy.temperature)
+    return Updates(cfg, actor, loss, folder, crew)
+
 
 RECIPE = Recipe(
     name="expert_iteration",
@@ -32,6 +45,7 @@ RECIPE = Recipe(
     example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
     script=Path(__file__),
     config=ExpertConfig,
+    updates=build_updates,
     parts=lambda cfg: {
         "train.top_k": lambda: TopKRewardSelector(
             group_size=cfg.collector.group_size, topk_size=cfg.train.top_k
@@ -43,6 +57,7 @@ RECIPE = Recipe(
 def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
     """Train as the settings say; gives the result."""
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
+    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     # Of each group of G rollouts of one prompt the k with the highest reward are kept, if they are
     # above the group's median: a group whose rewards are all equal has nothing to learn from.
@@ -59,9 +74,6 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSigna
         postproc=shuffle_rewards if cfg.train.shuffle_rewards else None,
     )
 
-    # L = - (sum over kept rollouts and their sampled tokens of log p(token)) / number of tokens
-    loss = SFTLoss(actor, temperature=cfg.policy.temperature)
-
     def kept(step: Step) -> dict[str, float]:
         num_kept = 0 if step.trained is None else len(step.trained)
         return {"kept_fraction": num_kept / num_rollouts}
@@ -69,9 +81,10 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSigna
     trainer = Trainer(
         cfg=cfg,
         run=run,
+        crew=crew,
         actor=actor,
         policy=policy,
-        updates=Updates(cfg, actor.parameters(), loss, run.folder),
+        updates=build_updates(cfg, actor, run.folder, crew),
         data=Rollouts(collector, buffer),
         num_epochs=cfg.train.num_epochs or 1,
         measure=kept,

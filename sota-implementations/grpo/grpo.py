@@ -4,6 +4,7 @@
     python sota-implementations/grpo/grpo.py task=number_guessing seed=1
     python sota-implementations/grpo/grpo.py task=gsm8k policy.model=Qwen/Qwen3-0.6B engine=vllm
     python sota-implementations/grpo/grpo.py --help                   # every setting
+    torchrun --nproc-per-node=2 sota-implementations/grpo/grpo.py     # two ranks train
 
 The last line of the output is one JSON object with the result. Log, metrics, the learning curve,
 all rollouts, checkpoints and the trained model are in a new folder
@@ -34,13 +35,30 @@ from torchrl_agents.recipe.collection import build_collector
 from torchrl_agents.recipe.preparation import Setup, load_policies
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.start import run_recipe
+from torchrl_agents.training.crew import Crew
 from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.parallel import share_model
 from torchrl_agents.training.trainer import Rollouts, Trainer
 from torchrl_agents.training.updates import Updates
 from torchrl_envs import RewardFunctions
+from torchrl_modules import TransformersWrapper
+
+
+def build_updates(cfg: GRPOConfig, actor: TransformersWrapper, folder: Path, crew: Crew) -> Updates:
+    """The loss and its optimizer, on every rank."""
+    # L = - sum over sampled tokens of min(r A, clip(r, 1 - low, 1 + high) A) / number of tokens,
+    # with r = p_now(token) / p_sampled(token); loss=... takes another one.
+    loss = build_loss(
+        cfg.loss,
+        actor,
+        temperature=cfg.policy.temperature,
+        max_tokens=(cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1),
+    )
+    return Updates(cfg, actor, loss, folder, crew, combine=policy_output)
+
 
 RECIPE = Recipe(
     name="grpo",
@@ -49,6 +67,7 @@ RECIPE = Recipe(
     script=Path(__file__),
     config=GRPOConfig,
     groups=GROUPS,
+    updates=build_updates,
     parts=lambda cfg: {
         "loss": lambda: build_loss(
             cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
@@ -66,6 +85,7 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
     reference = build_reference(cfg, actor)
     frozen = {} if reference is None else {"reference": reference.model}
+    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     # A_i = (r_i - mean of the group) / (deviation of the group), for each of the G rollouts of one
     # prompt: the collector fills the buffer with groups, and the buffer gives them advantages.
@@ -84,20 +104,13 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
         postproc=build_postproc(cfg, reference, build_pools(cfg, env)),
     )
 
-    # L = - sum over sampled tokens of min(r A, clip(r, 1 - low, 1 + high) A) / number of tokens,
-    # with r = p_now(token) / p_sampled(token); loss=... takes another one.
-    loss = build_loss(
-        cfg.loss,
-        actor,
-        temperature=cfg.policy.temperature,
-        max_tokens=(cfg.collector.max_turns or task.max_turns) * (cfg.policy.max_new_tokens or 1),
-    )
     trainer = Trainer(
         cfg=cfg,
         run=run,
+        crew=crew,
         actor=actor,
         policy=policy,
-        updates=Updates(cfg, actor.parameters(), loss, run.folder, combine=policy_output),
+        updates=build_updates(cfg, actor, run.folder, crew),
         data=Rollouts(collector, buffer),
         num_epochs=cfg.train.num_epochs or 1,
         parts={"advantage": advantage, **frozen},

@@ -31,12 +31,14 @@ from objectives import (
     LengthPenalty,
     MCAdvantage,
     MixedLoss,
+    Ranks,
     SamplerCorrection,
     SFTLoss,
     write_streams,
 )
 from objectives.losses.surrogate_options import SURROGATES, TokenFilters
 from torchrl_agents.recipe.collection import shuffle_rewards
+from torchrl_agents.training.updates import whole_output
 from torchrl_data.protocols import TokenScores
 from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
 from torchrl_envs.rewards.kl import RetrieveLogProb
@@ -132,9 +134,9 @@ def build_loss(
     return MixedLoss({"rl": loss, "ce": SFTLoss(actor, temperature=temperature)})
 
 
-def policy_output(outputs: Sequence[Any]) -> GRPOLossOutput:
+def policy_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> GRPOLossOutput:
     """The output of the policy term of a whole window, from those of its micro-batches."""
-    combined = type(outputs[0]).combine(outputs)
+    combined = whole_output(outputs, ranks=ranks)
     return combined if isinstance(combined, GRPOLossOutput) else combined.streams["rl"]
 
 

@@ -26,15 +26,25 @@ from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.start import run_recipe
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.start import run_recipe
+from torchrl_agents.training.crew import Crew
 from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.parallel import share_model
 from torchrl_agents.training.trainer import Step, Trainer
 from torchrl_agents.training.updates import Updates
 from torchrl_data import encode_demonstrations, row_tensordicts
 from torchrl_envs import load_rows
+from torchrl_modules import TransformersWrapper
+
+
+def build_updates(cfg: SFTConfig, actor: TransformersWrapper, folder: Path, crew: Crew) -> Updates:
+    """The loss and its optimizer, on every rank."""
+    # L = - (sum over the tokens that the assistant says of log p(token)) / number of these tokens
+    return Updates(cfg, actor, SFTLoss(actor), folder, crew)
+
 
 RECIPE = Recipe(
     name="sft",
@@ -43,6 +53,7 @@ RECIPE = Recipe(
     script=Path(__file__),
     config=SFTConfig,
     groups=GROUPS,
+    updates=build_updates,
     engines=("transformers",),
     needs_groups=False,
     embedded={"optim.learning_rate": 1e-2, "optim.max_grad_norm": 1.0},
@@ -78,9 +89,13 @@ class Conversations:
     Args:
         rows: to train on.
         batch_size: so many in each step.
+        collector: of the policy that is tested.
     """
 
-    def __init__(self, rows: Sequence[TensorDictBase], batch_size: int) -> None:
+    def __init__(
+        self, rows: Sequence[TensorDictBase], batch_size: int, collector: LLMCollector
+    ) -> None:
+        self._collector = collector
         self._rows = rows
         self._batch_size = batch_size
         self._order: list[int] = []
@@ -111,8 +126,8 @@ class Conversations:
         return None, lazy_stack([self._rows[i] for i in chosen])
 
     def push(self, model: Any) -> None:
-        """The policy has them: it is the model that is trained."""
-        del model
+        """Hand the weights to the policy, which is tested."""
+        self._collector.update_policy_weights_(model)
 
     def metrics(self) -> dict[str, float]:
         """Nothing is sampled."""
@@ -125,35 +140,37 @@ def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -
         actor, policy = build_policies(cfg, test.task)
         set_token_budget(test.held_out_env, cfg.episodes, policy)
     torch.manual_seed(cfg.seed)
+    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
     with log.phase("encoding the conversations"):
         rows = row_tensordicts(encode_demonstrations(actor.encoder, test.task.demonstrations))
 
-    # L = - (sum over the tokens that the assistant says of log p(token)) / number of these tokens
-    loss = SFTLoss(actor)
-    held_out = loss.pack(lazy_stack(rows[: cfg.data.num_held_out]))
+    test_loss = SFTLoss(policy)
+    held_out = test_loss.pack(lazy_stack(rows[: cfg.data.num_held_out]))
     rows = rows[cfg.data.num_held_out :]
 
     @torch.no_grad()
     def held_out_nll() -> float:
-        window = loss.measure_window(held_out)
+        window = test_loss.measure_window(held_out)
         parts = held_out.micro_batches(max_tokens=cfg.train.micro_batch_tokens)
-        return float(SFTLossOutput.combine([loss(part, window=window) for part in parts]).nll)
+        return float(SFTLossOutput.combine([test_loss(part, window=window) for part in parts]).nll)
 
     def measure(step: Step) -> dict[str, float]:
         is_time = step.number % max(1, cfg.train.num_steps // 20) == 0
         return {"held_out_nll": held_out_nll()} if is_time else {}
 
+    collector = LLMCollector(test.held_out_env, policy)
     trainer = Trainer(
         cfg=cfg,
         run=run,
+        crew=crew,
         actor=actor,
         policy=policy,
-        updates=Updates(cfg, actor.parameters(), loss, run.folder),
-        data=Conversations(rows, cfg.train.batch_size),
+        updates=build_updates(cfg, actor, run.folder, crew),
+        data=Conversations(rows, cfg.train.batch_size, collector),
         measure=measure,
     )
     curves = {"loss": "loss, nats per token", "held_out_nll": "the same, held out"}
-    tests = Tests(test.task, test.held_out_env, LLMCollector(test.held_out_env, policy))
+    tests = Tests(test.task, test.held_out_env, collector)
     result = learn(RECIPE, trainer, tests, log, stop, curves=curves)
     return result | {"held_out_nll": held_out_nll()}
 

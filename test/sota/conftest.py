@@ -33,7 +33,7 @@ def script(monkeypatch):
 @pytest.fixture
 def run_recipe(script, monkeypatch, capsys):
     """Runs a recipe as its command line does; gives the result."""
-    from torchrl_agents.recipe.start import run_recipe
+    from torchrl_agents.start import run_recipe
 
     def run(name, *arguments):
         module = script(name)

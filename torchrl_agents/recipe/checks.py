@@ -1,6 +1,7 @@
 """Settings that can't work are refused by name, before anything is loaded."""
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -52,6 +53,8 @@ RULES: Final[dict[str, Rule]] = {
     "train.num_steps": COUNT,
     "train.num_epochs": COUNT,
     "train.micro_batch_tokens": COUNT,
+    "train.timeout_s": POSITIVE,
+    "train.wait_s": POSITIVE,
     "checkpoint.every": COUNT,
     "checkpoint.keep_last": (lambda x: x >= 2, "at least 2: the newest may be damaged"),
     "checkpoint.keep_best": NOT_NEGATIVE,
@@ -60,6 +63,7 @@ RULES: Final[dict[str, Rule]] = {
     "evaluate.num_shown": NOT_NEGATIVE,
 }
 """What each number must be; ``None`` is always allowed."""
+PARALLEL: Final = ("auto", "ddp", "fsdp2")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -82,6 +86,7 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     _check_names(recipe, cfg)
     if isinstance(cfg, TrainingConfig):
         _check_trackers(cfg.logger.backends)
+        _check_parallel(cfg, can_follow=recipe.updates is not None)
     _check_engine(cfg)
     if cfg.policy.model is None and cfg.policy.model_kwargs:
         raise SettingsError("policy.model_kwargs are for a policy.model that is loaded.")
@@ -99,6 +104,7 @@ def _check_names(recipe: Recipe, cfg: RecipeConfig) -> None:
     if isinstance(cfg, TrainingConfig):
         names["optim.name"] = (cfg.optim.name, OPTIMIZERS)
         names["optim.schedule"] = (cfg.optim.schedule, tuple(SCHEDULES))
+        names["train.parallel"] = (cfg.train.parallel, PARALLEL)
         for i, backend in enumerate(cfg.logger.backends):
             names[f"logger.backends[{i}]"] = (backend, LOGGERS)
     if isinstance(cfg, RolloutsConfig):
@@ -116,6 +122,24 @@ def _check_trackers(backends: Sequence[str]) -> None:
             raise SettingsError(
                 f"logger.backends: {backend} needs the package {package}: pip install {package}."
             )
+
+
+def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
+    kind, size = cfg.train.parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 and kind != "auto":
+        raise SettingsError(
+            f"train.parallel={kind} is for several ranks: torchrun --nproc-per-node=2 ..."
+        )
+    if size > 1 and not can_follow:
+        raise SettingsError(
+            f"There are {size} ranks of torchrun; this recipe trains in one process."
+        )
+    here = not (cfg.engine.url or cfg.engine.urls or cfg.engine.num_engines > 1)
+    if size > 1 and cfg.engine.name == "vllm" and here:
+        raise SettingsError(
+            "An engine of vLLM in this process does not go with several ranks: start servers, and "
+            "give engine.url=, engine.urls= or engine.num_engines=."
+        )
 
 
 def _check_engine(cfg: RecipeConfig) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
@@ -28,6 +29,7 @@ from torchrl_modules import (
     SamplingParameters,
     TransformersWrapper,
 )
+from torchrl_modules.engines.transformers_engine import TransformersEngine
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
@@ -131,7 +133,7 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, 
         SettingsError: the model can't be loaded, or used as the settings say.
     """
     with model_source(cfg, task) as source:
-        actor = _transformers_policy(cfg, source)
+        actor = _loaded_policy(cfg, source)
         if cfg.engine.name == "transformers":
             return actor, actor
         sampler = _vllm_policy(cfg, source, actor.tokenizer)
@@ -166,19 +168,41 @@ def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerP
     with model_source(cfg, task) as source:
         if cfg.engine.name == "vllm":
             return _vllm_policy(cfg, source, AutoTokenizer.from_pretrained(source))
-        return _transformers_policy(cfg, source)
+        return _loaded_policy(cfg, source)
 
 
-def _transformers_policy(cfg: RecipeConfig, source: str) -> TransformersWrapper:
-    model, tokenizer = load_model(cfg.policy, source)
+def transformers_policy(
+    cfg: RecipeConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    generate: bool = True,
+) -> TransformersWrapper:
+    """A policy over a model that is there, as the settings say.
+
+    Args:
+        cfg: the settings.
+        model: with its wrappers.
+        tokenizer: its tokenizer.
+        generate: whether it samples.
+
+    Raises:
+        ValueError: the model can't be used so.
+    """
     autocast = isinstance(cfg, TrainingConfig) and cfg.train.autocast
+    return TransformersWrapper(
+        model,
+        generate=generate,
+        max_model_len=cfg.policy.max_model_len,
+        autocast_dtype=torch.bfloat16 if autocast else None,
+        **_common(cfg, tokenizer),
+    )
+
+
+def _loaded_policy(cfg: RecipeConfig, source: str) -> TransformersWrapper:
+    model, tokenizer = load_model(cfg.policy, source)
     try:
-        return TransformersWrapper(
-            model,
-            max_model_len=cfg.policy.max_model_len,
-            autocast_dtype=torch.bfloat16 if autocast else None,
-            **_common(cfg, tokenizer),
-        )
+        return transformers_policy(cfg, model, tokenizer)
     except ValueError as error:
         raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
 
@@ -230,8 +254,7 @@ def _common(cfg: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
 
 def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:
     """Let the model, once saved, sample as it did here, and stop where it did."""
-    model = cast("PreTrainedModel", policy.model)
-    settings = model.generation_config
+    settings = cast("TransformersEngine", policy.engine).inside.generation_config
     assert settings is not None
     settings._from_model_config = False  # or Transformers makes them anew
     settings.update(

@@ -57,6 +57,7 @@ def build_task(recipe: Recipe, cfg: RolloutsConfig, settings: dict[str, Any]) ->
             raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
         group_size = cfg.collector.group_size
         num_rollouts = cfg.collector.num_prompts * group_size
+        cfg.collector.max_turns = cfg.collector.max_turns or task.max_turns
         common = _common(cfg, cfg.collector)
         env = TaskEnv(task, num_envs=num_rollouts, repeats=group_size, **common)
         held_out_env = TaskEnv(task, held_out=True, num_envs=len(task.held_out_rows), **common)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import IO, Any, Final, cast
 
 from omegaconf import DictConfig, OmegaConf
-from transformers import PreTrainedModel
+from torch import Tensor
 
+from objectives import Ranks
 from torchrl_agents.resume.earlier_run import (
     AUTO,
     CHECKPOINTS,
@@ -30,6 +32,7 @@ from torchrl_agents.resume.earlier_run import (
 )
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.engines.transformers_engine import TransformersEngine
 
 ROOT: Final = Path("outputs")
 LEFT_BY_A_RUN: Final = (
@@ -80,6 +83,8 @@ def claim_folder(
         resume: the folder of the run that goes on, or ``"auto"``.
         _root_: all settings.
     """
+    if os.environ.get("RANK", "0") != "0":  # of torchrun: the folder is rank 0's
+        return tempfile.mkdtemp(prefix="torchrl-agents-rank-")
     if resume not in (None, AUTO):
         return str(resume)
     label = name or f"seed{seed}"
@@ -118,6 +123,7 @@ class Run:
         settings: what decides the run, see :func:`plain_settings`.
         overwrite: whether to delete what an earlier run left there.
         resume: whether to go on with the run that is there, if there is one.
+        ranks: the processes that train; this one by itself when not given.
 
     Raises:
         SettingsError: another run has left its results there, has other settings, or is writing
@@ -131,8 +137,11 @@ class Run:
         settings: Mapping[str, Any],
         overwrite: bool,
         resume: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.folder = folder
+        self.ranks = ranks or Ranks.alone()
+        """The processes that train."""
         self._record: dict[str, Any] = {
             "status": "running",
             "command": sys.argv,
@@ -205,16 +214,20 @@ class Run:
         os.replace(new, link)
 
 
-def save_model(folder: Path, policy: TransformersWrapper) -> None:
+def save_model(
+    folder: Path, policy: TransformersWrapper, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Leave ``model/``, whole or not at all: it loads in Transformers and serves in vLLM.
 
     Args:
         folder: of the run.
         policy: its model is saved, and its tokenizer with the chat template that it was used with.
+        weights: of a sharded model, whole.
     """
     partial, final = folder / "model.partial", folder / "model"
     _remove(partial)
-    cast("PreTrainedModel", policy.model).save_pretrained(partial)
+    model = cast("TransformersEngine", policy.engine).inside
+    model.save_pretrained(partial, state_dict=None if weights is None else dict(weights))
     tokenizer = policy.tokenizer
     own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template
     tokenizer.save_pretrained(partial)

@@ -40,6 +40,9 @@ class Recipe:
     parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
     """What is tried without a model, from the settings, by the group that is wrong if it fails."""
 
+    updates: Callable[..., Any] | None = None
+    """What makes the optimizer steps, on every rank: gets settings, actor, folder and crew."""
+
     def __post_init__(self) -> None:
         store_groups(self.config, self.all_groups)
 

@@ -180,6 +180,12 @@ class TrainConfig:
     """Most tokens of one forward and backward pass; the gradient does not depend on it."""
     autocast: bool = False
     """Compute activations in bfloat16."""
+    parallel: str = "auto"
+    """Of several ranks (torchrun): ddp, fsdp2 or auto: fsdp2 on GPUs, ddp on CPUs."""
+    timeout_s: float = 600.0
+    """The longest that a rank waits for another one in training."""
+    wait_s: float = 7200.0
+    """The longest that ranks wait for rank 0, which collects and evaluates."""
 
 
 @dataclass

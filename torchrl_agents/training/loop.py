@@ -75,7 +75,7 @@ def learn(
         raise SettingsError(f"resume: all {done} steps are made; give a larger train.num_steps.")
     if run.goes_on:
         _LOG.info("going on after step %d", done)
-    trainer.data.push(actor.model)
+    trainer.push()
     before, pending = saved.get("before"), saved.get("pending")
     if before is None:
         with log.phase("first evaluation"):
@@ -134,6 +134,7 @@ def learn(
         if rollouts is not None:
             rollouts.close()
         result = _leave(recipe, trainer, task, history, (before, after), curves)
+    trainer.crew.end()
     seconds = round(time.monotonic() - start, 1)
     return result | {"seconds": seconds, "output_dir": str(run.folder)}
 
@@ -149,7 +150,8 @@ def _leave(
     """The model, the curve and the numbers of a run that is over."""
     cfg, run = trainer.cfg, trainer.run
     if history:
-        save_model(run.folder, set_generation(cfg.policy, trainer.actor))
+        actor = set_generation(cfg.policy, trainer.actor)
+        save_model(run.folder, actor, trainer.whole_weights())
         run.link()
     result = result_of(cfg, history, *tests)
     names = [function.__name__ for function in task.metrics]

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from collectors import PhaseTimer, RunState, StepMetrics, identity_of
@@ -17,7 +18,10 @@ from torchrl_agents.resume.checkpoints import Checkpoints
 from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_data.keys import ADVANTAGE
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules.engines.transformers_engine import TransformersEngine
 
+from .crew import Crew
+from .parallel import tell_of_weights, whole_weights
 from .updates import Updates
 
 
@@ -111,6 +115,8 @@ class Trainer:
 
     cfg: TrainingConfig
     run: Run
+    crew: Crew
+    """The ranks that train."""
     actor: TransformersWrapper
     """Is trained."""
     policy: LLMWrapperBase
@@ -129,17 +135,25 @@ class Trainer:
     def __post_init__(self) -> None:
         self.timer = PhaseTimer()
         self.timer.watch(self.policy, "generate")
+        inside = cast("TransformersEngine", self.actor.engine).inside
         state = None
         if can_be_saved(self.cfg):
             state = RunState(
-                identity=identity_of(self.policy, self.actor.model),
-                model=self.actor.model,
-                optimizer=self.updates.optimizer,
-                gate=self.updates.gate,
+                identity=identity_of(self.policy, inside),
+                **self.updates.parts,
                 **self.parts,
                 **self.data.parts,
             )
         self.checkpoints = Checkpoints(self.cfg.checkpoint, self.run.folder, state)
+
+    def push(self) -> None:
+        """Hand the weights to the policy."""
+        tell_of_weights(self.crew)
+        self.data.push(self.actor.model)
+
+    def whole_weights(self) -> Mapping[str, Tensor] | None:
+        """The weights of a model that is spread over ranks; ``None`` of one that is not."""
+        return whole_weights(self.crew, self.actor.model)
 
     def draw(self, number: int, stop: StopSignals) -> Step:
         """Draw the rows of a step; a signal gives them up, and the step begins anew later."""
@@ -160,7 +174,7 @@ class Trainer:
                 if step.num_epochs < self.num_epochs:
                     stop.check()  # a run that is stopped here goes on with the next pass
         with self.timer("sync"):
-            self.data.push(self.actor.model)
+            self.push()
         more = {"learning_rate": rate, **self.measure(step), **self.data.metrics()}
         return StepRecord(
             step.number, step.metrics.reduce(**more), step.trajectories, _with_advantages(step)

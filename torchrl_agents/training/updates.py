@@ -1,53 +1,78 @@
 """Passes over the rows of a step, each of which ends in an optimizer step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
-
-from objectives import MixedLoss, NonFiniteGate, PackedBatch, StepOutcome
+from objectives import MixedLoss, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from objectives.losses.base import TokenLoss
 from torchrl_agents.recipe.optim import build_optimizer, set_learning_rate
 from torchrl_agents.settings.schema import TrainingConfig
+from torchrl_modules import TransformersWrapper
+
+from .crew import Crew
+from .saved_parts import ModelPart, OptimizerPart
 
 
-def whole_output(outputs: Sequence[Any]) -> Any:
+class Combine(Protocol):
+    """Gives the output of a whole pass from those of its micro-batches."""
+
+    def __call__(self, outputs: Sequence[Any], *, ranks: Ranks | None = None) -> Any:
+        """See :meth:`GRPOLossOutput.combine`."""
+        ...
+
+
+def whole_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> Any:
     """What the loss gives back of a whole window, from what it gave of its micro-batches."""
-    return type(outputs[0]).combine(outputs)
+    return type(outputs[0]).combine(outputs, ranks=ranks)
 
 
 class Updates:
-    """A loss, the optimizer, and what guards its steps.
+    """A loss, the optimizer, and what guards its steps; every rank has one of its own.
 
     Args:
         cfg: of the run.
-        parameters: are trained.
-        loss: of them.
+        actor: is trained.
+        loss: of it.
         folder: of the run; gets what was not finite.
+        crew: the ranks that train together.
         combine: gives the output of a whole pass from those of its micro-batches.
     """
 
     def __init__(
         self,
         cfg: TrainingConfig,
-        parameters: Iterable[Tensor],
+        actor: TransformersWrapper,
         loss: TokenLoss | MixedLoss,
         folder: Path,
-        combine: Callable[[Sequence[Any]], Any] = whole_output,
+        crew: Crew,
+        combine: Combine = whole_output,
     ) -> None:
         self._cfg = cfg
+        self._crew = crew
+        self._ranks = crew.ranks
         self._combine = combine
         self.loss = loss
-        self.optimizer = build_optimizer(cfg.optim, parameters)
+        self.optimizer = build_optimizer(cfg.optim, actor.parameters())
         self.gate = NonFiniteGate(
-            self.optimizer, max_grad_norm=cfg.optim.max_grad_norm, dump_dir=folder / "not_finite"
+            self.optimizer,
+            max_grad_norm=cfg.optim.max_grad_norm,
+            dump_dir=folder / "not_finite",
+            ranks=crew.ranks,
         )
         self._parts: list[PackedBatch] = []
         self._window: Any = None
+        self.parts = {
+            "model": ModelPart(actor.model, crew),
+            "optimizer": OptimizerPart(actor.model, self.optimizer, crew),
+            "gate": self.gate,
+        }
+        """What is saved."""
+        crew.learn_job("take in", self._take_in)
+        crew.learn_job("make", self._make)
 
     def begin(self, step: int, rows: Any) -> float:
-        """Take in what a step trains on, and set its learning rate.
+        """Take in what a step trains on, and set its learning rate; rank 0 calls it.
 
         Args:
             step: its number, from 1.
@@ -56,17 +81,29 @@ class Updates:
         Returns:
             The learning rate.
         """
-        self._parts = []
+        rate = self._set_rate(step)
         if rows is not None:
             batch = self.loss.pack(rows)
-            self._window = self.loss.measure_window(batch)
-            self._parts = list(batch.micro_batches(max_tokens=self._cfg.train.micro_batch_tokens))
-        return set_learning_rate(self._cfg.optim, self.optimizer, step, self._cfg.train.num_steps)
+            self._crew.tell("take in", step)
+            self._take_in(step, batch)
+        return rate
 
     def make(self) -> tuple[Any, StepOutcome]:
-        """One pass over the rows, and an optimizer step."""
+        """One pass over the rows, and an optimizer step; rank 0 calls it."""
+        return self._crew.do("make")
+
+    def _set_rate(self, step: int) -> float:
+        return set_learning_rate(self._cfg.optim, self.optimizer, step, self._cfg.train.num_steps)
+
+    def _take_in(self, step: int, batch: PackedBatch | None = None) -> None:
+        """Every rank gets its share of the rows, as many micro-batches as the others."""
+        self._set_rate(step)
+        self._parts = self._ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
+        self._window = self.loss.measure_window(self._parts, ranks=self._ranks)
+
+    def _make(self) -> tuple[Any, StepOutcome]:
         outputs = []
         for part in self._parts:
             outputs.append(self.loss(part, window=self._window))
             self.gate.backward(outputs[-1], part)
-        return self._combine(outputs), self.gate.step()
+        return self._combine(outputs, ranks=self._ranks), self.gate.step()

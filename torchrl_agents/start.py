@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,18 +14,19 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
+from objectives import RankFailedError, Ranks
+from torchrl_agents.recipe.checks import check_config
+from torchrl_agents.recipe.preparation import build_task
+from torchrl_agents.recipe.report import RunLog
+from torchrl_agents.recipe.results import finite
+from torchrl_agents.recipe.run_folder import Run
+from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.resume.earlier_run import plain_settings, with_recorded
 from torchrl_agents.settings.command_line import prepare, task_settings
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
-from torchrl_agents.settings.schema import RecipeConfig
-
-from .checks import check_config
-from .preparation import build_task
-from .report import RunLog
-from .results import finite
-from .run_folder import Run
-from .stop import StopSignals
+from torchrl_agents.settings.schema import RecipeConfig, TrainingConfig
+from torchrl_agents.training.parallel import follow, loading_device
 
 _LOG = logging.getLogger("torchrl_agents")
 Build = Callable[[Recipe, Any, dict[str, Any]], Any]
@@ -47,6 +49,8 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             _run(recipe, train, build, typed)
         except SettingsError as error:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
+        except RankFailedError as error:
+            raise SystemExit(str(error)) from error
 
     try:
         sys.argv[1:] = with_recorded(sys.argv[1:])
@@ -72,7 +76,14 @@ def _run(recipe: Recipe, train: Train, build: Build, typed: DictConfig) -> None:
         assert isinstance(cfg, RecipeConfig)
         check_config(recipe, cfg)
         disable_progress_bar()  # loading a model has bars of its own
-        run = stack.enter_context(open_run(folder, cfg, plain_settings(typed)))
+        follows = os.environ.get("RANK", "0") != "0"
+        if cfg.dry_run and follows:
+            return
+        ranks = stack.enter_context(_ranks(cfg))
+        if follows:
+            follow(ranks, recipe)
+            return
+        run = stack.enter_context(open_run(folder, cfg, plain_settings(typed), ranks))
         log = stack.enter_context(RunLog(folder / f"{recipe.name}.log"))
         stop = stack.enter_context(StopSignals())
         _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
@@ -94,10 +105,21 @@ def _run(recipe: Recipe, train: Train, build: Build, typed: DictConfig) -> None:
             raise SystemExit(stop.status)
 
 
-def open_run(folder: Path, cfg: RecipeConfig, settings: dict[str, Any]) -> Run:
+def _ranks(cfg: RecipeConfig) -> Ranks:
+    """The ranks that torchrun started; this process, where it trains alone."""
+    if not isinstance(cfg, TrainingConfig) or cfg.dry_run:
+        return Ranks.alone()
+    ranks = Ranks.join(
+        device=cfg.policy.device, timeout_s=cfg.train.timeout_s, wait_s=cfg.train.wait_s
+    )
+    cfg.policy.device = loading_device(cfg, ranks)
+    return ranks
+
+
+def open_run(folder: Path, cfg: RecipeConfig, settings: dict[str, Any], ranks: Ranks) -> Run:
     """The folder of a run that begins or goes on."""
     resume = getattr(cfg, "resume", None) is not None
-    return Run(folder, settings=settings, overwrite=cfg.overwrite, resume=resume)
+    return Run(folder, settings=settings, overwrite=cfg.overwrite, resume=resume, ranks=ranks)
 
 
 def _remove_if_empty(folder: Path) -> None:
