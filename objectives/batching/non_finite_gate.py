@@ -68,7 +68,8 @@ class NonFiniteGate:
             the gradient of all. Each of them calls :meth:`backward` equally often.
 
     Raises:
-        ValueError: a number is not positive, or the parameters are sharded and no ranks are given.
+        ValueError: a number is not positive, the parameters are sharded and no ranks are given, or
+            they have gradients already, which the first step would take for its own.
     """
 
     def __init__(
@@ -92,6 +93,12 @@ class NonFiniteGate:
             raise ValueError(
                 f"NonFiniteGate: {sharded} parameters are spread over several ranks, which have to "
                 "agree on every step. Give it ranks=Ranks.join()."
+            )
+        left = sum(p.grad is not None and bool(p.grad.any()) for p in self._parameters())
+        if left:
+            raise ValueError(
+                f"NonFiniteGate: {left} parameters have gradients of an earlier training, which "
+                "would be a part of the first step. Call optimizer.zero_grad() before."
             )
         self.num_steps = 0
         """Calls of :meth:`step`, skipped ones included."""

@@ -156,3 +156,13 @@ def test_a_step_of_which_every_gradient_is_0_changes_nothing(make_scorer, make_b
     gate.backward(loss(make_batch()))
     assert gate.step().skipped == ""
     assert not torch.equal(scorer.table, before[0])
+
+
+def test_gradients_from_before_are_no_part_of_the_first_step():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    (3 * parameter).sum().backward()
+    with pytest.raises(ValueError, match="1 parameters have gradients of an earlier training"):
+        NonFiniteGate(optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    NonFiniteGate(optimizer)

@@ -40,8 +40,8 @@ def warm_start(
     for step in range(num_steps):
         batch = lazy_stack([rows[i] for i in torch.randint(len(rows), (batch_size,)).tolist()])
         loss = loss_module(batch).total()
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()  # or the last gradient would be a part of what is trained next
         schedule.step()
         on_step(step + 1, loss.item())

@@ -21,6 +21,9 @@ _MAY_DIFFER: Final = (
     "overwrite",
     "resume",
     "train.num_steps",
+    "train.parallel",
+    "train.timeout_s",
+    "train.wait_s",
 )
 """Settings that change nothing of the steps that were made."""
 FINISHED: Final = "finished"
