@@ -156,7 +156,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         packed = [self.pack(rows) for rows in parts]
         counts = Window.of(Window(rows.num_targets, rows.num_rows) for rows in packed)
         if ranks is not None:
-            tokens, rows = ranks.sum((counts.num_active_tokens, counts.num_sequences))
+            tokens, rows = ranks.sum([float(counts.num_active_tokens), float(counts.num_sequences)])
             counts = Window(tokens / ranks.size, rows / ranks.size)
         return counts._replace(**self._statistics(packed, ranks))
 
