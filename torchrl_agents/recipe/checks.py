@@ -134,11 +134,12 @@ def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
         raise SettingsError(
             f"There are {size} ranks of torchrun; this recipe trains in one process."
         )
-    here = not (cfg.engine.url or cfg.engine.urls or cfg.engine.num_engines > 1)
+    engine = cfg.engine
+    here = not (engine.url or engine.urls or engine.devices or engine.num_engines > 1)
     if size > 1 and cfg.engine.name == "vllm" and here:
         raise SettingsError(
             "An engine of vLLM in this process does not go with several ranks: start servers, and "
-            "give engine.url=, engine.urls= or engine.num_engines=."
+            "give engine.url=, engine.urls= or engine.devices=."
         )
 
 
@@ -148,10 +149,12 @@ def _check_engine(cfg: RecipeConfig) -> None:
         raise SettingsError("engine.urls, num_engines and devices are for engine=vllm.")
     if bool(engine.url) + bool(engine.urls) + (engine.num_engines > 1) > 1:
         raise SettingsError("engine.url, engine.urls and engine.num_engines: give one of them.")
-    if engine.devices and (engine.num_engines == 1 or len(engine.devices) % engine.num_engines):
+    if engine.devices and (engine.url or engine.urls):
+        raise SettingsError("engine.devices are for engines that are started here, not for a URL.")
+    if len(engine.devices) % engine.num_engines:
         raise SettingsError(
             f"engine.devices={engine.devices} are shared out to engine.num_engines="
-            f"{engine.num_engines}: take more engines than one, and a multiple of them of devices."
+            f"{engine.num_engines}: take a multiple of them of devices."
         )
     if cfg.engine.name == "transformers" and cfg.engine.url:
         raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")

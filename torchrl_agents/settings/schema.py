@@ -56,7 +56,8 @@ class EngineConfig:
     num_engines: int = 1
     """Of vllm: more than one are servers that are started here, and again when they die."""
     devices: list[int] = field(default_factory=list)
-    """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process."""
+    """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process. With
+    devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM: 'engine.engine_kwargs={gpu_memory_utilization: 0.4}'."""
 

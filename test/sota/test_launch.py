@@ -1,0 +1,86 @@
+"""The examples of a launch: their settings are accepted, and SLURM's warning reaches the ranks."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchrl_agents.recipe import checks
+from torchrl_agents.settings.command_line import compose_config, store_task
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "sota-implementations/grpo/launch"
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Programs of these names that do what is said."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def make(name, text):
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{text}")
+        (tmp_path / name).chmod(0o755)
+
+    return make
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in LAUNCH.glob("*.sh")))
+def test_settings_are_accepted(example, programs, script, monkeypatch):
+    for name in ("python", "torchrun"):
+        programs(name, "import shlex, sys; print(shlex.join(sys.argv))")
+    done = subprocess.run(
+        ["bash", LAUNCH / example, "seed=3"], capture_output=True, text=True, check=True
+    )
+    program, *arguments = shlex.split(done.stdout)
+    at = arguments.index("sota-implementations/grpo/grpo.py")
+    options = dict(option.partition("=")[::2] for option in arguments[:at])
+    size = options.get("--nproc-per-node", "1")
+    assert (Path(program).name == "torchrun") == (size != "1")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
+    recipe = script("grpo").RECIPE
+    store_task("gsm8k")
+    cfg = OmegaConf.to_object(compose_config(recipe, arguments[at + 1 :]))
+    checks.check_config(recipe, cfg)
+    assert cfg.seed == 3
+    own = list(range(int(size)))
+    assert not set(own) & set(cfg.engine.devices)
+
+
+# Three ranks, as torchrun has them: rank 0 saves and ends, the others end after it.
+TORCHRUN = """
+import os, signal, sys, time
+from pathlib import Path
+if os.fork() and os.fork() and os.fork():
+    states = [os.wait()[1] for _ in range(3)]
+    sys.exit(1 if any(states) else 0)
+def save(number, frame):
+    Path(f"saved-{os.getpid()}").touch()
+    sys.exit(128 + number)
+signal.signal(signal.SIGUSR1, save)
+Path(f"up-{os.getpid()}").touch()
+time.sleep(60)
+"""
+
+
+def test_slurm_warns_the_ranks_which_save_and_the_job_is_queued_again(programs, tmp_path):
+    programs("torchrun", TORCHRUN)
+    programs("scontrol", "import sys; open('asked', 'w').write(' '.join(sys.argv[1:]))")
+    (tmp_path / "sota-implementations").symlink_to(ROOT / "sota-implementations")
+    # The example goes to the repository; the ranks of this test write here.
+    programs("bash", "import os, sys\nos.execvp('torchrun', ['torchrun', *sys.argv[2:]])")
+    environment = {**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["/bin/bash", LAUNCH / "slurm.sbatch"], env=environment) as job:
+        while len(list(tmp_path.glob("up-*"))) < 3:
+            assert job.poll() is None
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=60) == 1
+    assert len(list(tmp_path.glob("saved-*"))) == 3
+    assert (tmp_path / "asked").read_text() == "requeue 7"
