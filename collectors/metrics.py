@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 
 from objectives import GRPOLossOutput, SFTLossOutput
@@ -29,6 +29,7 @@ from torchrl_data.keys import (
     NUM_TOOL_ERRORS,
     POLICY_VERSION,
     REWARD,
+    ROW,
     SCORABLE,
     SEGMENT,
     STOP_REASON,
@@ -48,6 +49,11 @@ _RENAMED: Final = {
     "num_active_tokens": "trained_tokens",
     "num_sequences": "trained_rows",
 }
+_BY_TASK: Final = (
+    *("reward", "reward/std", "groups/without_signal_fraction", "groups/solve_all_fraction"),
+    *("groups/solve_none_fraction", "turns", "sampled_tokens", "truncated_fraction"),
+)
+"""What is told of each task by itself, where there are several."""
 
 
 def rollout_metrics(trajectories: TensorDictBase, *, solved_at: float = 1.0) -> dict[str, float]:
@@ -66,9 +72,27 @@ def rollout_metrics(trajectories: TensorDictBase, *, solved_at: float = 1.0) -> 
         fraction of the rollouts that ended so; ``entropy``, the mean of minus the log-prob of the
         sampled tokens, in nats: an unbiased estimate of the entropy that they were drawn with;
         ``logged/<name>``, the mean over the rollouts of what reward functions logged;
-        ``policy_version``, the mean of those that the rollouts began with.
+        ``policy_version``, the mean of those that the rollouts began with. Where the rows of the
+        data name a task in the column ``environment``, of each also ``<task>/reward`` and other
+        metrics of the groups and episodes, and ``<task>/share``, its fraction of the rollouts.
     """
     rows = list(trajectories.reshape(-1).unbind(0))
+    metrics = _metrics_of(trajectories, rows, solved_at)
+    tasks: dict[str, list[TensorDictBase]] = defaultdict(list)
+    for row in rows:
+        name = (read_objects(row, ROW)[0] or {}).get("environment")
+        if isinstance(name, str):
+            tasks[name].append(row)
+    for name, own in tasks.items():
+        of_task = _metrics_of(lazy_stack(own), own, solved_at)
+        metrics |= {f"{name}/{key}": of_task[key] for key in _BY_TASK}
+        metrics[f"{name}/share"] = len(own) / len(rows)
+    return metrics
+
+
+def _metrics_of(
+    trajectories: TensorDictBase, rows: Sequence[TensorDictBase], solved_at: float
+) -> dict[str, float]:
     metrics = {_RENAMED.get(k, k): v for k, v in reward_metrics(trajectories).items()}
     solved = _solved_by_group(rows, solved_at)
     metrics["groups/solve_none_fraction"] = _mean([float(not any(g)) for g in solved])

@@ -143,7 +143,8 @@ class HeldOut:
         if point.trajectories is None:
             record["skipped"] = point.skipped
         else:
-            record["reward"] = rollout_metrics(point.trajectories)["reward"]
+            metrics = rollout_metrics(point.trajectories)
+            record |= {k: v for k, v in metrics.items() if k.rpartition("/")[2] == "reward"}
         if self._every is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

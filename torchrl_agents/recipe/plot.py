@@ -1,5 +1,6 @@
 """The learning curve of a run, as a picture."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -77,8 +78,9 @@ def _draw_reward(
     shown = [*rewards, before]
     colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
     for (label, name), color in zip(further.items(), colors, strict=False):
-        values = smoothed([metrics[name] for metrics in history if name in metrics])
-        if values:
+        told = [metrics.get(name, math.nan) for metrics in history if "reward" in metrics]
+        values = smoothed(told)
+        if any(math.isfinite(value) for value in told):
             axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
             shown += values
     ends = [(0, before)] + ([] if after is None else [(len(history), after)])

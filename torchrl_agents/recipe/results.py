@@ -192,7 +192,7 @@ def result_of(
         f"{when}/{name.removesuffix('/mean')}": value
         for when, test in tests.items()
         for name, value in test.items()
-        if name.startswith("rewards/") and name.endswith("/mean")
+        if (name.startswith("rewards/") and name.endswith("/mean")) or name.endswith("/reward")
     }
     return {
         "task": cfg.task.id,

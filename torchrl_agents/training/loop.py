@@ -155,13 +155,14 @@ def _leave(
         run.link()
     result = result_of(cfg, history, *tests)
     names = [function.__name__ for function in task.metrics]
+    further = {name.replace("_", " "): f"rewards/{name}/mean" for name in names}
     plot_learning_curve(
         run.folder / "learning_curve.png",
         history,
         before=result["held_out_before"],
         after=result["held_out_after"],
         title=f"{recipe.title} on {cfg.task.id}, seed {cfg.seed}",
-        further={name.replace("_", " "): f"rewards/{name}/mean" for name in names},
+        further=further | {name: f"{name}/reward" for name in task.parts},
         beside=curves,
     )
     show_rollouts(dict(zip(("before", "after"), tests, strict=True)), cfg.evaluate.num_shown)

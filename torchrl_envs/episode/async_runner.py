@@ -78,21 +78,22 @@ class AsyncEpisodeRunner:
         self._env = env
         self._runner = env.runner
         self._driver = LoopDriver(env.calls)
-        self._turn_steps: list[tuple[str, Callable[[Episode], Any]]] = []
+        self._turn_steps: list[tuple[str, Callable[[Episode], Any], EpisodeTransform | None]] = []
         self._late: list[Transform] = []
         if self._runner.dispatcher.sources:
-            self._turn_steps.append(("tools", self._runner.dispatcher.after_turn))
+            self._turn_steps.append(("tools", self._runner.dispatcher.after_turn, None))
         for transform in env.transforms_of(Transform):
             self._take_in(transform)
 
     def _take_in(self, transform: Transform) -> None:
         if isinstance(transform, EpisodeTransform):
             if overrides(transform, "after_turn"):
-                self._turn_steps.append((type(transform).__name__, transform.after_turn))
+                step = (type(transform).__name__, transform.after_turn, transform)
+                self._turn_steps.append(step)
         elif isinstance(transform, StepCounter):
             limit = transform.max_steps
             if limit is not None:
-                self._turn_steps.append(("StepCounter", lambda e: _count(e, limit)))
+                self._turn_steps.append(("StepCounter", lambda e: _count(e, limit), None))
         elif REWARD in (transform.in_keys or ()):
             self._late.append(transform)
         elif not isinstance(transform, _HARMLESS):
@@ -160,6 +161,8 @@ class AsyncEpisodeRunner:
 
     async def _begin(self, episode: Episode) -> None:
         for transform in self._runner.taking_part("begin"):
+            if not transform.concerned([episode]):
+                continue
             try:
                 await self._driver.drive(transform.begin(episode))
             except Exception as error:
@@ -178,6 +181,8 @@ class AsyncEpisodeRunner:
     async def _before_turn(self, episode: Episode) -> None:
         episode.max_new_tokens = None
         for transform in self._runner.taking_part("before_turn"):
+            if not transform.concerned([episode]):
+                continue
             try:
                 if overrides(transform, "before_turns"):
                     transform.before_turns([episode])
@@ -189,7 +194,9 @@ class AsyncEpisodeRunner:
                 return
 
     async def _after_turn(self, episode: Episode) -> None:
-        for name, step in self._turn_steps:
+        for name, step, owner in self._turn_steps:
+            if owner is not None and not owner.concerned([episode]):
+                continue
             try:
                 await self._driver.drive(step(episode))
             except Exception as error:

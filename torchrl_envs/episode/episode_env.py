@@ -114,7 +114,8 @@ class EpisodeEnv(TransformedEnv):
     @property
     def reward_names(self) -> list[str]:
         """The names of the rewards of all sources, in order."""
-        return [name for source in self._reward_sources for name in source.reward_names]
+        names = [name for source in self._reward_sources for name in source.reward_names]
+        return list(dict.fromkeys(names))  # sources of different episodes may have the same
 
     @property
     def _reward_sources(self) -> list[RewardSource]:

@@ -3,7 +3,7 @@
 Shape legend: B rows.
 """
 
-from collections.abc import Awaitable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -68,6 +68,19 @@ class EpisodeTransform(Transform):
     episodes wait for runs at once. What is cheaper for many at once overrides the plural:
     ``before_turns``, ``finish_batch``.
     """
+
+    only_for: Callable[[Episode], bool] | None = None
+    """Says in which episodes it takes part; ``None``: in all."""
+
+    def concerned(self, episodes: Sequence[Episode]) -> Sequence[Episode]:
+        """Those of some episodes in which it takes part.
+
+        Args:
+            episodes: with their examples.
+        """
+        if self.only_for is None:
+            return episodes
+        return [episode for episode in episodes if self.only_for(episode)]
 
     @property
     def by_token(self) -> bool:

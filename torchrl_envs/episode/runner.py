@@ -99,7 +99,7 @@ class EpisodeRunner:
         """
         self.draw(episodes)
         for transform in self._parts["begin"]:
-            running = [episode for episode in episodes if not episode.stop_reason]
+            running = transform.concerned([e for e in episodes if not e.stop_reason])
             errors = self._each(transform.begin, running)
             for number, error in errors.items():
                 refuse_start(running[number], transform, error)
@@ -120,6 +120,7 @@ class EpisodeRunner:
             episode.max_new_tokens = None
         for transform in self._parts["before_turn"]:
             running = [e for e in episodes if not e.stop_reason and not e.is_done]
+            running = transform.concerned(running)
             if running:
                 self._both(transform, "before_turn", "before_turns", running)
 
@@ -147,9 +148,10 @@ class EpisodeRunner:
             episode.score = Score()
             episode.metrics, episode.token_entries = {}, {}
         scored = [episode for episode in episodes if episode.is_scorable]
-        if scored:
-            for transform in self._parts["finish"]:
-                self._both(transform, "finish", "finish_batch", scored)
+        for transform in self._parts["finish"]:
+            concerned = transform.concerned(scored)
+            if concerned:
+                self._both(transform, "finish", "finish_batch", concerned)
         for episode in episodes:
             if not episode.is_scorable:
                 is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS

@@ -91,7 +91,7 @@ class EpisodeStep:
             next_batch: read before and written after, for the transforms of TorchRL's.
         """
         self._read_changes(next_batch)
-        self._runner.run(transform.after_turn, self._turns)
+        self._runner.run(transform.after_turn, transform.concerned(self._turns))
         self._write_prompts(next_batch)
         self._write_flags(next_batch)
 

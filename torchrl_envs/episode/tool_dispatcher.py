@@ -36,7 +36,7 @@ class ToolDispatcher:
         schemas = [
             tool.schema
             for source in self.sources
-            if source.show_schemas
+            if source.show_schemas and source.concerned([episode])
             for tool in source.tools_of(episode).values()
         ]
         if schemas:
@@ -64,13 +64,17 @@ class ToolDispatcher:
     def _read(self, episode: Episode, text: str) -> list[Job | Answer]:
         """What a turn asks for, of all sources, in the order of the text."""
         items: list[Job | Answer] = []
-        tools = [source.tools_of(episode) for source in self.sources]
+        takes_part = [bool(source.concerned([episode])) for source in self.sources]
+        tools = [
+            source.tools_of(episode) if is_concerned else {}
+            for source, is_concerned in zip(self.sources, takes_part, strict=True)
+        ]
         if any(tools):
             parsed = self.parse(text)
             for call, position in zip(parsed.calls, parsed.positions, strict=True):
                 items.append(self._bind(tools, episode, call, position))
         for number, source in enumerate(self.sources):
-            for item in source.read_turn(episode, text):
+            for item in source.read_turn(episode, text) if takes_part[number] else ():
                 # Lanes belong to their source.
                 if isinstance(item, Job) and item.lane is not None:
                     item = item._replace(lane=(number, item.lane))

@@ -118,9 +118,15 @@ class AnswerReward(EpisodeTransform, RewardSource):
         for key in self.component_keys:
             value = self.empty_part(key, batch.batch_size)
             for episode in episodes:
-                if self.key in episode.metrics:
-                    value[episode.row] = episode.metrics[self.key][key]
+                found = self._found(episode, key)
+                if found is not None:
+                    value[episode.row] = found[key]
             batch.set(key, value)
+
+    def _found(self, episode: Episode, key: str) -> Mapping[str, Any] | None:
+        """What was found in an episode: by this one, or by another one that it was for."""
+        own = [episode.metrics.get(self.key), *episode.metrics.values()]
+        return next((each for each in own if isinstance(each, Mapping) and key in each), None)
 
     def empty_part(self, key: str, shape: torch.Size) -> torch.Tensor:
         """What a further entry is where a row was not scored, ``[*B, 1, 1]``.

@@ -1,70 +1,228 @@
-"""Several environments in one run: each row names its own, and sees only that one's tools."""
+"""Several tasks in one run: each row belongs to one, and meets its tools, rewards and limits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, overload
 
-from .catch import catch_task
-from .echo import echo_task
-from .task import Row, Task
-from .wordle import wordle_task
+import numpy as np
+from torchrl.envs import Transform
 
-ROUTE_COLUMN: Final = "environment"
-"""The column that names a row's environment."""
+from torchrl_envs.datasets.checks import find_prompt_column
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_transform import EpisodeTransform
+from torchrl_envs.rewards.functions import RewardFunctions
+
+from .task import ROUTE_COLUMN, OfTasks, Row, Task
 
 
-def combine_tasks(name: str, tasks: Sequence[Task]) -> Task:
-    """One task of several: rows and demonstrations in turn, routed by ``environment``."""
+def combine_tasks(
+    name: str, tasks: Sequence[Task], shares: Sequence[float] | None = None, *, seed: int = 0
+) -> Task:
+    """One task of several, whose rows say in their column ``environment`` which is theirs.
+
+    An episode has the environment, tools, rewards, system prompt and limit of turns of its own
+    task. Its rows' prompts are in the column ``prompt``.
+
+    Args:
+        name: of the whole.
+        tasks: of different names.
+        shares: of the training prompts, in proportion; without them the tasks take turns, for as
+            long as the shortest lasts. Held-out rows and demonstrations take turns in any case.
+        seed: of the order, see :func:`draw_schedule`.
+
+    Returns:
+        The task; one pass over its training rows shows each row of each task at least once.
+
+    Raises:
+        ValueError: names repeat, a task has several environments already, its data can't be read
+            by their number, or the shares don't fit.
+    """
     names = [task.name for task in tasks]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"combine_tasks needs tasks of different names, got {names}.")
-    environments: dict[str, Callable[[], Any]] = {}
     for task in tasks:
-        if not callable(task.environment):
-            raise ValueError(
-                f"combine_tasks takes tasks of one environment each; {task.name} has "
-                f"{'none' if task.environment is None else 'several environments already'}."
-            )
-        environments[task.name] = task.environment
-    columns = dict.fromkeys(column for task in tasks for column in task.train_rows[0])
+        _check(task)
+    prompts = {task.system_prompt for task in tasks}
+    system_prompt = prompts.pop() if len(prompts) == 1 else None
+    parts = [_Part(task, says_system=bool(prompts)) for task in tasks]
+    columns = dict.fromkeys(
+        column for part in parts for column in part.row(part.task.train_rows[0])
+    )
+    sizes = [len(task.train_rows) for task in tasks]
+    order = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
+    if shares is not None:
+        order = draw_schedule(sizes, shares, seed)
+    held_out = [[{**columns, **part.row(row)} for row in part.task.held_out_rows] for part in parts]
+    environments = {task.name: task.environment for task in tasks if task.environment is not None}
+    answers = {task.final_answer for task in tasks}
     return Task(
         name=name,
-        environment=environments,
-        train_rows=_in_turn([_routed(t.train_rows, t.name, columns) for t in tasks]),
-        held_out_rows=_in_turn([_routed(t.held_out_rows, t.name, columns) for t in tasks]),
-        demonstrations=_in_turn([task.demonstrations for task in tasks]),
+        environment=environments or None,  # type: ignore[arg-type]
+        tools=lambda show_schemas: [
+            tool for part in parts for tool in part.only(part.tools(show_schemas))
+        ],
+        rewards=lambda: [each for part in parts for each in part.only(part.scoring())],
+        train_rows=MixedRows(parts, columns, order),
+        held_out_rows=_in_turn(held_out),
+        prompt_column="prompt",
+        system_prompt=system_prompt,
+        demonstrations=_in_turn([task.demonstrations for task in tasks if task.demonstrations]),
         max_turns=max(task.max_turns for task in tasks),
         max_new_tokens=max(task.max_new_tokens for task in tasks),
+        final_answer=answers.pop() if len(answers) == 1 else None,
         isolated="|".join(dict.fromkeys(task.isolated for task in tasks)),
+        parts=tuple(names),
     )
 
 
-def _routed(rows: Sequence[Row], name: str, columns: Row) -> list[Row]:
-    """Rows with the columns of all tasks, as in one table, and the name of their own."""
-    return [{**columns, **row, ROUTE_COLUMN: name} for row in rows]
+def draw_schedule(
+    sizes: Sequence[int], shares: Sequence[float], seed: int
+) -> list[tuple[int, int]]:
+    """Which row of which task each prompt is.
+
+    The j-th prompt of a task comes at a time drawn uniformly from ``[j, j + 1) / share``: random,
+    and yet any stretch holds each task's share of it, to within two prompts. Each task goes through
+    its rows in their order, and again from the first when they are used up.
+
+    Args:
+        sizes: rows of each task.
+        shares: of each task, positive; in proportion.
+        seed: of the times.
+
+    Returns:
+        Task and row of each prompt, for as long as it takes until every row was there.
+
+    Raises:
+        ValueError: there are not as many positive shares as tasks.
+    """
+    if len(shares) != len(sizes) or not all(np.isfinite(s) and s > 0 for s in shares):
+        raise ValueError(
+            f"draw_schedule needs a positive share for each of {len(sizes)} tasks, got "
+            f"{list(shares)}."
+        )
+    parts = [share / sum(shares) for share in shares]
+    length = max(size / part for size, part in zip(sizes, parts, strict=True))
+    times: list[tuple[float, int, int]] = []
+    for task, (size, part) in enumerate(zip(sizes, parts, strict=True)):
+        draws = np.random.default_rng([seed, task]).random(int(np.ceil(length * part)))
+        times += [((j + x) / part, task, j % size) for j, x in enumerate(draws)]
+    return [(task, row) for _, task, row in sorted(times)]
+
+
+class MixedRows(Sequence[Row]):
+    """Rows of several tasks in an order; each is made when it is read.
+
+    Args:
+        parts: make the rows.
+        columns: of all tasks, as in one table; ``None`` in the rows of those that lack one.
+        order: task and row of each.
+    """
+
+    def __init__(
+        self, parts: "Sequence[_Part]", columns: Row, order: Sequence[tuple[int, int]]
+    ) -> None:
+        self._parts = parts
+        self._columns = columns
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        part, row = self._order[index]
+        own = self._parts[part]
+        return {**self._columns, **own.row(own.task.train_rows[row])}
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+
+class TurnLimit(EpisodeTransform):
+    """Cuts an episode after so many turns, as ``StepCounter`` does.
+
+    Args:
+        max_turns: of the policy.
+    """
+
+    def __init__(self, max_turns: int) -> None:
+        super().__init__()
+        self.max_turns = max_turns
+
+    def after_turn(self, episode: Episode) -> None:
+        """Count."""
+        if episode.num_turns >= self.max_turns and not episode.is_done:
+            episode.truncate()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of the tasks that are combined."""
+
+    task: Task
+    says_system: bool
+    """Whether its prompts have to bring its system prompt, because those of others differ."""
+
+    def row(self, row: Mapping[str, Any]) -> Row:
+        """A row as it is among those of other tasks."""
+        own = dict(row if self.task.map_row is None else self.task.map_row(dict(row)))
+        prompt = own[find_prompt_column(list(own), self.task.prompt_column)]
+        if self.says_system and self.task.system_prompt is not None:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = [{"role": "system", "content": self.task.system_prompt}, *messages]
+        return {**own, "prompt": prompt, ROUTE_COLUMN: self.task.name}
+
+    def tools(self, show_schemas: bool) -> list[Transform]:
+        """Its sources of tools, and its limit of turns."""
+        own = [] if self.task.tools is None else list(self.task.tools(show_schemas))
+        return [*own, TurnLimit(self.task.max_turns)]
+
+    def scoring(self) -> list[Transform]:
+        """What scores its episodes, and measures them."""
+        own = [] if self.task.rewards is None else list(self.task.rewards())
+        if self.task.metrics:
+            weights = [0.0] * len(self.task.metrics)
+            own.append(RewardFunctions(self.task.metrics, weights=weights))
+        return own
+
+    def only(self, transforms: Sequence[Transform]) -> Sequence[Transform]:
+        """The same, for its own episodes alone."""
+        for transform in transforms:
+            if not isinstance(transform, EpisodeTransform):
+                raise ValueError(
+                    f"combine_tasks: {type(transform).__name__} of {self.task.name} works on whole "
+                    "batches, so the episodes of other tasks can't be left out. Write it as an "
+                    "EpisodeTransform."
+                )
+            transform.only_for = OfTasks((self.task.name,))
+        return transforms
+
+
+def _check(task: Task) -> None:
+    if isinstance(task.environment, Mapping):
+        raise ValueError(
+            "combine_tasks takes tasks of one environment each; "
+            f"{task.name} has several environments already."
+        )
+    rows = task.train_rows
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or not len(rows):
+        raise ValueError(
+            f"combine_tasks needs rows that can be read by their number; those of {task.name} are "
+            f"{type(rows).__name__}. Load them as a whole, without streaming."
+        )
+    missing = [column for column in task.columns if column not in rows[0]]
+    if missing:
+        raise ValueError(
+            f"{task.name} needs the columns {missing}; the data set has {sorted(rows[0])}."
+        )
 
 
 def _in_turn(parts: Sequence[Sequence[Any]]) -> list[Any]:
     """One of each part after the other, for as long as the shortest lasts."""
     return list(chain.from_iterable(zip(*parts, strict=False)))
-
-
-def multi_env_task(
-    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 3072, seed: int = 0
-) -> Task:
-    """Echo, Catch and Wordle, as many rows of each.
-
-    Args:
-        num_rows: training rows of all together.
-        num_held_out: held-out rows of all together, at least; a multiple of the three is cut.
-        num_demonstrations: conversations of all together.
-        seed: of everything.
-    """
-    settings = {
-        "num_rows": -(-num_rows // 3),
-        "num_held_out": -(-num_held_out // 3),
-        "num_demonstrations": -(-num_demonstrations // 3),
-        "seed": seed,
-    }
-    parts = [make(**settings) for make in (echo_task, catch_task, wordle_task)]
-    return combine_tasks("multi_env", parts)

@@ -1,6 +1,7 @@
 """Tasks by name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
@@ -13,13 +14,66 @@ from .echo import echo_task
 from .gsm8k import gsm8k_task
 from .ifeval import ifeval_task
 from .math_problems import math_task
-from .multi_env import multi_env_task
+from .multi_env import combine_tasks
 from .number_guessing import number_guessing_task
 from .openenv import openenv_task
 from .reasoning_gym_questions import generator_names, question_task
+from .search.task import search_task
 from .task import Task
 from .textarena_games import PREFIX, textarena_games, textarena_task
 from .wordle import wordle_task
+
+_DEFAULT_MIX: Final = {"echo": None, "catch": None, "wordle": None}
+
+
+def multi_env_task(
+    *,
+    tasks: Any = None,
+    num_rows: int = 4096,
+    num_held_out: int = 256,
+    num_demonstrations: int = 3072,
+    seed: int = 0,
+) -> Task:
+    """Several tasks in one run, each with a share of the prompts.
+
+    Args:
+        tasks: the share of each by its name, {calculator: 0.7, gsm8k: 0.3}, or its share and
+            settings, {easy: {task: gcd, share: 1, num_rows: 100}}; Echo, Catch and Wordle in turn
+            when not given.
+        num_rows: training rows of all together, where the tasks make them.
+        num_held_out: held-out rows of all together, at least, as many of each task.
+        num_demonstrations: conversations of all together, as many of each task.
+        seed: of everything, the order too: which prompt is of which task.
+
+    Raises:
+        ValueError: there is no such task, or its settings, shares or data don't fit.
+    """
+    settings = {
+        name: _part_settings(name, given) for name, given in (tasks or _DEFAULT_MIX).items()
+    }
+    shares = [own.pop("share") for own in settings.values()]
+    counts = {
+        "num_rows": -(-num_rows // len(settings)),
+        "num_held_out": -(-num_held_out // len(settings)),
+        "num_demonstrations": -(-num_demonstrations // len(settings)),
+    }
+    parts = []
+    for name, own in settings.items():
+        kind = own.pop("task")
+        known = signature(task_factory(kind)).parameters
+        given = {key: value for key, value in counts.items() if key in known}
+        parts.append(replace(make_task(kind, seed=seed, **{**given, **own}), name=name))
+    return combine_tasks("multi_env", parts, shares if tasks else None, seed=seed)
+
+
+def _part_settings(name: str, given: Any) -> dict[str, Any]:
+    """Task, share and settings of one of several tasks."""
+    own = dict(given) if isinstance(given, Mapping) else {"share": given}
+    share = own.setdefault("share", 1.0)
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+        raise ValueError(f"tasks: the share of {name} must be a number, got {share!r}.")
+    return {"task": name, **own}
+
 
 TASKS: Final[dict[str, Callable[..., Task]]] = {
     "calculator": calculator_task,
@@ -32,6 +86,7 @@ TASKS: Final[dict[str, Callable[..., Task]]] = {
     "multi_env": multi_env_task,
     "number_guessing": number_guessing_task,
     "openenv": openenv_task,
+    "search": search_task,
     "wordle": wordle_task,
 }
 """What makes a task, by its name; its keyword arguments are the task's settings."""

@@ -18,6 +18,7 @@ from torchrl_data.conversation.conversations import Message
 from torchrl_envs.datasets.loading import load_rows
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.chat_env import ChatEnv
+from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.functions import RewardFunctions
@@ -25,6 +26,8 @@ from torchrl_envs.tools.environment_tools import EnvironmentTools
 
 Row = dict[str, Any]
 MapRow = Callable[[Row], Mapping[str, Any]]
+ROUTE_COLUMN: Final = "environment"
+"""The column that names a row's task, where there are several."""
 _HELD_OUT_SEED: Final = 1 << 32
 """Added to the seed of held-out rows: their groups' seeds are never those of training rows."""
 
@@ -63,6 +66,19 @@ class Task:
     """The answer in what the policy said last, equal for answers that are; for a majority vote."""
     isolated: str = r"\d"
     """What a tokenizer made for this task never merges, a regular expression."""
+    parts: Sequence[str] = ()
+    """The names of the tasks that it is made of; a row's column ``environment`` has its own."""
+
+
+@dataclass(frozen=True)
+class OfTasks:
+    """Says whether an episode is of one of some tasks."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, episode: Episode) -> bool:
+        """Read it off the row that the episode started from."""
+        return (episode.example or {}).get(ROUTE_COLUMN) in self.names
 
 
 class TaskEnv(EpisodeEnv):
@@ -121,7 +137,10 @@ class TaskEnv(EpisodeEnv):
             )
         parts: list[Any] = [primer]
         if task.environment is not None:
-            parts.append(EnvironmentTools(task.environment, show_schemas=show_schemas))
+            environments = EnvironmentTools(task.environment, show_schemas=show_schemas)
+            if task.parts:  # not all of them need have one
+                environments.only_for = OfTasks(tuple(environments.factories))
+            parts.append(environments)
         if task.tools is not None:
             parts.extend(task.tools(show_schemas))
         if compute_reward and task.rewards is not None:

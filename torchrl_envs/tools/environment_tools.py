@@ -124,7 +124,8 @@ class EnvironmentTools(ToolSource, RewardSource):
                     f"lacks; its columns are {sorted(columns)}. Add it or name another one with "
                     "route_column=."
                 )
-            loader.require("environment", self._route_error)
+            if self.only_for is None:
+                loader.require("environment", self._route_error)
         for name, cls in self.types.items():
             missing = _required_parameters(cls) - columns - {"seed"}
             if missing:

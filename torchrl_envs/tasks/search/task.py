@@ -1,0 +1,251 @@
+"""Search: questions whose answer lies some pages away, and a tool that finds pages.
+
+Most demonstrations go from page to page along any facts, as far as they like, and answer with any
+fact of the last page: which page to read next, when to stop and what the answer is, are for the
+policy to find. In each the pages have swapped their titles, so that none tells a fact.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from torchrl_data.conversation.conversations import Message
+from torchrl_data.validation import check_counts, check_numbers, one_of
+from torchrl_envs.datasets.loading import load_rows
+from torchrl_envs.graders.answers import final_text, reads_messages
+from torchrl_envs.graders.short_answers import exact_match_of, f1_of
+from torchrl_envs.tasks.task import Task, load_task_rows
+
+from .pages import NAME, Hops, Page, make_world, question_row, questions_from
+from .retriever import BM25
+
+SYSTEM_PROMPT: Final = (
+    "Look things up with the tool search, as often as needed. Then answer with nothing but the "
+    "answer."
+)
+SCORES: Final[dict[str, Callable[[str, Any], float]]] = {
+    "exact_match": exact_match_of,
+    "f1": f1_of,
+}
+"""How an answer is scored, by name."""
+_NUM_SEARCHES: Final = (1, 2, 3)
+"""How often demonstrations search."""
+
+
+class Pages:
+    """Pages that are searched with BM25.
+
+    Args:
+        titles: of the pages.
+        texts: as they are shown.
+    """
+
+    def __init__(self, titles: Sequence[str], texts: Sequence[str]) -> None:
+        self.titles = list(titles)
+        self.texts = list(texts)
+        self._index = BM25([f"{t} {x}" for t, x in zip(self.titles, self.texts, strict=True)])
+
+    def find(self, query: str, limit: int) -> list[str]:
+        """The texts of the best pages."""
+        return [self.texts[index] for index in self._index.search(query, limit)]
+
+
+class Search:
+    """A question, and a tool to look things up.
+
+    Args:
+        pages: to be searched.
+        num_results: pages that a search shows.
+        score: of an answer.
+    """
+
+    def __init__(self, pages: Pages, num_results: int, score: Callable[[str, Any], float]) -> None:
+        self._pages = pages
+        self._num_results = num_results
+        self._score = score
+
+    def reset(self, *, answer: Any, **row: Any) -> None:
+        """Take the question of a row.
+
+        Args:
+            answer: the right one, or a list of them.
+            **row: other columns.
+        """
+        del row
+        self._answer = answer
+        self._shown: list[str] = []
+
+    def search(self, query: str) -> str:
+        """Search the pages.
+
+        Args:
+            query: What to look for.
+        """
+        found = self._pages.find(query, self._num_results)
+        self._shown += found
+        return "\n".join(found) or "nothing found"
+
+    def get_reward(self, *, messages: Sequence[Message]) -> float:
+        """Score the last message; 0 for an episode that ended without an answer."""
+        return self._score(final_text(messages), self._answer)
+
+    @property
+    def has_shown_answer(self) -> bool:
+        """Whether a page that was found holds the answer."""
+        answers = [self._answer] if isinstance(self._answer, str) else self._answer
+        shown = "\n".join(self._shown).lower()
+        return any(str(answer).lower() in shown for answer in answers)
+
+
+@reads_messages
+def exact_match(
+    completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
+) -> list[float]:
+    """1 where the last message is the answer, but for case, punctuation and articles."""
+    return [exact_match_of(final_text(c), a) for c, a in zip(completions, answer, strict=True)]
+
+
+@reads_messages
+def f1(completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any) -> list[float]:
+    """The F1 score of the words of the last message."""
+    return [f1_of(final_text(c), a) for c, a in zip(completions, answer, strict=True)]
+
+
+def found_answer(environments: Sequence[Search], **_: Any) -> list[float]:
+    """1 where a page that the searches found holds the answer: the retrieval's recall."""
+    return [float(environment.has_shown_answer) for environment in environments]
+
+
+def search_task(
+    *,
+    corpus: Any = None,
+    dataset: Any = None,
+    split: str | None = None,
+    held_out_split: str | None = None,
+    num_pages: int = 192,
+    max_hops: int = 2,
+    num_results: int = 1,
+    max_turns: int = 5,
+    score: str = "exact_match",
+    system_prompt: str | None = SYSTEM_PROMPT,
+    num_held_out: int = 256,
+    num_demonstrations: int = 4096,
+    right_fraction: float = 0.5,
+    seed: int = 0,
+) -> Task:
+    """Questions to be answered with a search tool, over pages that are made here or given.
+
+    Args:
+        corpus: pages of your own with ``title`` and ``text``: a file, a folder, a hub id, or rows.
+        dataset: its questions, with ``question`` and ``answer`` (one or a list of them): the same.
+        split: of the data set, to train on; the only one, or ``"train"``, when not given.
+        held_out_split: to test on; when not given, rows of ``split``.
+        num_pages: that are made, where no corpus is given.
+        max_hops: of the questions that are made, the most pages between question and answer.
+        num_results: pages that a search shows.
+        max_turns: most turns of an episode, each a search or the answer.
+        score: the reward: exact_match or f1.
+        system_prompt: says what to do.
+        num_held_out: questions held out; of those that are made, none starts at a page at which a
+            training question starts.
+        num_demonstrations: conversations for the warm start, of questions that are made.
+        right_fraction: fraction of the demonstrations that find the answer.
+        seed: of pages and questions.
+
+    Raises:
+        ValueError: a setting is out of range, pages or questions lack a column, one of the two is
+            given without the other, or there are too few questions to hold so many out.
+    """
+    check_counts("search", num_results=num_results, max_turns=max_turns, max_hops=max_hops)
+    check_numbers("search", "[0, 1]", right_fraction=right_fraction)
+    score = one_of("score", score, list(SCORES), who="search")
+    if (corpus is None) != (dataset is None):
+        raise ValueError("search: corpus and dataset go together; give both, or neither.")
+    if corpus is None:
+        world = make_world(num_pages, seed)
+        pages = Pages(list(world), [page.text for page in world.values()])
+        rng = random.Random(seed)
+        questions = _made_questions(world, max_hops, num_held_out, rng)
+        train, held_out = ([question_row(hops) for hops in part] for part in questions)
+        demonstrations = [
+            _demonstration(rng.choice(questions[0]), world, rng, right_fraction, system_prompt)
+            for _ in range(num_demonstrations)
+        ]
+    else:
+        pages, demonstrations = _pages_of(corpus), []
+        splits = {"split": split, "held_out_split": held_out_split, "num_held_out": num_held_out}
+        train, held_out = load_task_rows(dataset, prompt_column="question", **splits)
+    return Task(
+        name="search",
+        environment=partial(Search, pages, num_results, SCORES[score]),
+        train_rows=train,
+        held_out_rows=held_out,
+        columns=("answer",),
+        prompt_column="prompt" if corpus is None else "question",
+        system_prompt=system_prompt,
+        demonstrations=demonstrations,
+        metrics=(exact_match, f1, found_answer),
+        max_turns=max_turns,
+        max_new_tokens=32,
+        final_answer=lambda text: text.strip() or None,
+        isolated=NAME,
+    )
+
+
+def _pages_of(corpus: Any) -> Pages:
+    rows = load_rows(corpus)
+    titles, texts = [], []
+    for number, row in enumerate(rows):
+        if "title" not in row or "text" not in row:
+            raise ValueError(
+                f"search: pages have the columns title and text; page {number} of the corpus has "
+                f"{sorted(row)}."
+            )
+        titles.append(str(row["title"]))
+        texts.append(f"{row['title']}: {row['text']}")
+    return Pages(titles, texts)
+
+
+def _made_questions(
+    world: Mapping[str, Page], max_hops: int, num_held_out: int, rng: random.Random
+) -> tuple[list[Hops], list[Hops]]:
+    """Training and held-out questions, which start at different pages."""
+    starts = list(world)
+    rng.shuffle(starts)
+    held_out: list[Hops] = []
+    while starts and len(held_out) < num_held_out:
+        held_out += questions_from(world, starts.pop(), max_hops)
+    train = [hops for start in starts for hops in questions_from(world, start, max_hops)]
+    if len(train) < num_held_out or not train:
+        raise ValueError(
+            f"search: {len(held_out) + len(train)} questions are too few to hold {num_held_out} "
+            "out. Make more pages (num_pages) or hold out fewer."
+        )
+    rng.shuffle(held_out)
+    rng.shuffle(train)
+    return train, held_out[:num_held_out]
+
+
+def _demonstration(
+    hops: Hops,
+    world: Mapping[str, Page],
+    rng: random.Random,
+    right_fraction: float,
+    system_prompt: str | None,
+) -> list[Message]:
+    """A conversation along the facts of the question, or any, in a world of swapped titles."""
+    is_right = rng.random() < right_fraction
+    titles = list(world)
+    name = dict(zip(titles, rng.sample(titles, len(titles)), strict=True))
+    messages: list[Message] = [{"role": "user", "content": hops.renamed(name).question}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    title = hops.start
+    for step in range(len(hops.relations) if is_right else rng.choice(_NUM_SEARCHES)):
+        page = world[title].renamed(name)
+        call = {"function": {"name": "search", "arguments": {"query": page.title}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": page.text})
+        title = hops.path[step] if is_right else rng.choice(list(world[title].facts.values()))
+    return [*messages, {"role": "assistant", "content": name[title]}]
