@@ -356,7 +356,9 @@ class RayLLMCollector(Collector):
         if self._owns_ray:
             load_ray().shutdown()
         push, self._push_under_way = self._push_under_way, None
-        if push is not None and push.done() and self._supervisor.error is None:
+        if push is None or not push.done() or push.cancelled():
+            return  # the end came first: nobody refused it
+        if self._supervisor.error is None:
             push.result()
 
     def shutdown(self) -> None:
