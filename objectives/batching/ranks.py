@@ -266,14 +266,15 @@ class Ranks:
         if self._store is None:
             return None
         own = f"rank {self.rank} failed of {type(error).__name__}: {error}"
+        is_loss = _is_loss_of_a_rank(error)
         try:
-            if _is_loss_of_a_rank(error):
+            if is_loss:
                 _wait_until(lambda: self._store.check([_FAILURE]), _HEARSAY_S)
                 own = f"rank {self.rank} lost another one, which said nothing ({error})"
             found = self._store.compare_set(_FAILURE, "", own).decode(errors="replace")
         except RuntimeError:  # the store has gone with the rank or the agent that had it
-            return None
-        return None if found == own else found
+            return own if is_loss else None
+        return None if found == own and not is_loss else found
 
 
 _TORCHRUN: Final = {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -25,7 +25,7 @@ class PolicyConfig:
     attn_implementation: str | None = None
     """Of Transformers: sdpa, eager, flash_attention_2, ...; none takes the model's own."""
     model_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of from_pretrained: 'policy.model_kwargs={revision: main}'."""
+    """Further arguments of from_pretrained: +policy.model_kwargs.revision=main."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice instead of keeping them."""
     max_model_len: int | None = None
@@ -59,7 +59,7 @@ class EngineConfig:
     """Of num_engines: the GPUs of all of them, in equal shares; none: those of this process. With
     devices one engine is a server, too."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Settings of vLLM: 'engine.engine_kwargs={gpu_memory_utilization: 0.4}'."""
+    """Settings of vLLM: +engine.engine_kwargs.gpu_memory_utilization=0.4."""
 
 
 @dataclass
