@@ -82,8 +82,8 @@ def draw_schedule(
     """Which row of which task each prompt is.
 
     The j-th prompt of a task comes at a time drawn uniformly from ``[j, j + 1) / share``: random,
-    and yet any stretch holds each task's share of it, to within two prompts. Each task goes through
-    its rows in their order, and again from the first when they are used up.
+    and yet any stretch holds each task's share of it, give or take a few prompts. Each task goes
+    through its rows in their order, and again from the first when they are used up.
 
     Args:
         sizes: rows of each task.

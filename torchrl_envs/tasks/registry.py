@@ -21,6 +21,7 @@ from .reasoning_gym_questions import generator_names, question_task
 from .search.task import search_task
 from .task import Task
 from .textarena_games import PREFIX, textarena_games, textarena_task
+from .two_player.nim import nim_task
 from .wordle import wordle_task
 
 _DEFAULT_MIX: Final = {"echo": None, "catch": None, "wordle": None}
@@ -84,6 +85,7 @@ TASKS: Final[dict[str, Callable[..., Task]]] = {
     "ifeval": ifeval_task,
     "math": math_task,
     "multi_env": multi_env_task,
+    "nim": nim_task,
     "number_guessing": number_guessing_task,
     "openenv": openenv_task,
     "search": search_task,

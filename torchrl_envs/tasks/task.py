@@ -66,6 +66,8 @@ class Task:
     """The answer in what the policy said last, equal for answers that are; for a majority vote."""
     isolated: str = r"\d"
     """What a tokenizer made for this task never merges, a regular expression."""
+    game: Callable[[Mapping[str, Any]], Any] | None = None
+    """Makes the game of a row that two policies can play; see the recipe self-play."""
     parts: Sequence[str] = ()
     """The names of the tasks that it is made of; a row's column ``environment`` has its own."""
 

@@ -81,9 +81,10 @@ def test_who_reads_the_pages_answers_every_question(scripted, call_text, play):
     script = {}
     for i, row in enumerate(task.held_out_rows):
         way = hops[row["prompt"]]
-        read = [way.start, *way.path[:-1]]
+        of = zip(way.relations, [way.start, *way.path], strict=False)
+        asked = [f"{relation} of {title}" for relation, title in of]
         said = row["answer"] if i % 2 else f"{way.path[0]} or so"
-        script[row["prompt"]] = [*(call_text("search", query=title) for title in read), said]
+        script[row["prompt"]] = [*(call_text("search", query=query) for query in asked), said]
     script = dict(sorted(script.items(), key=lambda item: -len(item[0])))
     rows = list(task.held_out_rows)
     env = TaskEnv(replace(task, train_rows=rows), num_envs=len(rows), shuffle=False)
@@ -104,7 +105,7 @@ def test_nothing_of_the_world_is_told():
     assert len(task.held_out_rows) == 40
     assert not held_out & train
     assert {row["num_hops"] for row in task.held_out_rows} == {1, 2}
-    texts = {page.text for page in world.values()}
+    texts = {page.told(relation) for page in world.values() for relation in page.facts}
     told = [m["content"] for chat in task.demonstrations for m in chat if m["role"] == "tool"]
     assert sum(text in texts for text in told) < 0.1 * len(told)
     assert make_task("search", **SMALL).train_rows == task.train_rows

@@ -1,4 +1,4 @@
-"""A small world that is made up: pages that refer to each other, and questions along the way.
+"""A small world that is made up: things that refer to each other, and questions along the way.
 
 Nothing in it can be known by heart: the names are syllables drawn at random, and another seed gives
 another world.
@@ -24,18 +24,16 @@ _CONSONANTS: Final = "bdfgklmnprst"
 
 
 class Page(NamedTuple):
-    """A page about something."""
+    """Something, and what is told of it."""
 
     title: str
     kind: str
     facts: Mapping[str, str]
-    """The title of another page, by relation."""
+    """The title of something else, by relation."""
 
-    @property
-    def text(self) -> str:
-        """As the search tool shows it."""
-        facts = " ".join(f"{relation}: {title}." for relation, title in self.facts.items())
-        return f"{self.title} is a {self.kind}. {facts}"
+    def told(self, relation: str) -> str:
+        """A fact in words."""
+        return f"The {relation} of {self.title} is {self.facts[relation]}."
 
     def renamed(self, titles: Mapping[str, str]) -> "Page":
         """The same page in a world of other titles."""

@@ -1,8 +1,8 @@
 """Search: questions whose answer lies some pages away, and a tool that finds pages.
 
-Most demonstrations go from page to page along any facts, as far as they like, and answer with any
-fact of the last page: which page to read next, when to stop and what the answer is, are for the
-policy to find. In each the pages have swapped their titles, so that none tells a fact.
+Most demonstrations look up any facts one after the other, as many as they like: which to look up
+and when to answer is for the policy to find. In each the names are swapped, so that none tells a
+fact.
 """
 
 import random
@@ -131,7 +131,7 @@ def search_task(
     system_prompt: str | None = SYSTEM_PROMPT,
     num_held_out: int = 256,
     num_demonstrations: int = 4096,
-    right_fraction: float = 0.5,
+    right_fraction: float = 0.3,
     seed: int = 0,
 ) -> Task:
     """Questions to be answered with a search tool, over pages that are made here or given.
@@ -164,7 +164,8 @@ def search_task(
         raise ValueError("search: corpus and dataset go together; give both, or neither.")
     if corpus is None:
         world = make_world(num_pages, seed)
-        pages = Pages(list(world), [page.text for page in world.values()])
+        facts = [(page, relation) for page in world.values() for relation in page.facts]
+        pages = Pages([f"{r} of {page.title}" for page, r in facts], [p.told(r) for p, r in facts])
         rng = random.Random(seed)
         questions = _made_questions(world, max_hops, num_held_out, rng)
         train, held_out = ([question_row(hops) for hops in part] for part in questions)
@@ -243,9 +244,11 @@ def _demonstration(
         messages.insert(0, {"role": "system", "content": system_prompt})
     title = hops.start
     for step in range(len(hops.relations) if is_right else rng.choice(_NUM_SEARCHES)):
-        page = world[title].renamed(name)
-        call = {"function": {"name": "search", "arguments": {"query": page.title}}}
+        page = world[title]
+        relation = hops.relations[step] if is_right else rng.choice(list(page.facts))
+        query = f"{relation} of {name[title]}"
+        call = {"function": {"name": "search", "arguments": {"query": query}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": page.text})
-        title = hops.path[step] if is_right else rng.choice(list(world[title].facts.values()))
+        messages.append({"role": "tool", "content": page.renamed(name).told(relation)})
+        title = page.facts[relation]
     return [*messages, {"role": "assistant", "content": name[title]}]

@@ -1,0 +1,156 @@
+"""Games of the policy against itself: each gives two rows, one of each seat."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from collectors import LLMCollector
+from collectors.trajectory_rows import trajectory_rows
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.keys import PROMPT
+from torchrl_data.layout.conversation_io import write_conversations
+from torchrl_data.stop_reasons import ANSWERED, ERROR, kind_of
+from torchrl_data.tool_calls.parse import ToolCall, parse_tool_calls
+from torchrl_envs import EnvironmentTools
+from torchrl_envs.entries.observations import with_observation
+from torchrl_envs.entries.rewards import RowReward, Score
+from torchrl_envs.episode.entries import write_episodes, write_flags, write_rewards
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.tool_source import tool_message
+from torchrl_envs.tasks.task import TaskEnv
+from torchrl_modules import LLMWrapperBase
+
+SEATS: Final = 2
+AGENT: Final = "agent"
+"""The entry of a row that says which seat it is, int64 ``[1]``."""
+WIN: Final = "win"
+"""The name of the reward: 1 for a game that was won, else 0."""
+
+
+class Game(Protocol):
+    """A game for two; its tools are methods with the names and arguments of the environment's."""
+
+    turn: int
+    """Who moves, 0 or 1."""
+    winner: int | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is over."""
+        ...
+
+    def forfeit(self) -> None:
+        """Who is to move loses."""
+        ...
+
+    def view(self) -> str:
+        """What who is to move sees."""
+        ...
+
+
+class GameCollector(LLMCollector):
+    """Lets the policy play both seats; a seat sees the board where it would see a tool's answer.
+
+    All games move at once, so that each turn of the policy is one batch. A turn without a call, or
+    with one that can't be read, loses. Where the engine fails, neither seat is scored.
+
+    Args:
+        env: of the task: its data, drawn in groups of two, and the tools that it shows.
+        policy: plays.
+        make_game: from a row of the data.
+        **kwargs: see :class:`~collectors.LLMCollector`.
+    """
+
+    def __init__(
+        self,
+        env: TaskEnv,
+        policy: LLMWrapperBase,
+        make_game: Callable[[Mapping[str, Any]], Game],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(env, policy, **kwargs)
+        self._make_game = make_game
+        self._source = next(env.transforms_of(EnvironmentTools))
+        (self._tools,) = self._source.tools.values()
+
+    def _run_batch(self) -> tuple[TensorDictBase, int]:
+        runner = self.env.runner
+        episodes = [Episode(row) for row in range(self.env.batch_size.numel())]
+        runner.draw(episodes)
+        try:
+            self._play(episodes)
+        finally:
+            runner.close(episodes)
+        batch = TensorDict({}, batch_size=[len(episodes)])
+        write_conversations(batch, PROMPT, Conversations.cat([e.conversation for e in episodes]))
+        write_flags(batch, episodes)
+        write_rewards(batch, episodes, [WIN], dense=False)
+        write_episodes(batch, episodes, loads_data=True, has_tools=True)
+        rows = [row for own in trajectory_rows(batch, range(len(episodes))) for row in own]
+        for number, row in enumerate(rows):
+            row.set(AGENT, torch.tensor([number % SEATS]))
+        return lazy_stack(rows), len(episodes)
+
+    def _play(self, episodes: Sequence[Episode]) -> None:
+        """Take all games to their ends."""
+        tables = [episodes[i : i + SEATS] for i in range(0, len(episodes), SEATS)]
+        games = [self._make_game(seats[0].example or {}) for seats in tables]
+        for game, seats in zip(games, tables, strict=True):
+            for episode in seats:
+                self._open(episode, game)
+        while going := [i for i, game in enumerate(games) if not game.is_over]:
+            moving = [tables[i][games[i].turn] for i in going]
+            _, full, reasons = self.policy.respond(
+                Conversations.cat([episode.conversation for episode in moving])
+            )
+            for i, number, episode in zip(going, range(len(going)), moving, strict=True):
+                episode.conversation, episode.finish_reason = full.row(number), reasons[number]
+                episode.num_turns += 1
+                self._move(games[i], tables[i], episode)
+        for game, seats in zip(games, tables, strict=True):
+            _score(game, seats)
+
+    def _open(self, episode: Episode, game: Game) -> None:
+        if self._source.show_schemas:
+            episode.tools = [tool.schema for tool in self._tools.values()]
+        query = with_observation(episode.query, game.view())
+        base: Any = self.env.base_env
+        episode.conversation = base.open(query, episode.tools)
+
+    def _move(self, game: Game, seats: Sequence[Episode], episode: Episode) -> None:
+        """Do what a turn calls for, and show the other seat what it sees then."""
+        if kind_of(episode.finish_reason) == ERROR:
+            episode.truncate(episode.finish_reason)
+            game.forfeit()
+            return
+        calls = parse_tool_calls(episode.last_message["content"]).calls
+        call = calls[0] if len(calls) == 1 else None
+        tool = self._tools.get(call.name) if isinstance(call, ToolCall) else None
+        if not isinstance(call, ToolCall) or tool is None or tool.argument_error(call.arguments):
+            game.forfeit()
+            return
+        getattr(game, call.name)(**call.arguments)
+        episode.num_tool_calls += 1
+        if game.is_over:
+            return
+        other = seats[game.turn]
+        if other.num_turns:
+            own = parse_tool_calls(other.last_message["content"]).calls[0]
+            other.say(tool_message(own if isinstance(own, ToolCall) else None, game.view()))
+        else:
+            self._open(other, game)
+
+
+def _score(game: Game, seats: Sequence[Episode]) -> None:
+    failed = next((episode.stop_reason for episode in seats if episode.is_truncated), "")
+    for seat, episode in enumerate(seats):
+        if failed:
+            episode.truncate(failed)
+            episode.score = Score(error=failed)
+            continue
+        episode.terminate(ANSWERED)
+        episode.score = Score()
+        if episode.num_turns:  # or the other one lost before
+            episode.score.add(WIN, RowReward(float(game.winner == seat)))

@@ -1,0 +1,112 @@
+"""Self-play: one policy in both seats of a game learns from winning and losing against itself.
+
+torchrl-agents self-play                              # the embedded model learns Nim
+torchrl-agents self-play policy.model=Qwen/Qwen3-0.6B engine=vllm profile=gpu
+torchrl-agents self-play experiment=control           # a control: shuffled rewards
+"""
+
+import os
+from pathlib import Path
+
+# Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+from config import SelfPlayConfig
+from games import SEATS, GameCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from objectives import GRPOLoss, MCAdvantage, RoleBaseline
+from torchrl_agents.recipe.collection import shuffle_rewards
+from torchrl_agents.recipe.preparation import Setup, build_task, load_policies
+from torchrl_agents.recipe.report import RunLog
+from torchrl_agents.recipe.run_folder import Run
+from torchrl_agents.recipe.stop import StopSignals
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.start import run_recipe
+from torchrl_agents.training.crew import Crew
+from torchrl_agents.training.loop import Tests, learn
+from torchrl_agents.training.parallel import share_model
+from torchrl_agents.training.trainer import Rollouts, Trainer
+from torchrl_agents.training.updates import Updates
+from torchrl_modules import TransformersWrapper
+
+
+def build_updates(
+    cfg: SelfPlayConfig, actor: TransformersWrapper, folder: Path, crew: Crew
+) -> Updates:
+    """The loss and its optimizer, on every rank."""
+    # L = - sum over sampled tokens of min(r A, clip(r, 0.8, 1.2) A) / number of tokens,
+    # with r = p_now(token) / p_sampled(token)
+    loss = GRPOLoss(actor, temperature=cfg.policy.temperature)
+    return Updates(cfg, actor, loss, folder, crew)
+
+
+def build_baseline(cfg: SelfPlayConfig) -> MCAdvantage:
+    """The advantages of both seats, each row by itself."""
+    return MCAdvantage(SEATS, estimator=RoleBaseline(decay=cfg.train.baseline_decay))
+
+
+def build(recipe: Recipe, cfg: SelfPlayConfig, settings: dict) -> Setup:
+    """The task and its environments: a game for two, collected in batches."""
+    if (cfg.collector.mode, cfg.collector.group_size) != ("sync", SEATS):
+        raise SettingsError(
+            "self-play needs collector=sync with collector.group_size=2, the seats of a game; got "
+            f"collector.mode={cfg.collector.mode}, group_size={cfg.collector.group_size}."
+        )
+    setup = build_task(recipe, cfg, settings)
+    if setup.task.game is None:
+        raise SettingsError(f"task={cfg.task.id} is no game for two; task=nim is one.")
+    return setup
+
+
+RECIPE = Recipe(
+    name="self_play",
+    summary="Self-play: one policy in both seats of a game learns from playing against itself.",
+    example="task=nim task.largest=20",
+    script=Path(__file__),
+    config=SelfPlayConfig,
+    updates=build_updates,
+    needs_groups=False,
+    parts=lambda cfg: {"train.baseline_decay": lambda: build_baseline(cfg)},
+)
+
+
+def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
+    """Train as the settings say; gives the result."""
+    task, env, held_out_env = setup
+    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
+    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
+
+    # A = R - b of the seat, then b <- decay b + (1 - decay) R: who moves first may win more often,
+    # and a baseline of both seats together would praise the seat instead of the play.
+    num_rows = env.batch_size.numel()
+    advantage = build_baseline(cfg)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(num_rows), transform=advantage, batch_size=num_rows
+    )
+    assert task.game is not None
+    collector = GameCollector(
+        env,
+        policy,
+        task.game,
+        replay_buffer=buffer,
+        postproc=shuffle_rewards if cfg.train.shuffle_rewards else None,
+    )
+    trainer = Trainer(
+        cfg=cfg,
+        run=run,
+        crew=crew,
+        actor=actor,
+        policy=policy,
+        updates=build_updates(cfg, actor, run.folder, crew),
+        data=Rollouts(collector, buffer),
+        num_epochs=cfg.train.num_epochs or 1,
+        parts={"advantage": advantage},
+    )
+    # Each step: play, train on both seats, play with the new weights. The test is against others.
+    return learn(RECIPE, trainer, Tests(task, held_out_env, collector), log, stop)
+
+
+if __name__ == "__main__":
+    run_recipe(RECIPE, main, build)

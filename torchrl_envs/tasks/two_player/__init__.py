@@ -1,0 +1,1 @@
+"""Games for two: against players that are written here, or the policy against itself."""
