@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, Final, Literal
 
 from tensordict import NestedKey, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import Transform
 
 from torchrl_data import keys
-from torchrl_data.validation import check_counts, one_of
+from torchrl_data.validation import check_counts, check_numbers, one_of
 
 from .group_queue import GroupQueue, GroupStats
 from .returns import (
@@ -21,14 +23,18 @@ from .returns import (
     trajectory_return,
 )
 
+Above = Literal["median", "mean", "any"]
+ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")
+
 
 class TopKRewardSelector(Transform):
     """Releases the best k rows of each complete group (rejection sampling, expert iteration).
 
     Rows at or below the group's median are never kept, nor those that could not be scored, so a
-    group whose rewards are all equal gives nothing. Rows come out best first, ties in the order of
-    their arrival. Incomplete groups and counts are part of ``state_dict``. An ``extend`` that
-    raises takes none of its rows in.
+    group whose rewards are all equal gives nothing. Of rewards that are 0 or 1, a group of which
+    more than half are right gives nothing either: ``above="mean"`` keeps its right rows. Rows come
+    out best first, ties in the order of their arrival. Incomplete groups and counts are part of
+    ``state_dict``. An ``extend`` that raises takes none of its rows in.
 
     Args:
         total_dialog_turns: rows of a complete group (TorchRL's name; ``group_size`` is the same).
@@ -39,7 +45,9 @@ class TopKRewardSelector(Transform):
         scorable_key: bool; False where no reward could be given. Optional in the rows.
         trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
             ``"max"``.
-        above_median: False to keep k rows whatever the median.
+        above: what a row's return has to be above: ``"median"`` or ``"mean"`` of its group, a
+            number, or ``"any"``, where nothing is asked of it. With a number a group is kept of
+            which all rows are right, too.
         max_pending_groups: more incomplete groups than this, and the oldest expires.
         expire_after_rows: a group expires once so many rows have come in since its first one.
 
@@ -57,7 +65,7 @@ class TopKRewardSelector(Transform):
         reward_key: NestedKey = keys.REWARD,
         scorable_key: NestedKey = keys.SCORABLE,
         trajectory_return: TrajectoryReturn | str = "sum",
-        above_median: bool = True,
+        above: Above | str | float = "median",
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,
     ) -> None:
@@ -81,7 +89,12 @@ class TopKRewardSelector(Transform):
         self.trajectory_return: TrajectoryReturn = one_of(
             "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
         )
-        self.above_median = above_median
+        self.above: Above | float
+        if isinstance(above, str):
+            self.above = one_of("above", above, ABOVE)
+        else:
+            check_numbers(above=above)
+            self.above = float(above)
         self._lock = threading.Lock()
 
     @property
@@ -140,13 +153,20 @@ class TopKRewardSelector(Transform):
         returns = [self._return(row) for row in rows]
         order = [index for index, value in enumerate(returns) if not math.isnan(value)]
         order.sort(key=lambda index: -returns[index])
-        if self.above_median and order:
-            # The lower of the two middle values, as torch.median has it.
-            median = returns[order[len(order) // 2]]
-            order = [index for index in order if returns[index] > median]
+        if self.above != "any" and order:
+            bound = self._bound([returns[index] for index in order])
+            order = [index for index in order if returns[index] > bound]
         best = order[: self.topk_size]
         self.stats.rows_dropped_unselected += len(rows) - len(best)
         return [rows[index] for index in best]
+
+    def _bound(self, falling: Sequence[float]) -> float:
+        if not isinstance(self.above, str):
+            return self.above
+        if self.above == "median":  # The lower of the two middle values, as torch.median has it.
+            return falling[len(falling) // 2]
+        # The rounded mean of equal values can lie below them: that of 0.7 three times does.
+        return max(fmean(falling), falling[-1])
 
     def _return(self, row: TensorDictBase) -> float:
         reward = read_entry(row, self.reward_key, "TopKRewardSelector")

@@ -9,8 +9,12 @@ from torchrl_agents.settings.schema import RolloutsConfig, TrainConfig
 class ExpertTrainConfig(TrainConfig):
     """Expert iteration: of each group of rollouts, the best are trained on."""
 
+    num_steps: int = 40
     top_k: int = 4
-    """Rollouts kept of each group, at most; none of them at or below the group's median."""
+    """Rollouts kept of each group, at most."""
+    keep_above: str | float = "mean"
+    """What their reward is above: mean or median of the group, or a number. With the median, a
+    group gives nothing that is more than half solved; with 0.5, all that is right is kept."""
     num_epochs: int | None = None
     """Passes over the rollouts that were kept, an optimizer step each."""
     shuffle_rewards: bool = False

@@ -46,12 +46,22 @@ RECIPE = Recipe(
     script=Path(__file__),
     config=ExpertConfig,
     updates=build_updates,
-    parts=lambda cfg: {
-        "train.top_k": lambda: TopKRewardSelector(
-            group_size=cfg.collector.group_size, topk_size=cfg.train.top_k
-        )
-    },
+    embedded={"optim.learning_rate": 2e-3},
+    parts=lambda cfg: {"train": lambda: build_selector(cfg)},
 )
+
+
+def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:
+    """Keeps the best of each group.
+
+    Raises:
+        ValueError: an option is unknown, or more are kept than there are in a group.
+    """
+    return TopKRewardSelector(
+        group_size=cfg.collector.group_size,
+        topk_size=cfg.train.top_k,
+        above=cfg.train.keep_above,
+    )
 
 
 def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
@@ -60,9 +70,9 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSigna
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     # Of each group of G rollouts of one prompt the k with the highest reward are kept, if they are
-    # above the group's median: a group whose rewards are all equal has nothing to learn from.
+    # above the group's mean: a group whose rewards are all equal has nothing to learn from.
     num_rollouts = setup.env.batch_size.numel()
-    best = TopKRewardSelector(group_size=cfg.collector.group_size, topk_size=cfg.train.top_k)
+    best = build_selector(cfg)
     buffer = ReplayBuffer(
         storage=LazyStackStorage(num_rollouts), transform=best, batch_size=num_rollouts
     )

@@ -395,9 +395,17 @@ def test_top_k_keeps_the_best_above_the_median_in_order():
     assert selector.stats.rows_dropped_unselected == 4
     assert selector.stats.ledger(0)
     assert names(TopKRewardSelector(6, 5).inv(rows)) == [1, 4]
-    assert names(TopKRewardSelector(6, 4, above_median=False).inv(rows)) == [1, 4, 3, 0]
-    flat = lazy_stack([make_row(1, 1.0) for _ in range(3)])
-    assert names(TopKRewardSelector(3, 1).inv(flat)) == []
+    assert names(TopKRewardSelector(6, 4, above="any").inv(rows)) == [1, 4, 3, 0]
+    assert names(TopKRewardSelector(6, 4, above="mean").inv(rows)) == [1, 4, 3]  # 14 / 5 < 3
+    flat = lazy_stack([make_row(1, 0.7) for _ in range(3)])  # whose rounded mean is below 0.7
+    for above in ("median", "mean"):
+        assert names(TopKRewardSelector(3, 1, above=above).inv(flat)) == []
+    # Most are right: the median is the best there is, and the mean is not.
+    solved = lazy_stack([make_row(1, float(i != 1), name=i) for i in range(4)])
+    assert names(TopKRewardSelector(4, 2).inv(solved)) == []
+    assert names(TopKRewardSelector(4, 2, above="mean").inv(solved)) == [0, 2]
+    assert names(TopKRewardSelector(4, 3, above=0.5).inv(solved)) == [0, 2, 3]
+    assert names(TopKRewardSelector(3, 2, above=0.5).inv(flat)) == [0, 0]
 
 
 def test_top_k_in_a_buffer_survives_a_restart_and_expires(caplog):
@@ -423,3 +431,6 @@ def test_top_k_of_another_size_raises_at_construction():
     ):
         with pytest.raises(ValueError, match="size"):
             TopKRewardSelector(**bad)
+    for bad in ("average", math.nan):
+        with pytest.raises(ValueError, match=f"above must be.*{bad}"):
+            TopKRewardSelector(4, above=bad)
