@@ -11,6 +11,7 @@ from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, Trai
 class DistillationTrainConfig(TrainConfig):
     """On-policy distillation: the teacher judges each token that the student sampled."""
 
+    num_steps: int = 60
     num_epochs: int | None = None
     """Passes over the rollouts of a step, an optimizer step each."""
     clip_epsilon: float = 0.2
@@ -24,5 +25,5 @@ class DistillationConfig(RolloutsConfig):
     """Settings of ``distillation.py``."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(group_size=1))
+    collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(group_size=4))
     train: DistillationTrainConfig = field(default_factory=DistillationTrainConfig)

@@ -14,7 +14,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from config import DistillationConfig
-from teachers import build_teacher
+from teachers import build_teacher, check_teacher
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
@@ -60,6 +60,7 @@ RECIPE = Recipe(
     groups={},
     needs_groups=False,
     required=("teacher.model",),
+    parts=lambda cfg: {"teacher": lambda: check_teacher(cfg.teacher, cfg.policy)},
 )
 TEACHER = ("next", "teacher_log_probs", "full")
 
@@ -68,7 +69,8 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     """Train as the settings say; gives the result."""
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
     with log.phase("loading the teacher"):
-        teacher = build_teacher(cfg.teacher, actor, cfg.policy)
+        longest = policy.engine.max_model_len
+        teacher = build_teacher(cfg.teacher, actor, cfg.policy, max_model_len=longest)
     score = RetrieveLogProb(
         teacher, log_probs_full_key=TEACHER[1:], temperature=cfg.policy.temperature
     )
@@ -78,14 +80,20 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     def judge(trajectories: TensorDictBase) -> TensorDictBase:
         """Give each sampled token its advantage."""
         rows = score(trajectories).unbind(0)
-        for row in rows:
-            # A = log q(token) - log p(token), q the teacher and p the student that sampled it.
-            # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it.
-            mask = row[ASSISTANT_MASK]
-            verdict = (row[TEACHER] - row[LOG_PROBS_FULL])[mask]
-            if cfg.train.shuffle_verdicts:
-                verdict = verdict[torch.randperm(len(verdict))]
-            row[ADVANTAGE] = torch.zeros(len(mask), 1).masked_scatter(mask[:, None], verdict)
+        masks = [row[ASSISTANT_MASK] for row in rows]
+        # A = log q(token) - log p(token), q the teacher and p the student that sampled it.
+        # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it.
+        verdicts = torch.cat(
+            [
+                (row[TEACHER] - row[LOG_PROBS_FULL])[mask]
+                for row, mask in zip(rows, masks, strict=True)
+            ]
+        )
+        if cfg.train.shuffle_verdicts:  # over all rows: a row's sum would say how good it is
+            verdicts = verdicts[torch.randperm(len(verdicts))]
+        parts = verdicts.split([int(mask.sum()) for mask in masks])
+        for row, mask, part in zip(rows, masks, parts, strict=True):
+            row[ADVANTAGE] = torch.zeros(len(mask), 1).masked_scatter(mask[:, None], part)
         return lazy_stack(rows)
 
     num_rollouts = setup.env.batch_size.numel()
