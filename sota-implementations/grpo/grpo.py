@@ -84,7 +84,9 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
     task, env, held_out_env = setup
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
     reference = build_reference(cfg, actor)
-    frozen = {} if reference is None else {"reference": reference.model}
+    frozen = {}
+    if isinstance(reference, TransformersWrapper):  # otherwise it is the actor, adapters off
+        frozen["reference"] = reference.model
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     # A_i = (r_i - mean of the group) / (deviation of the group), for each of the G rollouts of one

@@ -37,9 +37,10 @@ from objectives import (
     write_streams,
 )
 from objectives.losses.surrogate_options import SURROGATES, TokenFilters
+from torchrl_agents.recipe.adapters import WithoutAdapters, is_adapted
 from torchrl_agents.recipe.collection import shuffle_rewards
 from torchrl_agents.training.updates import whole_output
-from torchrl_data.protocols import TokenScores
+from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import TransformersWrapper
@@ -220,10 +221,12 @@ def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPoo
     return pools
 
 
-def build_reference(cfg: GRPOConfig, actor: TransformersWrapper) -> TransformersWrapper | None:
-    """The reference that a KL term needs: a copy of the actor as it is now."""
+def build_reference(cfg: GRPOConfig, actor: TransformersWrapper) -> TokenScorer | None:
+    """The reference that a KL term needs: a copy of the actor as it is now, or its adapters off."""
     if not cfg.loss.kl_to_ref_coeff:
         return None
+    if is_adapted(actor.model):
+        return WithoutAdapters(actor)
     return TransformersWrapper(
         deepcopy(actor.model).eval().requires_grad_(False),
         tokenizer=actor.tokenizer,
@@ -234,7 +237,7 @@ def build_reference(cfg: GRPOConfig, actor: TransformersWrapper) -> Transformers
 
 def build_postproc(
     cfg: GRPOConfig,
-    reference: TransformersWrapper | None,
+    reference: TokenScorer | None,
     pools: DifficultyPools | None = None,
 ) -> Callable[[TensorDictBase], TensorDictBase] | None:
     """What happens to collected rollouts before they go into the buffer, if anything does.

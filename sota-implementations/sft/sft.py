@@ -22,6 +22,7 @@ from tensordict import TensorDictBase, lazy_stack
 from collectors import LLMCollector, StepMetrics
 from collectors.resume.run_state import Stateful
 from objectives import SFTLoss, SFTLossOutput
+from torchrl_agents.recipe.adapters import add_adapters
 from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
 from torchrl_agents.recipe.report import RunLog
@@ -137,7 +138,7 @@ class Conversations:
 def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -> dict:
     """Train as the settings say; gives the result."""
     with log.phase("loading the model"):
-        actor, policy = build_policies(cfg, test.task)
+        actor, policy = add_adapters(cfg, *build_policies(cfg, test.task))
         set_token_budget(test.held_out_env, cfg.episodes, policy)
     torch.manual_seed(cfg.seed)
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun

@@ -16,6 +16,7 @@ from torchrl_agents.settings.schema import (
     TrainingConfig,
 )
 
+from .adapters import check_adapters
 from .collection import MODES, POLICIES, staleness_of
 from .optim import OPTIMIZERS, SCHEDULES
 from .policies import sampling_of
@@ -30,6 +31,8 @@ RULES: Final[dict[str, Rule]] = {
     "seed": NOT_NEGATIVE,
     "policy.max_model_len": COUNT,
     "policy.max_new_tokens": COUNT,
+    "policy.lora_rank": COUNT,
+    "policy.lora_alpha": POSITIVE,
     "engine.num_engines": COUNT,
     "collector.num_prompts": COUNT,
     "collector.group_size": COUNT,
@@ -93,7 +96,12 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
     if isinstance(cfg, RolloutsConfig):
         _check_rollouts(recipe, cfg)
     _check_device(cfg.policy.device)
-    _try_parts({"policy": lambda: sampling_of(cfg.policy), **recipe.parts(cfg)})
+    _try_parts(
+        {
+            "policy": lambda: (sampling_of(cfg.policy), check_adapters(cfg)),
+            **recipe.parts(cfg),
+        }
+    )
 
 
 def _check_names(recipe: Recipe, cfg: RecipeConfig) -> None:
@@ -133,6 +141,10 @@ def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
     if size > 1 and not can_follow:
         raise SettingsError(
             f"There are {size} ranks of torchrun; this recipe trains in one process."
+        )
+    if size > 1 and cfg.policy.lora_rank is not None:
+        raise SettingsError(
+            f"policy.lora_rank: adapters are trained in one process; there are {size} of torchrun."
         )
     engine = cfg.engine
     here = not (engine.url or engine.urls or engine.devices or engine.num_engines > 1)

@@ -20,6 +20,7 @@ from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
+from .adapters import add_adapters
 from .policies import build_policies
 from .report import RunLog
 from .warm_start import warm_start
@@ -136,7 +137,8 @@ def load_policies(
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """The model that is trained, warmed up, and the policy that samples with its weights.
 
-    The environments get a budget of tokens, which depends on the model's length.
+    Adapters, if there are any, are put on what has been warmed up. The environments get a budget of
+    tokens, which depends on the model's length.
 
     Args:
         cfg: the settings.
@@ -163,7 +165,7 @@ def load_policies(
                 learning_rate=cfg.warm_start.learning_rate,
                 on_step=lambda step, loss: steps.done(step, {"loss": loss}, quiet=step % 100 > 0),
             )
-    return actor, policy
+    return add_adapters(cfg, actor, policy)
 
 
 def set_token_budget(env: TaskEnv, cfg: EpisodeConfig, policy: Any) -> None:

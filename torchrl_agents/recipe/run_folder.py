@@ -14,10 +14,9 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final
 
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
 from objectives import Ranks
 from torchrl_agents.resume.earlier_run import (
@@ -31,18 +30,18 @@ from torchrl_agents.resume.earlier_run import (
     read_record,
 )
 from torchrl_agents.settings.errors import SettingsError
-from torchrl_modules import TransformersWrapper
-from torchrl_modules.engines.transformers_engine import TransformersEngine
 
 ROOT: Final = Path("outputs")
 LEFT_BY_A_RUN: Final = (
     CHECKPOINTS,
+    "adapter",
+    "base",
     "config.yaml",
     "csv",
     "learning_curve.png",
     "metrics.jsonl",
     "model",
-    "model.partial",
+    *("adapter.partial", "base.partial", "model.partial"),
     "not_finite",
     "rollouts",
     "tensorboard",
@@ -176,7 +175,7 @@ class Run:
             raise SettingsError(f"Another run is writing in {folder} just now.") from error
         if existed and not self.goes_on:
             for left in (*(folder / name for name in LEFT_BY_A_RUN), *folder.glob("*.log")):
-                _remove(left)
+                remove(left)
         self.set_status("running")
 
     def set_status(self, status: str) -> None:
@@ -214,29 +213,8 @@ class Run:
         os.replace(new, link)
 
 
-def save_model(
-    folder: Path, policy: TransformersWrapper, weights: Mapping[str, Tensor] | None = None
-) -> None:
-    """Leave ``model/``, whole or not at all: it loads in Transformers and serves in vLLM.
-
-    Args:
-        folder: of the run.
-        policy: its model is saved, and its tokenizer with the chat template that it was used with.
-        weights: of a sharded model, whole.
-    """
-    partial, final = folder / "model.partial", folder / "model"
-    _remove(partial)
-    model = cast("TransformersEngine", policy.engine).inside
-    model.save_pretrained(partial, state_dict=None if weights is None else dict(weights))
-    tokenizer = policy.tokenizer
-    own, tokenizer.chat_template = tokenizer.chat_template, policy.encoder.template
-    tokenizer.save_pretrained(partial)
-    tokenizer.chat_template = own
-    _remove(final)
-    partial.rename(final)
-
-
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a file or folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -28,6 +28,12 @@ class PolicyConfig:
     """Further arguments of from_pretrained: +policy.model_kwargs.revision=main."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice instead of keeping them."""
+    lora_rank: int | None = None
+    """Train adapters of this rank (LoRA), the model's own weights frozen; none: train all."""
+    lora_alpha: float | None = None
+    """What the adapters add is multiplied by lora_alpha / lora_rank; none: twice the rank."""
+    lora_target_modules: list[str] = field(default_factory=list)
+    """Linear layers with adapters: [q_proj, v_proj]; none given: all but the head."""
     max_model_len: int | None = None
     """Most tokens of a conversation; none takes the model's own limit."""
     chat_template_name: str | None = None

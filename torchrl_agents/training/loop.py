@@ -19,7 +19,6 @@ from torchrl_agents.recipe.results import (
     result_of,
     show_rollouts,
 )
-from torchrl_agents.recipe.run_folder import save_model
 from torchrl_agents.recipe.stop import StopRequested, StopSignals
 from torchrl_agents.recipe.trackers import build_loggers
 from torchrl_agents.settings.errors import SettingsError
@@ -27,6 +26,7 @@ from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import RolloutsConfig
 from torchrl_envs.tasks.task import Task, TaskEnv
 
+from .saving import save_model
 from .trainer import Step, Trainer
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -151,7 +151,7 @@ def _leave(
     cfg, run = trainer.cfg, trainer.run
     if history:
         actor = set_generation(cfg.policy, trainer.actor)
-        save_model(run.folder, actor, trainer.whole_weights())
+        save_model(run.folder, cfg.policy, actor, trainer.whole_weights())
         run.link()
     result = result_of(cfg, history, *tests)
     names = [function.__name__ for function in task.metrics]

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from collectors.resume.run_state import Stateful
 from objectives import MixedLoss, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from objectives.losses.base import TokenLoss
+from torchrl_agents.recipe.adapters import AdapterState, is_adapted
 from torchrl_agents.recipe.optim import build_optimizer, set_learning_rate
 from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_modules import TransformersWrapper
@@ -32,7 +34,7 @@ class Updates:
 
     Args:
         cfg: of the run.
-        actor: is trained.
+        actor: is trained, but for what is frozen of it.
         loss: of it.
         folder: of the run; gets what was not finite.
         crew: the ranks that train together.
@@ -53,7 +55,8 @@ class Updates:
         self._ranks = crew.ranks
         self._combine = combine
         self.loss = loss
-        self.optimizer = build_optimizer(cfg.optim, actor.parameters())
+        trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(cfg.optim, trained)
         self.gate = NonFiniteGate(
             self.optimizer,
             max_grad_norm=cfg.optim.max_grad_norm,
@@ -62,14 +65,20 @@ class Updates:
         )
         self._parts: list[PackedBatch] = []
         self._window: Any = None
-        self.parts = {
-            "model": ModelPart(actor.model, crew),
+        self.parts: dict[str, Stateful] = {
+            "model": self._model_part(actor.model),
             "optimizer": OptimizerPart(actor.model, self.optimizer, crew),
             "gate": self.gate,
         }
         """What is saved."""
         crew.learn_job("take in", self._take_in)
         crew.learn_job("make", self._make)
+
+    def _model_part(self, model: Any) -> Stateful:
+        """Of adapters these alone, where the rest can be loaded again."""
+        if is_adapted(model) and self._cfg.policy.model is not None:
+            return AdapterState(model)
+        return ModelPart(model, self._crew)
 
     def begin(self, step: int, rows: Any) -> float:
         """Take in what a step trains on, and set its learning rate; rank 0 calls it.

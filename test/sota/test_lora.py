@@ -1,0 +1,147 @@
+"""Adapters: they alone are trained, saved and resumed; the model that is left has them merged.
+
+That a model learns with them is in ``test_recipes.py``.
+"""
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from torchrl_agents.recipe.adapters import AdapterState, WithoutAdapters, check_adapters
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+
+TINY = (
+    *(
+        "task=gcd",
+        "task.num_rows=64",
+        "task.num_demonstrations=64",
+        "logger=none",
+        "evaluate.num_shown=0",
+        "evaluate.num_prompts=4",
+    ),
+    *("data.num_held_out=4", "train.num_steps=4", "train.batch_size=8", "checkpoint.every=1"),
+    *("optim.schedule=constant", "policy.max_new_tokens=4", "policy.lora_rank=4"),
+)
+IDS = torch.arange(40)[None]
+
+
+@pytest.fixture
+def run(run_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        result = run_recipe("sft", *TINY, *arguments)
+        return Path(result["output_dir"])
+
+    return run
+
+
+def model_with_adapters(**settings):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    return peft.get_peft_model(tiny_qwen3(300), config)
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [False, True], ids=["embedded", "policy.model"])
+def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
+    # At such a rate no bit changes: the model that a run begins with.
+    first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
+    more = [f"policy.model={first}", "policy.show_tool_schemas=false"] if given else []
+    whole = run(*more, "name=whole")
+    cut = run(*more, "name=cut", "train.num_steps=2")
+    record = json.loads((cut / "run.json").read_text())
+    (cut / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
+    assert run(*more, "name=cut", "resume=auto") == cut
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+    size = sum(f.stat().st_size for f in (cut / "checkpoints").rglob("*") if f.is_file())
+    two_models = 2 * (cut / "model/model.safetensors").stat().st_size
+    assert (size < two_models) == given  # of two steps, with the optimizer's state of the adapters
+
+    base = first / "model" if given else cut / "base"
+    assert (cut / "base").exists() != given
+    before, after = weights(base), weights(cut / "model")
+    assert all(torch.equal(before[n], value) for n, value in weights(first / "model").items())
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert changed == attention | {"gate_proj", "up_proj", "down_proj"}
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(cut / "adapter")
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(cut / "model")(IDS).logits
+        torch.testing.assert_close(adapted(IDS).logits, merged)
+    assert all("lora_" in name for name in load_file(cut / "adapter/adapter_model.safetensors"))
+
+
+def test_adapters_of_other_weights_are_refused():
+    model = model_with_adapters(init_lora_weights=False)
+    state = AdapterState(model)
+    saved = {k: dict(v) if k == "adapters" else v for k, v in state.state_dict().items()}
+    saved["adapters"] = {name: value + 1 for name, value in saved["adapters"].items()}
+    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    AdapterState(model).load_state_dict(saved)
+    now = dict(model.named_parameters())
+    assert saved["adapters"].keys() == {n for n in now if "lora_" in n}
+    assert all(torch.equal(now[name], value) for name, value in saved["adapters"].items())
+    assert all(torch.equal(now[name], value) for name, value in frozen.items())
+    with torch.no_grad():
+        next(iter(p for p in model.parameters() if not p.requires_grad)).view(-1)[0] += 1
+    with pytest.raises(ValueError, match=r"policy.model has other weights"):
+        AdapterState(model).load_state_dict(saved)
+
+
+def test_the_reference_is_the_model_with_its_adapters_off():
+    tokenizer = train_tokenizer(["a"], vocab_size=300)
+    model = model_with_adapters(init_lora_weights=False)
+    actor = TransformersWrapper(model, tokenizer=tokenizer, generate=False)
+    torch.manual_seed(0)
+    plain = TransformersWrapper(tiny_qwen3(300), tokenizer=tokenizer, generate=False)
+    ids, lengths, mask = torch.arange(9), torch.tensor([9]), torch.arange(9) > 0
+    before = actor.score_packed(ids, lengths, mask).log_prob
+    reference = WithoutAdapters(actor).score_packed(ids, lengths, mask).log_prob
+    torch.testing.assert_close(reference, plain.score_packed(ids, lengths, mask).log_prob)
+    after = actor.score_packed(ids, lengths, mask).log_prob
+    assert torch.equal(after, before)
+    assert (before - reference).abs().max() > 1e-2
+    assert after.requires_grad
+    assert not reference.requires_grad
+    assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({"lora_alpha": 8.0}, r"lora_alpha is for adapters: set policy.lora_rank"),
+        ({"lora_target_modules": ["q_proj"]}, r"lora_target_modules is for adapters"),
+    ],
+)
+def test_settings_without_adapters_are_refused(settings, hint):
+    with pytest.raises(ValueError, match=hint):
+        check_adapters(TrainingConfig(task=None, policy=PolicyConfig(**settings)))
+
+
+def test_adapters_where_nothing_is_trained_are_refused():
+    with pytest.raises(ValueError, match="nothing is trained here"):
+        check_adapters(RecipeConfig(task=None, policy=PolicyConfig(lora_rank=4)))
+
+
+def test_adapters_and_ranks_are_refused(run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=r"policy.lora_rank: .*one process; there are 2"):
+        run()
+
+
+def test_modules_that_are_not_there_are_named(run):
+    with pytest.raises(SystemExit, match=r"policy.lora_target_modules: .*nowhere"):
+        run("policy.lora_target_modules=[nowhere]")

@@ -1,0 +1,141 @@
+"""Low-rank adapters (LoRA) on the model that is trained, by PEFT."""
+
+import hashlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import RecipeConfig, TrainingConfig
+from torchrl_data.protocols import TokenScorer, TokenScores
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
+
+from .policies import transformers_policy
+
+
+def check_adapters(cfg: RecipeConfig) -> None:
+    """Refuse adapters that can't be had, or would change nothing.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    policy = cfg.policy
+    if policy.lora_rank is None:
+        given = [n for n in ("lora_alpha", "lora_target_modules") if getattr(policy, n)]
+        if given:
+            raise ValueError(f"{given[0]} is for adapters: set policy.lora_rank, too.")
+        return
+    if not isinstance(cfg, TrainingConfig):
+        raise ValueError(f"lora_rank={policy.lora_rank}: nothing is trained here. Leave it out.")
+    if find_spec("peft") is None:
+        raise ValueError("lora_rank needs the package peft: pip install 'torchrl-agents[lora]'.")
+
+
+def add_adapters(
+    cfg: TrainingConfig, actor: TransformersWrapper, policy: LLMWrapperBase
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """Freeze the model and put adapters on it, where the settings say so.
+
+    Args:
+        cfg: the settings.
+        actor: its model is trained; its weights don't change from here on.
+        policy: that samples; the actor itself, or an engine which gets merged weights.
+
+    Returns:
+        Both, over the model with adapters. What they compute is the same until a step is made.
+
+    Raises:
+        SettingsError: the model has no such modules.
+    """
+    settings = cfg.policy
+    if settings.lora_rank is None:
+        return actor, policy
+    import peft
+
+    alpha = settings.lora_alpha or 2 * settings.lora_rank
+    config = peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides it
+        target_modules=list(settings.lora_target_modules) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = peft.get_peft_model(actor.model, config)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise SettingsError(f"policy.lora_target_modules: {error}") from error
+    trained = transformers_policy(cfg, model, actor.tokenizer)
+    return trained, trained if policy is actor else policy
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether a model has adapters."""
+    return hasattr(model, "peft_config")
+
+
+class AdapterState:
+    """What is trained of a model, which knows the weights that it was trained with.
+
+    Args:
+        model: has parameters that are frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._frozen = _digest(frozen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The adapters; tensors are the model's own."""
+        return {"adapters": {n: p.detach() for n, p in self._trained.items()}} | {
+            "frozen": self._frozen
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with other adapters.
+
+        Raises:
+            ValueError: they are of other weights.
+        """
+        if state_dict["frozen"] != self._frozen:
+            raise ValueError("policy.model has other weights than when the run began")
+        adapters = state_dict["adapters"]
+        if adapters.keys() != self._trained.keys():
+            raise ValueError("its adapters are of other modules")
+        for name, parameter in self._trained.items():
+            parameter.copy_(adapters[name])
+
+
+def _digest(values: list[nn.Parameter]) -> str:
+    sums = [float(value.detach().double().sum()) for value in values]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+class WithoutAdapters(TokenScorer):
+    """Scores tokens by the model as it was before there were adapters.
+
+    Args:
+        actor: whose model has them.
+    """
+
+    def __init__(self, actor: TransformersWrapper) -> None:
+        self._actor = actor
+
+    def score_packed(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """As the actor does, its adapters off meanwhile."""
+        model: Any = self._actor.model
+        with model.disable_adapter(), torch.no_grad():
+            return self._actor.score_packed(
+                ids, lengths, target_mask, temperature=temperature, entropy=entropy
+            )
