@@ -5,10 +5,16 @@ distillation go on from a model that was stopped while it guessed; their control
 """
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+TASK = ("task=gsm8k", "task.dataset=rows.jsonl", "task.system_prompt=null")
 FAST = ("logger=none", "evaluate.num_shown=0", "evaluate.num_prompts=48", "engine=transformers")
 GUESSING = 0.55
 """Half of the answers are right, and the others get 0.1 for their format."""
@@ -33,8 +39,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(run_recipe, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    task = ("task=gsm8k", "task.dataset=rows.jsonl", "task.system_prompt=null")
-    return lambda name, *arguments: run_recipe(name, *task, *FAST, *arguments)
+    return lambda name, *arguments: run_recipe(name, *TASK, *FAST, *arguments)
 
 
 @pytest.mark.slow
@@ -105,3 +110,33 @@ def test_adapters_learn(run):
     learnt = run("expert-iteration", *HALF_TRAINED, *more, *lora)
     assert abs(learnt["held_out_before"] - GUESSING) < 0.15
     assert learnt["held_out_after"] > 0.75
+
+
+@pytest.mark.slow
+def test_fine_tuning_that_is_killed_goes_on_to_the_bit(run, folder):
+    more = ("train.num_steps=9", "data.num_held_out=48", "policy.max_new_tokens=4")
+    more += ("checkpoint.every=2", "train.batch_size=8")
+    script = ROOT / "sota-implementations/sft/sft.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *TASK, *FAST, *more, "name=cut"]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 5/" in line:
+                break
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    cut = run("sft", *more, "name=cut", "resume=auto")
+    whole = run("sft", *more, "name=whole")
+    assert cut["output_dir"].endswith("cut-001")
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert metric(cut, name) == metric(whole, name)
+    assert len(metric(whole, "loss")) == 9
+    assert cut["held_out_nll"] == whole["held_out_nll"]
+    weights = "model/model.safetensors"
+    cut_bytes, whole_bytes = (
+        (Path(each["output_dir"]) / weights).read_bytes() for each in (cut, whole)
+    )
+    assert cut_bytes == whole_bytes
