@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from objectives import RankFailedError, Ranks
 from torchrl_agents.recipe.checks import check_config
+from torchrl_agents.recipe.multirun import MultirunSummary
 from torchrl_agents.recipe.preparation import build_task
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.results import finite
@@ -43,10 +44,11 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
         train: its loop.
         build: makes the task and its environments.
     """
+    summary = MultirunSummary()
 
     def with_settings(typed: DictConfig) -> None:
         try:
-            _run(recipe, train, build, typed)
+            _run(recipe, train, build, typed, summary)
         except SettingsError as error:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
         except RankFailedError as error:
@@ -63,10 +65,15 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
     decorate = hydra.main(
         version_base="1.3", config_path=str(recipe.config_dir), config_name=recipe.name
     )
-    decorate(with_settings)()
+    try:
+        decorate(with_settings)()
+    finally:
+        summary.show()
 
 
-def _run(recipe: Recipe, train: Train, build: Build, typed: DictConfig) -> None:
+def _run(
+    recipe: Recipe, train: Train, build: Build, typed: DictConfig, summary: MultirunSummary
+) -> None:
     """Check, train, tell."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with ExitStack() as stack:
@@ -101,6 +108,7 @@ def _run(recipe: Recipe, train: Train, build: Build, typed: DictConfig) -> None:
         run.set_status("interrupted" if stop.received else "finished")
         sys.stdout.flush()
         print(json.dumps(finite(result)), flush=True)
+        summary.add(result)
         if stop.received:
             raise SystemExit(stop.status)
 

@@ -1,0 +1,22 @@
+"""Several runs by one command: what came of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_runs_of_one_command_are_told_in_a_table_and_a_file(run_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny = ("debug=tiny", "logger=none", "evaluate.num_shown=0", "task.num_demonstrations=64")
+    last = run_recipe("self-play", "--multirun", "seed=0,1", "task.largest=8", *tiny)
+    (path,) = Path("outputs/self_play/multirun").glob("*/multirun.json")
+    runs = json.loads(path.read_text())
+    assert [run["seed"] for run in runs] == [0, 1]
+    assert [run["overrides"][0] for run in runs] == ["seed=0", "seed=1"]
+    assert runs[1].items() >= last.items()
+    assert all((path.parent / str(number) / "metrics.jsonl").exists() for number in (0, 1))
+    again = run_recipe("self-play", *tiny)
+    assert again["seed"] == 0
+    assert len(list(Path("outputs").rglob("multirun.json"))) == 1, "a single run writes none"
