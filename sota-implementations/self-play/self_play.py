@@ -66,6 +66,7 @@ RECIPE = Recipe(
     example="task=nim task.largest=20",
     script=Path(__file__),
     config=SelfPlayConfig,
+    embedded={"warm_start.num_steps": 300, "optim.learning_rate": 3e-3},
     updates=build_updates,
     needs_groups=False,
     parts=lambda cfg: {"train.baseline_decay": lambda: build_baseline(cfg)},
