@@ -212,6 +212,108 @@ class Collector(ABC):
         return self._loaders
 
 
+class BackgroundCollector(Collector):
+    """Collects beside training: what is pushed to the policy is on its way for a while."""
+
+    @property
+    @abstractmethod
+    def _is_lockstep(self) -> bool:
+        """Whether generation and training take turns."""
+
+    @abstractmethod
+    def _wait_for_push(self) -> None:
+        """Wait until the policy has the weights that were pushed last."""
+
+    @abstractmethod
+    def _reached_caller(self) -> None:
+        """The rows of a batch have reached who asked for them."""
+
+    @abstractmethod
+    def _position(self) -> Mapping[str, Any]:
+        """The ledger, the place in the data, and the rows of the groups that wait."""
+
+    @abstractmethod
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        """Go on from a position."""
+
+    def collect(self) -> TensorDictBase:
+        """The next batch: complete groups, as soon as there are enough."""
+        batch = super().collect()
+        self._reached_caller()
+        return batch
+
+    def update_policy_weights_(
+        self,
+        source: nn.Module | Mapping[str, Tensor] | None = None,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        version: int | None = None,
+        wait: bool = False,
+    ) -> int:
+        """Push the trainer's weights, while generation and training go on.
+
+        A copy is made at once; who draws takes it up between two tokens, and the next push (or
+        ``wait``) waits until that has happened. What is refused is raised there, and by
+        :meth:`shutdown`.
+
+        Args:
+            source: the trained model, or its state dict.
+            state_dict: the same under TorchRL's name; give one of the two.
+            version: the number of these weights, above the present one; ``None`` counts on.
+            wait: until they are acknowledged.
+
+        Returns:
+            The version that these weights will have.
+
+        Raises:
+            TypeError: neither or both of ``source`` and ``state_dict`` are given.
+            ValueError: the weights can't be taken, or the version does not go up; or the policy
+                draws from the very tensors that are trained, though training goes on meanwhile.
+            UpdateRefused: the last push was refused; all is drawn with the weights before.
+        """
+        number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
+        if wait or self._is_lockstep:
+            self._wait_for_push()
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: the ledger, the place in the data, and the rows of the groups that wait.
+
+        May be asked while it collects; waits for a push that is under way. Unfinished groups are
+        not in here: a resumed run begins them again, with the same seeds.
+
+        Returns:
+            See :meth:`Collector.state_dict`; the rows as the batches have them.
+        """
+        self._wait_for_push()
+        return {**super().state_dict(), **self._position()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`Collector.load_state_dict`; no prompt is skipped, and none trained twice.
+
+        Args:
+            state_dict: what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: data, environment or settings of the ledger are others.
+            LedgerError: it has collected already.
+        """
+        super().load_state_dict(state_dict)
+        self._go_to(state_dict)
+
+    @abstractmethod
+    def async_shutdown(self, timeout: float | None = None) -> None:
+        """Cancel what runs, and give back everything.
+
+        Args:
+            timeout: seconds until it has to be over.
+        """
+
+    def shutdown(self) -> None:
+        """See :meth:`async_shutdown`."""
+        self.async_shutdown()
+
+
 @contextlib.contextmanager
 def drawn_again_after_an_error(loaders: Sequence[DataLoadingPrimer]) -> Iterator[None]:
     """Rows that are drawn inside are drawn again if anything goes wrong there."""

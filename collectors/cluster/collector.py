@@ -6,14 +6,14 @@ Shape legend: B rows.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
-from collectors.base import Collector, PostProcessing
+from collectors.base import BackgroundCollector, PostProcessing
 from collectors.composition_checks import advantages_of, check_room
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.streaming.updater import SnapshotUpdater
@@ -35,7 +35,7 @@ _REQUEST_TIMEOUT_S: Final = 600.0
 _log = logging.getLogger(__name__)
 
 
-class RayLLMCollector(Collector):
+class RayLLMCollector(BackgroundCollector):
     """Collects with several collectors, each a Ray actor, beside training.
 
     It is used as :class:`~collectors.StreamingCollector` is::
@@ -212,41 +212,9 @@ class RayLLMCollector(Collector):
         """The version that collectors have acknowledged, or are being given."""
         return self._version
 
-    def update_policy_weights_(
-        self,
-        source: nn.Module | Mapping[str, Tensor] | None = None,
-        *,
-        state_dict: Mapping[str, Tensor] | None = None,
-        version: int | None = None,
-        wait: bool = False,
-    ) -> int:
-        """Push the trainer's weights to all collectors, while generation and training go on.
-
-        They are put into Ray's memory once. See :meth:`StreamingCollector.update_policy_weights_`.
-
-        Args:
-            source: the trained model, or its state dict.
-            state_dict: the same under TorchRL's name; give one of the two.
-            version: the number of these weights, above the present one; ``None`` counts on.
-            wait: until all collectors have acknowledged them.
-
-        Returns:
-            The version that these weights will have.
-
-        Raises:
-            TypeError: neither or both of ``source`` and ``state_dict`` are given.
-            ValueError: the weights can't be taken, or the version does not go up.
-            UpdateRefused: a collector refused the last push; all draw with the weights before.
-        """
-        number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
-        if wait or self._is_lockstep:
-            self._wait_for_push()
-        return number
-
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
-        del is_restored  # There is no state that could be.
         self._check_open()
         self._wait_for_push()
         number = self._version + 1 if version is None else version
@@ -257,7 +225,7 @@ class RayLLMCollector(Collector):
             )
         snapshot = self._updater.snapshot(source)
         weights = load_ray().put({name: value.cpu() for name, value in snapshot.items()})
-        step = self._ledger_client.push(number)
+        step = self._ledger_client.push(number, is_restored=is_restored)
         push = self._supervisor.push(Weights(weights, number, step))
         self._push_under_way = self._supervisor.submit(push)
         self._version = number
@@ -265,41 +233,30 @@ class RayLLMCollector(Collector):
 
     def _wait_for_push(self) -> None:
         """Wait until all collectors have the weights that were pushed last."""
-        push, self._push_under_way = self._push_under_way, None
-        while push is not None:
-            try:
-                push.result(_LOOK_S)
-            except TimeoutError:
-                if push.done():
-                    raise
+        while (push := self._push_under_way) is not None:
+            if not wait([push], _LOOK_S).done:
                 self._supervisor.check()
+                continue
+            self._push_under_way = None
+            try:
+                push.result()
             except Exception:
                 self._supervisor.check()
                 kept = self._supervisor.weights
                 self._version = 0 if kept is None else kept.version
                 raise
-            else:
-                return
 
-    def state_dict(self) -> dict[str, Any]:
-        """There is none: a run on a cluster can't be resumed yet.
+    # Resume -------------------------------------------------------------------------------------
 
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(f"{WHO} has no state to be saved. To resume a run take StreamingCollector.")
+    def _reached_caller(self) -> None:
+        self._ledger_client.reached_caller()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`state_dict`.
+    def _position(self) -> dict[str, Any]:
+        return self._ledger_client.state()
 
-        Args:
-            state_dict: of another collector.
-
-        Raises:
-            TypeError: always.
-        """
-        del state_dict
-        raise TypeError(f"{WHO} takes no state. To resume a run take StreamingCollector.")
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        self._check_open()
+        self._ledger_client.load(position)
 
     # What it was like ---------------------------------------------------------------------------
 
@@ -360,10 +317,6 @@ class RayLLMCollector(Collector):
             return  # the end came first: nobody refused it
         if self._supervisor.error is None:
             push.result()
-
-    def shutdown(self) -> None:
-        """See :meth:`async_shutdown`."""
-        self.async_shutdown()
 
 
 class _RemoteUpdater(SnapshotUpdater):

@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tensordict import TensorDictBase
@@ -29,6 +29,8 @@ class LedgerClient:
         """Raises if the collection has failed."""
         self.taken: list[Ticket] = []
         """What the trainer has taken since it last said what became of it."""
+        self._is_with_caller = True
+        self._has_begun = False
         self._taking: Any = None
         self._num_bytes = self._num_rows = 0
 
@@ -54,12 +56,19 @@ class LedgerClient:
 
     def take_batch(self) -> tuple[list[TensorDictBase], int]:
         """The rows of the next batch, and of how many groups; none: the data have ended."""
+        if not self._has_begun:
+            self._ask(self._actor.begin.remote())
+            self._has_begun = True
         while True:
             shares = self._take()
             rows = self._rows_of(shares)
             if rows is not None:
-                self.taken = [share.ticket for share in shares]
+                self.taken, self._is_with_caller = [share.ticket for share in shares], False
                 return rows, len(shares)
+
+    def reached_caller(self) -> None:
+        """The rows of the batch have reached who asked for them."""
+        self._is_with_caller = True
 
     def _take(self) -> list[Share]:
         if self._taking is None:
@@ -87,9 +96,15 @@ class LedgerClient:
         self._ask(self._actor.put_back.remote(lost))
         return None
 
-    def push(self, version: int) -> int:
-        """Weights of a version are on their way; gives the step of training that is in them."""
-        return self._ask(self._actor.push.remote(self._used(), version))
+    def push(self, version: int, *, is_restored: bool) -> int:
+        """Weights of a version are on their way; gives the step of training that is in them.
+
+        Args:
+            version: their number.
+            is_restored: they are those of before, and no step has been made.
+        """
+        used = [] if is_restored else self._used()
+        return self._ask(self._actor.push.remote(used, version))
 
     def unchanged(self, version: int) -> None:
         """A step was made, and its weights are not pushed."""
@@ -99,6 +114,38 @@ class LedgerClient:
         used, self.taken = self.taken, []
         self._num_bytes += len(pickle.dumps(used))
         return used
+
+    def state(self) -> dict[str, Any]:
+        """The ledger, the place in the data, and the rows of the groups that wait."""
+        ray = load_ray()
+        state, shares = self._ask(self._actor.state.remote())
+        waiting = []
+        for share in shares:
+            try:
+                rows = ray.get(share.rows)
+            except Exception as error:
+                if not is_death(error):
+                    raise
+                continue  # They are gone with their collector: the group runs again.
+            waiting.append({"ordinal": share.ticket.ordinal, "rows": rows})
+        taken = [ticket.ordinal for ticket in self.taken] if self._is_with_caller else []
+        return {**state, "waiting": waiting, "taken": taken}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: the data are others, or settings of the ledger.
+            LedgerError: it has collected already.
+        """
+        put = load_ray().put
+        # In a list, a reference is handed on as it is.
+        waiting = {
+            each["ordinal"]: ([put(list(each["rows"]))], len(each["rows"]))
+            for each in state["waiting"]
+        }
+        own = {"ledger": state["ledger"], "data": state["data"]}
+        self.taken = self._ask(self._actor.load.remote(own, waiting, list(state["taken"])))
 
     def report(self) -> tuple[GroupLedger, dict[str, float]]:
         """The ledger as it is, and its metrics."""

@@ -1,20 +1,20 @@
 """What lives in the ledger's actor: the ledger, the data, and who runs which group."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from collectors.composition_checks import check_data, check_env
-from collectors.ledger import GroupLedger, Refill, StalenessPolicy, Ticket
+from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
 from collectors.ledger.reasons import NO_SIGNAL, STALE
-from torchrl_data.stop_reasons import NO_DATA
+from collectors.streaming.prompt_queue import DrawnPrompt, PromptQueue
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt_of
+from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt
 from torchrl_envs.episode.episode_env import EpisodeEnv
 
 WHO: Final = "RayLLMCollector"
+_NOBODY: Final = -1
+"""Whose rows a restored group has: they are the trainer's."""
 _MAX_UNWANTED: Final = 16
 """Groups without a signal in a row, in steps of training, before the collection gives up."""
 
@@ -75,7 +75,7 @@ class LedgerService:
     ) -> None:
         self._made_of = (env, groups_per_step, staleness)
         self.ledger: GroupLedger
-        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")
+        self._prompts: PromptQueue
         self._steps = {0: 0}
         self._incarnations: dict[int, int] = {}
         self._num_finished: dict[int, int] = {}
@@ -83,9 +83,7 @@ class LedgerService:
         self._running: dict[Ticket, _Running] = {}
         self._finished: dict[Ticket, _Finished] = {}
         self._taken: dict[Ticket, _Finished] = {}
-        self._owed: dict[int, tuple[Refill, Prompt]] = {}
-        self._drawn: deque[tuple[Prompt, int]] = deque()
-        self._ordinal = self._num_unwanted = 0
+        self._num_unwanted = 0
         self._is_exhausted = self._is_over = False
         self._error = ""
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
@@ -111,6 +109,8 @@ class LedgerService:
             groups_per_step=groups_per_step, group_size=self.group_size, policy=staleness
         )
         self._runner = AsyncEpisodeRunner(self._env)
+        loader = next(iter(loaders), None)
+        self._prompts = PromptQueue(self._runner, self.ledger, self.group_size, loader, who=WHO)
         return groups_per_step, self.group_size, self.ledger.num_slots
 
     async def until_over(self) -> None:
@@ -130,8 +130,6 @@ class LedgerService:
         if self._is_over or self._incarnations.get(worker) != incarnation:
             return None
         self._waiting[worker] = asyncio.get_running_loop().create_future()
-        if self._dispatcher is None:
-            self._dispatcher = asyncio.create_task(self._dispatch())
         self._wake.set()
         return await self._waiting[worker]
 
@@ -211,6 +209,11 @@ class LedgerService:
 
     # For the trainer ----------------------------------------------------------------------------
 
+    async def begin(self) -> None:
+        """Hand groups out, from now on."""
+        if self._dispatcher is None:
+            self._dispatcher = asyncio.create_task(self._dispatch())
+
     async def take(self) -> list[Share]:
         """The groups of the next batch, as soon as there are enough; none: the data have ended.
 
@@ -220,12 +223,10 @@ class LedgerService:
         while True:
             if self._error:
                 raise RuntimeError(self._error)
-            is_drained = self._is_exhausted and not (self._owed or self._drawn or self._running)
+            is_drained = self._is_exhausted and not (self._prompts or self._running)
             tickets = self.ledger.take_rest() if is_drained else self.ledger.take()
             for eviction in self.ledger.take_evicted():
-                prompt = self._finished.pop(eviction.ticket).prompt
-                if eviction.refill is not None:
-                    self._owe(eviction.refill, prompt)
+                self._prompts.owe(eviction.refill, self._finished.pop(eviction.ticket).prompt)
             if tickets is not None and (tickets or is_drained):
                 self._taken = {ticket: self._finished.pop(ticket) for ticket in tickets}
                 self._wake.set()
@@ -250,7 +251,9 @@ class LedgerService:
             trained: what the steps since the last push have used.
             version: the number of the weights.
         """
-        self._train(trained)
+        if trained:
+            self.ledger.trained(trained, self.ledger.version)
+        self._taken = {}
         self._steps[version] = self.ledger.version
         return self.ledger.version
 
@@ -263,18 +266,54 @@ class LedgerService:
 
     async def unchanged(self, trained: Sequence[Ticket], version: int) -> None:
         """A step was made, and its weights are not pushed: they are those before."""
-        self._train(trained)
-        self._steps[version] = self.ledger.version
-        await self.pulled(self.ledger.version)
-
-    def _train(self, trained: Sequence[Ticket]) -> None:
-        if trained:
-            self.ledger.trained(trained, self.ledger.version)
-        self._taken = {}
+        await self.pulled(await self.push(trained, version))
 
     async def report(self) -> tuple[GroupLedger, dict[str, float]]:
         """The ledger as it is, and its metrics."""
         return self.ledger, self.ledger.metrics()
+
+    # Resume -------------------------------------------------------------------------------------
+
+    async def state(self) -> tuple[dict[str, Any], list[Share]]:
+        """The ledger and the place in the data, as plain values; the finished groups that wait.
+
+        Raises:
+            TypeError: the place in the data is not known.
+        """
+        state = {"ledger": self.ledger.state_dict(), "data": dict(self._prompts.data_state())}
+        return state, [group.share for group in self._finished.values()]
+
+    async def load(
+        self,
+        state: Mapping[str, Any],
+        waiting: Mapping[int, tuple[Sequence[Any], int]],
+        taken: Sequence[int],
+    ) -> list[Ticket]:
+        """Go on from a state, before anything was handed out.
+
+        Args:
+            state: what :meth:`state` gave.
+            waiting: of finished groups, by ordinal: one reference to their rows, and how many.
+            taken: ordinals of the batch that is with the trainer.
+
+        Returns:
+            The tickets of that batch.
+
+        Raises:
+            ValueError: the data are others, or settings of the ledger.
+            LedgerError: something was handed out.
+        """
+        self.ledger.load_state_dict(state["ledger"], restored={*waiting, *taken})
+        prompts = await asyncio.to_thread(self._prompts.load_state, state["data"])
+        for ticket, prompt in prompts.items():
+            (rows,), num_rows = waiting[ticket.ordinal]
+            share = Share(ticket, rows, num_rows)
+            self._finished[ticket] = _Finished(_NOBODY, prompt, share)
+        self._steps = {0: self.ledger.version}
+        batches = self.ledger.batches
+        return batches[0] if batches else []
+
+    # The end ------------------------------------------------------------------------------------
 
     async def stop(self) -> GroupLedger:
         """Hand nothing out any more, and give the ledger, where all in flight is returned."""
@@ -286,7 +325,7 @@ class LedgerService:
             self._dispatcher.cancel()
         self.ledger.return_all()
         self._running, self._finished, self._taken = {}, {}, {}
-        self._drawer.shutdown(wait=True)
+        self._prompts.close()
         self._env.close(raise_if_closed=False)
         self._notify()
         return self.ledger
@@ -299,23 +338,23 @@ class LedgerService:
         self._wake.set()
 
     def _cancel(self, ticket: Ticket, prompt: Prompt) -> None:
-        self._owe(self.ledger.cancel(ticket), prompt)
+        self._prompts.owe(self.ledger.cancel(ticket), prompt)
 
     def _drop(self, ticket: Ticket, prompt: Prompt, reason: str) -> None:
-        again = self.ledger.drop(ticket, reason)
-        if again is not None:
-            self._owe(again, prompt)
-
-    def _owe(self, refill: Refill, prompt: Prompt) -> None:
-        self._owed[refill.ordinal] = (refill, prompt)
+        self._prompts.owe(self.ledger.drop(ticket, reason), prompt)
 
     async def _dispatch(self) -> None:
         """Hand out a group whenever the ledger lets one in and a collector asks."""
         while True:
             try:
-                while self._waiting and self.ledger.can_admit() and await self._has_prompt():
+                while self._waiting and self.ledger.can_admit():
+                    drawn = await self._next_prompt()
+                    if drawn is None:
+                        break
                     if self._waiting and self.ledger.can_admit():
-                        self._hand_out()
+                        self._hand_out(drawn)
+                    elif drawn.episodes:
+                        self._prompts.keep(drawn)
             except Exception as error:
                 self._error = f"{WHO}: drawing data failed: {type(error).__name__}: {error}"
                 self._notify()
@@ -323,41 +362,25 @@ class LedgerService:
             await self._wake.wait()
             self._wake.clear()
 
-    async def _has_prompt(self) -> bool:
-        """Whether there is a prompt to be handed out; draws one if need be."""
-        if self._owed or self._drawn:
-            return True
-        if self._is_exhausted:
-            return False
-        loop = asyncio.get_running_loop()
-        drawn = await loop.run_in_executor(self._drawer, self._draw)
+    async def _next_prompt(self) -> DrawnPrompt | None:
+        """The next prompt; ``None``: there is none."""
+        if self._is_exhausted and not self._prompts:
+            return None
+        drawn = await self._prompts.draw()
         if drawn is None:
             self._is_exhausted = True
             self._notify()
-            return bool(self._owed)
-        self._drawn.append(drawn)
-        return True
+        elif drawn.episodes:  # they are run elsewhere
+            await asyncio.to_thread(self._runner.give_up, drawn.episodes)
+        return drawn
 
-    def _draw(self) -> tuple[Prompt, int] | None:
-        episodes = self._runner.draw(self.group_size)
-        self._runner.give_up(episodes)  # they are run elsewhere
-        if any(episode.stop_reason == NO_DATA for episode in episodes):
-            return None
-        return prompt_of(episodes[0]), episodes[0].seed
-
-    def _hand_out(self) -> None:
-        """Give the next prompt to the collector that has least to do."""
-        if self._owed:
-            refill, prompt = self._owed.pop(min(self._owed))
-            ticket = self.ledger.offer(refill.group_id, refill.ordinal)
-        else:
-            prompt, seed = self._drawn.popleft()
-            ticket = self.ledger.offer(prompt.group_id, self._ordinal, seed=seed)
-            self._ordinal += 1
+    def _hand_out(self, drawn: DrawnPrompt) -> None:
+        """Give a prompt to the collector that has least to do."""
+        ticket = self._prompts.offer(drawn)
         self.ledger.start(ticket)
         load = dict.fromkeys(self._waiting, 0)
         for running in self._running.values():
             load[running.worker] = load.get(running.worker, 0) + 1
         worker = min(self._waiting, key=lambda each: (load[each], each))
-        self._running[ticket] = _Running(worker, prompt)
-        self._waiting.pop(worker).set_result((ticket, prompt))
+        self._running[ticket] = _Running(worker, drawn.prompt)
+        self._waiting.pop(worker).set_result((ticket, drawn.prompt))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 from torchrl.envs import Transform
 
-from collectors.base import Collector, PostProcessing, remembering
+from collectors.base import BackgroundCollector, PostProcessing, remembering
 from collectors.composition_checks import advantages_of, check_room
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from torchrl_data.validation import check_counts
@@ -53,7 +53,7 @@ _MAX_UNWANTED: Final = 16
 _log = logging.getLogger(__name__)
 
 
-class StreamingCollector(Collector):
+class StreamingCollector(BackgroundCollector):
     """Collects beside training: episodes run by themselves, groups are trained as they finish.
 
     Iterate it, train on each batch, and push the weights; generation goes on meanwhile::
@@ -212,9 +212,7 @@ class StreamingCollector(Collector):
             DataExhaustedError: there are no more data, and nothing is under way.
             RuntimeError: the collection has failed; the cause is attached.
         """
-        batch = super().collect()
-        self._finished.reached_caller()
-        return batch
+        return super().collect()
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
@@ -239,39 +237,12 @@ class StreamingCollector(Collector):
         """The version that new tokens are stamped with."""
         return self._async_policy.version
 
-    def update_policy_weights_(
-        self,
-        source: nn.Module | Mapping[str, Tensor] | None = None,
-        *,
-        state_dict: Mapping[str, Tensor] | None = None,
-        version: int | None = None,
-        wait: bool = False,
-    ) -> int:
-        """Push the trainer's weights, while generation and training go on.
+    @property
+    def _is_lockstep(self) -> bool:
+        return self.ledger.is_on_policy
 
-        A copy is made at once; the engine takes it up between two tokens, and the next push (or
-        ``wait``) waits until it has. What the engine refuses is raised there, and by
-        :meth:`shutdown`.
-
-        Args:
-            source: the trained model, or its state dict.
-            state_dict: the same under TorchRL's name; give one of the two.
-            version: the number of these weights, above the present one; ``None`` counts on.
-            wait: until the engine has acknowledged them.
-
-        Returns:
-            The version that these weights will have.
-
-        Raises:
-            TypeError: neither or both of ``source`` and ``state_dict`` are given.
-            ValueError: the weights can't be taken; or the policy draws from the very tensors that
-                are trained, though training goes on while it draws.
-            UpdateRefused: the engine refused the last push, and drew on with the weights before.
-        """
-        number = super().update_policy_weights_(source, state_dict=state_dict, version=version)
-        if wait or self.ledger.is_on_policy:
-            self._weights.wait()
-        return number
+    def _wait_for_push(self) -> None:
+        self._weights.wait()
 
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
@@ -283,29 +254,14 @@ class StreamingCollector(Collector):
 
     # Resume -------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is: the ledger, the place in the data, and the rows of the groups that wait.
+    def _reached_caller(self) -> None:
+        self._finished.reached_caller()
 
-        May be asked while it collects; waits for a push that is under way. Unfinished groups are
-        not in here: a resumed run begins them again, with the same seeds.
+    def _position(self) -> dict[str, Any]:
+        return self._finished.state()
 
-        Returns:
-            See :meth:`Collector.state_dict`; the rows as the batches have them.
-        """
-        self._weights.wait()
-        return super().state_dict() | self._finished.state()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See :meth:`Collector.load_state_dict`; no prompt is skipped, and none trained twice.
-
-        Raises:
-            ValueError: data, environment or settings of the ledger are others.
-            LedgerError: it has collected already.
-        """
-        super().load_state_dict(state_dict)
-        for loader in self.env.transforms_of(DataLoadingPrimer):
-            loader.set_extra_state(state_dict["data"])
-        self._finished.load(state_dict)
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        self._finished.load(position)
 
     def _stateful(self) -> list[Transform]:
         return [t for t in remembering(self.env) if not isinstance(t, DataLoadingPrimer)]
@@ -377,7 +333,3 @@ class StreamingCollector(Collector):
         _log.info("%s", self.ledger)
         if self._producer.error is None:
             self._weights.close()
-
-    def shutdown(self) -> None:
-        """See :meth:`async_shutdown`."""
-        self.async_shutdown()

@@ -109,8 +109,9 @@ class FinishedGroups:
         rows = {each["ordinal"]: each["rows"] for each in state["waiting"]}
         self._ledger.load_state_dict(state["ledger"], restored={*rows, *state["taken"]})
         with self._producer.changed:
-            for ticket, (prompt, own) in self._prompts.restore(rows).items():
-                self._producer.finished[ticket] = Group(ticket, prompt, [], list(own))
+            for ticket, prompt in self._prompts.load_state(state["data"]).items():
+                own = list(rows[ticket.ordinal])
+                self._producer.finished[ticket] = Group(ticket, prompt, [], own)
             self._producer.steps = {self._producer.version: self._ledger.version}
         batches = self._ledger.batches
         self._taken = list(batches[0]) if batches else []

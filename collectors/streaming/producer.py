@@ -285,7 +285,8 @@ class Producer:
                 self.is_exhausted = True
                 self.changed.notify_all()
                 return False
-            ticket, episodes = self._prompts.offer(drawn)
+            ticket = self._prompts.offer(drawn)
+            episodes = self._prompts.episodes_of(drawn, ticket)
             group = self._groups[ticket] = Group(ticket, drawn.prompt, episodes)
             self._ledger.start(ticket)
         self.num_open += len(episodes)

@@ -1,16 +1,13 @@
 """Which prompt comes next: one that is owed, or the next one of the data."""
 
 import asyncio
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from tensordict import TensorDictBase
-
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
 from torchrl_data.stop_reasons import NO_DATA
-from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
 from torchrl_envs.datasets.resume import Place
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt_of
 from torchrl_envs.episode.episode import Episode
@@ -28,7 +25,7 @@ class DrawnPrompt(NamedTuple):
 
 
 class PromptQueue:
-    """Draws prompts in the order of the data, and those again that the ledger asks for.
+    """Draws prompts in the order of the data; before them, the lowest first, those that are owed.
 
     :meth:`draw` is for one event loop; the others for whoever holds the collection's lock.
 
@@ -37,6 +34,7 @@ class PromptQueue:
         ledger: numbers the prompts.
         group_size: episodes of a prompt.
         loader: of the environment; ``None`` where something else draws, whose place is not known.
+        who: is told of in errors.
     """
 
     def __init__(
@@ -45,12 +43,16 @@ class PromptQueue:
         ledger: GroupLedger,
         group_size: int,
         loader: DataLoadingPrimer | None,
+        *,
+        who: str = WHO,
     ) -> None:
         self._runner = runner
         self._ledger = ledger
         self._group_size = group_size
         self._loader = loader
-        self._owed: deque[tuple[Refill, Prompt]] = deque()
+        self._who = who
+        self._owed: dict[int, tuple[Refill, Prompt]] = {}
+        self._kept: DrawnPrompt | None = None
         self._places: dict[int, Place] = {}
         """Where in the data the prompts are that are not done, by ordinal."""
         self._next_place = None if loader is None else loader.place
@@ -58,19 +60,26 @@ class PromptQueue:
         self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")
 
     def __bool__(self) -> bool:
-        """Whether a prompt is owed."""
-        return bool(self._owed)
+        """Whether a prompt is owed, or kept."""
+        return bool(self._owed) or self._kept is not None
+
+    def keep(self, drawn: DrawnPrompt) -> None:
+        """A prompt of the data is not offered yet: it is drawn next, after what is owed."""
+        self._kept = drawn
 
     def owe(self, refill: Refill | None, prompt: Prompt) -> None:
         """Draw a prompt again, if the ledger says so."""
         if refill is not None:
-            self._owed.append((refill, prompt))
+            self._owed[refill.ordinal] = (refill, prompt)
 
     async def draw(self) -> DrawnPrompt | None:
         """The next prompt, of which the ledger hears by :meth:`offer`; ``None``: there is none."""
         if self._owed:
-            refill, prompt = self._owed[0]
+            refill, prompt = self._owed[min(self._owed)]
             return DrawnPrompt(refill.ordinal, prompt, [])
+        if self._kept is not None:
+            drawn, self._kept = self._kept, None
+            return drawn
         loop = asyncio.get_running_loop()
         episodes = await loop.run_in_executor(self._drawer, self._draw)
         if not episodes:
@@ -79,23 +88,31 @@ class PromptQueue:
 
     def _draw(self) -> list[Episode]:
         """Episodes of the next prompt of the data; none if there is none."""
-        episodes = self._runner.draw(self._group_size)
+        try:
+            episodes = self._runner.draw(self._group_size)
+        except DataExhaustedError:
+            return []
         if any(episode.stop_reason == NO_DATA for episode in episodes):
             self._runner.give_up(episodes)
             return []
         return episodes
 
-    def offer(self, drawn: DrawnPrompt) -> tuple[Ticket, list[Episode]]:
-        """Offer a prompt to the ledger; gives its ticket and its episodes."""
+    def offer(self, drawn: DrawnPrompt) -> Ticket:
+        """Offer a prompt to the ledger; gives its ticket."""
         group_id = drawn.prompt.group_id
-        if drawn.episodes:
-            seed = drawn.episodes[0].seed
-            ticket = self._ledger.offer(group_id, drawn.ordinal, seed=seed)
-            self._note_place(drawn.ordinal)
-            return ticket, drawn.episodes
-        ticket = self._ledger.offer(group_id, drawn.ordinal)
-        self._owed.popleft()
-        return ticket, self._runner.draw_again(drawn.prompt, ticket.seed, self._group_size)
+        if not drawn.episodes:
+            ticket = self._ledger.offer(group_id, drawn.ordinal)
+            del self._owed[drawn.ordinal]
+            return ticket
+        ticket = self._ledger.offer(group_id, drawn.ordinal, seed=drawn.episodes[0].seed)
+        self._note_place(drawn.ordinal)
+        return ticket
+
+    def episodes_of(self, drawn: DrawnPrompt, ticket: Ticket) -> list[Episode]:
+        """The episodes of a prompt that was offered."""
+        return drawn.episodes or self._runner.draw_again(
+            drawn.prompt, ticket.seed, self._group_size
+        )
 
     def _note_place(self, ordinal: int) -> None:
         self._next_ordinal = ordinal + 1
@@ -119,27 +136,31 @@ class PromptQueue:
         """
         if self._loader is None or self._next_place is None:
             raise TypeError(
-                f"{WHO}.state_dict: the data come from no DataLoadingPrimer, so nobody knows where "
-                "a resumed run would go on."
+                f"{self._who}.state_dict: the data come from no DataLoadingPrimer, so nobody knows "
+                "where a resumed run would go on."
             )
         place = self._places.get(self._ledger.frontier, self._next_place)
         return self._loader.state_from(place)
 
-    def restore(
-        self, rows: Mapping[int, Sequence[TensorDictBase]]
-    ) -> dict[Ticket, tuple[Prompt, Sequence[TensorDictBase]]]:
-        """Draw again what the ledger, which was restored, knows of; the loader is at its frontier.
+    def load_state(self, state: Mapping[str, Any]) -> dict[Ticket, Prompt]:
+        """Draw again what the ledger, which was restored, knows of.
 
         Args:
-            rows: of finished groups that wait, by ordinal.
+            state: what :meth:`data_state` gave.
 
         Returns:
-            Prompt and rows of the groups that wait.
+            The prompts of the finished groups that wait.
 
         Raises:
-            ValueError: the data are drawn in another order than before.
+            ValueError: the data are others, or are drawn in another order than before.
+            TypeError: there is no loader.
         """
-        assert self._loader is not None
+        if self._loader is None:
+            raise TypeError(
+                f"{self._who}.load_state_dict: the data come from no DataLoadingPrimer, so nobody "
+                "knows where to go on."
+            )
+        self._loader.set_extra_state(dict(state))
         ledger = self._ledger
         refills = {refill.ordinal: refill for refill in ledger.owed}
         waiting = {ticket.ordinal: ticket for ticket in ledger.tickets(GroupState.FINISHED)}
@@ -148,18 +169,20 @@ class PromptQueue:
         for ordinal in range(ledger.frontier, ledger.next_ordinal):
             episodes = self._draw()
             if not episodes:
-                raise ValueError(f"{WHO}: the data end before prompt {ordinal}, drawn before.")
+                raise ValueError(
+                    f"{self._who}: the data end before prompt {ordinal}, drawn before."
+                )
             prompt = prompt_of(episodes[0])
             self._runner.give_up(episodes)
             self._note_place(ordinal)
             known = refills.get(ordinal) or waiting.get(ordinal)
             if known is not None and known.group_id != prompt.group_id:
                 raise ValueError(
-                    f"{WHO}: prompt {ordinal} was of group {known.group_id}, and is of "
+                    f"{self._who}: prompt {ordinal} was of group {known.group_id}, and is of "
                     f"{prompt.group_id} now. The data are drawn in another order than before."
                 )
             if ordinal in refills:
-                self._owed.append((refills[ordinal], prompt))
+                self._owed[ordinal] = (refills[ordinal], prompt)
             elif ordinal in waiting:
-                restored[waiting[ordinal]] = (prompt, rows[ordinal])
+                restored[waiting[ordinal]] = prompt
         return restored

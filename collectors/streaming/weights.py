@@ -1,7 +1,7 @@
 """Weights on their way from the trainer to an engine that goes on drawing."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
 
 from torch import Tensor, nn
@@ -132,12 +132,14 @@ class WeightPushes:
         Raises:
             UpdateRefused: it refused them.
         """
-        push, self._push = self._push, None
+        push = self._push
         if push is None:
             return
+        with self._timeline.span("wait for push", "trainer", 0):
+            wait([push])  # Interrupted, it is waited for the next time.
+        self._push = None
         try:
-            with self._timeline.span("wait for push", "trainer", 0):
-                push.result()
+            push.result()
         except CancelledError:
             self._producer.check_alive()
             raise

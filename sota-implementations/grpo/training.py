@@ -141,6 +141,17 @@ def policy_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> GRPO
     return combined if isinstance(combined, GRPOLossOutput) else combined.streams["rl"]
 
 
+def check_pools(cfg: GRPOConfig) -> None:
+    """The trainer tells the pools, and on Ray who draws is in another process.
+
+    Raises:
+        ValueError: pools are asked for, with collectors on Ray.
+    """
+    build_pools(cfg)
+    if cfg.train.drop_solved_at is not None and cfg.collector.mode == "ray":
+        raise ValueError("it is for collector=sync and collector=streaming, got collector=ray.")
+
+
 def check_correction(cfg: GRPOConfig) -> None:
     """The correction takes this very pass's scores as those from before the update.
 

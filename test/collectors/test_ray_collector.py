@@ -155,6 +155,7 @@ class TestLedgerService:
         async def with_service():
             service = LedgerService(env or make_env(), **settings)
             assert (await service.open())[:2] == (GROUPS, N)
+            await service.begin()
             try:
                 return await asyncio.wait_for(main(service), timeout=60)
             finally:

@@ -136,14 +136,19 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_tells_of_every_group(result_of, tmp_path):
+def test_a_run_on_ray_tells_of_every_group_and_goes_on(result_of, tmp_path):
     pytest.importorskip("ray")
     settings = ("collector=ray", "collector.num_collectors=2", "collector.max_staleness=2")
     config = "+collector.remote_config.num_cpus=0"
-    result = result_of(*SMALL, *settings, config, "train.num_steps=3", cwd=tmp_path)
+    result = result_of(*SMALL, *settings, config, "train.num_steps=2", cwd=tmp_path)
     out = Path(result["output_dir"])
+    again = result_of(f"resume={out}", "train.num_steps=3", cwd=tmp_path)
+    assert again["held_out_before"] == result["held_out_before"]
     metrics = lines_of(out / "metrics.jsonl")
     assert [line["ledger/groups/trained"] for line in metrics] == [2.0, 4.0, 6.0]
+    assert [line["policy_version"] for line in metrics] == sorted(
+        line["policy_version"] for line in metrics
+    )
     assert all(line["ledger/staleness/max"] <= 2 for line in metrics)
     assert all(0 < line["collect/driver_bytes_per_row"] < 1024 for line in metrics)
     assert "GroupLedger at step 3" in (out / "grpo.log").read_text()

@@ -193,8 +193,6 @@ def _check_rollouts(recipe: Recipe, cfg: RolloutsConfig) -> None:
         cfg.collector.num_collectors > 1 or cfg.collector.remote_config
     ):
         raise SettingsError("collector.num_collectors and remote_config are for collector=ray.")
-    if cfg.collector.mode == "ray" and getattr(cfg, "resume", None) is not None:
-        raise SettingsError("resume=...: a run with collector=ray can't be saved, so none goes on.")
     if cfg.collector.mode == "ray" and cfg.engine.name != "transformers":
         raise SettingsError(
             "collector=ray gives each collector a copy of the model, so it is for "

@@ -23,7 +23,7 @@ from collectors.base import PostProcessing
 from collectors.ledger import StalenessPolicy
 from collectors.resume.random_state import random_state, set_random_state
 from collectors.streaming.monitor import verdict
-from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, TrainingConfig
+from torchrl_agents.settings.schema import CollectorConfig
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase
@@ -148,11 +148,6 @@ class HeldOut:
         if self._every is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-
-
-def can_be_saved(cfg: TrainingConfig) -> bool:
-    """Whether a run that collects so can be saved, and go on."""
-    return not (isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray")
 
 
 def collection_metrics(collector: AnyCollector) -> dict[str, float]:

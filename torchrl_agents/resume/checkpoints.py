@@ -1,7 +1,6 @@
 """When a run is saved, and how it goes on."""
 
 import copy
-import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from torchrl_agents.settings.schema import CheckpointConfig
 
 from .earlier_run import CHECKPOINTS
 
-_LOG = logging.getLogger("torchrl_agents")
 UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "reference")
 
 
@@ -25,14 +23,12 @@ class Checkpoints:
     Args:
         cfg: how often, and how many are kept.
         folder: of the run.
-        state: its parts; ``None`` where they can't be saved (a cluster's collectors).
+        state: its parts.
     """
 
-    def __init__(self, cfg: CheckpointConfig, folder: Path, state: RunState | None) -> None:
+    def __init__(self, cfg: CheckpointConfig, folder: Path, state: RunState) -> None:
         self._every = cfg.every
         self._state = state
-        if state is None:
-            _LOG.warning("There are no checkpoints with this collector: the run can't be resumed.")
         self._stack = ExitStack()
         self._store = self._stack.enter_context(
             CheckpointStore(folder / CHECKPOINTS, cfg.keep_last, cfg.keep_best)
@@ -55,8 +51,6 @@ class Checkpoints:
         Raises:
             SettingsError: it belongs to another run.
         """
-        if self._state is None:
-            return 0, {}
         try:
             step = self._state.restore(self._store)
         except CheckpointMismatch as error:
@@ -67,8 +61,6 @@ class Checkpoints:
 
     def mark(self) -> None:
         """A batch is about to be collected; if that is cut short the run is saved as it is now."""
-        if self._state is None:
-            return
         if isinstance(self._state.parts.get("collector"), LLMCollector):
             self._mark = copy.deepcopy(self._state.state_dict(without=UNCHANGED_BY_COLLECTING))
 
@@ -100,8 +92,6 @@ class Checkpoints:
     def _save(
         self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any], *, wait: bool
     ) -> None:
-        if self._state is None:
-            return
         metric = metrics.get("reward", -metrics.get("loss", 0.0))
         metric = metric if math.isfinite(metric) else -sys.float_info.max
         self._state.save(

@@ -10,7 +10,7 @@ from torchrl.data import ReplayBuffer
 
 from collectors import PhaseTimer, RunState, StepMetrics, identity_of
 from collectors.resume.run_state import Stateful
-from torchrl_agents.recipe.collection import AnyCollector, can_be_saved, collection_metrics
+from torchrl_agents.recipe.collection import AnyCollector, collection_metrics
 from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.stop import StopSignals
@@ -136,14 +136,12 @@ class Trainer:
         self.timer = PhaseTimer()
         self.timer.watch(self.policy, "generate")
         inside = cast("TransformersEngine", self.actor.engine).inside
-        state = None
-        if can_be_saved(self.cfg):
-            state = RunState(
-                identity=identity_of(self.policy, inside),
-                **self.updates.parts,
-                **self.parts,
-                **self.data.parts,
-            )
+        state = RunState(
+            identity=identity_of(self.policy, inside),
+            **self.updates.parts,
+            **self.parts,
+            **self.data.parts,
+        )
         self.checkpoints = Checkpoints(self.cfg.checkpoint, self.run.folder, state)
 
     def push(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_modules.sampling.params import SamplingParameters
 
 from .async_protocol import AsyncEngine
+from .gathering import gather_rows
 from .protocol import EngineDied, Generation
 
 _MAX_DEATHS: Final = 3
@@ -76,18 +77,8 @@ class BlockingEngine:
                     return await self.inside.respond(prompt, own, max_new_tokens=budget)
             return await self.inside.respond(prompt, own, max_new_tokens=budget)
 
-        async def draw() -> list[Generation | BaseException]:
-            rows = map(draw_row, prompts, budgets, seeds)
-            return await asyncio.gather(*rows, return_exceptions=True)
-
-        outcomes = self._thread.submit(lambda: asyncio.run(draw())).result()
-        results = [None if isinstance(one, BaseException) else one for one in outcomes]
-        error = next((one for one in outcomes if isinstance(one, BaseException)), None)
-        if isinstance(error, EngineDied):
-            error.results = results
-        if error is not None:
-            raise error
-        return [result for result in results if result is not None]
+        rows = map(draw_row, prompts, budgets, seeds)
+        return self._thread.submit(lambda: asyncio.run(gather_rows(rows))).result()
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None

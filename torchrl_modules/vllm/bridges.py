@@ -9,7 +9,8 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
-from torchrl_modules.engines.protocol import EngineDied, Generation, VersionSpan
+from torchrl_modules.engines.gathering import gather_rows
+from torchrl_modules.engines.protocol import Generation, VersionSpan
 from torchrl_modules.sampling.params import SamplingParameters
 
 from .async_engine import AsyncVLLMEngine
@@ -38,18 +39,11 @@ class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
         self._thread.start()
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        async def draw() -> list[Any]:
-            calls = [self.engine.draw(row, params) for row in rows]
-            return await asyncio.gather(*calls, return_exceptions=True)
+        async def draw(row: Row) -> Generation:
+            drawn = await self.engine.draw(row, params)
+            return drawn.generation._replace(versions=drawn.versions)
 
-        outcomes = self._wait(draw())
-        results = [_with_versions(one) for one in outcomes]
-        error = next((one for one in outcomes if isinstance(one, BaseException)), None)
-        if isinstance(error, EngineDied):
-            error.results = results
-        if error is not None:
-            raise error
-        return [result for result in results if result is not None]
+        return self._wait(gather_rows(map(draw, rows)))
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -77,12 +71,6 @@ class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
                 f"BlockingVLLMEngine: its thread has not ended within {_CLOSE_TIMEOUT_S:.0f} s."
             )
         self._loop.close()
-
-
-def _with_versions(outcome: VersionedGeneration | BaseException) -> Generation | None:
-    if isinstance(outcome, BaseException):
-        return None
-    return outcome.generation._replace(versions=outcome.versions)
 
 
 class AsyncServerEngine(RespondingEngine):

@@ -1,0 +1,258 @@
+"""A collection on Ray that is killed: what dies with it, and that it goes on where it was."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+
+import psutil
+import pytest
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs.transforms import Compose
+
+from collectors import CheckpointStore, RayLLMCollector, RunState, Wait
+from collectors.cluster.ledger_service import EpisodeEnd, LedgerService
+from objectives import MCAdvantage
+from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
+from torchrl_modules import TransformersWrapper
+
+# Ray's own clean-up closes sockets and pipes late.
+pytestmark = pytest.mark.filterwarnings("ignore")
+N = 3  # rollouts of a prompt
+GROUPS = 2  # of a batch
+PROMPTS = 24
+
+
+def number_reward(number, completions):
+    return [float(i) for i in range(len(completions))]
+
+
+def make_env(words="question"):
+    rows = [{"prompt": f"{words} <{i}>", "number": i} for i in range(PROMPTS)]
+    return ChatEnv(batch_size=GROUPS * N).append_transform(
+        Compose(
+            DataLoadingPrimer(rows, group_size=N, num_epochs=1, shuffle=True, seed=2),
+            RewardFunctions([number_reward], completion_format="messages"),
+            StepCounter(max_steps=1),
+        )
+    )
+
+
+class Killed:
+    """A ledger's side that is killed again and again, and goes on from what was saved last."""
+
+    def __init__(self, seed):
+        self.chooser = random.Random(seed)
+        self.state, self.saved, self.trained = None, [], []
+        self.kinds = Counter()
+
+    async def live(self):
+        """Collect and train until it is killed; gives whether the data have ended."""
+        self.service = service = LedgerService(
+            make_env(), groups_per_step=GROUPS, staleness=Wait(2)
+        )
+        await service.open()
+        self.version, self.trained, taken = 1, list(self.saved), []
+        if self.state is not None:
+            state, waiting, ordinals = self.state
+            taken = await service.load(json.loads(json.dumps(state)), waiting, ordinals)
+            assert [ticket.ordinal for ticket in taken] == ordinals
+        await service.pulled(await service.push([], 1))
+        for worker in (0, 1):
+            await service.join(worker, 1)
+        await service.begin()
+        async with asyncio.TaskGroup() as self.tasks:
+            workers = [self.tasks.create_task(self.work(worker)) for worker in (0, 1)]
+            for _ in range(self.chooser.randint(1, 5)):
+                if taken:  # a batch that was in training when it was saved
+                    await self.push(taken)
+                shares = await asyncio.wait_for(service.take(), timeout=60)
+                if not shares:
+                    break
+                taken = [share.ticket for share in shares]
+                self.trained += [ticket.ordinal for ticket in taken]
+                if self.chooser.random() < 0.3:
+                    await self.save(taken)
+            await service.stop()
+            del workers
+        self.kinds.update(service.ledger.balance.dropped.keys())
+        return not shares
+
+    async def push(self, taken):
+        self.version += 1
+        await self.service.pulled(await self.service.push(taken, self.version))
+        if self.chooser.random() < 0.5:
+            await self.save([])
+
+    async def save(self, taken):
+        state, shares = await self.service.state()
+        waiting = {share.ticket.ordinal: ([share.rows], share.num_rows) for share in shares}
+        for ordinal in list(waiting):
+            if self.chooser.random() < 0.2:  # gone with their collector
+                del waiting[ordinal]
+        self.state = (state, waiting, [ticket.ordinal for ticket in taken])
+        self.saved = list(self.trained)
+
+    async def work(self, worker):
+        while (work := await self.service.next_group(worker, 1)) is not None:
+            self.tasks.create_task(self.run_group(worker, work[0], self.version))
+
+    async def run_group(self, worker, ticket, version):
+        for _ in range(self.chooser.randint(0, 9)):
+            await asyncio.sleep(0)
+        if self.service._is_over:
+            return
+        if self.chooser.random() < 0.1:
+            await self.service.give_back(worker, 1, ticket)
+            return
+        ends = [EpisodeEnd(5, (version, version), "answered")] * N
+        rows = [f"rows of {ticket.ordinal}"] * (ticket.ordinal % 5 > 0 or ticket.attempt > 0)
+        await self.service.finish(worker, 1, ticket, ends, rows, N)
+
+
+def test_S06_whenever_the_ledger_is_killed_no_prompt_is_skipped_or_trained_twice():
+    for seed in range(5):
+        run, num_kills = Killed(seed), 0
+        while not asyncio.run(run.live()):
+            num_kills += 1
+            assert num_kills < 200
+        ledger = run.service.ledger
+        assert sorted(run.trained) == list(range(PROMPTS))
+        assert ledger.frontier == PROMPTS
+        assert ledger.balance.trained.groups == PROMPTS
+        assert ledger.balance.in_flight.groups == 0
+        assert num_kills > 2
+        assert "no_signal" in run.kinds
+
+
+def test_other_data_are_refused():
+    async def main():
+        service, other = (
+            LedgerService(make_env(words), groups_per_step=GROUPS, staleness=Wait(2))
+            for words in ("question", "another")
+        )
+        for each in (service, other):
+            await each.open()
+        state, _ = await service.state()
+        with pytest.raises(ValueError, match="content"):
+            await other.load(state, {}, [])
+        for each in (service, other):
+            await each.stop()
+
+    asyncio.run(main())
+
+
+class Run:
+    """A model, its collector on Ray, and their checkpoints."""
+
+    def __init__(self, model, tokenizer, folder):
+        self.model, self.store = model, CheckpointStore(folder)
+
+        def make_policy():
+            return TransformersWrapper(
+                model,
+                tokenizer=tokenizer,
+                generate_kwargs={"max_new_tokens": 4},
+                write_tokens=False,
+            )
+
+        self.collector = RayLLMCollector(
+            make_env,
+            policy_factory=make_policy,
+            replay_buffer=ReplayBuffer(
+                storage=LazyStackStorage(GROUPS * N),
+                transform=MCAdvantage(N),
+                batch_size=GROUPS * N,
+            ),
+            staleness=Wait(2),
+            ray_init_config={"num_cpus": 2, "log_to_driver": False},
+        )
+        self.state = RunState(model=model, collector=self.collector)
+        self.done = self.state.restore(self.store)
+        self.collector.update_policy_weights_(model)
+
+    def step(self):
+        """Train a batch; gives its prompts."""
+        batch = self.collector.collect()
+        self.collector.replay_buffer.empty()
+        self.collector.update_policy_weights_(self.model)
+        self.done += 1
+        return sorted({int(row["row"]["number"]) for row in batch.unbind(0)})
+
+
+@pytest.fixture
+def by_value():
+    ray = pytest.importorskip("ray")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield ray
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def train_until_killed(model, tokenizer, folder):
+    run = Run(model, tokenizer, folder)
+    for _ in range(PROMPTS // GROUPS):
+        prompts = run.step()
+        # A run of its own would save less often: what is trained after the last save is again.
+        (folder / f"prompts-{run.done}.json").write_text(json.dumps(prompts))
+        if run.done % 2 == 0:
+            run.state.save(run.store, run.done)
+    time.sleep(60)
+
+
+@pytest.mark.slow
+def test_S02_S06_kill_9_of_a_driver_ends_its_cluster_and_the_next_run_goes_on(
+    by_value, make_tiny_model, chatml_tokenizer, tmp_path
+):
+    model = make_tiny_model(0)
+    # Forked, so that nothing is imported again; this process has not talked to Ray yet.
+    process = multiprocessing.get_context("fork").Process(
+        target=train_until_killed, args=(model, chatml_tokenizer, tmp_path)
+    )
+    process.start()
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "prompts-3.json").exists():
+        assert process.is_alive(), process.exitcode
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    # Ray's two agents take a minute to tell a server that is gone, before they end, too.
+    family = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "Agent" not in child.name()
+    ]
+    assert len(family) > 4  # Ray's own, the ledger's and the collector's
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    deadline = time.monotonic() + 60
+    while left := [child for child in family if alive(child)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = Run(model, chatml_tokenizer, tmp_path)
+        with run.collector, run.store:
+            assert run.done >= 2
+            trained = [
+                json.loads((tmp_path / f"prompts-{n + 1}.json").read_text())
+                for n in range(run.done)
+            ]
+            while run.done < PROMPTS // GROUPS:
+                trained.append(run.step())
+            ledger = run.collector.ledger
+    assert sorted(number for prompts in trained for number in prompts) == list(range(PROMPTS))
+    assert ledger.balance.trained.groups == ledger.frontier == PROMPTS
+    assert ledger.balance.in_flight.groups == 0
+
+
+def alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
