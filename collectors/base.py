@@ -220,13 +220,18 @@ class BackgroundCollector(Collector):
     def _is_lockstep(self) -> bool:
         """Whether generation and training take turns."""
 
+    @property
+    @abstractmethod
+    def _pushed_version(self) -> int:
+        """The version of the weights that were pushed last."""
+
     @abstractmethod
     def _wait_for_push(self) -> None:
         """Wait until the policy has the weights that were pushed last."""
 
     @abstractmethod
-    def _reached_caller(self) -> None:
-        """The rows of a batch have reached who asked for them."""
+    def _reached_caller(self, has_reached: bool) -> None:
+        """Whether the rows of the batch that was taken last are with who asked for them."""
 
     @abstractmethod
     def _position(self) -> Mapping[str, Any]:
@@ -239,8 +244,15 @@ class BackgroundCollector(Collector):
     def collect(self) -> TensorDictBase:
         """The next batch: complete groups, as soon as there are enough."""
         batch = super().collect()
-        self._reached_caller()
+        self._reached_caller(True)
         return batch
+
+    def give_up_batch(self) -> None:
+        """The batch that came last will not be trained: a resumed run collects its prompts again.
+
+        For who is cut short between :meth:`collect` and the training.
+        """
+        self._reached_caller(False)
 
     def update_policy_weights_(
         self,
@@ -279,14 +291,13 @@ class BackgroundCollector(Collector):
     def state_dict(self) -> dict[str, Any]:
         """Where it is: the ledger, the place in the data, and the rows of the groups that wait.
 
-        May be asked while it collects; waits for a push that is under way. Unfinished groups are
-        not in here: a resumed run begins them again, with the same seeds.
+        May be asked while it collects, and while a push is under way. Unfinished groups are not in
+        here: a resumed run begins them again, with the same seeds.
 
         Returns:
             See :meth:`Collector.state_dict`; the rows as the batches have them.
         """
-        self._wait_for_push()
-        return {**super().state_dict(), **self._position()}
+        return {**super().state_dict(), **self._position(), "policy_version": self._pushed_version}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`Collector.load_state_dict`; no prompt is skipped, and none trained twice.

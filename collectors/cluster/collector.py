@@ -212,6 +212,10 @@ class RayLLMCollector(BackgroundCollector):
         """The version that collectors have acknowledged, or are being given."""
         return self._version
 
+    @property
+    def _pushed_version(self) -> int:
+        return self._version
+
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
@@ -248,8 +252,8 @@ class RayLLMCollector(BackgroundCollector):
 
     # Resume -------------------------------------------------------------------------------------
 
-    def _reached_caller(self) -> None:
-        self._ledger_client.reached_caller()
+    def _reached_caller(self, has_reached: bool) -> None:
+        self._ledger_client.is_with_caller = has_reached
 
     def _position(self) -> dict[str, Any]:
         return self._ledger_client.state()

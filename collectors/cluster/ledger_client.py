@@ -29,7 +29,8 @@ class LedgerClient:
         """Raises if the collection has failed."""
         self.taken: list[Ticket] = []
         """What the trainer has taken since it last said what became of it."""
-        self._is_with_caller = True
+        self.is_with_caller = True
+        """Whether the rows of those taken have reached who asked for them."""
         self._has_begun = False
         self._taking: Any = None
         self._num_bytes = self._num_rows = 0
@@ -63,12 +64,8 @@ class LedgerClient:
             shares = self._take()
             rows = self._rows_of(shares)
             if rows is not None:
-                self.taken, self._is_with_caller = [share.ticket for share in shares], False
+                self.taken, self.is_with_caller = [share.ticket for share in shares], False
                 return rows, len(shares)
-
-    def reached_caller(self) -> None:
-        """The rows of the batch have reached who asked for them."""
-        self._is_with_caller = True
 
     def _take(self) -> list[Share]:
         if self._taking is None:
@@ -128,7 +125,7 @@ class LedgerClient:
                     raise
                 continue  # They are gone with their collector: the group runs again.
             waiting.append({"ordinal": share.ticket.ordinal, "rows": rows})
-        taken = [ticket.ordinal for ticket in self.taken] if self._is_with_caller else []
+        taken = [ticket.ordinal for ticket in self.taken] if self.is_with_caller else []
         return {**state, "waiting": waiting, "taken": taken}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -168,6 +168,7 @@ class CollectorWorker:
     async def close(self) -> None:
         """Give back everything that it holds."""
         if self._groups is not None:
+            self._groups.abandon()
             await asyncio.to_thread(self._groups.close)
         if hasattr(self, "_policy"):
             await asyncio.to_thread(self._policy.engine.close)

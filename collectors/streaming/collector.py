@@ -241,6 +241,10 @@ class StreamingCollector(BackgroundCollector):
     def _is_lockstep(self) -> bool:
         return self.ledger.is_on_policy
 
+    @property
+    def _pushed_version(self) -> int:
+        return self._weights.version
+
     def _wait_for_push(self) -> None:
         self._weights.wait()
 
@@ -254,8 +258,8 @@ class StreamingCollector(BackgroundCollector):
 
     # Resume -------------------------------------------------------------------------------------
 
-    def _reached_caller(self) -> None:
-        self._finished.reached_caller()
+    def _reached_caller(self, has_reached: bool) -> None:
+        self._finished.is_with_caller = has_reached
 
     def _position(self) -> dict[str, Any]:
         return self._finished.state()

@@ -72,6 +72,9 @@ class Evaluator:
             await run_together(self._runner.run(episode, self._policy) for episode in drawn)
             further = self._env.reward_entries
             rows = await asyncio.to_thread(scored_rows, self._runner, drawn, further)
+        except asyncio.CancelledError:
+            self._runner.abandon()
+            raise
         finally:
             await asyncio.to_thread(self._runner.give_up, episodes)
         _check_versions(rows, version)

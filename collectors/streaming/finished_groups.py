@@ -34,7 +34,7 @@ class FinishedGroups:
         self._prompts = prompts
         self._monitor = monitor
         self._taken: list[Ticket] = []
-        self._is_with_caller = True
+        self.is_with_caller = True
         """Whether the rows of those taken have reached who asked for them."""
 
     @property
@@ -60,7 +60,7 @@ class FinishedGroups:
                 if tickets:
                     break
                 producer.changed.wait(_LOOK_S)
-            self._taken, self._is_with_caller = list(tickets), False
+            self._taken, self.is_with_caller = list(tickets), False
             groups = [producer.finished.pop(ticket) for ticket in tickets]
             num_queued = len(producer.finished)
         self._monitor.taken(begin, time.monotonic(), num_queued)
@@ -75,10 +75,6 @@ class FinishedGroups:
         if not tickets:
             raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
         return tickets
-
-    def reached_caller(self) -> None:
-        """The rows of the batch have reached who asked for them."""
-        self._is_with_caller = True
 
     def used(self) -> list[Ticket]:
         """What the trainer has used since it last said so."""
@@ -97,7 +93,7 @@ class FinishedGroups:
                     {"ordinal": ticket.ordinal, "rows": list(group.rows)}
                     for ticket, group in self._producer.finished.items()
                 ],
-                "taken": [t.ordinal for t in self._taken] if self._is_with_caller else [],
+                "taken": [t.ordinal for t in self._taken] if self.is_with_caller else [],
             }
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -97,6 +97,10 @@ class GroupRunner:
     def _score(self, group: Group) -> None:
         group.rows = scored_rows(self._runner, group.episodes, self._further)
 
+    def abandon(self) -> None:
+        """Nobody will have what is being scored: wait for no reward any more."""
+        self._runner.abandon()
+
     async def give_up(self, episodes: list[Episode]) -> None:
         """Give back what episodes hold that nobody will score."""
         loop = asyncio.get_running_loop()

@@ -234,6 +234,7 @@ class Producer:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        self._groups_runner.abandon()
         left = [episode for group in self._groups.values() for episode in group.episodes]
         if left:
             await self._groups_runner.give_up(left)

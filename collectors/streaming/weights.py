@@ -58,6 +58,8 @@ class WeightPushes:
         self._updater = updater
         self._timeline = timeline
         self._push: Future[None] | None = None
+        self.version = policy.version
+        """Of the weights that were pushed last."""
 
     def push(
         self,
@@ -86,6 +88,7 @@ class WeightPushes:
             step = self._ledger.version
             self._producer.steps[number] = step
         self._push = self._producer.submit(self._send(weights, number, step))
+        self.version = number
         return number
 
     async def _send(self, weights: Mapping[str, Tensor], version: int, step: int) -> None:

@@ -1,14 +1,22 @@
 """Ctrl-C, SIGTERM and SLURM's warning: what was trained is saved before the run ends."""
 
 import logging
+import os
+import select
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SLURM sends the last before it takes a machine away: ``sbatch --signal=USR1@120``."""
+AT_ONCE_S: Final = 2.0
+"""After a second signal the run may give back what it holds for so long."""
+_WAKES: Final = signal.SIGURG
+_FIRST_S: Final = 0.2
 _LOG = logging.getLogger("torchrl_agents")
 
 
@@ -19,7 +27,7 @@ class StopRequested(BaseException):
 class StopSignals:
     """Turns signals into a request that the loop reads; outside of :meth:`held` they end the run.
 
-    A second signal ends the run wherever it is.
+    A second signal ends the run wherever it is, be that in native code that never comes back.
     """
 
     def __init__(self) -> None:
@@ -27,6 +35,7 @@ class StopSignals:
         """The signal that asked to stop."""
         self._is_held = self._may_break = False
         self._before: dict[signal.Signals, Any] = {}
+        self._watch = _Watch(lambda: self.received is not None)
 
     @property
     def status(self) -> int:
@@ -34,16 +43,22 @@ class StopSignals:
         return 0 if self.received is None else 128 + self.received
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        # Who starts a run with nohup, or behind a shell's "&", wants it to be left alone.
+        heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._receive) for number in heard}
+        self._watch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._watch.stop()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """A signal in here is only noted."""
+        for number in self._before:  # A library may have taken one: Ray takes SIGTERM.
+            signal.signal(number, self._receive)
         self._is_held = True
         try:
             yield
@@ -58,9 +73,9 @@ class StopSignals:
     @contextmanager
     def breaking(self) -> Iterator[None]:
         """A signal in here raises :class:`StopRequested`; so does one that came before."""
-        self.check()
         self._may_break = True
         try:
+            self.check()
             yield
         finally:
             self._may_break = False
@@ -76,3 +91,60 @@ class StopSignals:
         if self._may_break:
             self._may_break = False
             raise StopRequested
+
+
+class _Watch:
+    """A thread that hears of signals though the main thread does not.
+
+    Python handles them between two steps of its main thread. That may wait, and not be woken by one
+    that came just before; it is woken again. It may be in native code that does not come back; the
+    process is ended after a second signal.
+
+    Args:
+        is_heard: whether the first one was handled.
+    """
+
+    def __init__(self, is_heard: Callable[[], bool]) -> None:
+        self._is_heard = is_heard
+        self._ends: tuple[int, int] | None = None
+        self._before: tuple[int, Any] = (-1, None)
+
+    def start(self) -> None:
+        self._ends = read, write = os.pipe()
+        os.set_blocking(write, False)
+        wakes = signal.signal(_WAKES, lambda *_: None)
+        # The numbers of signals are written here, whatever the main thread does.
+        self._before = signal.set_wakeup_fd(write, warn_on_full_buffer=False), wakes
+        # What reaches a child is not for this process.
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._serve, args=(read,), name="signals", daemon=True).start()
+
+    def stop(self) -> None:
+        if self._ends is not None:
+            signal.set_wakeup_fd(self._before[0])
+            signal.signal(_WAKES, self._before[1])
+            os.close(self._ends[1])
+            self._ends = None
+
+    def _forget(self) -> None:
+        if self._ends is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+
+    def _serve(self, read: int) -> None:
+        count, pause_s = 0, _FIRST_S
+        while True:
+            is_unheard = count > 0 and not self._is_heard()
+            if not select.select([read], [], [], pause_s if is_unheard else None)[0]:
+                pause_s *= 2
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, _WAKES)
+                continue
+            number = os.read(read, 1)
+            if not number:
+                break
+            count += number[0] in SIGNALS
+            if count == 2 and number[0] in SIGNALS:
+                time.sleep(AT_ONCE_S)
+                os._exit(128 + number[0])
+        os.close(read)

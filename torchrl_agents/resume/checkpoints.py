@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Self
 
-from collectors import CheckpointMismatch, CheckpointStore, LLMCollector, RunState
+from collectors import CheckpointMismatch, CheckpointStore, RunState
+from collectors.base import BackgroundCollector
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import CheckpointConfig
 
@@ -61,7 +62,7 @@ class Checkpoints:
 
     def mark(self) -> None:
         """A batch is about to be collected; if that is cut short the run is saved as it is now."""
-        if isinstance(self._state.parts.get("collector"), LLMCollector):
+        if not isinstance(self._state.parts.get("collector"), BackgroundCollector):
             self._mark = copy.deepcopy(self._state.state_dict(without=UNCHANGED_BY_COLLECTING))
 
     def unmark(self) -> None:

@@ -67,6 +67,23 @@ def learn(
         SettingsError: the run had all its steps, or its checkpoint can't be used.
     """
     start = time.monotonic()
+    try:
+        result = _learn(recipe, trainer, tests, log, stop, curves)
+    finally:
+        tests.collector.shutdown()
+    seconds = round(time.monotonic() - start, 1)
+    return result | {"seconds": seconds, "output_dir": str(trainer.run.folder)}
+
+
+def _learn(
+    recipe: Recipe,
+    trainer: Trainer,
+    tests: Tests,
+    log: RunLog,
+    stop: StopSignals,
+    curves: Mapping[str, str],
+) -> dict[str, Any]:
+    """All of it, while the collector is open."""
     cfg, run, actor, keep = trainer.cfg, trainer.run, trainer.actor, trainer.checkpoints
     task, held_out_env, collector = tests
     num_steps = cfg.train.num_steps
@@ -135,8 +152,7 @@ def learn(
             rollouts.close()
         result = _leave(recipe, trainer, task, history, (before, after), curves)
     trainer.crew.end()
-    seconds = round(time.monotonic() - start, 1)
-    return result | {"seconds": seconds, "output_dir": str(run.folder)}
+    return result
 
 
 def _leave(

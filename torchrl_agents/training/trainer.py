@@ -9,11 +9,12 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from collectors import PhaseTimer, RunState, StepMetrics, identity_of
+from collectors.base import BackgroundCollector
 from collectors.resume.run_state import Stateful
 from torchrl_agents.recipe.collection import AnyCollector, collection_metrics
 from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.stop import StopSignals
+from torchrl_agents.recipe.stop import StopRequested, StopSignals
 from torchrl_agents.resume.checkpoints import Checkpoints
 from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_data.keys import ADVANTAGE
@@ -91,9 +92,14 @@ class Rollouts:
 
     def draw(self, metrics: StepMetrics) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Collect; nothing is trained where no group has a signal."""
-        trajectories = metrics.add_rollouts(self._collector.collect())
-        trained = self._buffer[:] if len(self._buffer) else None
-        self._buffer.empty()
+        try:
+            trajectories = metrics.add_rollouts(self._collector.collect())
+            trained = self._buffer[:] if len(self._buffer) else None
+            self._buffer.empty()
+        except StopRequested:
+            if isinstance(self._collector, BackgroundCollector):
+                self._collector.give_up_batch()
+            raise
         return trajectories, trained
 
     def push(self, model: Any) -> None:
@@ -157,10 +163,15 @@ class Trainer:
         """Draw the rows of a step; a signal gives them up, and the step begins anew later."""
         metrics = StepMetrics(self.timer)
         self.checkpoints.mark()
-        with stop.breaking(), self.timer("environment"):
-            trajectories, trained = self.data.draw(metrics)
+        drawn = None
+        try:
+            with stop.breaking(), self.timer("environment"):
+                drawn = self.data.draw(metrics)
+        except StopRequested:
+            if drawn is None:
+                raise
         self.checkpoints.unmark()
-        return Step(number, trajectories, trained, metrics)
+        return Step(number, *drawn, metrics)
 
     def train(self, step: Step, stop: StopSignals) -> StepRecord:
         """Train on a step's rows, and hand the new weights on."""

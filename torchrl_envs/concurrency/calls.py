@@ -55,6 +55,7 @@ class ConcurrentCalls:
         self._threads = DaemonThreads(max_threads)
         self._loop = LoopThread()
         self._awaited: set[_Chain] = set()
+        self._waited_for: set[_Chain] = set()
         self._watch: asyncio.Task[None] | None = None
         # Not the threads' own affair: they hold on to what they work for.
         weakref.finalize(self, self._threads.close).atexit = False
@@ -84,9 +85,13 @@ class ConcurrentCalls:
             timeouts_s = [[same] * len(chain) for chain in chains]
         started = [_Chain(calls, limits) for calls, limits in zip(chains, timeouts_s, strict=True)]
         running = [chain for chain in started if chain.calls]
-        for chain in running:
-            self._start(chain)
-        self._wait(running)
+        self._waited_for.update(running)
+        try:
+            for chain in running:
+                self._start(chain)
+            self._wait(running)
+        finally:
+            self._waited_for.difference_update(running)
         return [chain.results() for chain in started]
 
     async def run_async(
@@ -192,6 +197,12 @@ class ConcurrentCalls:
             chain.task.cancel()
         if chain.thread is not None:
             self._threads.give_up(chain.thread)
+
+    def abandon(self) -> None:
+        """Give up what runs now in :meth:`run`: who waits for it gets errors at once."""
+        for chain in list(self._waited_for):
+            chain.finish()
+            self._let_go(chain)
 
     def close(self) -> None:
         """Stop the idle threads and the event loop; a later call starts others."""

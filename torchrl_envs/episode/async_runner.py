@@ -107,6 +107,10 @@ class AsyncEpisodeRunner:
         """Let so many episodes run at once, none of which waits for another's thread."""
         self._env.calls.allow_threads(num_episodes)
 
+    def abandon(self) -> None:
+        """Who waits in a thread for rewards, or for what is given back, does so no longer."""
+        self._env.calls.abandon()
+
     def draw(self, num_episodes: int) -> list[Episode]:
         """New episodes with their examples; that there are no data for has a ``stop_reason``.
 

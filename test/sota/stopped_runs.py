@@ -1,0 +1,352 @@
+"""Runs of the GRPO recipe that stop themselves at a named point, each in a fork of this process.
+
+Every line of its input is a run, as JSON; every line of its output says what became of one. What a
+run leaves running becomes a child of this process, so that nothing that survives goes unseen.
+"""
+
+import ctypes
+import faulthandler
+import functools
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations" / "grpo"))
+
+import grpo
+import psutil
+from omegaconf import OmegaConf
+
+from objectives import MCAdvantage
+from torchrl_agents.recipe import start
+from torchrl_agents.recipe.run_folder import claim_folder
+from torchrl_agents.settings.command_line import compose_config, prepare
+from torchrl_modules import Generation
+
+_PR_SET_CHILD_SUBREAPER = 36
+_DEADLINE_S = 45.0
+_FOREVER_S = 100.0
+ARGUMENTS = (
+    "debug=tiny",
+    "task.num_rows=64",
+    "task.num_demonstrations=8",
+    "warm_start.num_steps=2",
+    "collector.max_turns=2",
+    "evaluate.num_prompts=2",
+    "evaluate.num_shown=0",
+    "policy.max_new_tokens=4",
+    "train.num_epochs=2",
+    "logger=none",
+)
+PREPARATION = "torchrl_agents.recipe.preparation"
+LOOP = "torchrl_agents.training.loop"
+DRAW = "torchrl_agents.training.trainer.Rollouts.draw"
+GENERATE = "torchrl_modules.TransformersEngine.generate"
+
+
+class Point(NamedTuple):
+    """Where a signal comes: at the first call of a function from the n-th of another one on."""
+
+    function: str
+    inside: str | None = None
+    number: int = 1
+    after: bool = False
+    """Whether it comes when the function returns."""
+    hangs: bool = False
+    """Whether the function does not come back then."""
+    is_native: bool = False
+    """Whether it hangs where Python gets to know of no signal."""
+    takes_s: float = 0.0
+
+
+POINTS = {
+    "loading the data": Point(f"{PREPARATION}._make_task", hangs=True),
+    "loading the model": Point(f"{PREPARATION}.build_policies", hangs=True),
+    "warm start": Point("objectives.SFTLoss.forward"),
+    "first evaluation": Point(GENERATE, hangs=True),
+    "collecting, in generate": Point(GENERATE, DRAW, 2, hangs=True),
+    "collecting, in a tool": Point(
+        "torchrl_envs.tasks.calculator.Calculator.add", DRAW, 2, hangs=True
+    ),
+    "collecting, in a reward": Point(
+        "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
+    ),
+    "between two passes": Point("torchrl_agents.training.updates.Updates.make", after=True),
+    "in backward": Point("objectives.NonFiniteGate.backward"),
+    "in a weight push": Point("collectors.weight_update.WeightUpdater.push", DRAW, 1),
+    "saving on a thread": Point(
+        "collectors.checkpoint.writing.StagedCheckpoint.publish", takes_s=1.0
+    ),
+    "periodic evaluation": Point(
+        GENERATE, "torchrl_agents.recipe.collection.HeldOut.after", 2, hangs=True
+    ),
+    "recording": Point("collectors.record.RolloutRecorder.write"),
+    "saving at the end": Point(
+        "collectors.checkpoint.writing.StagedCheckpoint.publish",
+        "torchrl_agents.resume.checkpoints.Checkpoints.save",
+    ),
+    "last evaluation": Point(GENERATE, f"{LOOP}.evaluate", 2, hangs=True),
+    "saving the model": Point("transformers.PreTrainedModel.save_pretrained", f"{LOOP}.save_model"),
+    "drawing the plot": Point(f"{LOOP}.plot_learning_curve"),
+    "restoring": Point("collectors.RunState.load_state_dict"),
+    "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
+    "saving on a slow disk": Point(
+        "collectors.checkpoint.writing.StagedCheckpoint.publish", hangs=True
+    ),
+    "streaming, while the engine draws": Point(
+        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond", DRAW, 2
+    ),
+    "streaming, in a push that is held back": Point(
+        "collectors.streaming.weights.WeightPushes.wait", DRAW, 2
+    ),
+    "streaming, in take": Point("collectors.streaming.finished_groups.FinishedGroups.take"),
+    "streaming, in a tool": Point(
+        "torchrl_envs.tasks.calculator.Calculator.add", DRAW, 2, hangs=True
+    ),
+    "streaming, in a reward": Point(
+        "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
+    ),
+    "streaming, first evaluation": Point(
+        "torchrl_envs.tasks.calculator.Calculator.add", f"{LOOP}.evaluate", hangs=True
+    ),
+    "streaming, last evaluation": Point(
+        "torchrl_envs.tasks.calculator.Calculator.add", f"{LOOP}.evaluate", 2, hangs=True
+    ),
+    "streaming, at the end": Point("collectors.streaming.producer.Producer.stop"),
+}
+
+
+def find(path: str) -> tuple[Any, str]:
+    """The owner of a function, and its name there."""
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            owner = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[count:-1]:
+            owner = getattr(owner, name)
+        return owner, parts[-1]
+    raise LookupError(path)
+
+
+class Stopper:
+    """Sends signals to this process at a point."""
+
+    def __init__(self, point: Point, number: int, *, again: bool) -> None:
+        self.point, self.number, self.again = point, number, again
+        self.calls = 0
+        self.is_armed = point.inside is None
+        self.is_done = False
+        if point.inside is not None:
+            self.wrap(point.inside, self.arm)
+        self.wrap(point.function, None)
+
+    def wrap(self, path: str, before: Any) -> None:
+        owner, name = find(path)
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before()
+            elif not self.point.after:
+                self.send()
+            result = original(*args, **kwargs)
+            if before is None and self.point.after:
+                self.send()
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def arm(self) -> None:
+        self.calls += 1
+        self.is_armed = self.is_armed or self.calls == self.point.number
+
+    def send(self) -> None:
+        if not self.is_armed or self.is_done:
+            return
+        self.is_done = True
+        Path("sent").write_text(str(time.monotonic()))
+        for delay_s in (0.2, 0.6) if self.point.is_native else (0.6,) if self.again else ():
+            threading.Timer(delay_s, os.kill, (os.getpid(), self.number)).start()
+        if self.point.is_native:
+            deadlock()
+        os.kill(os.getpid(), self.number)
+        time.sleep(_FOREVER_S if self.point.hangs else self.point.takes_s)
+
+
+def deadlock() -> None:
+    """Wait for ever in the C library, which no signal interrupts."""
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def call_tools() -> None:
+    """Let the policy call a tool in each turn, whatever it has learnt."""
+    for path in (
+        GENERATE,
+        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond",
+    ):
+        owner, name = find(path)
+        setattr(owner, name, _calling(getattr(owner, name), is_async=name == "respond"))
+
+
+def _calling(original: Any, *, is_async: bool) -> Any:
+    def called(generation: Generation) -> Generation:
+        ids = TOOL_CALL + generation.ids[:0]
+        return generation._replace(
+            ids=ids, log_probs=[-1.0] * len(ids), finish_reason="stop", versions=None
+        )
+
+    async def respond(*args: Any, **kwargs: Any) -> Generation:
+        return called(await original(*args, **kwargs))
+
+    def generate(*args: Any, **kwargs: Any) -> list[Generation]:
+        return [called(one) for one in original(*args, **kwargs)]
+
+    return functools.wraps(original)(respond if is_async else generate)
+
+
+TOOL_CALL: list[int] = []
+
+
+def know_tool_call() -> None:
+    """Note the tokens of a call, once there is a tokenizer."""
+    build = grpo.load_policies
+
+    def build_and_note(*args: Any, **kwargs: Any) -> Any:
+        actor, policy = build(*args, **kwargs)
+        text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+        TOOL_CALL.extend(actor.tokenizer.encode(text, add_special_tokens=False))
+        return actor, policy
+
+    grpo.load_policies = build_and_note
+
+
+CONFIGS: dict[tuple[str, ...], Any] = {}
+
+
+def compose(arguments: list[str]) -> Any:
+    """The settings; those that were composed before are not composed again."""
+    key = tuple(arguments)
+    if key not in CONFIGS:
+        prepare(grpo.RECIPE, [])
+        CONFIGS[key] = compose_config(grpo.RECIPE, [*ARGUMENTS, *arguments])
+    return CONFIGS[key].copy()
+
+
+def run(config: Any, job: dict[str, Any]) -> None:
+    """What the command does, once its arguments are read."""
+    # Groups without a signal are trained, too, or there would be no passes.
+    grpo.build_advantage = lambda _, size: MCAdvantage(size, zero_variance="keep")
+    if not job.get("draws"):
+        find(f"{LOOP}.plot_learning_curve")[0].plot_learning_curve = lambda *_, **__: None
+    if "tool" in job.get("point", "") or "streaming" in job.get("point", ""):
+        know_tool_call()
+        call_tools()
+    if "point" in job:
+        Stopper(POINTS[job["point"]], job["signal"], again=job.get("again", False))
+    OmegaConf.set_readonly(config, False)
+    for name, value in job["settings"].items():
+        OmegaConf.update(config, name, value)
+    folder = claim_folder("grpo", "calculator", None, 0, False, config.resume, _root_=config)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    runtime = SimpleNamespace(runtime=SimpleNamespace(output_dir=folder))
+    start.HydraConfig = SimpleNamespace(get=lambda: runtime)
+    Path("folder").write_text(folder)
+    start._run(grpo.RECIPE, grpo.main, start.build_task, config)
+
+
+def in_fork(job: dict[str, Any], config: Any) -> int:
+    """A run in a process of its own; gives its id."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    os.chdir(job["folder"])
+    for name, number in (("out", 1), ("err", 2)):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    os.close(0)
+    faulthandler.enable()
+    sys.argv = ["grpo.py"]
+    status = 1
+    try:
+        run(config, job)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+        if not isinstance(error.code, int):
+            sys.stderr.write(error.code or "")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # As the interpreter ends: what waits for threads, waits here.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        threading._shutdown()  # type: ignore[attr-defined]
+        os._exit(status)
+
+
+def outcome(pid: int) -> dict[str, Any]:
+    """Wait for a run and whatever it has left."""
+    deadline = time.monotonic() + _DEADLINE_S
+    begun = time.monotonic()
+    status = None
+    while status is None:
+        found, raw = os.waitpid(pid, os.WNOHANG)
+        if found:
+            status = os.waitstatus_to_exitcode(raw)
+        elif time.monotonic() > deadline:
+            os.kill(pid, signal.SIGABRT)
+            os.waitpid(pid, 0)
+            status = "it hangs"
+        else:
+            time.sleep(0.02)
+    ended = time.monotonic()
+    left = [1]
+    while left and time.monotonic() < ended + 10:
+        left = [c for c in psutil.Process().children(recursive=True) if not _reaped(c)]
+        time.sleep(0.02)
+    names = [c.name() for c in left]
+    for child in left:
+        child.kill()
+    return {"status": status, "left": names, "seconds": ended - begun}
+
+
+def _reaped(child: psutil.Process) -> bool:
+    try:
+        if child.status() != psutil.STATUS_ZOMBIE:
+            return False
+        if child.ppid() == os.getpid():
+            os.waitpid(child.pid, os.WNOHANG)
+    except (psutil.NoSuchProcess, ChildProcessError):
+        return True
+    return True
+
+
+def main() -> None:
+    """Serve."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = in_fork(job, compose(job["arguments"]))
+        sys.stdout.write(json.dumps(outcome(pid)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

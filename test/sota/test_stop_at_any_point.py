@@ -1,0 +1,161 @@
+"""A signal at each point of a run: how it ends, what it leaves, and that it goes on from there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVER = Path(__file__).with_name("stopped_runs.py")
+
+
+class Server:
+    """Makes runs in forks of a process that has imported everything."""
+
+    def __init__(self):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def run(self, folder, *arguments, settings=None, **job):
+        job |= {"folder": str(folder), "arguments": list(arguments), "settings": settings or {}}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        done = json.loads(self.process.stdout.readline())
+        done["err"] = (folder / "err").read_text()
+        done["folder"] = folder / (folder / "folder").read_text()
+        return done
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.process.stdin.close()
+    server.process.wait(timeout=60)
+
+
+def steps_of(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def record_of(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+SETTINGS = {"checkpoint.every": 1, "evaluate.every": 1, "train.num_steps": 2}
+BEFORE = [
+    "loading the data",
+    "loading the model",
+    "warm start",
+    "first evaluation",
+    "streaming, first evaluation",
+]
+BATCHES = [
+    "collecting, in generate",
+    "collecting, in a tool",
+    "collecting, in a reward",
+    "between two passes",
+    "in backward",
+    "in a weight push",
+    "saving on a thread",
+    "periodic evaluation",
+    "recording",
+    "saving at the end",
+    "last evaluation",
+    "saving the model",
+    "drawing the plot",
+]
+STREAMING = [
+    "streaming, while the engine draws",
+    "streaming, in a push that is held back",
+    "streaming, in take",
+    "streaming, in a tool",
+    "streaming, in a reward",
+    "streaming, last evaluation",
+    "streaming, at the end",
+]
+
+
+STUCK = ["in native code", "saving on a slow disk", "streaming, in a reward"]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture
+def stopped(server, tmp_path):
+    """Runs until it is stopped; gives where."""
+
+    def run(point, number, **job):
+        streams = ["collector=streaming"] if point.startswith("streaming") else []
+        done = server.run(
+            tmp_path,
+            *streams,
+            settings=SETTINGS | job.pop("settings", {}),
+            point=point,
+            signal=int(number),
+            draws="plot" in point,
+            **job,
+        )
+        assert done["status"] == 128 + number, done["err"][-3000:]
+        assert done["left"] == []
+
+        def go_on():
+            again = server.run(tmp_path, *streams, settings=SETTINGS | {"resume": "auto"})
+            assert again["status"] == 0, again["err"][-3000:]
+            assert steps_of(again["folder"]) == [1, 2]
+            assert record_of(again["folder"])["status"] == "finished"
+            return again["folder"]
+
+        return done["folder"], go_on
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("point", "number"), [(p, SIGNALS[i % 3]) for i, p in enumerate([*BATCHES, *STREAMING])]
+)
+def test_S01_a_signal_ends_a_run_and_it_goes_on(point, number, stopped):
+    folder, go_on = stopped(point, number)
+    assert record_of(folder)["status"] == "interrupted"
+    assert go_on() == folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "number"), [(p, SIGNALS[i % 3]) for i, p in enumerate(BEFORE)])
+def test_S01_a_signal_before_the_first_step_ends_a_run_without_a_trace(point, number, stopped):
+    folder, _ = stopped(point, number)
+    assert record_of(folder)["status"] == "interrupted"
+    assert not list(folder.glob("model*"))
+    assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_S01_a_signal_while_a_run_is_restored_leaves_its_checkpoint(stopped):
+    folder, _ = stopped("recording", signal.SIGINT)
+    again, go_on = stopped("restoring", signal.SIGTERM, settings={"resume": "auto"})
+    assert again == folder
+    assert go_on() == folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "number"), [(p, SIGNALS[i % 3]) for i, p in enumerate(STUCK)])
+def test_S01_a_second_signal_ends_a_run_wherever_it_is(point, number, stopped):
+    stopped(point, number, again=True)
