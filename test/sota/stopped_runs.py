@@ -28,8 +28,9 @@ from omegaconf import OmegaConf
 
 from objectives import MCAdvantage
 from torchrl_agents.recipe import start
+from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.run_folder import claim_folder
-from torchrl_agents.settings.command_line import compose_config, prepare
+from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
 from torchrl_modules import Generation
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -247,6 +248,16 @@ def compose(arguments: list[str]) -> Any:
     return CONFIGS[key].copy()
 
 
+def warm() -> None:
+    """Do once what each run would do: import, compile, note."""
+    config = compose([])
+    cfg: Any = OmegaConf.to_object(config)
+    setup = start.build_task(grpo.RECIPE, cfg, task_settings(config))
+    build_policies(cfg, setup.task)
+    for env in setup[1:]:
+        env.close()
+
+
 def run(config: Any, job: dict[str, Any]) -> None:
     """What the command does, once its arguments are read."""
     # Groups without a signal are trained, too, or there would be no passes.
@@ -301,8 +312,8 @@ def in_fork(job: dict[str, Any], config: Any) -> int:
         os._exit(status)
 
 
-def outcome(pid: int) -> dict[str, Any]:
-    """Wait for a run and whatever it has left."""
+def outcome(pid: int, known: set[psutil.Process]) -> dict[str, Any]:
+    """Wait for a run and whatever it has left, beside the children that were known before."""
     deadline = time.monotonic() + _DEADLINE_S
     begun = time.monotonic()
     status = None
@@ -319,7 +330,8 @@ def outcome(pid: int) -> dict[str, Any]:
     ended = time.monotonic()
     left = [1]
     while left and time.monotonic() < ended + 10:
-        left = [c for c in psutil.Process().children(recursive=True) if not _reaped(c)]
+        children = set(psutil.Process().children(recursive=True)) - known
+        left = [child for child in children if not _reaped(child)]
         time.sleep(0.02)
     names = [c.name() for c in left]
     for child in left:
@@ -341,10 +353,11 @@ def _reaped(child: psutil.Process) -> bool:
 def main() -> None:
     """Serve."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    warm()
     for line in sys.stdin:
         job = json.loads(line)
-        pid = in_fork(job, compose(job["arguments"]))
-        sys.stdout.write(json.dumps(outcome(pid)) + "\n")
+        config, known = compose(job["arguments"]), set(psutil.Process().children(recursive=True))
+        sys.stdout.write(json.dumps(outcome(in_fork(job, config), known)) + "\n")
         sys.stdout.flush()
 
 

@@ -46,9 +46,8 @@ class Server:
 @pytest.fixture(scope="module")
 def server():
     server = Server()
-    yield server
-    server.process.stdin.close()
-    server.process.wait(timeout=60)
+    with server.process:  # its input is closed, which ends it
+        yield server
 
 
 def steps_of(folder):
@@ -60,7 +59,7 @@ def record_of(folder):
     return json.loads((folder / "run.json").read_text())
 
 
-SETTINGS = {"checkpoint.every": 1, "evaluate.every": 1, "train.num_steps": 2}
+SETTINGS = {"checkpoint.every": 1, "train.num_steps": 2}
 BEFORE = [
     "loading the data",
     "loading the model",
@@ -104,10 +103,11 @@ def stopped(server, tmp_path):
 
     def run(point, number, **job):
         streams = ["collector=streaming"] if point.startswith("streaming") else []
+        own = SETTINGS | ({"evaluate.every": 1} if point == "periodic evaluation" else {})
         done = server.run(
             tmp_path,
             *streams,
-            settings=SETTINGS | job.pop("settings", {}),
+            settings=own | job.pop("settings", {}),
             point=point,
             signal=int(number),
             draws="plot" in point,
@@ -117,7 +117,7 @@ def stopped(server, tmp_path):
         assert done["left"] == []
 
         def go_on():
-            again = server.run(tmp_path, *streams, settings=SETTINGS | {"resume": "auto"})
+            again = server.run(tmp_path, *streams, settings=own | {"resume": "auto"})
             assert again["status"] == 0, again["err"][-3000:]
             assert steps_of(again["folder"]) == [1, 2]
             assert record_of(again["folder"])["status"] == "finished"
