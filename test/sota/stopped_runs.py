@@ -27,7 +27,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from objectives import MCAdvantage
-from torchrl_agents.recipe import start
+from torchrl_agents import start
 from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.run_folder import claim_folder
 from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
