@@ -132,12 +132,17 @@ class PromptQueue:
         """The loader's state at the first prompt that is not done.
 
         Raises:
-            TypeError: there is no loader.
+            TypeError: there is no loader; or pools leave out some of its rows, others each time.
         """
         if self._loader is None or self._next_place is None:
             raise TypeError(
                 f"{self._who}.state_dict: the data come from no DataLoadingPrimer, so nobody knows "
                 "where a resumed run would go on."
+            )
+        if "pools" in self._loader.get_extra_state():
+            raise TypeError(
+                f"{self._who}.state_dict: which prompts the difficulty pools leave out depends on "
+                "when they are drawn, so a resumed run would miss some. Take LLMCollector."
             )
         place = self._places.get(self._ledger.frontier, self._next_place)
         return self._loader.state_from(place)

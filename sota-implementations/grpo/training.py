@@ -142,14 +142,14 @@ def policy_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> GRPO
 
 
 def check_pools(cfg: GRPOConfig) -> None:
-    """The trainer tells the pools, and on Ray who draws is in another process.
+    """Beside training nobody could tell, after a stop, what the pools have left out.
 
     Raises:
-        ValueError: pools are asked for, with collectors on Ray.
+        ValueError: pools are asked for, and data are drawn beside training.
     """
     build_pools(cfg)
-    if cfg.train.drop_solved_at is not None and cfg.collector.mode == "ray":
-        raise ValueError("it is for collector=sync and collector=streaming, got collector=ray.")
+    if cfg.train.drop_solved_at is not None and cfg.collector.mode != "sync":
+        raise ValueError(f"it is for collector=sync, got collector={cfg.collector.mode}.")
 
 
 def check_correction(cfg: GRPOConfig) -> None:

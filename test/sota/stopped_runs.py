@@ -36,11 +36,9 @@ from torchrl_modules import Generation
 _PR_SET_CHILD_SUBREAPER = 36
 _DEADLINE_S = 45.0
 _FOREVER_S = 100.0
+CALCULATOR = ("task.num_rows=64", "task.num_demonstrations=8", "warm_start.num_steps=2")
 ARGUMENTS = (
     "debug=tiny",
-    "task.num_rows=64",
-    "task.num_demonstrations=8",
-    "warm_start.num_steps=2",
     "collector.max_turns=2",
     "evaluate.num_prompts=2",
     "evaluate.num_shown=0",
@@ -244,7 +242,8 @@ def compose(arguments: list[str]) -> Any:
     key = tuple(arguments)
     if key not in CONFIGS:
         prepare(grpo.RECIPE, [])
-        CONFIGS[key] = compose_config(grpo.RECIPE, [*ARGUMENTS, *arguments])
+        task = () if any(each.startswith("task=") for each in arguments) else CALCULATOR
+        CONFIGS[key] = compose_config(grpo.RECIPE, [*ARGUMENTS, *task, *arguments])
     return CONFIGS[key].copy()
 
 
@@ -272,7 +271,7 @@ def run(config: Any, job: dict[str, Any]) -> None:
     OmegaConf.set_readonly(config, False)
     for name, value in job["settings"].items():
         OmegaConf.update(config, name, value)
-    folder = claim_folder("grpo", "calculator", None, 0, False, config.resume, _root_=config)
+    folder = claim_folder("grpo", config.task.id, None, 0, False, config.resume, _root_=config)
     Path(folder).mkdir(parents=True, exist_ok=True)
     runtime = SimpleNamespace(runtime=SimpleNamespace(output_dir=folder))
     start.HydraConfig = SimpleNamespace(get=lambda: runtime)
@@ -328,7 +327,7 @@ def outcome(pid: int, known: set[psutil.Process]) -> dict[str, Any]:
         else:
             time.sleep(0.02)
     ended = time.monotonic()
-    left = [1]
+    had = left = list(set(psutil.Process().children(recursive=True)) - known)
     while left and time.monotonic() < ended + 10:
         children = set(psutil.Process().children(recursive=True)) - known
         left = [child for child in children if not _reaped(child)]
@@ -336,7 +335,7 @@ def outcome(pid: int, known: set[psutil.Process]) -> dict[str, Any]:
     names = [c.name() for c in left]
     for child in left:
         child.kill()
-    return {"status": status, "left": names, "seconds": ended - begun}
+    return {"status": status, "had": len(had), "left": names, "seconds": ended - begun}
 
 
 def _reaped(child: psutil.Process) -> bool:

@@ -253,6 +253,30 @@ def test_the_vllm_engine_trains_too(result_of, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
+def test_S02_servers_end_with_a_run_that_is_killed(tmp_path):
+    settings = ("engine=vllm", "engine.num_engines=2", "collector=streaming")
+    with subprocess.Popen(
+        [sys.executable, SCRIPT, *SMALL, *settings, "train.num_steps=1000"],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 1/" in line:
+                break
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        deadline = time.monotonic() + 20
+        while any(child.is_running() for child in family):
+            assert time.monotonic() < deadline, family
+            time.sleep(0.1)
+    assert len(family) >= 4  # two servers, each with its engine
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["echo", "wordle", "catch", "multi_env", "countdown", "gcd"])
 def test_a_task_trains(task, result_of, tmp_path):
     result = result_of(*SMALL, f"task={task}", "train.num_steps=1", cwd=tmp_path)

@@ -50,6 +50,23 @@ def server():
         yield server
 
 
+def test_S02_what_a_killed_run_had_started_ends_and_the_next_one_goes_on(server, tmp_path):
+    """Processes that grade answers, beside training."""
+    rows = tmp_path / "rows.jsonl"
+    problems = [{"problem": f"{i}?", "solution": rf"\boxed{{{i}}}"} for i in range(20)]
+    rows.write_text("\n".join(map(json.dumps, problems)))
+    arguments = ("task=math", f"task.dataset={rows}", "collector=streaming")
+    kill = {"point": "saving at the end", "signal": int(signal.SIGKILL)}
+    done = server.run(tmp_path, *arguments, settings=SETTINGS, **kill)
+    assert done["status"] == -signal.SIGKILL, done["err"][-3000:]
+    assert done["had"] > 0
+    assert done["left"] == []
+    again = server.run(tmp_path, *arguments, settings=SETTINGS | {"resume": "auto"})
+    assert again["status"] == 0, again["err"][-3000:]
+    assert again["folder"] == done["folder"]
+    assert steps_of(done["folder"]) == [1, 2]
+
+
 def steps_of(folder):
     path = folder / "metrics.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
