@@ -121,6 +121,7 @@ POINTS = {
         "torchrl_envs.tasks.calculator.Calculator.add", f"{LOOP}.evaluate", 2, hangs=True
     ),
     "streaming, at the end": Point("collectors.streaming.producer.Producer.stop"),
+    "on Ray, in take": Point("collectors.cluster.ledger_client.LedgerClient._take", DRAW, 2),
 }
 
 
@@ -311,9 +312,9 @@ def in_fork(job: dict[str, Any], config: Any) -> int:
         os._exit(status)
 
 
-def outcome(pid: int, known: set[psutil.Process]) -> dict[str, Any]:
+def outcome(pid: int, known: set[psutil.Process], deadline_s: float) -> dict[str, Any]:
     """Wait for a run and whatever it has left, beside the children that were known before."""
-    deadline = time.monotonic() + _DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     begun = time.monotonic()
     status = None
     while status is None:
@@ -356,7 +357,8 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         config, known = compose(job["arguments"]), set(psutil.Process().children(recursive=True))
-        sys.stdout.write(json.dumps(outcome(in_fork(job, config), known)) + "\n")
+        done = outcome(in_fork(job, config), known, job.get("deadline_s", _DEADLINE_S))
+        sys.stdout.write(json.dumps(done) + "\n")
         sys.stdout.flush()
 
 

@@ -165,6 +165,20 @@ def test_S01_a_signal_before_the_first_step_ends_a_run_without_a_trace(point, nu
 
 
 @pytest.mark.slow
+def test_S01_a_signal_ends_a_run_on_ray(server, tmp_path):
+    """Ray takes SIGTERM for itself when it is imported."""
+    pytest.importorskip("ray")
+    arguments = ("collector=ray", "+collector.remote_config.num_cpus=0")
+    stop = {"point": "on Ray, in take", "signal": int(signal.SIGTERM), "deadline_s": 200}
+    done = server.run(tmp_path, *arguments, settings=SETTINGS, **stop)
+    assert done["status"] == 128 + signal.SIGTERM, done["err"][-3000:]
+    assert done["left"] == []
+    assert record_of(done["folder"])["status"] == "interrupted"
+    assert steps_of(done["folder"]) == [1]
+    assert "stopped after step 1" in done["err"]
+
+
+@pytest.mark.slow
 def test_S01_a_signal_while_a_run_is_restored_leaves_its_checkpoint(stopped):
     folder, _ = stopped("recording", signal.SIGINT)
     again, go_on = stopped("restoring", signal.SIGTERM, settings={"resume": "auto"})
