@@ -277,7 +277,7 @@ def run(config: Any, job: dict[str, Any]) -> None:
     runtime = SimpleNamespace(runtime=SimpleNamespace(output_dir=folder))
     start.HydraConfig = SimpleNamespace(get=lambda: runtime)
     Path("folder").write_text(folder)
-    start._run(grpo.RECIPE, grpo.main, start.build_task, config)
+    start._run(grpo.RECIPE, grpo.main, start.build_task, config, start.MultirunSummary())
 
 
 def in_fork(job: dict[str, Any], config: Any) -> int:
