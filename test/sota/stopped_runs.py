@@ -277,7 +277,8 @@ def run(config: Any, job: dict[str, Any]) -> None:
     runtime = SimpleNamespace(runtime=SimpleNamespace(output_dir=folder))
     start.HydraConfig = SimpleNamespace(get=lambda: runtime)
     Path("folder").write_text(folder)
-    start._run(grpo.RECIPE, grpo.main, start.build_task, config, start.MultirunSummary())
+    summary: Any = SimpleNamespace(add=lambda _: None)
+    start._run(grpo.RECIPE, grpo.main, start.build_task, config, summary)
 
 
 def in_fork(job: dict[str, Any], config: Any) -> int:
