@@ -35,7 +35,7 @@ class Part(NamedTuple):
     cache: str
 
 
-RUNS = ("test/collectors", "test/ranks", "test/sota")
+RUNS = ("test/ranks", "test/sota")
 """What waits for processes, servers and whole runs of scripts."""
 AT_ONCE = (
     Part("of units", ("-m", "not vllm", *(f"--ignore={r}" for r in RUNS)), ".pytest_cache"),
