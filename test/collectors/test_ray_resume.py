@@ -195,6 +195,9 @@ def by_value():
 
 
 def train_until_killed(model, tokenizer, folder):
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     run = Run(model, tokenizer, folder)
     for _ in range(PROMPTS // GROUPS):
         prompts = run.step()
@@ -210,9 +213,9 @@ def test_S02_S06_kill_9_of_a_driver_ends_its_cluster_and_the_next_run_goes_on(
     by_value, make_tiny_model, chatml_tokenizer, tmp_path
 ):
     model = make_tiny_model(0)
-    # Forked, so that nothing is imported again; this process has not talked to Ray yet.
-    process = multiprocessing.get_context("fork").Process(
-        target=train_until_killed, args=(model, chatml_tokenizer, tmp_path)
+    # A new process, since this one may have talked to Ray; it ends with this one at the latest.
+    process = multiprocessing.get_context("spawn").Process(
+        target=train_until_killed, args=(model, chatml_tokenizer, tmp_path), daemon=True
     )
     process.start()
     deadline = time.monotonic() + 200
