@@ -93,12 +93,15 @@ def test_a_response_in_flight_says_which_tokens_new_weights_drew(run, model, oth
 def test_cancelling_leaves_nothing_behind(run):
     async def main(engine):
         endless = replace(LONG, max_new_tokens=60)
-        calls = [asyncio.create_task(engine.respond([5 + i], endless)) for i in range(4)]
-        await asyncio.sleep(0.05)
-        for call in calls[1:]:
-            call.cancel()
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert [isinstance(one, asyncio.CancelledError) for one in outcomes[1:]] == [True] * 3
+        for _ in range(5):  # a busy machine may be done before they are cancelled
+            calls = [asyncio.create_task(engine.respond([5 + i], endless)) for i in range(4)]
+            await asyncio.sleep(0.05)
+            running = [call for call in calls[1:] if call.cancel()]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            kinds = [type(one) for one in outcomes[1:]]
+            if len(running) == 3 and kinds == [asyncio.CancelledError] * 3:
+                break
+        assert kinds == [asyncio.CancelledError] * 3
         await engine.pause()
         waits = asyncio.create_task(engine.respond([7], PARAMS))
         done, _ = await asyncio.wait({waits}, timeout=0.3)
