@@ -51,8 +51,8 @@ def test_a_hanging_answer_costs_its_rollout_only_and_its_process(scripted, play)
         {"prompt": "<2>", "answer": ""},
         {"prompt": "<3>", "answer": "4"},
     ]
-    strict = MathVerifyReward(num_workers=1, timeout_s=2.0)
-    lenient = MathVerifyReward(num_workers=1, timeout_s=2.0, timeout_reward=0.25)
+    strict = MathVerifyReward(num_workers=1, timeout_s=4.0)
+    lenient = MathVerifyReward(num_workers=1, timeout_s=4.0, timeout_reward=0.25)
     env = ChatEnv(batch_size=4).append_transform(DataLoadingPrimer(rows))
     env.append_transform(RewardFunctions([strict, lenient]))
     script = {"<0>": [r"\boxed{4}"], "<1>": [HANGS], "<2>": ["4"], "<3>": [r"\boxed{2+2}"]}
@@ -61,7 +61,7 @@ def test_a_hanging_answer_costs_its_rollout_only_and_its_process(scripted, play)
     assert end["reward"].view(-1).tolist() == [2.0, 0.25, 0.0, 2.0]
     errors = read_objects(end, "reward_errors")
     assert "MathVerifyReward raised" in errors[1]
-    assert "was not graded within 2 s" in errors[1]
+    assert "was not graded within 4 s" in errors[1]
     assert "can't read the right answer ''" in errors[2]
     assert strict.num_timeouts == lenient.num_timeouts == 1
     assert len(children() - before) >= 2
