@@ -111,7 +111,6 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     trainer = Trainer(
         cfg=cfg,
         run=run,
-        crew=crew,
         actor=actor,
         policy=policy,
         updates=build_updates(cfg, actor, run.folder, crew),

@@ -91,7 +91,6 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSigna
     trainer = Trainer(
         cfg=cfg,
         run=run,
-        crew=crew,
         actor=actor,
         policy=policy,
         updates=build_updates(cfg, actor, run.folder, crew),

@@ -97,7 +97,6 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
     trainer = Trainer(
         cfg=cfg,
         run=run,
-        crew=crew,
         actor=actor,
         policy=policy,
         updates=build_updates(cfg, actor, run.folder, crew),

@@ -163,7 +163,6 @@ def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -
     trainer = Trainer(
         cfg=cfg,
         run=run,
-        crew=crew,
         actor=actor,
         policy=policy,
         updates=build_updates(cfg, actor, run.folder, crew),

@@ -147,8 +147,8 @@ def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
             f"policy.lora_rank: adapters are trained in one process; there are {size} of torchrun."
         )
     engine = cfg.engine
-    here = not (engine.url or engine.urls or engine.devices or engine.num_engines > 1)
-    if size > 1 and cfg.engine.name == "vllm" and here:
+    is_elsewhere = engine.url or engine.urls or engine.starts_servers
+    if size > 1 and engine.name == "vllm" and not is_elsewhere:
         raise SettingsError(
             "An engine of vLLM in this process does not go with several ranks: start servers, and "
             "give engine.url=, engine.urls= or engine.devices=."
@@ -157,12 +157,13 @@ def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
 
 def _check_engine(cfg: RecipeConfig) -> None:
     engine = cfg.engine
-    if engine.name != "vllm" and (engine.urls or engine.num_engines > 1 or engine.devices):
+    if engine.name != "vllm" and (engine.urls or engine.starts_servers):
         raise SettingsError("engine.urls, num_engines and devices are for engine=vllm.")
-    if bool(engine.url) + bool(engine.urls) + (engine.num_engines > 1) > 1:
-        raise SettingsError("engine.url, engine.urls and engine.num_engines: give one of them.")
-    if engine.devices and (engine.url or engine.urls):
-        raise SettingsError("engine.devices are for engines that are started here, not for a URL.")
+    if bool(engine.url) + bool(engine.urls) + engine.starts_servers > 1:
+        raise SettingsError(
+            "engine.url, engine.urls, and engine.num_engines with engine.devices for engines that "
+            "are started here: give one of them."
+        )
     if len(engine.devices) % engine.num_engines:
         raise SettingsError(
             f"engine.devices={engine.devices} are shared out to engine.num_engines="

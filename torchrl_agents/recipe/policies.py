@@ -215,7 +215,7 @@ def _vllm_policy(
     engine_kwargs = dict(cfg.engine.engine_kwargs)
     if cfg.policy.max_model_len is not None:
         engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
-    if cfg.engine.num_engines > 1 or cfg.engine.devices:
+    if cfg.engine.starts_servers:
         fleet = _started_fleet(cfg, source, engine_kwargs)
         return vLLMWrapper(fleet, **_common(cfg, tokenizer))
     where = list(cfg.engine.urls) or cfg.engine.url or source

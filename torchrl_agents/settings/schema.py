@@ -67,6 +67,11 @@ class EngineConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of vLLM: +engine.engine_kwargs.gpu_memory_utilization=0.4."""
 
+    @property
+    def starts_servers(self) -> bool:
+        """Whether servers are started for the run, and ended with it."""
+        return self.num_engines > 1 or bool(self.devices)
+
 
 @dataclass
 class EpisodeConfig:

@@ -98,9 +98,7 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     """
     _wait_for_rank_0()
     crew = Crew(ranks)
-    plan: Plan | None = ranks.broadcast()
-    if plan is None:  # rank 0 ended before it had a model
-        return
+    plan: Plan = ranks.broadcast()
     cfg = plan.cfg
     cfg.policy.device = loading_device(cfg, ranks)
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:

@@ -121,8 +121,6 @@ class Trainer:
 
     cfg: TrainingConfig
     run: Run
-    crew: Crew
-    """The ranks that train."""
     actor: TransformersWrapper
     """Is trained."""
     policy: LLMWrapperBase
@@ -149,6 +147,11 @@ class Trainer:
             **self.data.parts,
         )
         self.checkpoints = Checkpoints(self.cfg.checkpoint, self.run.folder, state)
+
+    @property
+    def crew(self) -> Crew:
+        """The ranks that train."""
+        return self.updates.crew
 
     def push(self) -> None:
         """Hand the weights to the policy."""

@@ -51,7 +51,8 @@ class Updates:
         combine: Combine = whole_output,
     ) -> None:
         self._cfg = cfg
-        self._crew = crew
+        self.crew = crew
+        """The ranks that train."""
         self._ranks = crew.ranks
         self._combine = combine
         self.loss = loss
@@ -78,7 +79,7 @@ class Updates:
         """Of adapters these alone, where the rest can be loaded again."""
         if is_adapted(model) and self._cfg.policy.model is not None:
             return AdapterState(model)
-        return ModelPart(model, self._crew)
+        return ModelPart(model, self.crew)
 
     def begin(self, step: int, rows: Any) -> float:
         """Take in what a step trains on, and set its learning rate; rank 0 calls it.
@@ -93,13 +94,13 @@ class Updates:
         rate = self._set_rate(step)
         if rows is not None:
             batch = self.loss.pack(rows)
-            self._crew.tell("take in", step)
+            self.crew.tell("take in", step)
             self._take_in(step, batch)
         return rate
 
     def make(self) -> tuple[Any, StepOutcome]:
         """One pass over the rows, and an optimizer step; rank 0 calls it."""
-        return self._crew.do("make")
+        return self.crew.do("make")
 
     def _set_rate(self, step: int) -> float:
         return set_learning_rate(self._cfg.optim, self.optimizer, step, self._cfg.train.num_steps)

@@ -93,7 +93,7 @@ class AsyncEpisodeRunner:
         elif isinstance(transform, StepCounter):
             limit = transform.max_steps
             if limit is not None:
-                self._turn_steps.append(("StepCounter", lambda e: _count(e, limit), None))
+                self._turn_steps.append(("StepCounter", lambda e: cut_after(e, limit), None))
         elif REWARD in (transform.in_keys or ()):
             self._late.append(transform)
         elif not isinstance(transform, _HARMLESS):
@@ -258,7 +258,7 @@ class AsyncEpisodeRunner:
         self._runner.close(episodes)
 
 
-def _count(episode: Episode, limit: int) -> None:
+def cut_after(episode: Episode, max_turns: int) -> None:
     """What TorchRL's ``StepCounter`` does after a turn."""
-    if episode.num_turns >= limit and not episode.is_done:
+    if episode.num_turns >= max_turns and not episode.is_done:
         episode.truncate()

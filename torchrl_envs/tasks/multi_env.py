@@ -9,6 +9,7 @@ import numpy as np
 from torchrl.envs import Transform
 
 from torchrl_envs.datasets.checks import find_prompt_column
+from torchrl_envs.episode.async_runner import cut_after
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 from torchrl_envs.rewards.functions import RewardFunctions
@@ -157,8 +158,7 @@ class TurnLimit(EpisodeTransform):
 
     def after_turn(self, episode: Episode) -> None:
         """Count."""
-        if episode.num_turns >= self.max_turns and not episode.is_done:
-            episode.truncate()
+        cut_after(episode, self.max_turns)
 
 
 @dataclass(frozen=True)
