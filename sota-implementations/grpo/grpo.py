@@ -100,7 +100,7 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
     for functions in env.transforms_of(RewardFunctions):
         functions.trainer_state.max_steps = cfg.train.num_steps
     collector = build_collector(
-        cfg.collector,
+        cfg,
         env,
         policy,
         replay_buffer=buffer,

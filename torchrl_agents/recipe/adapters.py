@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectors.resume.run_state import Stateful
+from collectors.weight_update.gathering import unwrapped
+from collectors.weight_update.merged_adapters import whole
 from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import RecipeConfig, TrainingConfig
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
@@ -50,11 +53,21 @@ def add_adapters(
     Raises:
         SettingsError: the model has no such modules.
     """
-    settings = cfg.policy
-    if settings.lora_rank is None:
+    if cfg.policy.lora_rank is None:
         return actor, policy
+    trained = transformers_policy(cfg, with_adapters(cfg.policy, actor.model), actor.tokenizer)
+    return trained, trained if policy is actor else policy
+
+
+def with_adapters(settings: PolicyConfig, model: Any) -> Any:
+    """A model with new adapters, which change nothing yet, its own weights frozen.
+
+    Raises:
+        SettingsError: the model has no such modules.
+    """
     import peft
 
+    assert settings.lora_rank is not None
     alpha = settings.lora_alpha or 2 * settings.lora_rank
     config = peft.LoraConfig(
         r=settings.lora_rank,
@@ -63,37 +76,34 @@ def add_adapters(
         task_type="CAUSAL_LM",
     )
     try:
-        model = peft.get_peft_model(actor.model, config)  # type: ignore[arg-type]
+        return peft.get_peft_model(model, config)
     except ValueError as error:
         raise SettingsError(f"policy.lora_target_modules: {error}") from error
-    trained = transformers_policy(cfg, model, actor.tokenizer)
-    return trained, trained if policy is actor else policy
 
 
 def is_adapted(model: Any) -> bool:
     """Whether a model has adapters."""
-    return hasattr(model, "peft_config")
+    return hasattr(unwrapped(model), "peft_config")
 
 
 class AdapterState:
     """What is trained of a model, which knows the weights that it was trained with.
 
+    Every rank that has a part of the model makes one at the same time.
+
     Args:
         model: has parameters that are frozen.
+        trained: gives and takes the parameters that are not, whole, by name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        self._frozen = _digest(frozen)
+    def __init__(self, model: nn.Module, trained: Stateful) -> None:
+        self._trained = trained
+        self._frozen = _digest([p for p in model.parameters() if not p.requires_grad])
 
     def state_dict(self) -> dict[str, Any]:
-        """The adapters; tensors are the model's own."""
-        return {"adapters": {n: p.detach() for n, p in self._trained.items()}} | {
-            "frozen": self._frozen
-        }
+        """The adapters; tensors are the model's own where it is whole."""
+        return {"adapters": self._trained.state_dict(), "frozen": self._frozen}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with other adapters.
 
@@ -103,14 +113,13 @@ class AdapterState:
         if state_dict["frozen"] != self._frozen:
             raise ValueError("policy.model has other weights than when the run began")
         adapters = state_dict["adapters"]
-        if adapters.keys() != self._trained.keys():
+        if adapters.keys() != self._trained.state_dict().keys():
             raise ValueError("its adapters are of other modules")
-        for name, parameter in self._trained.items():
-            parameter.copy_(adapters[name])
+        self._trained.load_state_dict(adapters)
 
 
 def _digest(values: list[nn.Parameter]) -> str:
-    sums = [float(value.detach().double().sum()) for value in values]
+    sums = [float(whole(value).double().sum()) for value in values]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 

@@ -25,11 +25,13 @@ class ModelPart:
     Args:
         model: as it is trained.
         crew: the ranks that train it.
+        trained_only: leave out what is frozen of it.
     """
 
-    def __init__(self, model: nn.Module, crew: Crew) -> None:
+    def __init__(self, model: nn.Module, crew: Crew, *, trained_only: bool = False) -> None:
         self._model = model
         self._crew = crew
+        self._trained_only = trained_only
         crew.learn_job("save model", self._get)
         crew.learn_job("load model", self._set)
 
@@ -44,15 +46,23 @@ class ModelPart:
 
     def _get(self) -> dict[str, Any]:
         if self._crew.ranks.size == 1:
-            return self._model.state_dict()
-        return get_model_state_dict(self._model, options=_gathered())
+            return self._own()
+        return get_model_state_dict(self._model, options=_gathered(trained_only=self._trained_only))
 
     def _set(self, state: Mapping[str, Any] | None = None) -> None:
         if self._crew.ranks.size == 1:
             assert state is not None
-            self._model.load_state_dict(state)
+            self._model.load_state_dict(state, strict=not self._trained_only)
             return
-        set_model_state_dict(self._model, dict(state or {}), options=_dealt_out())
+        options = _dealt_out(trained_only=self._trained_only)
+        set_model_state_dict(self._model, dict(state or {}), options=options)
+
+    def _own(self) -> dict[str, Any]:
+        """Of one process, no copies."""
+        if not self._trained_only:
+            return self._model.state_dict()
+        named = self._model.named_parameters()
+        return {name: value.detach() for name, value in named if value.requires_grad}
 
 
 class OptimizerPart:
@@ -93,11 +103,18 @@ class OptimizerPart:
         set_optimizer_state_dict(self._model, self._optimizer, whole, options=options)
 
 
-def _gathered() -> StateDictOptions:
+def _gathered(*, trained_only: bool = False) -> StateDictOptions:
     """Whole on rank 0, on the CPU; nothing on the others."""
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only
+    )
 
 
-def _dealt_out() -> StateDictOptions:
+def _dealt_out(*, trained_only: bool = False) -> StateDictOptions:
     """Whole on rank 0, from where every rank gets its share."""
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    return StateDictOptions(
+        full_state_dict=True,
+        broadcast_from_rank0=True,
+        ignore_frozen_params=trained_only,
+        strict=not trained_only,
+    )

@@ -78,7 +78,7 @@ class Updates:
     def _model_part(self, model: Any) -> Stateful:
         """Of adapters these alone, where the rest can be loaded again."""
         if is_adapted(model) and self._cfg.policy.model is not None:
-            return AdapterState(model)
+            return AdapterState(model, ModelPart(model, self.crew, trained_only=True))
         return ModelPart(model, self.crew)
 
     def begin(self, step: int, rows: Any) -> float:
