@@ -15,6 +15,7 @@ from collectors.weight_update.gathering import gathered_state_dict
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, RolloutsConfig
 from torchrl_modules import EngineFleet, LLMWrapperBase, SamplingParameters
 from torchrl_modules.engines.transformers_engine import TransformersEngine
+from torchrl_modules.vllm.settings import ADAPTER_RANKS
 
 
 def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
@@ -145,7 +146,18 @@ def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
     engine_kwargs = dict(cfg.engine.engine_kwargs)
     if cfg.policy.max_model_len is not None:
         engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
+    if engine_kwargs.get("enable_lora"):
+        _fit_adapters(cfg, engine_kwargs)
     return engine_kwargs
+
+
+def _fit_adapters(cfg: RecipeConfig, engine_kwargs: dict[str, Any]) -> None:
+    """Let an engine apply the adapters that are trained, of all versions that may be in flight."""
+    assert cfg.policy.lora_rank is not None
+    ranks = (rank for rank in ADAPTER_RANKS if rank >= cfg.policy.lora_rank)
+    engine_kwargs.setdefault("max_lora_rank", next(ranks, cfg.policy.lora_rank))
+    if isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "streaming":
+        engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
 
 
 def _shares(devices: Sequence[int | str], count: int) -> list[Sequence[int | str] | None]:
