@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from torchrl_agents.engines.own_engines import collects_on_ray, sampling_of
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import (
@@ -18,7 +19,6 @@ from torchrl_agents.settings.schema import (
 
 from .adapters import check_adapters
 from .collection import MODES, POLICIES, staleness_of
-from .engines import collects_on_ray, sampling_of
 from .optim import OPTIMIZERS, SCHEDULES
 from .trackers import LOGGERS, missing_package
 

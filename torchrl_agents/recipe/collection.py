@@ -23,12 +23,11 @@ from collectors.base import PostProcessing
 from collectors.ledger import StalenessPolicy
 from collectors.resume.random_state import random_state, set_random_state
 from collectors.streaming.monitor import verdict
+from torchrl_agents.engines.own_engines import OwnEngines
 from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase
-
-from .engines import OwnEngines
 
 _LOG = logging.getLogger("torchrl_agents")
 MODES = ("sync", "streaming", "ray")

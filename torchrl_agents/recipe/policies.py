@@ -15,6 +15,14 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from torchrl_agents.engines.chat_server import ChatServerPolicy
+from torchrl_agents.engines.own_engines import (
+    collects_on_ray,
+    model_folder,
+    sampling_of,
+    vllm_policy,
+    wrapper_arguments,
+)
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_data.conversation.conversations import Message
@@ -25,15 +33,6 @@ from torchrl_modules.engines.transformers_engine import TransformersEngine
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
-
-from .chat_server import ChatServerPolicy
-from .engines import (
-    collects_on_ray,
-    model_folder,
-    sampling_of,
-    vllm_policy,
-    wrapper_arguments,
-)
 
 _NUM_TEXTS = 1024
 

@@ -24,8 +24,8 @@ from collectors import contribute_weights
 from collectors.weight_update.gathering import unwrapped
 from collectors.weight_update.sharded import is_spread, pushed_weights
 from objectives import Ranks
+from torchrl_agents.engines.own_engines import model_files, model_folder
 from torchrl_agents.recipe.adapters import is_adapted, with_adapters
-from torchrl_agents.recipe.engines import model_files, model_folder
 from torchrl_agents.recipe.policies import load_model, transformers_policy
 from torchrl_agents.recipe.stop import SIGNALS
 from torchrl_agents.settings.recipe import Recipe
