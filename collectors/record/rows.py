@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.images import described
 from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.display.display_text import token_texts, visible
 from torchrl_data.keys import (
@@ -102,8 +103,8 @@ class RowReader:
             total_tokens=len(mask),
             tool_calls=[RecordedToolCall(**call) for call in calls],
             num_tool_errors=0 if errors is None else int(errors),
-            messages=conversation.messages(0),
-            row=read_objects(row, ROW)[0],
+            messages=described(conversation.messages(0)),
+            row=described(read_objects(row, ROW)[0]),
             logged=logged,
             tokens=tokens,
         )
