@@ -253,8 +253,20 @@ class LLMWrapperBase(TensorDictModuleBase):
             ],
             **further,
         )
+        if self.encoder.images is not None:
+            generations = [self._without_media(generation) for generation in generations]
         full = self.append_generations(prompt, generations, version)
         return prompt, full, [finish_reason_of(g) for g in generations]
+
+    def _without_media(self, generation: Generation) -> Generation:
+        """A response, or an error where it holds a token that stands for an image."""
+        assert self.encoder.images is not None
+        drawn = set(generation.ids) & set(self.encoder.images.never_drawn)
+        if not drawn:
+            return generation
+        return Generation(
+            [], [], "error", f"the model drew {sorted(drawn)}, which stand for images"
+        )
 
     def append_generations(
         self, prompt: Conversations, generations: Sequence[Generation], version: int
