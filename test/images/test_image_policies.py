@@ -18,7 +18,7 @@ from torchrl_data.layout.row_state import row_from_state, row_state
 from torchrl_data.ragged.packed import pad
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
-from torchrl_modules import LLMWrapperBase, SamplingParameters, TransformersWrapper
+from torchrl_modules import SamplingParameters, TransformersWrapper
 from torchrl_modules.engines.decoding import image_reader
 from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.scoring.token_scoring import PackedScorer
@@ -236,25 +236,13 @@ def test_no_row_is_sampled_without_its_images(policy, family):
     assert result.error == "the engine has no processor for its images"
 
 
-def test_other_engines_refuse_at_the_door(policy, family):
+def test_streaming_refuses_the_row(policy):
     async def ask():
         asynchronous = AsyncPolicy(policy, SimpleNamespace(version=0))
         return await asynchronous.take_turn(Conversations.from_messages([asked("red")]))
 
     _, reason = asyncio.run(ask())
     assert reason.startswith("error: the prompt holds images, which engines of a Streaming")
-
-    class Blind:
-        version = 0
-
-        def generate(self, prompts, params, *, max_new_tokens=None):
-            raise AssertionError
-
-        def update_weights(self, state_dict, *, version=None):
-            raise AssertionError
-
-    with pytest.raises(TypeError, match="images, which Blind does not read"):
-        LLMWrapperBase(Blind(), tokenizer=family[1], processor=family[2])
 
 
 def test_what_stands_for_an_image_is_never_drawn(family):

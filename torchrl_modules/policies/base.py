@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.object_entries import write_objects
@@ -27,7 +27,6 @@ from torchrl_data.keys import (
 )
 from torchrl_data.layout.conversation_io import active_rows
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.protocol import Engine, Generation
 from torchrl_modules.sampling.num_samples import repeat_rows
 from torchrl_modules.sampling.params import SamplingParameters, requested_sampling
@@ -41,7 +40,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     """A policy: reads ``prompt``, samples, and writes ``response``, ``full``, masks and log-probs.
 
     Args:
-        engine: draws the tokens.
+        engine: draws the tokens. Where it reads images (``engine.images``), messages may hold them,
+            and the tokens that stand for them are never drawn; elsewhere a row with images is
+            refused.
         tokenizer: a fast tokenizer.
         generate_kwargs: sampling parameters by name, or a
             :class:`~torchrl_modules.sampling.params.SamplingParameters`.
@@ -60,9 +61,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             log-probs under the model's own softmax.
         entropy: also write ``("entropy", "response" / "full")``, the entropy in nats of the
             distribution that each token was drawn from.
-        processor: of a vision-language model, for messages with images; without one, or with an
-            engine that reads no images, a row with images is refused. The tokens that stand for
-            images are never drawn.
 
     Raises:
         ValueError: a sampling parameter is out of range, there is no such
@@ -86,7 +84,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         num_samples: int | None = None,
         untempered_log_probs: bool = False,
         entropy: bool = False,
-        processor: ProcessorMixin | ImageProcessor | None = None,
     ) -> None:
         super().__init__()
         requested = requested_sampling(
@@ -105,14 +102,9 @@ class LLMWrapperBase(TensorDictModuleBase):
             chat_template=chat_template,
             chat_template_name=chat_template_name,
             chat_template_kwargs=chat_template_kwargs,
-            processor=processor,
+            processor=getattr(engine, "images", None),
         )
         if self.encoder.images is not None:
-            if getattr(engine, "images", None) is None:
-                raise TypeError(
-                    f"{self._get_name()}: processor= is for messages with images, which "
-                    f"{type(engine).__name__} does not read. Sample with TransformersWrapper."
-                )
             never = dict.fromkeys(self.encoder.images.never_drawn, -100.0)
             requested = replace(requested, logit_bias={**requested.logit_bias, **never})
         if requested.stop_token_ids is None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
 from torchrl_data.protocols import TokenScores
@@ -54,10 +54,9 @@ class TransformersWrapper(LLMWrapperBase):
             and min-p included, so that with the sampler's weights they are the sampler's; a token
             that was drawn is always in the distribution. ``False`` leaves no token out. Penalties,
             a bias and ``min_tokens`` count in any case: a turn is a run of scored tokens.
-        processor: of a vision-language model, for messages with images; loaded beside a model that
-            is nothing else when ``model`` is a string. With one, a model that could be loaded
-            without its vision is loaded with it.
-        **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
+        **kwargs: ``processor``, of a vision-language model, for messages with images: loaded beside
+            a model that is nothing else when ``model`` is a string, and with one, a model that
+            could be loaded without its vision is loaded with it. For the others see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
         TypeError: ``model`` is a model and no tokenizer is given, or arguments of loading are; or
@@ -81,9 +80,9 @@ class TransformersWrapper(LLMWrapperBase):
         max_model_len: int | None = None,
         micro_batch_tokens: int | None = None,
         score_truncated: bool = True,
-        processor: ProcessorMixin | None = None,
         **kwargs: Any,
     ) -> None:
+        processor = kwargs.pop("processor", None)
         sampling = kwargs.get("generate_kwargs")
         if not isinstance(sampling, SamplingParameters):  # checked before a model is loaded
             kwargs["generate_kwargs"] = SamplingParameters.from_kwargs(sampling or {})
@@ -104,7 +103,7 @@ class TransformersWrapper(LLMWrapperBase):
             images=images,
             check=generate,
         )
-        super().__init__(engine, tokenizer=tokenizer, processor=images, **kwargs)
+        super().__init__(engine, tokenizer=tokenizer, **kwargs)
         self.model = model
         self.generate = generate
         self.score_truncated = score_truncated

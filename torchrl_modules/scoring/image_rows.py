@@ -31,31 +31,6 @@ def alike(
     return list(groups.values())
 
 
-def check_images(
-    processor: ImageProcessor | None,
-    ids: Tensor,
-    lengths: Tensor,
-    images: Sequence[Sequence[str]] | None,
-) -> None:
-    """Check that packed sequences have the images that their tokens stand for."""
-    if processor is None:
-        if images and any(images):
-            raise ValueError(
-                "score_packed: the sequences have images, and the scorer reads none. Give it the "
-                "processor of the vision-language model: TransformersWrapper(processor=...)."
-            )
-        return
-    if images is None and not bool((ids == processor.token_id).any()):
-        return
-    rows = ids.split(lengths.tolist())
-    for i, (row, its) in enumerate(zip(rows, images or [[]] * len(rows), strict=True)):
-        if fault := processor.fault(row, its):
-            raise ValueError(
-                f"score_packed: sequence {i} can't be scored: {fault}. A batch keeps them in "
-                "'images', which a loss hands on."
-            )
-
-
 def read_with_images(
     reader: ModelReader,
     processor: ImageProcessor,

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_data.protocols import TokenScores
-from torchrl_data.ragged.packed import cumulative_lengths, pack, sequence_index
+from torchrl_data.ragged.packed import cumulative_lengths, pack
 from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.sampling.logit_warping import warped_head_log_prob, warped_log_prob
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
 
 from .chunked_head import chunked_log_prob
-from .image_rows import check_image_reading, check_images, read_with_images
+from .image_rows import check_image_reading, read_with_images
 from .model_reader import Layout, ModelReader, plain_head, targets_of
 from .packed_attention import use_packed_attention
+from .packed_checks import check_ids, check_images, check_packed
 from .ranks_in_step import check_wrapped_whole, most_of_ranks
 from .rope_factors import settle_rope_factors
 from .self_test import Difference, find_first, run_trial
@@ -157,10 +158,10 @@ class PackedScorer:
             ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
                 id is outside the vocabulary, or tokens and images do not belong together.
         """
-        _check_packed(ids, lengths, target_mask)
+        check_packed(ids, lengths, target_mask)
         check_images(self._images, ids, lengths, images)
         table = next(self.model.get_input_embeddings().parameters())
-        _check_ids(ids, lengths, table.shape[0])
+        check_ids(ids, lengths, table.shape[0])
         self._check_lengths(lengths)
         device = self.model.device
         lengths = lengths.to(device)
@@ -199,7 +200,7 @@ class PackedScorer:
         """The model's logits for each target: memory of K x V."""
         # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N].
         # Gives [K, V], float32, differentiable.
-        _check_packed(ids, lengths, target_mask)
+        check_packed(ids, lengths, target_mask)
         check_images(self._images, ids, lengths, images)
         self._check_lengths(lengths)
         device = self.model.device
@@ -399,32 +400,3 @@ def _token_budget_splits(lengths: Tensor, budget: int) -> list[tuple[int, int, i
         total += length
     splits.append((first, len(lengths), start, start + total))
     return splits
-
-
-def _check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    unknown = (ids < 0) | (ids >= vocab_size)
-    if bool(unknown.any()):
-        at = int(unknown.nonzero()[0])
-        row = int(sequence_index(lengths)[at])
-        raise ValueError(
-            f"score_packed: token {at - int(lengths[:row].sum())} of sequence {row} has the id "
-            f"{int(ids[at])}, but the model's vocabulary ends at {vocab_size - 1}. Was it encoded "
-            "with another tokenizer?"
-        )
-
-
-def _check_packed(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> None:
-    if ids.ndim != 1 or ids.shape != target_mask.shape or int(lengths.sum()) != len(ids):
-        raise ValueError(
-            f"score_packed takes ids [N], lengths that sum to N and a mask [N]; got ids "
-            f"{tuple(ids.shape)}, lengths that sum to {int(lengths.sum())}, mask "
-            f"{tuple(target_mask.shape)}."
-        )
-    if bool((lengths < 1).any()):
-        raise ValueError(f"score_packed: a sequence is empty; lengths are {lengths.tolist()}.")
-    starts = cumulative_lengths(lengths)[:-1].to(target_mask.device)
-    if bool(target_mask[starts].any()):
-        raise ValueError(
-            "score_packed: the first token of a sequence is a target, but nothing comes before "
-            "it to predict it."
-        )
