@@ -56,7 +56,8 @@ class TransformersWrapper(LLMWrapperBase):
             a bias and ``min_tokens`` count in any case: a turn is a run of scored tokens.
         **kwargs: ``processor``, of a vision-language model, for messages with images: loaded beside
             a model that is nothing else when ``model`` is a string, and with one, a model that
-            could be loaded without its vision is loaded with it. For the others see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
+            could be loaded without its vision is loaded with it. For the others see
+            :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
         TypeError: ``model`` is a model and no tokenizer is given, or arguments of loading are; or

@@ -210,7 +210,7 @@ class PackedScorer:
 
         def read() -> Tensor:
             with self._precision():
-                outputs = self._read(ids, lengths, target_mask, images)
+                outputs = self._read((ids, lengths, target_mask), images)
                 head = self._reader.head
                 if head is None:
                     return outputs.float()
@@ -223,15 +223,11 @@ class PackedScorer:
         return run_inside(self._wrapped, read)
 
     def _read(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        target_mask: Tensor,
-        images: Sequence[Sequence[str]] | None,
+        self, packed: tuple[Tensor, Tensor, Tensor], images: Sequence[Sequence[str]] | None
     ) -> Tensor:
         if self._images is None or not images or not any(images):
-            return self._reader.read(targets_of(ids, lengths, target_mask))
-        return read_with_images(self._reader, self._images, (ids, lengths, target_mask), images)
+            return self._reader.read(targets_of(*packed))
+        return read_with_images(self._reader, self._images, packed, images)
 
     def _precision(self) -> Any:
         if self._autocast_dtype is None:
@@ -255,7 +251,7 @@ class PackedScorer:
             if drawn_from.changes_logits:
                 history = TargetHistory.of(ids, lengths, target_mask)
             with self._precision():
-                outputs = self._read(ids, lengths, target_mask, images)
+                outputs = self._read((ids, lengths, target_mask), images)
                 return self._scores(outputs, targets, drawn_from, history)
 
         return run_inside(self._wrapped, score)
