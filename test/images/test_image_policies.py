@@ -10,9 +10,11 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from vision_models import asked, llava, picture, qwen
 
+from collectors.record.rows import prompt_of
 from objectives import GRPOLoss, SFTLoss
 from objectives.batching.rank_shares import equal_shares
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
+from torchrl_data.conversation.conversations import continues
 from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_data.layout.row_state import row_from_state, row_state
 from torchrl_data.ragged.packed import pad
@@ -76,7 +78,8 @@ def test_sampled_and_scored_as_the_models_own_forward(policy, family, monkeypatc
     reader = image_reader.ImageReader if cached else image_reader.WholeImageReader
     found = image_reader.find_image_reader(family[0], policy.engine.images)
     assert found is image_reader.ImageReader
-    monkeypatch.setitem(image_reader._found, family[0], reader)
+    state, _ = image_reader._found[family[0]]
+    monkeypatch.setitem(image_reader._found, family[0], (state, reader))
     rows, _ = sampled(policy)
     loss = GRPOLoss(policy, temperature=0.9)
     rows["advantage"] = torch.ones(len(rows), 1, 1)
@@ -124,6 +127,18 @@ def test_equal_tokens_with_other_images_are_other_rows(policy):
     for one, other in zip(together, alone, strict=True):
         assert one.ids == other.ids
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def test_the_past_with_another_image_is_another_past(policy):
+    red, green = Conversations.from_messages([asked("red"), asked("green")]).split()
+    encode = policy.encoder.encode_waiting
+    assert encode(red).ids(0) == encode(green).ids(0)
+    assert not continues(encode(green), encode(red))
+    assert continues(encode(Conversations.from_messages([asked("red")])), encode(red))
+    batch = TensorDict(batch_size=[3])
+    write_conversations(batch, "full", encode(Conversations.cat([red, green, red])))
+    digests = [prompt_of(row)[0] for row in batch.unbind(0)]
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_a_conversation_with_images_in_several_turns(policy, family):
@@ -230,7 +245,7 @@ def test_no_row_is_sampled_without_its_images(policy, family):
     assert "its images were lost" in result.error
     bare = TransformersWrapper(family[0], tokenizer=family[1])
     _, _, reasons = bare.respond(Conversations.from_messages(CHATS[2:4]))
-    assert reasons[0].startswith("error: The messages hold 1 images, and nothing here reads images")
+    assert reasons[0].startswith("error: The messages hold images, and nothing here reads images")
     assert reasons[1] in ("stop", "length")
     [result] = bare.engine.generate([prompt.ids(0)], bare.sampling, images=[prompt.images(0)])
     assert result.error == "the engine has no processor for its images"

@@ -360,9 +360,14 @@ def _row_indices(index: int | slice | Sequence[int] | Tensor, size: int) -> list
 
 
 def continues(later: Conversations, earlier: Conversations) -> bool:
-    """Whether all tokens of one conversation stand at the beginning of another one."""
+    """Whether all tokens of one conversation, and its images, begin another one."""
     old, new = earlier._records[0], later._records[0]
     n = earlier._positions[0].num_tokens
     if later._positions[0].num_tokens < n:
         return False
-    return new is old or (new.ids[:n] == old.ids[:n] and new.sources[:n] == old.sources[:n])
+    if new is old:
+        return True
+    if new.ids[:n] != old.ids[:n] or new.sources[:n] != old.sources[:n]:
+        return False
+    images = earlier.images(0)
+    return later.images(0)[: len(images)] == images

@@ -214,8 +214,12 @@ class ConversationEncoder(TemplateRenderer):
 
     def _images_apart(self, messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
         """The images of messages, and the messages with only their places."""
-        images = images_of(messages)
-        return images, [without_data(message) for message in messages] if images else messages
+        shown = [without_data(message) for message in messages]
+        if all(new is old for new, old in zip(shown, messages, strict=True)):
+            return [], messages
+        if self.images is None:  # the template may have more to say
+            return [""], messages
+        return images_of(messages), shown
 
     def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Text of sampled turns, without the stop token.

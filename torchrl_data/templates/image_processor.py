@@ -146,7 +146,7 @@ def with_image_runs(
     if processor is None:
         if images:
             raise ValueError(
-                f"The messages hold {len(images)} images, and nothing here reads images: give the "
+                "The messages hold images, and nothing here reads images: give the "
                 "policy the processor of a vision-language model, TransformersWrapper(model, "
                 "tokenizer=..., processor=...)."
             )

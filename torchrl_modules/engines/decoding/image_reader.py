@@ -5,6 +5,7 @@ Shape legend: A rows, V vocabulary.
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +24,9 @@ from torchrl_modules.scoring.self_test import find_first
 
 from .prompt_readers import PromptReader
 
-_found: "WeakKeyDictionary[nn.Module, type[ImageReader]]" = WeakKeyDictionary()
+_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[ImageReader]]]" = (
+    WeakKeyDictionary()
+)
 
 
 class ImageReader(PromptReader):
@@ -108,8 +111,10 @@ class WholeImageReader(ImageReader):
 
 def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type[ImageReader]:
     """The fastest way to continue rows with images that gives the model's own log-probs."""
-    if model in _found:
-        return _found[model]
+    state = (model.dtype, model.device, model.config._attn_implementation)
+    earlier = _found.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
     who = "TransformersEngine"
     tried = run_image_trial(model, processor, who=who)
     readers = [ImageReader, WholeImageReader]
@@ -133,7 +138,7 @@ def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type
             "row again, which is slow.",
             stacklevel=2,
         )
-    _found[model] = readers[at]
+    _found[model] = (state, readers[at])
     return readers[at]
 
 
