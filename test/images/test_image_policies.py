@@ -260,6 +260,12 @@ def test_streaming_refuses_the_row(policy):
     assert reason.startswith("error: the prompt holds images, which engines of a Streaming")
 
 
+def test_models_of_several_ranks_refuse_a_processor(family, monkeypatch):
+    monkeypatch.setattr(PackedScorer, "is_distributed", True)
+    with pytest.raises(ValueError, match="rows with images take a pass for each of their shapes"):
+        PackedScorer(family[0], images=ImageProcessor(family[2]))
+
+
 def test_what_stands_for_an_image_is_never_drawn(family):
     model, tokenizer, processor = copy.deepcopy(family[0]), *family[1:]
     params = SamplingParameters(max_new_tokens=20, temperature=4.0, stop_token_ids=(0,))
