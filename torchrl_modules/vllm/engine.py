@@ -6,6 +6,7 @@ install them, and `torchrl_modules.vllm.runtime` for what an engine changes in t
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -25,6 +26,8 @@ from .runtime import import_vllm, preserved_globals
 from .settings import check_built, engine_settings
 from .weights import ServedAdapters, check_updatable, expected_weights, load_weights
 
+_open: "weakref.WeakSet[VLLMEngine]" = weakref.WeakSet()
+"""The engines that were built here; the last one to close ends the process group."""
 _NO_SEEDS = (
     "VLLMEngine: on a CPU a seed ends an engine that was built with enable_chunked_prefill=True. "
     "Build it with False, or leave the seed out."
@@ -71,6 +74,7 @@ class VLLMEngine(WholeBatchEngine):
             llm = self._names.LLM(model=model, max_model_len=max_model_len, **settings)
         self._owns_llm = True
         self._take(llm)
+        _open.add(self)
         self._warm_up(model)
 
     @classmethod
@@ -331,6 +335,9 @@ class VLLMEngine(WholeBatchEngine):
             client, self._llm = self._llm.llm_engine.engine_core, None
             if not self._owns_llm:
                 return
+            _open.discard(self)
+            if self._owns_group and _open:  # they need it
+                next(iter(_open))._owns_group, self._owns_group = True, False
             if self._owns_group:
                 client.shutdown()
             else:  # `shutdown` would end the process group of the trainer.
