@@ -11,7 +11,7 @@ from collectors.base import BackgroundCollector
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import CheckpointConfig
 
-UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "reference")
+UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "opponents", "reference")
 
 
 class Checkpoints:
