@@ -73,6 +73,7 @@ def combine_tasks(
         max_new_tokens=max(task.max_new_tokens for task in tasks),
         final_answer=answers.pop() if len(answers) == 1 else None,
         isolated="|".join(dict.fromkeys(task.isolated for task in tasks)),
+        phrases=tuple(dict.fromkeys(phrase for task in tasks for phrase in task.phrases)),
         parts=tuple(names),
     )
 

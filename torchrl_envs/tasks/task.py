@@ -66,6 +66,8 @@ class Task:
     """The answer in what the policy said last, equal for answers that are; for a majority vote."""
     isolated: str = r"\d"
     """What a tokenizer made for this task never merges, a regular expression."""
+    phrases: Sequence[str] = ()
+    """Words and white space that such a tokenizer has as one token each."""
     game: Callable[[Mapping[str, Any]], Any] | None = None
     """Makes the game of a row that two policies can play; see the recipe self-play."""
     parts: Sequence[str] = ()
