@@ -12,7 +12,7 @@ from torchrl_envs.tasks.questions.reasoning_gym import Question, question_task
 from torchrl_envs.tasks.registry import make_task
 from torchrl_modules.tiny_model import train_tokenizer
 
-MAX_PROMPT_TOKENS = 160
+MAX_PROMPT_TOKENS = 256
 
 
 @pytest.mark.parametrize("generator", EASY)
