@@ -112,6 +112,21 @@ def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float 
     return _REQUEST_TIMEOUT_S if request_timeout is None else request_timeout
 
 
+def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
+    """Check that responses of all versions that may be in flight are drawn beside each other.
+
+    Raises:
+        ValueError: some would wait until others have ended.
+    """
+    most, needed = getattr(engine, "max_adapters", 0), policy.max_staleness + 2
+    if most and policy.max_staleness and most < needed:
+        raise ValueError(
+            f"{WHO}: with max_staleness={policy.max_staleness} responses of {needed} versions may "
+            f"be in flight, but the engine draws from {most} sets of adapters at once, so that new "
+            f"ones would wait for old ones. Build it with max_loras={needed}."
+        )
+
+
 def is_wanted(advantages: Sequence[MCAdvantage], rows: Sequence[TensorDictBase]) -> bool:
     """Whether a group is worth training; otherwise it is to be asked for again.
 

@@ -31,6 +31,7 @@ from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .checks import (
     WHO,
+    check_adapters,
     check_streaming,
     is_wanted,
     most_episodes,
@@ -147,6 +148,7 @@ class StreamingCollector(BackgroundCollector):
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
         serves = engine or self._engine_of(policy)
+        check_adapters(serves, ages)
         self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
         runner = AsyncEpisodeRunner(env)
         self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from collectors.weight_update.in_process import InProcessUpdater
+from torchrl_modules.weights.adapters import AdapterWeights
 
 from .checks import WHO
 
@@ -20,6 +21,8 @@ class SnapshotUpdater(InProcessUpdater):
             source: the trained model, or its state dict.
         """
         with self._checked(source) as weights:
+            if isinstance(weights, AdapterWeights):
+                return weights.cloned()
             return {name: value.detach().clone() for name, value in weights.items()}
 
     def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrl_modules.weights.lazy import shells
 from torchrl_modules.weights.state import UpdateRefused
 
+from .adapters_alone import adapter_weights
 from .gathering import gathered_state_dict
 from .sharded import is_spread, pushed_weights
 
@@ -102,7 +103,8 @@ class WeightUpdater:
 
         Shards (``DTensor``) are made whole a bucket at a time while the policy reads them; the
         other ranks of the trainer call :func:`~collectors.contribute_weights` meanwhile. A model
-        with adapters (PEFT) is pushed merged, and is left as it was.
+        with adapters (PEFT) is pushed merged, and is left as it was; to an engine that applies
+        adapters itself (vLLM with ``enable_lora``) they go alone.
 
         Args:
             source: the trained model, or its state dict.
@@ -145,6 +147,10 @@ class WeightUpdater:
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The weights as the policy takes them."""
+        if isinstance(source, nn.Module) and getattr(
+            getattr(self.policy, "engine", None), "max_adapters", 0
+        ):
+            return adapter_weights(source)
         return gathered_state_dict(source)
 
     def _connect(self, policy: UpdatablePolicy) -> None:

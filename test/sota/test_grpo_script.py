@@ -112,7 +112,6 @@ def _metrics_agree(out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
     settings = ("collector=streaming", "collector.max_staleness=2", "evaluate.every=1")
     result = result_of(*SMALL, *settings, "train.num_steps=4", cwd=tmp_path)
@@ -233,7 +232,8 @@ def test_the_vllm_engine_trains_too(result_of, tmp_path):
     """And what it leaves serves in vLLM as it is."""
     assert result_of(*SMALL, "engine=vllm", cwd=tmp_path)["steps"] == 2
     streams = ("engine=vllm", "collector=streaming", "name=streams")
-    assert result_of(*SMALL, *streams, cwd=tmp_path)["steps"] == 2
+    adapters = ("policy.lora_rank=4", "+engine.engine_kwargs.enable_lora=true")
+    assert result_of(*SMALL, *streams, *adapters, cwd=tmp_path)["steps"] == 2
     model = tmp_path / "outputs/grpo/calculator/tiny/model"
     code = (
         "import vllm, sys; m = vllm.LLM(sys.argv[1], enforce_eager=True, max_model_len=256); "

@@ -19,6 +19,8 @@ from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import defaults_of, fill_in
 from torchrl_envs.tasks.registry import TASKS
 
+ADAPTERS_ALONE = "engine.engine_kwargs.enable_lora=true"
+
 
 @pytest.fixture
 def grpo(script):
@@ -134,6 +136,11 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["optim.learning_rate=inf"], "learning_rate must be positive and finite"),
         (["collector.group_size=1"], "group of one never has a signal"),
         (["engine.num_engines=2"], "num_engines and devices are for engine=vllm"),
+        (["engine=vllm", f"+{ADAPTERS_ALONE}"], "enable_lora needs policy.lora_rank"),
+        (
+            ["engine=vllm", f"+{ADAPTERS_ALONE}", "policy.lora_rank=4", "engine.num_engines=2"],
+            "servers get merged weights",
+        ),
         (["engine=vllm", "engine.url=a", "engine.urls=[b]"], "give one of them"),
         (
             ["engine=vllm", "engine.num_engines=2", "engine.devices=[1,2,3]"],

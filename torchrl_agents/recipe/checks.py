@@ -173,6 +173,14 @@ def _check_engine(cfg: RecipeConfig) -> None:
         raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
     if cfg.engine.name != "vllm" and cfg.engine.engine_kwargs:
         raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
+    if engine.engine_kwargs.get("enable_lora"):
+        if cfg.policy.lora_rank is None:
+            raise SettingsError("engine.engine_kwargs.enable_lora needs policy.lora_rank.")
+        if engine.url or engine.urls or engine.starts_servers:
+            raise SettingsError(
+                "engine.engine_kwargs.enable_lora is for an engine in this process; servers get "
+                "merged weights."
+            )
     if cfg.engine.name == "chat" and not (cfg.engine.url and cfg.policy.model):
         raise SettingsError(
             "engine=chat needs engine.url=http://.../v1 and policy.model=, its name at the server."

@@ -19,7 +19,12 @@ from transformers import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
+from torchrl_agents.settings.schema import (
+    PolicyConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    TrainingConfig,
+)
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
@@ -33,6 +38,7 @@ from torchrl_modules.engines.transformers_engine import TransformersEngine
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+from torchrl_modules.vllm.settings import ADAPTER_RANKS
 
 from .chat_server import ChatServerPolicy
 
@@ -220,11 +226,22 @@ def _vllm_policy(
     engine_kwargs = dict(cfg.engine.engine_kwargs)
     if cfg.policy.max_model_len is not None:
         engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
+    if engine_kwargs.get("enable_lora"):
+        _fit_adapters(cfg, engine_kwargs)
     if cfg.engine.starts_servers:
         fleet = _started_fleet(cfg, source, engine_kwargs)
         return vLLMWrapper(fleet, **_common(cfg, tokenizer))
     where = list(cfg.engine.urls) or cfg.engine.url or source
     return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **_common(cfg, tokenizer))
+
+
+def _fit_adapters(cfg: RecipeConfig, engine_kwargs: dict[str, Any]) -> None:
+    """Let an engine apply the adapters that are trained, of all versions that may be in flight."""
+    assert cfg.policy.lora_rank is not None
+    ranks = (rank for rank in ADAPTER_RANKS if rank >= cfg.policy.lora_rank)
+    engine_kwargs.setdefault("max_lora_rank", next(ranks, cfg.policy.lora_rank))
+    if isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "streaming":
+        engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
 
 
 def _started_fleet(cfg: RecipeConfig, source: str, engine_kwargs: dict[str, Any]) -> EngineFleet:

@@ -30,6 +30,7 @@ from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_modules.engines.protocol import Engine, Generation
 from torchrl_modules.sampling.num_samples import repeat_rows
 from torchrl_modules.sampling.params import SamplingParameters, requested_sampling
+from torchrl_modules.weights.adapters import AdapterWeights
 from torchrl_modules.weights.lazy import LazyWeights
 
 from .inputs import PolicyInput
@@ -298,7 +299,10 @@ class LLMWrapperBase(TensorDictModuleBase):
             ValueError: the engine refuses the update; the old weights and version stay.
         """
         weights = state_dict
-        if not (isinstance(weights, LazyWeights) and getattr(self.engine, "reads_in_order", False)):
+        as_it_is = isinstance(weights, AdapterWeights) or (
+            isinstance(weights, LazyWeights) and getattr(self.engine, "reads_in_order", False)
+        )
+        if not as_it_is:
             weights = {name: value.detach() for name, value in weights.items()}
         self.engine.update_weights(weights, version=version)
         return self.policy_version

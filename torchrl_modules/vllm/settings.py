@@ -32,12 +32,24 @@ CPU_DEFAULTS: Final = {
 """On a CPU, where the user has not said otherwise."""
 
 
+ADAPTER_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as ``max_lora_rank``."""
+
+LORA_DEFAULTS: Final = {
+    # Responses that began under the last versions go on beside new ones.
+    "max_loras": 4,
+}
+"""Of an engine that is pushed adapters, where the user has not said otherwise."""
+
+
 def engine_settings(requested: Mapping[str, Any], *, is_cpu: bool, who: str) -> dict[str, Any]:
     """What an engine of this process is built with; `TypeError` if a fixed setting is given."""
     fixed = sorted(FIXED.keys() & requested.keys())
     if fixed:
         raise TypeError(f"{who} sets {fixed} itself; leave them out.")
-    defaults = CPU_DEFAULTS if is_cpu else {}
+    defaults = dict(CPU_DEFAULTS) if is_cpu else {}
+    if requested.get("enable_lora"):
+        defaults |= LORA_DEFAULTS
     return {"use_tqdm_on_load": False, **WORKER, **defaults, **requested, **FIXED}
 
 

@@ -99,6 +99,7 @@ class GenerationStream:
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.request_id: str | None = None
+        self.version: int | None = None  # of all its tokens, where that does not change
         self._abort = abort
         self._check = check
         self._stall_timeout_s = stall_timeout_s

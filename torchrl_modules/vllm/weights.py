@@ -1,15 +1,22 @@
-"""New weights for a vLLM engine: checked as a whole, then loaded in one go."""
+"""New weights for a vLLM engine: checked as a whole, then loaded in one go; or adapters alone."""
 
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from torchrl_modules.weights.state import ExpectedWeights
+from torchrl_modules.weights.adapters import AdapterWeights
+from torchrl_modules.weights.state import ExpectedWeights, refuse
 
-from .runtime import VLLMNames, import_vllm
+from .runtime import VLLMNames, adapter_request, import_vllm
+
+_MEMORY: Final = Path("/dev/shm")
+_WHO: Final = "VLLMEngine.update_weights"
 
 
 def expected_weights(model_config: Any) -> ExpectedWeights:
@@ -37,8 +44,9 @@ def check_updatable(llm_engine: Any) -> None:
     found = [obstacle for obstacle, there in obstacles.items() if there]
     if found:
         raise RuntimeError(
-            f"VLLMEngine.update_weights: {found[0]}, which it cannot update. Build the "
-            "engine from whole weights, in this process alone."
+            f"VLLMEngine.update_weights: {found[0]}, which whole weights cannot update. Build the "
+            "engine from whole weights, in this process alone; one with enable_lora is pushed "
+            "models with LoRA adapters."
         )
 
 
@@ -89,3 +97,68 @@ def _repack(model: torch.nn.Module, embedding_class: type) -> None:
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if experts is not None:
             experts.process_weights_after_loading(module)
+
+
+class ServedAdapters:
+    """Adapters under names of their own, so that no request meets another version's.
+
+    A request keeps the adapter that it began with to its end; what none uses is let go when the
+    next one comes.
+
+    Args:
+        llm_engine: of vLLM, with ``enable_lora``.
+    """
+
+    def __init__(self, llm_engine: Any) -> None:
+        self._llm_engine = llm_engine
+        self._max_rank: int = llm_engine.vllm_config.lora_config.max_lora_rank
+        self._own = expected_weights(llm_engine.vllm_config.model_config).own
+        where = _MEMORY if _MEMORY.is_dir() else None
+        self._folder = tempfile.TemporaryDirectory(prefix="adapters-", dir=where)
+        self._loaded: dict[int, Any] = {}
+        self._count = 0
+        self.current: Any = None
+        """What new requests get; ``None`` for the model as it is."""
+
+    def load(self, weights: AdapterWeights, version: int) -> None:
+        """Serve other adapters to requests that come from now on; between two steps.
+
+        Raises:
+            UpdateRefused: the engine can't apply them; those before keep serving.
+        """
+        faults = weights.faults(self._own)
+        if not faults and weights.rank > self._max_rank:
+            faults = [
+                f"adapters of rank {weights.rank}, but the engine was built with max_lora_rank="
+                f"{self._max_rank}: give it a larger one"
+            ]
+        refuse(faults, who=_WHO)
+        self._count += 1
+        folder = Path(self._folder.name) / str(self._count)
+        folder.mkdir()
+        weights.save(folder)
+        request = adapter_request(f"version-{version}", self._count, str(folder))
+        try:
+            self._llm_engine.add_lora(request)
+        except Exception as error:  # its own check of names and shapes
+            self._drop(self._count, folder)
+            refuse([f"vLLM can't apply these adapters: {error}"], who=_WHO)
+        self._loaded[self._count] = request
+        self.current = request
+        self._let_go()
+
+    def _let_go(self) -> None:
+        requests = self._llm_engine.engine_core.engine_core.scheduler.requests.values()
+        used = {each.lora_request.lora_int_id for each in requests if each.lora_request}
+        for number, request in list(self._loaded.items()):
+            if number not in used and request is not self.current:
+                del self._loaded[number]
+                self._drop(number, Path(request.lora_path))
+
+    def _drop(self, number: int, folder: Path) -> None:
+        self._llm_engine.remove_lora(number)
+        shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._folder.cleanup()

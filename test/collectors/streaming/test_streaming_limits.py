@@ -3,11 +3,13 @@
 import asyncio
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, OnPolicy, StreamingCollector, Wait
+from collectors.streaming.checks import check_adapters
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.engines.batching_engine import BatchingEngine
@@ -137,3 +139,12 @@ def test_reward_functions_are_told_how_many_steps_there_were(
     assert functions.trainer_state.global_step == len(steps) == 3
     if isinstance(staleness, OnPolicy):  # each group is scored between two steps
         assert steps == [0, 1, 2]
+
+
+def test_an_engine_draws_from_all_versions_of_adapters_that_may_be_in_flight():
+    engine = SimpleNamespace(max_adapters=3)
+    check_adapters(engine, Wait(max_staleness=1))
+    check_adapters(engine, OnPolicy())
+    check_adapters(SimpleNamespace(), Wait(max_staleness=4))
+    with pytest.raises(ValueError, match=r"4 versions may.*3 sets .*max_loras=4"):
+        check_adapters(engine, Wait(max_staleness=2))
