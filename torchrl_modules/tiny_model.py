@@ -73,9 +73,8 @@ def train_tokenizer(
         additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.add_tokens([token for token in CONTROL_TOKENS if "tool" in token])
-    tokenizer.add_tokens(
-        [AddedToken(phrase, single_word=True, normalized=False) for phrase in phrases]
-    )
+    for phrase in phrases:
+        tokenizer.add_tokens(AddedToken(phrase, single_word=True, normalized=False))
     return tokenizer
 
 

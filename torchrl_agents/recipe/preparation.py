@@ -125,8 +125,9 @@ def _make_task(
     defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained)
     if cfg.policy.model is None:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
-        if "warm_start.num_steps" in defaults and not task.demonstrations:
-            defaults["warm_start.num_steps"] = 0
+        if "warm_start.num_steps" in defaults:
+            own = task.num_warm_steps or defaults["warm_start.num_steps"]
+            defaults["warm_start.num_steps"] = own if task.demonstrations else 0
     fill_in(cfg, defaults)
     return task
 

@@ -5,6 +5,8 @@
 
 from typing import Any, Final
 
+NUM_WARM_STEPS: Final = 1000
+"""Steps of the warm start."""
 EASY: Final[dict[str, dict[str, Any]]] = {
     "binary_matrix": {"min_n": 3, "max_n": 4},
     "complex_arithmetic": {

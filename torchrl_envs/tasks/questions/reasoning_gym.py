@@ -14,7 +14,7 @@ from torchrl_data.conversation.conversations import Message
 from torchrl_envs.tasks.task import Row, Task, split_rows
 
 from .demonstrations import common_phrases, demonstrations_with_slips
-from .easy import easy_settings
+from .easy import NUM_WARM_STEPS, easy_settings
 
 _PLAIN: Final = (int, float, str, bool, type(None))
 
@@ -157,7 +157,8 @@ def question_task(
             train, num_demonstrations, right_fraction=right_fraction, rng=random.Random(seed)
         ),
         max_turns=1,
-        max_new_tokens=max(len(row["answer"].encode()) for row in train) + 1,
+        max_new_tokens=max(len(row["answer"].encode()) for row in rows) + 1,
+        num_warm_steps=NUM_WARM_STEPS if level == "easy" else None,
         final_answer=_answer,
         isolated=r"[\s\S]",
         phrases=common_phrases(train),
