@@ -229,6 +229,7 @@ def generate_rollout_completions(
 
     Raises:
         TypeError: a prompt is neither.
+        ValueError: a prompt holds images.
     """
     policy: LLMWrapperBase = owner.policy
     by_ids = [i for i, prompt in enumerate(prompts) if _is_ids(prompt)]
@@ -237,6 +238,11 @@ def generate_rollout_completions(
     if by_messages:
         chats = Conversations.from_messages([prompt_messages(prompts[i]) for i in by_messages])
         encoded = policy.encoder.encode_waiting(chats)
+        if any(encoded.images(k) for k in range(len(encoded))):
+            raise ValueError(
+                "generate_rollout_completions: a prompt holds images, and what a rollout_func "
+                "gives back has none. Use an environment (ChatEnv, EnvironmentTools) instead."
+            )
         ids |= {i: encoded.ids(k) for k, i in enumerate(by_messages)}
     order = range(len(prompts))
     generations = policy.engine.generate([ids[i] for i in order], policy.sampling)

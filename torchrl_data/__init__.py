@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .templates.control_tokens import ControlTokenGuard
     from .templates.demonstrations import encode_demonstrations
     from .templates.encoder import ConversationEncoder
+    from .templates.image_processor import ImageProcessor
     from .templates.registry import (
         add_chat_template,
         builtin_template,
@@ -51,6 +52,7 @@ _HOME = {
     "ContentBase": "conversation.content",
     "ControlTokenGuard": "templates.control_tokens",
     "ConversationEncoder": "templates.encoder",
+    "ImageProcessor": "templates.image_processor",
     "ConversationRecord": "conversation.record",
     "Conversations": "conversation.conversations",
     "EncodedMessages": "conversation.record",
@@ -103,6 +105,7 @@ __all__ = [
     "Conversations",
     "EncodedMessages",
     "History",
+    "ImageProcessor",
     "LogProbs",
     "Masks",
     "MissingEntryError",

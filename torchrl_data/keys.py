@@ -44,6 +44,10 @@ ASSISTANT_MASK: Final = (MASKS, "all_assistant_mask")
 REF_LOG_PROBS_FULL: Final = ("next", "ref_log_probs", FULL)
 """Log-probs under a reference model, float32, aligned with tokens. Written by ``RetrieveKL``."""
 
+IMAGES: Final = "images"
+"""``{"data": [...]}`` per row: its images in order, in base 64; rows without images lack it.
+Written beside the tokens, by the policy and the collector."""
+
 QUERY: Final = "query"
 """What starts a conversation: a string or a list of messages per row. Written by data loading."""
 TOOLS: Final = "tools"

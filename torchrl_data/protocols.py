@@ -3,7 +3,9 @@
 Shape legend: N packed tokens, B sequences, K target tokens (the ``True`` entries of a mask).
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -23,7 +25,8 @@ class TokenScores(NamedTuple):
 class TokenScorer(Protocol):
     """Something that gives the log-probability of tokens in packed sequences.
 
-    ``TransformersWrapper`` is one; a loss takes any.
+    ``TransformersWrapper`` is one; a loss takes any. For batches of which rows have images, one
+    takes ``images=`` too: those of each sequence in order, in base 64.
     """
 
     def score_packed(
@@ -49,3 +52,21 @@ class TokenScorer(Protocol):
             The K scores in packed order.
         """
         ...
+
+
+def image_arguments(
+    scorer: TokenScorer, images: Sequence[Sequence[str]] | None, who: str
+) -> dict[str, Any]:
+    """What ``score_packed`` is told of the images of its sequences; nothing where there are none.
+
+    Raises:
+        TypeError: there are images, and the scorer takes none.
+    """
+    if not images or not any(images):
+        return {}
+    if "images" not in inspect.signature(scorer.score_packed).parameters:
+        raise TypeError(
+            f"{who}: {sum(map(bool, images))} of {len(images)} rows have images, and score_packed "
+            f"of {type(scorer).__name__} takes none. Score with TransformersWrapper(processor=...)."
+        )
+    return {"images": images}

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .tools.function_tools import FunctionTools
     from .tools.mcp_tools import MCPToolTransform
     from .tools.python_interpreter import PythonInterpreter
+    from .tools.step_environments import StepEnvironments
     from .transforms.drop_reasoning import DropReasoning
     from .transforms.fold_context import FoldContext
     from .transforms.policy_version import PolicyVersion
@@ -105,6 +106,7 @@ _HOMES = {
     "SandboxLimits": "torchrl_envs.sandbox",
     "SandboxResult": "torchrl_envs.sandbox",
     "SandboxSession": "torchrl_envs.sandbox",
+    "StepEnvironments": "torchrl_envs.tools.step_environments",
     "StepCounter": "torchrl.envs.transforms",
     "TemplateTransform": "torchrl_envs.transforms.tokenizer",
     "TokenBudget": "torchrl_envs.transforms.token_budget",
@@ -176,6 +178,7 @@ __all__ = [
     "SandboxResult",
     "SandboxSession",
     "StepCounter",
+    "StepEnvironments",
     "TemplateTransform",
     "TokenBudget",
     "Tokenizer",

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.images import described, images_of
 from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.display.display_text import token_texts, visible
 from torchrl_data.keys import (
@@ -102,8 +103,8 @@ class RowReader:
             total_tokens=len(mask),
             tool_calls=[RecordedToolCall(**call) for call in calls],
             num_tool_errors=0 if errors is None else int(errors),
-            messages=conversation.messages(0),
-            row=read_objects(row, ROW)[0],
+            messages=described(conversation.messages(0)),
+            row=described(read_objects(row, ROW)[0]),
             logged=logged,
             tokens=tokens,
         )
@@ -207,11 +208,13 @@ def row_key(row: TensorDictBase) -> tuple[int, int]:
 
 
 def prompt_of(row: TensorDictBase) -> tuple[str, str]:
-    """A digest of the prompt's tokens, and the beginning of its last message."""
+    """A digest of the prompt's tokens and images, and the beginning of its last message."""
     conversation = conversation_of(row)
     ids = conversation.ids(0)[: conversation.num_tokens_before_policy(0)]
-    digest = blake2b(json.dumps(ids).encode(), digest_size=6).hexdigest()
     messages = conversation.messages(0)[: conversation.first_response(0)]
+    images = images_of(messages)
+    shown = [ids, images] if images else ids
+    digest = blake2b(json.dumps(shown).encode(), digest_size=6).hexdigest()
     return digest, _beginning(messages)
 
 

@@ -120,7 +120,7 @@ class GroupSummary:
 
     group_id: str
     prompt_id: str
-    """A digest of the prompt's tokens: equal wherever the prompt is the same."""
+    """A digest of the prompt's tokens and images: equal wherever the prompt is the same."""
     prompt: str
     """The beginning of its last message."""
     rewards: list[float | None]

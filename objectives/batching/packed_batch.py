@@ -6,7 +6,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from objectives.keys import TokenKeys
 from torchrl_data.errors import MissingEntryError, require_entries
 from torchrl_data.ragged.packed import sequence_index
-from torchrl_data.ragged.reading import Rows, first_entries, read_rows
+from torchrl_data.ragged.reading import Rows, first_entries, read_images, read_rows
 
 MaskingStrategy = Literal["assistant", "response", "all"]
 MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")
@@ -57,6 +57,8 @@ class PackedBatch:
     """bool ``[B]``: the row was unfit to be trained, and has no trained token any more."""
     weights: Tensor | None = None
     """float32 ``[K]``: what each token's terms are multiplied by; None for 1."""
+    images: Sequence[Sequence[str]] | None = None
+    """Of each row in order, in base 64; None where no row has any."""
 
     @property
     def num_targets(self) -> int:
@@ -91,6 +93,7 @@ class PackedBatch:
             entries={name: value[targets] for name, value in self.entries.items()},
             left_out=self.left_out[rows],
             weights=None if self.weights is None else self.weights[targets],
+            images=self.images and [self.images[row] for row in rows.tolist()],
         )
 
     def leave_out(self, rows: Tensor) -> PackedBatch:
@@ -185,6 +188,7 @@ class PackedBatch:
             entries={name: value[trained] for name, value in self.entries.items()},
             left_out=self.left_out[first:last],
             weights=None if self.weights is None else self.weights[trained],
+            images=self.images and self.images[first:last],
         )
 
 
@@ -330,4 +334,5 @@ def pack_batch(
         sampled=assistant[target_mask].to(device),
         entries={name: value[target_mask].to(device) for name, value in entries.items()},
         left_out=torch.zeros_like(lengths, dtype=torch.bool).to(device),
+        images=read_images(batch),
     )

@@ -21,6 +21,11 @@ def equal_shares(batch: PackedBatch, size: int, *, max_tokens: int) -> list[list
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be a positive number, got {max_tokens}.")
+    if batch.images and any(batch.images):
+        raise ValueError(
+            f"{sum(map(bool, batch.images))} of {batch.num_rows} rows have images, which are not "
+            "dealt out to ranks. Train a vision-language model in one process."
+        )
     lengths = batch.lengths.tolist()
     each = 1
     while (most := smallest_bound(lengths, size * each)) > max_tokens:
@@ -79,7 +84,7 @@ def from_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> list[Pa
         parts.setdefault(index, {})[rest] = tensors[name].to(device)
     return [
         PackedBatch(
-            **{name: named[name] for name in _FIELDS},
+            **{name: named[name] for name in _FIELDS},  # pyright: ignore[reportArgumentType]
             entries={
                 name.removeprefix("entries."): value
                 for name, value in named.items()

@@ -23,7 +23,7 @@ from objectives.batching.packed_batch import (
 )
 from objectives.batching.ranks import Ranks
 from objectives.keys import TokenKeys
-from torchrl_data.protocols import TokenScorer, TokenScores
+from torchrl_data.protocols import TokenScorer, TokenScores, image_arguments
 from torchrl_data.validation import check_type
 
 from .token_options import TokenOptions, aggregation_name
@@ -218,12 +218,14 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         trained = batch.target_lengths > 0  # a scorer takes no empty rows
         if not bool(trained.all()):
             batch = batch.take_rows(trained)
-        scores = self.actor_network.score_packed(
+        actor: Any = self.actor_network
+        scores: TokenScores = actor.score_packed(
             batch.ids,
             batch.lengths,
             batch.target_mask,
             temperature=self.temperature,
             entropy=entropy,
+            **image_arguments(actor, batch.images, self._get_name()),
         )
         scores = scores._replace(log_prob=F.at_least_float32(scores.log_prob))
         if self.on_scores is not None:

@@ -1,6 +1,7 @@
 """Settings of distillation, typed, with what they mean; ``distillation.py --help`` shows all."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from teachers import TeacherConfig
 
@@ -25,5 +26,11 @@ class DistillationConfig(RolloutsConfig):
     """Settings of ``distillation.py``."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    teachers: Any = None
+    """Several instead, by name: {a: {model: A, weight: 2}, b: {model: B, url: http://...}}. They
+    teach as a mixture of their distributions; weight is 1 where it is not given."""
+    teacher_column: str | None = None
+    """A column of the data that names each row's teacher, in place of a mixture; environment, for
+    task=multi_env."""
     collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(group_size=4))
     train: DistillationTrainConfig = field(default_factory=DistillationTrainConfig)

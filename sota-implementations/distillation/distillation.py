@@ -3,6 +3,7 @@ r"""On-policy distillation: a teacher judges each token that the student samples
 torchrl-agents distillation teacher.model=outputs/sft/gcd/seed0        # the embedded model
 torchrl-agents distillation task=gsm8k task.dataset=rows.jsonl \
         policy.model=Qwen/Qwen3-0.6B teacher.model=Qwen/Qwen3-8B teacher.url=http://host:8000/v1
+torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_column=topic
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
@@ -14,13 +15,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from config import DistillationConfig
-from teachers import build_teacher, check_teacher
+from panel import TEACHER, Panel
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import GRPOLoss
 from torchrl_agents.recipe.collection import build_collector
-from torchrl_agents.recipe.preparation import Setup, load_policies
+from torchrl_agents.recipe.preparation import Setup, build_task, load_policies
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.stop import StopSignals
@@ -32,7 +33,6 @@ from torchrl_agents.training.parallel import share_model
 from torchrl_agents.training.trainer import Rollouts, Step, Trainer
 from torchrl_agents.training.updates import Updates
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
-from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import TransformersWrapper
 
 
@@ -50,6 +50,18 @@ def build_updates(
     return Updates(cfg, actor, loss, folder, crew)
 
 
+def build_panel(cfg: DistillationConfig) -> Panel:
+    """Who teaches."""
+    return Panel(cfg.teacher, cfg.teachers, cfg.teacher_column)
+
+
+def build(recipe: Recipe, cfg: DistillationConfig, settings: dict) -> Setup:
+    """The task and its environments; each row has a teacher."""
+    setup = build_task(recipe, cfg, settings)
+    build_panel(cfg).check_rows(setup.env)
+    return setup
+
+
 RECIPE = Recipe(
     name="distillation",
     summary="On-policy distillation: a teacher judges each token that the student samples.",
@@ -59,10 +71,8 @@ RECIPE = Recipe(
     updates=build_updates,
     groups={},
     needs_groups=False,
-    required=("teacher.model",),
-    parts=lambda cfg: {"teacher": lambda: check_teacher(cfg.teacher, cfg.policy)},
+    parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
 )
-TEACHER = ("next", "teacher_log_probs", "full")
 
 
 def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
@@ -70,22 +80,19 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
     with log.phase("loading the teacher"):
         longest = policy.engine.max_model_len
-        teacher = build_teacher(cfg.teacher, actor, cfg.policy, max_model_len=longest)
-    score = RetrieveLogProb(
-        teacher, log_probs_full_key=TEACHER[1:], temperature=cfg.policy.temperature
-    )
+        teachers = build_panel(cfg).load(actor, cfg.policy, max_model_len=longest)
 
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     def judge(trajectories: TensorDictBase) -> TensorDictBase:
         """Give each sampled token its advantage."""
-        rows = score(trajectories).unbind(0)
+        rows = teachers.judge(trajectories)
         masks = [row[ASSISTANT_MASK] for row in rows]
         # A = log q(token) - log p(token), q the teacher and p the student that sampled it.
         # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it.
         verdicts = torch.cat(
             [
-                (row[TEACHER] - row[LOG_PROBS_FULL])[mask]
+                (row["next", *TEACHER] - row[LOG_PROBS_FULL])[mask]
                 for row, mask in zip(rows, masks, strict=True)
             ]
         )
@@ -105,8 +112,15 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
     def kl_to_teacher(step: Step) -> dict[str, float]:
         assert step.trained is not None
         rows = step.trained.unbind(0)
-        verdicts = torch.cat([row[ADVANTAGE][row[ASSISTANT_MASK]] for row in rows])
-        return {"kl_to_teacher": -float(verdicts.mean())}
+        of_rows = [-row[ADVANTAGE][row[ASSISTANT_MASK]].flatten() for row in rows]
+        told = {"kl_to_teacher": float(torch.cat(of_rows).mean())}
+        by_name: dict[str, list] = {}
+        for row, values in zip(rows, of_rows, strict=True):
+            by_name.setdefault(teachers.name_of(row), []).append(values)
+        for name, values in by_name.items():
+            if name:
+                told[f"kl_to_teacher/{name}"] = float(torch.cat(values).mean())
+        return told
 
     trainer = Trainer(
         cfg=cfg,
@@ -124,4 +138,4 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
 
 
 if __name__ == "__main__":
-    run_recipe(RECIPE, main)
+    run_recipe(RECIPE, main, build)

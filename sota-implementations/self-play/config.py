@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from opponents import OpponentsConfig
+
 from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, TrainConfig
 
 
@@ -25,3 +27,4 @@ class SelfPlayConfig(RolloutsConfig):
         default_factory=lambda: CollectorConfig(num_prompts=128, group_size=2)
     )
     train: SelfPlayTrainConfig = field(default_factory=SelfPlayTrainConfig)
+    opponents: OpponentsConfig = field(default_factory=OpponentsConfig)

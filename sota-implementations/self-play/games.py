@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
+from opponents import OpponentPool
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from collectors import LLMCollector
@@ -27,6 +28,10 @@ AGENT: Final = "agent"
 """The entry of a row that says which seat it is, int64 ``[1]``."""
 WIN: Final = "win"
 """The name of the reward: 1 for a game that was won, else 0."""
+PAST: Final = "past_opponent"
+"""The entry of a row that says whether a past version played the other seat, int64 ``[1]``."""
+WIN_AGAINST_PAST: Final = "win_against_past"
+"""The same as the reward, of those rows alone; a metric."""
 
 
 class Game(Protocol):
@@ -60,6 +65,7 @@ class GameCollector(LLMCollector):
         env: of the task: its data, drawn in groups of two, and the tools that it shows.
         policy: plays.
         make_game: from a row of the data.
+        opponents: past versions of the policy, which play some games.
         **kwargs: see :class:`~collectors.LLMCollector`.
     """
 
@@ -68,10 +74,12 @@ class GameCollector(LLMCollector):
         env: TaskEnv,
         policy: LLMWrapperBase,
         make_game: Callable[[Mapping[str, Any]], Game],
+        opponents: OpponentPool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(env, policy, **kwargs)
         self._make_game = make_game
+        self._opponents = opponents
         self._source = next(env.transforms_of(EnvironmentTools))
         (self._tools,) = self._source.tools.values()
 
@@ -79,8 +87,11 @@ class GameCollector(LLMCollector):
         runner = self.env.runner
         episodes = [Episode(row) for row in range(self.env.batch_size.numel())]
         runner.draw(episodes)
+        past: Mapping[int, int] = {}  # the seat of a past version, by the number of the game
+        if self._opponents is not None:
+            past = self._opponents.draw(len(episodes) // SEATS)
         try:
-            self._play(episodes)
+            self._play(episodes, past)
         finally:
             runner.close(episodes)
         batch = TensorDict({}, batch_size=[len(episodes)])
@@ -88,12 +99,14 @@ class GameCollector(LLMCollector):
         write_flags(batch, episodes)
         write_rewards(batch, episodes, [WIN], dense=False)
         write_episodes(batch, episodes, loads_data=True, has_tools=True)
-        rows = [row for own in trajectory_rows(batch, range(len(episodes))) for row in own]
-        for number, row in enumerate(rows):
+        own = [n for n in range(len(episodes)) if past.get(n // SEATS) != n % SEATS]
+        rows = [row for rows in trajectory_rows(batch, own) for row in rows]
+        for number, row in zip(own, rows, strict=True):
             row.set(AGENT, torch.tensor([number % SEATS]))
+            row.set(PAST, torch.tensor([int(number // SEATS in past)]))
         return lazy_stack(rows), len(episodes)
 
-    def _play(self, episodes: Sequence[Episode]) -> None:
+    def _play(self, episodes: Sequence[Episode], past: Mapping[int, int]) -> None:
         """Take all games to their ends."""
         tables = [episodes[i : i + SEATS] for i in range(0, len(episodes), SEATS)]
         games = [self._make_game(seats[0].example or {}) for seats in tables]
@@ -101,16 +114,26 @@ class GameCollector(LLMCollector):
             for episode in seats:
                 self._open(episode, game)
         while going := [i for i, game in enumerate(games) if not game.is_over]:
-            moving = [tables[i][games[i].turn] for i in going]
-            _, full, reasons = self.policy.respond(
-                Conversations.cat([episode.conversation for episode in moving])
-            )
-            for i, number, episode in zip(going, range(len(going)), moving, strict=True):
-                episode.conversation, episode.finish_reason = full.row(number), reasons[number]
-                episode.num_turns += 1
-                self._move(games[i], tables[i], episode)
-        for game, seats in zip(games, tables, strict=True):
-            _score(game, seats)
+            theirs = [i for i in going if past.get(i) == games[i].turn]
+            ours = [i for i in going if past.get(i) != games[i].turn]
+            self._speak(self.policy, [tables[i][games[i].turn] for i in ours])
+            if self._opponents is not None:
+                self._speak(self._opponents.policy, [tables[i][games[i].turn] for i in theirs])
+            for i in going:
+                self._move(games[i], tables[i], tables[i][games[i].turn])
+        for number, (game, seats) in enumerate(zip(games, tables, strict=True)):
+            _score(game, seats, is_against_past=number in past)
+
+    def _speak(self, policy: LLMWrapperBase, episodes: Sequence[Episode]) -> None:
+        """Take a turn in each."""
+        if not episodes:
+            return
+        _, full, reasons = policy.respond(
+            Conversations.cat([episode.conversation for episode in episodes])
+        )
+        for number, episode in enumerate(episodes):
+            episode.conversation, episode.finish_reason = full.row(number), reasons[number]
+            episode.num_turns += 1
 
     def _open(self, episode: Episode, game: Game) -> None:
         if self._source.show_schemas:
@@ -143,7 +166,7 @@ class GameCollector(LLMCollector):
             self._open(other, game)
 
 
-def _score(game: Game, seats: Sequence[Episode]) -> None:
+def _score(game: Game, seats: Sequence[Episode], *, is_against_past: bool) -> None:
     failed = next((episode.stop_reason for episode in seats if episode.is_truncated), "")
     for seat, episode in enumerate(seats):
         if failed:
@@ -153,4 +176,7 @@ def _score(game: Game, seats: Sequence[Episode]) -> None:
         episode.terminate(ANSWERED)
         episode.score = Score()
         if episode.num_turns:  # or the other one lost before
-            episode.score.add(WIN, RowReward(float(game.winner == seat)))
+            won = RowReward(float(game.winner == seat))
+            episode.score.add(WIN, won)
+            if is_against_past:
+                episode.score.add(WIN_AGAINST_PAST, won, weight=0.0, scores=False)

@@ -12,7 +12,9 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from config import SelfPlayConfig
-from games import SEATS, GameCollector
+from games import AGENT, PAST, SEATS, GameCollector
+from opponents import OpponentPool, check_opponents
+from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import GRPOLoss, MCAdvantage, RoleBaseline
@@ -43,8 +45,22 @@ def build_updates(
 
 
 def build_baseline(cfg: SelfPlayConfig) -> MCAdvantage:
-    """The advantages of both seats, each row by itself."""
-    return MCAdvantage(SEATS, estimator=RoleBaseline(decay=cfg.train.baseline_decay))
+    """The advantages of both seats, each row by itself: a past version's seat has no row."""
+    roles = (AGENT, PAST)  # it wins more often against the past than against itself
+    return MCAdvantage(1, estimator=RoleBaseline(by=roles, decay=cfg.train.baseline_decay))
+
+
+def check_parts(cfg: SelfPlayConfig) -> dict:
+    """What is tried without a model."""
+    return {
+        "train.baseline_decay": lambda: build_baseline(cfg),
+        "opponents": lambda: check_opponents(cfg.opponents, engine=cfg.engine.name),
+    }
+
+
+def rows_of_seats(trajectories: TensorDictBase) -> TensorDictBase:
+    """What goes into the buffer: rows that are in no group, as they are."""
+    return trajectories
 
 
 def build(recipe: Recipe, cfg: SelfPlayConfig, settings: dict) -> Setup:
@@ -69,7 +85,7 @@ RECIPE = Recipe(
     embedded={"warm_start.num_steps": 300, "optim.learning_rate": 3e-3},
     updates=build_updates,
     needs_groups=False,
-    parts=lambda cfg: {"train.baseline_decay": lambda: build_baseline(cfg)},
+    parts=check_parts,
 )
 
 
@@ -78,6 +94,11 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
     task, env, held_out_env = setup
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
+
+    # Past versions play a share of the games, each game from the other seat; they are not trained.
+    pool = None
+    if cfg.opponents.every is not None:
+        pool = OpponentPool(cfg.opponents, cfg, actor)
 
     # A = R - b of the seat, then b <- decay b + (1 - decay) R: who moves first may win more often,
     # and a baseline of both seats together would praise the seat instead of the play.
@@ -91,9 +112,11 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
         env,
         policy,
         task.game,
+        pool,
         replay_buffer=buffer,
-        postproc=shuffle_rewards if cfg.train.shuffle_rewards else None,
+        postproc=shuffle_rewards if cfg.train.shuffle_rewards else rows_of_seats,
     )
+    past = {} if pool is None else {"opponents": pool}
     trainer = Trainer(
         cfg=cfg,
         run=run,
@@ -102,7 +125,8 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
         updates=build_updates(cfg, actor, run.folder, crew),
         data=Rollouts(collector, buffer),
         num_epochs=cfg.train.num_epochs or 1,
-        parts={"advantage": advantage},
+        parts={"advantage": advantage, **past},
+        measure=(lambda _: {}) if pool is None else pool.after,
     )
     # Each step: play, train on both seats, play with the new weights. The test is against others.
     return learn(RECIPE, trainer, Tests(task, held_out_env, collector), log, stop)

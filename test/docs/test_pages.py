@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -68,6 +69,9 @@ def folder(tmp_path_factory, chatml_tokenizer, make_tiny_model):
     for model in MODELS:
         chatml_tokenizer.save_pretrained(path / model)
         make_tiny_model(max_position_embeddings=4096, head_dim=32).save_pretrained(path / model)
+    vision = runpy.run_path(str(ROOT / "test/images/vision_models.py"))["llava"]()
+    for part in vision:
+        part.save_pretrained(path / "llava-hf/llava-1.5-7b-hf")
     _write_rows(path / "rows.jsonl", ROWS)
     problems = [{"question": row["prompt"], "answer": f"#### {row['answer']}"} for row in ROWS]
     _write_rows(path / "path/to/data/train.jsonl", problems)

@@ -1,22 +1,28 @@
 """Self-play: the rules of the game, the rows of both seats, and a run that learns."""
 
+import copy
 import json
 import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import MCAdvantage, RoleBaseline
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig
 from torchrl_data import read_conversations
 from torchrl_data.keys import FULL
 from torchrl_envs.tasks.games.nim import NimGame, is_won, perfect_move, random_move
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 
 @given(st.integers(1, 30), st.integers(0, 99))
@@ -104,6 +110,105 @@ def test_both_seats_of_a_game_are_rows(script, scripted, call_text):
     assert [value for seat, value in seats if seat == 0] == [1.0, 0.5, -0.75]
     assert not any(value for seat, value in seats if seat == 1)
     env.close()
+
+
+def test_a_past_version_plays_its_seat_and_is_not_trained(script, scripted, call_text):
+    """Two games from 5: in the first the past takes the second seat, the other one is self-play."""
+    script("self-play")
+    games = sys.modules["games"]
+    task = make_task("nim", num_held_out=2, num_demonstrations=4, num_rows=8)
+    rows = [{**task.train_rows[0], "heap": heap} for heap in (5, 6)]
+    env = TaskEnv(replace(task, train_rows=rows), num_envs=4, repeats=2, shuffle=False)
+    take = {n: call_text("take", n=n) for n in (1, 2, 3)}
+    now = scripted({"has 5.": [take[1], take[1]], "has 6.": [take[3]], "has 3.": [take[3]]})
+    past = scripted({"has 4.": [take[2]], "has 1.": ["I resign"]})  # 5 - 1 - 2 - 1
+    pool = SimpleNamespace(draw={2: {0: 1}}.get, policy=past)
+    collector = games.GameCollector(env, now, task.game, pool)
+    batch = collector.collect()
+    assert batch["agent"].flatten().tolist() == [0, 0, 1]
+    assert batch["past_opponent"].flatten().tolist() == [1, 0, 0]
+    assert batch["reward"].flatten().tolist() == [1, 0, 1]
+    assert batch["rewards", "win_against_past"].flatten().tolist()[0] == 1.0
+    assert batch["rewards", "win_against_past"].flatten().isnan().tolist() == [False, True, True]
+    said = read_conversations(batch[0], FULL, who="test").messages(0)
+    assert [m["content"] for m in said][1:] == [take[1], "The heap has 2.", take[1]]
+    env.close()
+
+
+def test_the_pool_of_past_versions(script):
+    """Every second step, two of them; who plays follows from the seed and the step."""
+    script("self-play")
+    opponents = sys.modules["opponents"]
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(["The heap has 7."], vocab_size=300)
+    actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)
+    run = RecipeConfig(policy=PolicyConfig(max_new_tokens=4))
+    cfg = opponents.OpponentsConfig(every=2, max_size=2, share=0.5)
+    pool = opponents.OpponentPool(cfg, run, actor)
+
+    def bias(model):  # one of its weights, of which each version has a value of its own
+        return next(model.parameters()).flatten()[0].item()
+
+    kept, seen = [pool.steps], set()
+    weight_after = {0: bias(actor.model)}
+    for number in range(1, 7):
+        seats = pool.draw(6)
+        assert len(seats) == 3
+        assert set(seats.values()) == {0, 1}
+        played_by = bias(pool.policy.model)
+        assert played_by in [weight_after[step] for step in pool.steps]
+        seen.add(played_by)
+        with torch.no_grad():
+            next(actor.model.parameters()).fill_(float(number))
+        assert bias(pool.policy.model) == played_by, "what is trained is another model"
+        pool.after(SimpleNamespace(number=number))
+        weight_after[number] = float(number)
+        kept.append(pool.steps)
+        if number == 3:
+            state = copy.deepcopy(pool.state_dict())
+            expected = (pool.draw(6), bias(pool.policy.model))
+    assert kept == [[0], [0], [0, 2], [0, 2], [2, 4], [2, 4], [4, 6]]
+    assert len(seen) > 1
+    later = opponents.OpponentPool(cfg, run, actor)
+    later.load_state_dict(state)
+    assert later.steps == [0, 2]
+    assert (later.draw(6), bias(later.policy.model)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("opponents.share=0.2",), "set opponents.every"),
+        (("opponents.every=2", "opponents.share=0"), "share must be above 0"),
+        (("opponents.every=0",), "at least 1, got 0"),
+        (("opponents.every=2", "engine=vllm"), "take engine=transformers, not vllm"),
+    ],
+)
+def test_opponents_that_can_not_be(settings, words, run_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=words):
+        run_recipe("self-play", *settings)
+
+
+@pytest.mark.slow
+def test_a_run_against_past_versions_goes_on_as_it_would_have(run_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common = ("debug=tiny", "logger=none", "evaluate.num_shown=0", "evaluate.num_prompts=4")
+    common += ("warm_start.num_steps=40", "task.num_demonstrations=256", "task.largest=8")
+    common += ("optim.schedule=constant", "opponents.every=1", "opponents.max_size=2")
+
+    def metrics(*arguments):
+        folder = Path(run_recipe("self-play", *common, *arguments)["output_dir"])
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        timed = ("time/", "throughput/")
+        return [{k: v for k, v in x.items() if not k.startswith(timed)} for x in lines]
+
+    whole = metrics("name=whole", "train.num_steps=4")
+    first = metrics("name=cut", "train.num_steps=2")
+    assert metrics("resume=outputs/self_play/nim/cut-001", "train.num_steps=4") == whole
+    assert first == whole[:2]
+    assert [line["opponents"] for line in whole] == [2.0] * 4
+    assert all("rewards/win_against_past/mean" in line for line in whole)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) on the model that is trained, by PEFT."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -132,10 +132,11 @@ class WithoutAdapters(TokenScorer):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> TokenScores:
         """As the actor does, its adapters off meanwhile."""
         model: Any = self._actor.model
         with model.disable_adapter(), torch.no_grad():
             return self._actor.score_packed(
-                ids, lengths, target_mask, temperature=temperature, entropy=entropy
+                ids, lengths, target_mask, temperature=temperature, entropy=entropy, images=images
             )

@@ -15,7 +15,7 @@ from torchrl_agents.settings.schema import CheckpointConfig
 
 from .earlier_run import CHECKPOINTS
 
-UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "reference")
+UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "opponents", "reference")
 
 
 class Checkpoints:

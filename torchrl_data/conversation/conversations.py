@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .images import images_of, with_plain_images
 from .messages import Message
 from .record import ConversationRecord, EncodedMessages, Position, Source, Turn
 
@@ -58,7 +59,7 @@ class Conversations:
         records = []
         for messages, schemas in zip(rows, tools, strict=True):
             record = ConversationRecord(schemas)
-            record.messages.extend(messages)
+            record.messages.extend(map(with_plain_images, messages))
             records.append(record)
         return cls(records)
 
@@ -182,6 +183,11 @@ class Conversations:
         position = self._positions[row]
         return self._records[row].messages[position.num_encoded : position.num_messages]
 
+    def images(self, row: int) -> list[str]:
+        """The images of a row that have their tokens, in order, in base 64."""
+        position = self._positions[row]
+        return images_of(self._records[row].messages[: position.num_encoded])
+
     def last_message(self, row: int) -> Message:
         """The newest message of a row."""
         return self._records[row].messages[self._positions[row].num_messages - 1]
@@ -266,7 +272,7 @@ class Conversations:
         for i, messages in enumerate(rows):
             if messages:
                 records[i] = record = self._writable(i)
-                record.messages.extend(messages)
+                record.messages.extend(map(with_plain_images, messages))
                 positions[i] = positions[i]._replace(num_messages=len(record.messages))
         return type(self)(records, positions)
 
@@ -281,7 +287,7 @@ class Conversations:
             if messages is not None:
                 position = positions[i]
                 record = records[i].copy_prefix(position.num_tokens, position.num_encoded)
-                record.messages.extend(messages)
+                record.messages.extend(map(with_plain_images, messages))
                 records[i] = record
                 positions[i] = position._replace(num_messages=len(record.messages))
         return type(self)(records, positions)
@@ -354,9 +360,14 @@ def _row_indices(index: int | slice | Sequence[int] | Tensor, size: int) -> list
 
 
 def continues(later: Conversations, earlier: Conversations) -> bool:
-    """Whether all tokens of one conversation stand at the beginning of another one."""
+    """Whether all tokens of one conversation, and its images, begin another one."""
     old, new = earlier._records[0], later._records[0]
     n = earlier._positions[0].num_tokens
     if later._positions[0].num_tokens < n:
         return False
-    return new is old or (new.ids[:n] == old.ids[:n] and new.sources[:n] == old.sources[:n])
+    if new is old:
+        return True
+    if new.ids[:n] != old.ids[:n] or new.sources[:n] != old.sources[:n]:
+        return False
+    images = earlier.images(0)
+    return later.images(0)[: len(images)] == images

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from torchrl_data.conversation.images import image_label, is_image
 from torchrl_data.conversation.messages import Message
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def message_text(message: Message) -> str:
 
 
 def _part_text(part: Any) -> str:
+    if is_image(part):
+        return image_label(part)
     if isinstance(part, dict):
         return str(part.get("text") or f"[{part.get('type', 'part')}: {part.get('url') or '...'}]")
     return str(part)

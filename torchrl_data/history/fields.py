@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from torchrl_data.conversation.content import ContentBase
+from torchrl_data.conversation.images import with_plain_images
 from torchrl_data.conversation.messages import Message
 
 OPTIONAL: Final = (
@@ -29,7 +30,11 @@ def plain(value: Any) -> Any:
 
 
 def with_plain_parts(message: Any) -> Any:
-    """A message whose parts are dictionaries, where its content holds ``ContentBase``."""
+    """A message whose parts are dictionaries of plain values, where it holds others."""
+    return with_plain_images(_without_content_base(message))
+
+
+def _without_content_base(message: Any) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, ContentBase):
         content = [content]

@@ -3,11 +3,14 @@
 Shape legend: B rows, T tokens of a row.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from torchrl_data.conversation.conversations import Conversations, Source
+from torchrl_data.keys import IMAGES
 
 from .containers import row_group
 
@@ -25,7 +28,7 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         full, int64; ``masks``, a :class:`Masks`, bool; ``log_probs``, a :class:`LogProbs` of
         response and full, float32; ``("policy_versions", "full")``, int64; further values as
         ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
-        for prompt and response, which are its beginning and end.
+        for prompt and response, which are its beginning and end. ``images`` of a row that has any.
     """
     return [_row_tensordict(conversations, i) for i in range(len(conversations))]
 
@@ -48,10 +51,10 @@ def _row_tensordict(conversations: Conversations, row: int) -> TensorDict:
     }
     for name, values in conversations.extra(row).items():
         groups[name] = {"response": values[start:], "full": values}
-    return TensorDict._new_unsafe(
-        {
-            name: row_group(name, TensorDict._new_unsafe(group, batch_size=_NO_BATCH))
-            for name, group in groups.items()
-        },
-        batch_size=_NO_BATCH,
-    )
+    entries: dict[str, Any] = {
+        name: row_group(name, TensorDict._new_unsafe(group, batch_size=_NO_BATCH))
+        for name, group in groups.items()
+    }
+    if images := conversations.images(row):
+        entries[IMAGES] = NonTensorData({"data": images})
+    return TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)

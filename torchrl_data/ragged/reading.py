@@ -18,6 +18,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_data.conversation.object_entries import objects_of_leaf
+from torchrl_data.keys import IMAGES
 
 from .packed import unpack
 
@@ -116,3 +117,21 @@ def _collect_stacked(
         elif not _collect(row, path, values, lengths):
             return False
     return True
+
+
+def read_images(batch: Any) -> list[list[str]] | None:
+    """The images of each row, in order and in base 64; ``None`` where no row has any."""
+    # Rows of a lazy stack are asked one by one: those without images lack the entry.
+    entries = entries_of(batch)
+    if isinstance(entries, LazyStackedTensorDict):
+        found = [read_images(row) for row in entries.unbind(0)]
+        if all(row is None for row in found):
+            return None
+        sizes = [row.batch_size.numel() for row in entries.unbind(0)]
+        lists = [[[]] * n if row is None else row for row, n in zip(found, sizes, strict=True)]
+        return [row for rows in lists for row in rows]
+    leaf = entries.get(IMAGES, None)
+    if leaf is None:
+        return None
+    rows = objects_of_leaf(leaf, entries.batch_size)
+    return [[] if row is None else list(row["data"]) for row in rows]

@@ -11,6 +11,7 @@ from torchrl_data.conversation.conversations import (
     Position,
     Source,
 )
+from torchrl_data.conversation.images import with_plain_images
 from torchrl_data.conversation.messages import Message
 
 from .encoder import ConversationEncoder
@@ -66,7 +67,7 @@ def _record(
         ids, sources = ids[:end], sources[:end]
     record = ConversationRecord(tools)
     record.extend_tokens(ids, sources, [nan if s == Source.MODEL else 0.0 for s in sources])
-    record.messages.extend(chat)
+    record.messages.extend(map(with_plain_images, chat))
     start = len(record.sources[:end].rstrip(bytes([Source.MODEL])))
     n, m = len(record.ids), len(record.messages)
     return record, Position(n, m, m, response_start=start)

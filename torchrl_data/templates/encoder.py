@@ -8,15 +8,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchrl_data.conversation.conversations import Conversations, EncodedMessages
+from torchrl_data.conversation.images import images_of, without_data
 from torchrl_data.conversation.messages import Message, check_messages
 
+from .image_processor import ImageProcessor, with_image_runs
 from .renderer import TemplateRenderer, Tools
-from .runs import ROW_ERRORS, Run, encode_runs, encoded_or_raise, label_pieces, not_sampled
+from .runs import (
+    ROW_ERRORS,
+    Run,
+    encode_runs,
+    encoded_or_raise,
+    label_pieces,
+    not_sampled,
+)
 from .template_cache import CompiledShapes
 from .tools_shown import ToolsNotShownError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 MAX_OPENINGS: Final = 64
 """Sets of tools for which openings are compiled; further ones are rendered."""
@@ -42,10 +51,12 @@ class ConversationEncoder(TemplateRenderer):
         reasoning_in_content: a ``<think>`` block that begins an assistant's content is its
             reasoning, written with the template's own tokens. Otherwise reasoning is what
             ``reasoning_content`` holds, and all content stays content.
+        processor: of a vision-language model, for messages with images; without one a row that
+            has any is refused.
 
     Raises:
         ValueError: the template does not show what the assistant wrote.
-        TypeError: the tokenizer has no fast backend.
+        TypeError: the tokenizer has no fast backend, or the processor processes no images.
     """
 
     def __init__(
@@ -56,7 +67,12 @@ class ConversationEncoder(TemplateRenderer):
         chat_template_name: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         reasoning_in_content: bool = False,
+        processor: "ProcessorMixin | ImageProcessor | None" = None,
     ) -> None:
+        if processor is not None and not isinstance(processor, ImageProcessor):
+            processor = ImageProcessor(processor)
+        self.images: ImageProcessor | None = processor
+        """What images in messages become."""
         super().__init__(
             tokenizer,
             chat_template=chat_template,
@@ -120,13 +136,12 @@ class ConversationEncoder(TemplateRenderer):
         """
         for row, chat in enumerate(chats):
             check_messages(chat, row=row)
-        rows = encode_runs(
-            [
-                self._chat_runs(chat, tools, add_generation_prompt, continue_final_message)
-                for chat in chats
-            ],
-            self.guard,
-        )
+        runs = []
+        for chat in chats:
+            images, shown = self._images_apart(chat)
+            chat_runs = self._chat_runs(shown, tools, add_generation_prompt, continue_final_message)
+            runs.append(with_image_runs(chat_runs, images, self.images))
+        rows = encode_runs(runs, self.guard)
         return [encoded_or_raise(row) for row in rows]
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:
@@ -189,9 +204,22 @@ class ConversationEncoder(TemplateRenderer):
         position = conversations.position(row)
         waiting = conversations.waiting_messages(row)
         check_messages(waiting, first=position.num_encoded, row=row)
+        images, waiting = self._images_apart(waiting)
         if position.num_encoded == 0:
-            return self._opening_runs(waiting, conversations.tools(row))
-        return self._delta_runs(waiting, conversations.last_id(row) == self.end_of_turn_id)
+            runs = self._opening_runs(waiting, conversations.tools(row))
+        else:
+            closed = conversations.last_id(row) == self.end_of_turn_id
+            runs = self._delta_runs(waiting, closed)
+        return with_image_runs(runs, images, self.images)
+
+    def _images_apart(self, messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
+        """The images of messages, and the messages with only their places."""
+        shown = [without_data(message) for message in messages]
+        if all(new is old for new, old in zip(shown, messages, strict=True)):
+            return [], messages
+        if self.images is None:  # the template may have more to say
+            return [""], messages
+        return images_of(messages), shown
 
     def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Text of sampled turns, without the stop token.

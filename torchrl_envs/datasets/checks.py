@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.images import images_of, with_plain_images
 from torchrl_data.conversation.messages import check_messages
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.validation import check_counts, check_not_none
@@ -108,6 +109,7 @@ def prompt_error(row: Mapping[str, Any], column: str) -> str:
     if isinstance(value, list) and value:
         try:
             check_messages(value)
+            images_of(value)
         except (TypeError, ValueError) as error:
             return f"column {column!r}: {error}"
     elif not isinstance(value, str):
@@ -116,6 +118,13 @@ def prompt_error(row: Mapping[str, Any], column: str) -> str:
             f"{type(value).__name__}: {value!r:.80}"
         )
     return "" if is_text(value) else f"column {column!r} is not text: it can't be encoded as UTF-8"
+
+
+def with_plain_prompt(row: Any, column: str) -> dict[str, Any]:
+    """A row whose prompt holds images as plain values: read once for all rollouts of a group."""
+    if isinstance(row[column], str):
+        return row
+    return {**row, column: [with_plain_images(message) for message in row[column]]}
 
 
 def is_text(value: Any) -> bool:

@@ -31,6 +31,7 @@ from .checks import (
     refuse_bad_rows,
     row_error,
     sample_rows,
+    with_plain_prompt,
 )
 from .difficulty import IDS_PER_EPOCH, DifficultyPools
 from .loading import load_rows, one_of
@@ -255,7 +256,7 @@ class DataLoadingPrimer(EpisodeTransform):
             kind, reason = self._fault(item)
             if not reason:
                 self._last_good_epoch = item.epoch
-                return item
+                return item._replace(row=with_plain_prompt(item.row, self.prompt_column))
             if not self.skipped.counts[kind]:
                 _log.warning("Row %d of the data is skipped: %s", item.row_id, reason)
             self.skipped.add(SkippedRow(item.epoch, item.row_id, reason), kind)

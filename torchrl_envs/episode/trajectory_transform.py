@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.layout.token_entries import TokenEntries
+from torchrl_data.ragged.reading import read_images
 from torchrl_envs.entries.rewards import RowReward, dense_reward
 from torchrl_envs.entries.trajectory_batches import copied_rows, joined_rows
 
@@ -27,6 +28,7 @@ class TokenRow:
         assistant_mask: bool ``[T]``, True on sampled tokens.
         find: looks an entry up, ``[T]`` or ``None``.
         who: the transform, named in errors.
+        images: of its prompt, in base 64.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class TokenRow:
         assistant_mask: Tensor,
         find: Callable[[NestedKey], Tensor | None],
         who: str,
+        images: Sequence[str] = (),
     ) -> None:
         self.ids = ids
         self.assistant_mask = assistant_mask
+        self.images = images
         self.results: dict[NestedKey, Tensor] = {}
         """Entries to be written, ``[T]`` each."""
         self.penalty: Tensor | None = None
@@ -149,7 +153,13 @@ class TrajectoryTransform(EpisodeTransform):
         rows = copied_rows(batch)
         keeps: Sequence[Tensor | None] = entries.keep or [None] * len(rows)
         found = [
-            TokenRow(torch.tensor(ids), mask.bool(), _finder(row, keep), who)
+            TokenRow(
+                torch.tensor(ids),
+                mask.bool(),
+                _finder(row, keep),
+                who,
+                images=[image for its in read_images(row) or () for image in its],
+            )
             for ids, mask, row, keep in zip(entries.ids(), masks, rows, keeps, strict=True)
         ]
         self.score(found)
@@ -191,7 +201,7 @@ def _token_row(episode: Episode, number: int, who: str) -> TokenRow:
         value = episode.token_entries.get(key)
         return None if value is None else value[start : start + row.num_tokens(0)]
 
-    return TokenRow(row.token_ids(0), row.assistant_mask(0), find, who)
+    return TokenRow(row.token_ids(0), row.assistant_mask(0), find, who, images=row.images(0))
 
 
 def _next(key: NestedKey) -> NestedKey:

@@ -15,7 +15,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
-from torchrl_data.protocols import TokenScorer
+from torchrl_data.protocols import TokenScorer, TokenScores, image_arguments
 from torchrl_data.ragged.packed import pack
 from torchrl_envs.episode.trajectory_transform import TokenRow, TrajectoryTransform
 
@@ -80,7 +80,14 @@ class RetrieveLogProb(TrajectoryTransform):
         ids, lengths = pack([rows[i].ids for i in chosen])
         mask, _ = pack([targets[i] for i in chosen])
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            scores = self._model[0].score_packed(ids, lengths, mask, temperature=self.temperature)
+            model: Any = self._model[0]
+            scores: TokenScores = model.score_packed(
+                ids,
+                lengths,
+                mask,
+                temperature=self.temperature,
+                **image_arguments(model, [rows[i].images for i in chosen], self._get_name()),
+            )
         log_probs = scores.log_prob.to(ids.device).float()
         counts = [int(targets[i].sum()) for i in chosen]
         for i, part in zip(chosen, log_probs.split(counts), strict=True):

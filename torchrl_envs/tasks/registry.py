@@ -11,6 +11,7 @@ from .calculator import calculator_task
 from .catch import catch_task
 from .countdown import countdown_task
 from .echo import echo_task
+from .external.entry_point import environment_task
 from .gsm8k import gsm8k_task
 from .ifeval import ifeval_task
 from .math_problems import math_task
@@ -85,6 +86,7 @@ TASKS: Final[dict[str, Callable[..., Task]]] = {
     "catch": catch_task,
     "countdown": countdown_task,
     "echo": echo_task,
+    "environment": environment_task,
     "gsm8k": gsm8k_task,
     "ifeval": ifeval_task,
     "math": math_task,

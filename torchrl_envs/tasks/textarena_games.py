@@ -8,20 +8,19 @@ would download; nothing is downloaded here.
 import contextlib
 import io
 import random
-import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
+from torchrl_envs.concurrency.own_random import OwnRandom
 
 from .task import Row, Task
 
 PREFIX: Final = "textarena/"
 """What the names of these tasks begin with."""
 MAX_TURNS: Final = 40
-_GLOBAL_RANDOM = threading.Lock()
 
 
 def textarena_games() -> list[str]:
@@ -39,27 +38,6 @@ def _registry() -> Mapping[str, Any]:
             "The package textarena is not installed: pip install textarena."
         ) from error
     return import_module("textarena.envs.registration").ENV_REGISTRY
-
-
-class OwnRandom:
-    """A state of Python's global random numbers that is in force inside a ``with`` block only."""
-
-    # Blocks of all threads run one after the other; what is outside finds its state as it was.
-
-    def __init__(self, seed: int) -> None:
-        self._state = random.Random(seed).getstate()
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Put the state in force."""
-        with _GLOBAL_RANDOM:
-            outside = random.getstate()
-            random.setstate(self._state)
-            try:
-                yield
-            finally:
-                self._state = random.getstate()
-                random.setstate(outside)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,9 @@ class Engine(Protocol):
     """Draws tokens. One implementation per inference library.
 
     It may have ``vocab_size`` (token ids are below it) and ``max_model_len`` (most tokens of a
-    prompt and its response); without them the tokenizer's length counts, and no limit.
+    prompt and its response); without them the tokenizer's length counts, and no limit. One that
+    reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``: those of
+    each prompt in order, in base 64. It is given only where a row has any.
     """
 
     @property

@@ -1,6 +1,6 @@
 """Sampling from a Transformers model in this process."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cached_property
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.peft_support import acting_adapters
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.scoring.evaluation_mode import evaluation_mode
+from torchrl_modules.scoring.image_rows import alike
 from torchrl_modules.scoring.rope_factors import settle_rope_factors
 from torchrl_modules.scoring.wrapped_models import is_sharded, unwrapped, without_ddp
 from torchrl_modules.weights.fingerprint import weights_fingerprint
@@ -20,6 +22,7 @@ from torchrl_modules.weights.lazy import LazyWeights
 from torchrl_modules.weights.state import ExpectedWeights, next_version
 
 from .decoding.decode_loop import DecodeLoop
+from .decoding.image_reader import find_image_reader
 from .decoding.kept_caches import KeptCaches
 from .decoding.prompt_readers import PromptReader
 from .decoding.reader_choice import find_prompt_reader, group_rows, num_positions
@@ -44,6 +47,8 @@ class TransformersEngine:
             takes memory between two calls, and while a model is trained in place. ``None``: as many
             as take 1 GiB on a CPU, and none on an accelerator. For models whose cache is plain keys
             and values; others read whole prompts.
+        images: what the images of a vision-language model's prompts become; without it a row with
+            images is refused.
         check: try the model now; ``False`` tries it before the first token is drawn, for an engine
             that may draw none.
 
@@ -63,6 +68,7 @@ class TransformersEngine:
         max_model_len: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         max_cached_tokens: int | None = None,
+        images: ImageProcessor | None = None,
         check: bool = True,
     ) -> None:
         who = "TransformersEngine"
@@ -81,6 +87,8 @@ class TransformersEngine:
             )
         settle_rope_factors(self._inside, max_model_len, who=who)
         self.model = model
+        self.images = images
+        """What images become; ``None`` where rows with images are refused."""
         self.max_model_len = max_model_len or own or 1 << 62
         """Most tokens of a prompt and its response together."""
         self._autocast_dtype = autocast_dtype
@@ -94,6 +102,8 @@ class TransformersEngine:
         self._is_mixed = False
         if check and not is_sharded(model):
             self.reader  # noqa: B018
+            if images is not None:
+                find_image_reader(self._inside, images)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -134,6 +144,7 @@ class TransformersEngine:
         *,
         max_new_tokens: Sequence[int] | None = None,
         seeds: Sequence[int | None] | None = None,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> list[Generation]:
         """See :meth:`torchrl_modules.Engine.generate`.
 
@@ -145,6 +156,7 @@ class TransformersEngine:
             max_new_tokens: as there.
             seeds: one per prompt, in place of the one in ``params``; a row's tokens depend on its
                 own seed alone. ``None`` for all or none of the rows.
+            images: of each prompt in order, in base 64; none of any row when not given.
 
         Raises:
             ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt, or some rows
@@ -160,16 +172,20 @@ class TransformersEngine:
             )
         budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
         rows_seeds = _all_or_none(seeds or params.row_seeds(len(prompts)), len(prompts))
-        errors = [self.refusal(p, b) for p, b in zip(prompts, budgets, strict=True)]
+        media = [list(its) for its in images or [[]] * len(prompts)]
+        errors = [
+            self.refusal(prompt, budget) or self._image_fault(prompt, its)
+            for prompt, budget, its in zip(prompts, budgets, media, strict=True)
+        ]
         good = [i for i, error in enumerate(errors) if error is None]
         results = [Generation([], [], "error", error) for error in errors]
         if not good:
             return results
         with evaluation_mode(self._inside), self.precision():
             self._forget_other_weights()
-            for group in group_rows(prompts, good, by_length=self.reader.needs_one_length):
+            for group, reader in self._batches(prompts, good, media):
                 loop = DecodeLoop(
-                    self._new_reader(),
+                    reader,
                     [prompts[i] for i in group],
                     params,
                     [budgets[i] for i in group],
@@ -178,6 +194,34 @@ class TransformersEngine:
                 for i, generation in zip(group, loop.run(), strict=True):
                     results[i] = generation
         return results
+
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], good: list[int], images: list[list[str]]
+    ) -> Iterator[tuple[list[int], PromptReader]]:
+        """Rows that are drawn together, and what reads them."""
+        text = [i for i in good if not images[i]]
+        if text:
+            for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
+                yield group, self._new_reader()
+        rows = [i for i in good if images[i]]
+        if not rows or self.images is None:
+            return
+        cls = find_image_reader(self._inside, self.images)
+        for places in alike(
+            self.images, [len(prompts[i]) for i in rows], [images[i] for i in rows]
+        ):
+            group = [rows[k] for k in places]
+            reader = cls(self._inside, self.images, [images[i] for i in group])
+            try:
+                yield group, reader
+            finally:
+                reader.close()
+
+    def _image_fault(self, prompt: Sequence[int], images: Sequence[str]) -> str | None:
+        """Why a row's images can't be read, or ``None``."""
+        if self.images is not None:
+            return self.images.fault(prompt, images)
+        return "the engine has no processor for its images" if images else None
 
     def _new_reader(self) -> PromptReader:
         if self._kept is not None and issubclass(self.reader, SlotReader):
@@ -205,6 +249,7 @@ class TransformersEngine:
             max_model_len=None if self.max_model_len == 1 << 62 else self.max_model_len,
             autocast_dtype=self._autocast_dtype,
             max_cached_tokens=self.max_cached_tokens,
+            images=self.images,
         )
         engine._version = self._version
         return engine

@@ -52,6 +52,11 @@ class AsyncPolicy:
         encoded = await self._encoded(conversation)
         if isinstance(encoded, Exception):
             return conversation, f"error: {encoded}"
+        if encoded.images(0):
+            return encoded, (
+                "error: the prompt holds images, which engines of a StreamingCollector do not read "
+                "(LLMCollector over a TransformersWrapper does)"
+            )
         ids = encoded.ids(0)
         limit = self.policy.sampling.max_new_tokens
         budget = limit if max_new_tokens is None else min(limit, max_new_tokens)

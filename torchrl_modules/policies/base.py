@@ -41,7 +41,9 @@ class LLMWrapperBase(TensorDictModuleBase):
     """A policy: reads ``prompt``, samples, and writes ``response``, ``full``, masks and log-probs.
 
     Args:
-        engine: draws the tokens.
+        engine: draws the tokens. Where it reads images (``engine.images``), messages may hold them,
+            and the tokens that stand for them are never drawn; elsewhere a row with images is
+            refused.
         tokenizer: a fast tokenizer.
         generate_kwargs: sampling parameters by name, or a
             :class:`~torchrl_modules.sampling.params.SamplingParameters`.
@@ -101,7 +103,11 @@ class LLMWrapperBase(TensorDictModuleBase):
             chat_template=chat_template,
             chat_template_name=chat_template_name,
             chat_template_kwargs=chat_template_kwargs,
+            processor=getattr(engine, "images", None),
         )
+        if self.encoder.images is not None:
+            never = dict.fromkeys(self.encoder.images.never_drawn, -100.0)
+            requested = replace(requested, logit_bias={**requested.logit_bias, **never})
         if requested.stop_token_ids is None:
             requested = replace(requested, stop_token_ids=self.encoder.stop_token_ids)
         for name in ("stop_token_ids", "logit_bias"):
@@ -229,6 +235,8 @@ class LLMWrapperBase(TensorDictModuleBase):
         version = self.policy_version
         ids = [prompt.ids(i) for i in range(len(prompt))]
         budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)
+        images = [prompt.images(i) for i in range(len(prompt))]
+        further: dict[str, Any] = {"images": images} if any(images) else {}
         generations = self.engine.generate(
             ids,
             self.sampling,
@@ -236,9 +244,22 @@ class LLMWrapperBase(TensorDictModuleBase):
                 self.bounded_turn(budget, len(row))
                 for budget, row in zip(budgets, ids, strict=True)
             ],
+            **further,
         )
+        if self.encoder.images is not None:
+            generations = [self._without_media(generation) for generation in generations]
         full = self.append_generations(prompt, generations, version)
         return prompt, full, [finish_reason_of(g) for g in generations]
+
+    def _without_media(self, generation: Generation) -> Generation:
+        """A response, or an error where it holds a token that stands for an image."""
+        assert self.encoder.images is not None
+        drawn = set(generation.ids) & set(self.encoder.images.never_drawn)
+        if not drawn:
+            return generation
+        return Generation(
+            [], [], "error", f"the model drew {sorted(drawn)}, which stand for images"
+        )
 
     def append_generations(
         self, prompt: Conversations, generations: Sequence[Generation], version: int

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_data.conversation.batched_object import view_of
 from torchrl_data.conversation.conversations import Conversations, Source
+from torchrl_data.conversation.images import images_of
 from torchrl_data.conversation.views import ConversationView
 from torchrl_data.keys import (
     ASSISTANT_MASK,
@@ -27,7 +28,7 @@ from torchrl_data.layout.conversation_io import conversation_leaf
 from torchrl_data.layout.ingest import read_fulls, read_prompts, stored_conversations
 from torchrl_data.layout.token_entries import TokenEntries
 from torchrl_data.ragged.packed import pack, unpack
-from torchrl_data.ragged.reading import read_rows
+from torchrl_data.ragged.reading import read_images, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.rendering_identity import check_same_rendering
 
@@ -78,12 +79,15 @@ class PolicyInput:
         fulls = read_fulls(batch, self.mode, encoder=self.encoder, who=self.who)
         if stored_conversations(batch, self.mode, FULL) is not None:
             masks = [fulls.assistant_mask(i) for i in range(len(fulls))]
-            return self._checked(RowsToScore(_all_ids(fulls), masks))
+            images = [fulls.images(i) for i in range(len(fulls))]
+            return self._checked(RowsToScore(_all_ids(fulls), masks, media=images))
         if self.mode == HISTORY:
             chats = [fulls.messages(i) for i in range(len(fulls))]
             encoded = self.encoder.encode_chats(chats)
             masks = [torch.tensor(row.sources) == Source.MODEL for row in encoded]
-            return self._checked(RowsToScore([torch.tensor(e.ids) for e in encoded], masks))
+            images = [images_of(chat) for chat in chats]
+            ids = [torch.tensor(row.ids) for row in encoded]
+            return self._checked(RowsToScore(ids, masks, media=images))
         ids = _all_ids(fulls)
         starts = [fulls.position(i).response_start for i in range(len(fulls))]
         return self._checked(RowsToScore(ids, _from(ids, starts)))
@@ -98,7 +102,8 @@ class PolicyInput:
             if prompts is not None and entries.keep is None:
                 starts = prompts.lengths.tolist()
             masks = _from(ids, starts)
-        return RowsToScore(ids, [mask.bool() for mask in masks], entries.keep)
+        media = read_images(batch) or ()
+        return RowsToScore(ids, [mask.bool() for mask in masks], entries.keep, media=media)
 
     def _checked(self, rows: "RowsToScore") -> "RowsToScore":
         for i, mask in enumerate(rows.masks):
@@ -122,6 +127,16 @@ class RowsToScore(NamedTuple):
     """Where the tokens are in a padded layout, bool; ``None`` if the rows were ragged."""
     known: Sequence[bool] = ()
     """Per row: all of its tokens are in the vocabulary. Of the others nothing can be scored."""
+    media: Sequence[Sequence[str]] = ()
+    """Images of each row, in base 64; empty where no row has any."""
+
+    @property
+    def images(self) -> list[Sequence[str]] | None:
+        """The images of the rows of :meth:`packed`, or ``None`` where no row has any."""
+        if not any(self.media):
+            return None
+        rows = zip(self.ids, self.known, self.media, strict=True)
+        return [its if known else [] for ids, known, its in rows if len(ids)]
 
     @property
     def scored(self) -> list[Tensor]:

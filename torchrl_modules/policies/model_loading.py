@@ -5,7 +5,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedModel,
+)
 
 _OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local_files_only")
 """Arguments that say where files are, for the tokenizer too."""
@@ -19,10 +27,12 @@ class Loading(NamedTuple):
     dtype: torch.dtype | str | None
     attn_implementation: str | None
     model_kwargs: Mapping[str, Any] | None
+    processor: Any = None
 
     def refuse(self, name: str) -> None:
         """A model is given that is built already."""
-        options = [key for key, value in self._asdict().items() if value is not None]
+        given = {key: value for key, value in self._asdict().items() if key != "processor"}
+        options = [key for key, value in given.items() if value is not None]
         if options:
             raise TypeError(
                 f"TransformersWrapper: {', '.join(options)} say how a model is loaded, but "
@@ -47,8 +57,21 @@ class Loading(NamedTuple):
             self._check_attention(path, attention)
             more["attn_implementation"] = attention
         dtype = torch.float32 if self.dtype is None else self.dtype
-        model: Any = load_causal_lm(path, dtype=dtype, **more)
+        auto = AutoModelForImageTextToText if self.reads_images(path) else AutoModelForCausalLM
+        model: Any = load_causal_lm(path, auto, dtype=dtype, **more)
         return model.to(accelerator() if self.device is None else self.device)
+
+    def reads_images(self, path: str) -> bool:
+        """Whether to load a vision-language model; one that is a text model too if asked to."""
+        config = type(AutoConfig.from_pretrained(path, **self.for_tokenizer()))
+        asked = self.processor is not None or config not in MODEL_FOR_CAUSAL_LM_MAPPING
+        return asked and config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    def load_processor(self, path: str) -> Any:
+        """That of a vision-language model, or ``None`` beside another one."""
+        if self.processor is not None or not self.reads_images(path):
+            return self.processor
+        return AutoProcessor.from_pretrained(path, **self.for_tokenizer())
 
     def _check_attention(self, path: str, attention: str) -> None:
         config = AutoConfig.from_pretrained(path, **self.for_tokenizer()).get_text_config()
@@ -61,9 +84,11 @@ class Loading(NamedTuple):
             )
 
 
-def load_causal_lm(path: str, **arguments: Any) -> PreTrainedModel:
+def load_causal_lm(
+    path: str, auto: Any = AutoModelForCausalLM, **arguments: Any
+) -> PreTrainedModel:
     """A causal language model with all of its weights; ``arguments`` are ``from_pretrained``'s."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **arguments)
+    loaded: Any = auto.from_pretrained(path, output_loading_info=True, **arguments)
     model, found = loaded
     missing = sorted(found["missing_keys"])
     if missing:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
 from torchrl_data.protocols import TokenScores
 from torchrl_data.ragged.packed import pad
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.engines.transformers_engine import TransformersEngine
 from torchrl_modules.sampling.logit_warping import warped_log_softmax
 from torchrl_modules.sampling.params import SamplingParameters, untruncated
@@ -53,7 +54,10 @@ class TransformersWrapper(LLMWrapperBase):
             and min-p included, so that with the sampler's weights they are the sampler's; a token
             that was drawn is always in the distribution. ``False`` leaves no token out. Penalties,
             a bias and ``min_tokens`` count in any case: a turn is a run of scored tokens.
-        **kwargs: see :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
+        **kwargs: ``processor``, of a vision-language model, for messages with images: loaded beside
+            a model that is nothing else when ``model`` is a string, and with one, a model that
+            could be loaded without its vision is loaded with it. For the others see
+            :class:`~torchrl_modules.policies.base.LLMWrapperBase`.
 
     Raises:
         TypeError: ``model`` is a model and no tokenizer is given, or arguments of loading are; or
@@ -79,19 +83,26 @@ class TransformersWrapper(LLMWrapperBase):
         score_truncated: bool = True,
         **kwargs: Any,
     ) -> None:
+        processor = kwargs.pop("processor", None)
         sampling = kwargs.get("generate_kwargs")
         if not isinstance(sampling, SamplingParameters):  # checked before a model is loaded
             kwargs["generate_kwargs"] = SamplingParameters.from_kwargs(sampling or {})
-        loading = Loading(device, dtype, attn_implementation, model_kwargs)
+        loading = Loading(device, dtype, attn_implementation, model_kwargs, processor)
         if isinstance(model, str):
+            processor = loading.load_processor(model)
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model, **loading.for_tokenizer())
             model = loading.load(model)
         else:
             loading.refuse(type(model).__name__)
         if tokenizer is None:
             raise TypeError("TransformersWrapper needs the tokenizer of the model: tokenizer=...")
+        images = None if processor is None else ImageProcessor(processor)
         engine = TransformersEngine(
-            model, max_model_len=max_model_len, autocast_dtype=autocast_dtype, check=generate
+            model,
+            max_model_len=max_model_len,
+            autocast_dtype=autocast_dtype,
+            images=images,
+            check=generate,
         )
         super().__init__(engine, tokenizer=tokenizer, **kwargs)
         self.model = model
@@ -104,6 +115,7 @@ class TransformersWrapper(LLMWrapperBase):
             autocast_dtype=autocast_dtype,
             head_dtype=head_dtype,
             max_model_len=max_model_len,
+            images=images,
         )
 
     @property
@@ -129,7 +141,7 @@ class TransformersWrapper(LLMWrapperBase):
         if self.generate:
             return super().forward(tensordict)
         rows = self.reads.rows_to_score(tensordict)
-        scores = self._score_own(*rows.packed())
+        scores = self._score_own(*rows.packed(), images=rows.images)
         columns = {
             LOG_PROBS_FULL: scores.log_prob,
             (ENTROPY, FULL): scores.entropy,
@@ -142,7 +154,13 @@ class TransformersWrapper(LLMWrapperBase):
         )
         return tensordict
 
-    def _score_own(self, ids: Tensor, lengths: Tensor, mask: Tensor) -> TokenScores:
+    def _score_own(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> TokenScores:
         """Scores under the distribution that this policy samples from."""
         return self.scorer.score_packed(
             ids,
@@ -152,6 +170,7 @@ class TransformersWrapper(LLMWrapperBase):
             entropy=self.sampling.entropy,
             truncation=self._truncation,
             untempered=self.sampling.untempered_log_probs,
+            images=images,
         )
 
     @property
@@ -166,6 +185,7 @@ class TransformersWrapper(LLMWrapperBase):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.protocols.TokenScorer`.
 
@@ -179,6 +199,7 @@ class TransformersWrapper(LLMWrapperBase):
             temperature=temperature,
             entropy=entropy,
             truncation=self._truncation,
+            images=images,
         )
 
     def log_prob(self, tensordict: TensorDictBase) -> Tensor:
@@ -192,7 +213,7 @@ class TransformersWrapper(LLMWrapperBase):
             rows are padded on the right to the longest; padded ones keep their columns.
         """
         rows = self.reads.rows_to_score(tensordict)
-        scores = self._score_own(*rows.packed())
+        scores = self._score_own(*rows.packed(), images=rows.images)
         padded = _as_columns(rows.spread(scores.log_prob), rows.keep)
         return padded.reshape(*tensordict.batch_size, -1)
 
@@ -208,7 +229,7 @@ class TransformersWrapper(LLMWrapperBase):
         """
         rows = self.reads.rows_to_score(tensordict)
         ids, lengths, mask = rows.packed()
-        logits = self.scorer.logits(ids, lengths, mask)
+        logits = self.scorer.logits(ids, lengths, mask, rows.images)
         ids, lengths, mask = (one.to(logits.device) for one in (ids, lengths, mask))
         history = TargetHistory.of(ids, lengths, mask).read(logits.shape[1], self._truncation)
         log_p = warped_log_softmax(logits, self._truncation, ids[mask], history)

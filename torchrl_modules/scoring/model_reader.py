@@ -75,7 +75,7 @@ class ModelReader:
     ) -> None:
         self.layout = layout
         self.head = head
-        self._model = model
+        self.model = model
         self._share = share_prefixes
         self._no_cache = {"use_cache": False} if _takes(model, "use_cache") else {}
         self._picks_logits = _takes(model, "logits_to_keep")
@@ -89,12 +89,12 @@ class ModelReader:
         return self._read_by_length(targets)
 
     def _read_packed(self, targets: Targets) -> Tensor:
-        share = self._share and can_share(self._model, int(targets.ends.max()))
+        share = self._share and can_share(self.model, int(targets.ends.max()))
         trie = build_trie(targets.ids, targets.lengths, targets.ends, share=share)
         at = trie.node[targets.starts[targets.rows] + targets.positions]
         inputs = {"input_ids": trie.ids[None], "position_ids": trie.positions[None], "trie": trie}
         with packed_input():
-            return self._pick(inputs, torch.zeros_like(at), at)
+            return self.pick(inputs, torch.zeros_like(at), at)
 
     def _read_padded(self, targets: Targets) -> Tensor:
         used = targets.ends.nonzero().squeeze(1)
@@ -104,7 +104,7 @@ class ModelReader:
         rows = list(_beginnings(targets, used))
         mask = pad([torch.ones_like(row) for row in rows], value=0)
         inputs = {"input_ids": pad(rows, value=0), "attention_mask": mask}
-        return self._pick(inputs, place[targets.rows], targets.positions)
+        return self.pick(inputs, place[targets.rows], targets.positions)
 
     def _read_by_length(self, targets: Targets) -> Tensor:
         parts, order = [], []
@@ -115,21 +115,21 @@ class ModelReader:
             rows = torch.stack(list(_beginnings(targets, used)))
             mine = torch.isin(targets.rows, used).nonzero().squeeze(1)
             place = torch.searchsorted(used, targets.rows[mine])
-            parts.append(self._pick({"input_ids": rows}, place, targets.positions[mine]))
+            parts.append(self.pick({"input_ids": rows}, place, targets.positions[mine]))
             order.append(mine)
         return torch.cat(parts)[torch.cat(order).argsort()]
 
-    def _pick(self, inputs: dict[str, Any], rows: Tensor, columns: Tensor) -> Tensor:
+    def pick(self, inputs: dict[str, Any], rows: Tensor, columns: Tensor) -> Tensor:
         """What the model gives at some rows and columns of its input, ``[K, ...]``."""
         if self.head is not None:
-            outputs = self._model.base_model(**inputs, **self._no_cache).last_hidden_state
+            outputs = self.model.base_model(**inputs, **self._no_cache).last_hidden_state
         elif self._picks_logits:
             kept, columns = columns.unique(return_inverse=True)
             outputs = call(
-                self._model, **inputs, **self._no_cache, logits_to_keep=kept
+                self.model, **inputs, **self._no_cache, logits_to_keep=kept
             ).logits.float()
         else:
-            outputs = call(self._model, **inputs, **self._no_cache).logits.float()
+            outputs = call(self.model, **inputs, **self._no_cache).logits.float()
         # One index and not two: its backward pass adds in a fixed order.
         return outputs.flatten(0, 1).index_select(0, rows * outputs.shape[1] + columns)
 

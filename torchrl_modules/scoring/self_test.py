@@ -76,7 +76,7 @@ def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
     name = type(model).__name__
     if model.device.type == "meta":
         raise ValueError(f"{who}: {name} is on the meta device. Load its weights first.")
-    rows = _rows(model)
+    rows = trial_rows(model)
     with evaluation_mode(model):
         try:
             log_probs = [next_log_probs(_logits(model, row), row) for row in rows]
@@ -136,7 +136,7 @@ def _logits(model: PreTrainedModel, row: Tensor) -> Tensor:
     return call(model, input_ids=row[None], **options).logits[0]
 
 
-def _rows(model: PreTrainedModel) -> list[Tensor]:
+def trial_rows(model: PreTrainedModel) -> list[Tensor]:
     """Short rows of plain tokens: none that stands for padding, an image or the like."""
     config = model.config.get_text_config()
     size = min(config.vocab_size, next(model.get_input_embeddings().parameters()).shape[0])

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_data.protocols import TokenScores
-from torchrl_data.ragged.packed import cumulative_lengths, pack, sequence_index
+from torchrl_data.ragged.packed import cumulative_lengths, pack
+from torchrl_data.templates.image_processor import ImageProcessor
 from torchrl_modules.sampling.logit_warping import warped_head_log_prob, warped_log_prob
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.sampling.token_history import TargetHistory
 
 from .chunked_head import chunked_log_prob
+from .image_rows import check_image_reading, read_with_images
 from .model_reader import Layout, ModelReader, plain_head, targets_of
 from .packed_attention import use_packed_attention
+from .packed_checks import check_ids, check_images, check_packed
 from .ranks_in_step import check_wrapped_whole, most_of_ranks
 from .rope_factors import settle_rope_factors
 from .self_test import Difference, find_first, run_trial
@@ -63,6 +66,8 @@ class PackedScorer:
         head_dtype: of the logits' sums, such as float32 for a model of bfloat16; ``None`` for the
             type that the model computes in.
         max_model_len: most tokens of a row; for models whose rotary factors depend on it.
+        images: what the images of a vision-language model become. Rows with images are read by the
+            model's own forward, those of one length together.
 
     Raises:
         TypeError: a wrapper around the model can't be gone through, or is around a part of it.
@@ -80,6 +85,7 @@ class PackedScorer:
         autocast_dtype: torch.dtype | None = None,
         head_dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         if micro_batch_tokens is not None and micro_batch_tokens < 1:
             raise ValueError(
@@ -100,6 +106,15 @@ class PackedScorer:
             head=plain_head(self.model) if self.reading.has_plain_head else None,
             share_prefixes=share_prefixes,
         )
+        self._images = images
+        if images is not None:
+            if self.is_distributed:
+                raise ValueError(
+                    "PackedScorer: rows with images take a pass for each of their shapes, and "
+                    f"{type(model).__name__} needs equally many on every rank. Train a "
+                    "vision-language model in one process, or leave processor= out."
+                )
+            check_image_reading(self._reader, images, who="PackedScorer")
 
     @property
     def packed(self) -> bool:
@@ -123,6 +138,7 @@ class PackedScorer:
         entropy: bool = False,
         truncation: SamplingParameters | None = None,
         untempered: bool = False,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> TokenScores:
         """See :class:`torchrl_data.protocols.TokenScorer`.
 
@@ -136,14 +152,16 @@ class PackedScorer:
                 targets themselves are always in it), and its penalties change it; each run of
                 targets is then a turn, and what comes before it in its sequence the turn's prompt.
             untempered: also give the log-probs under the model's own softmax.
+            images: of each sequence in order, in base 64.
 
         Raises:
-            ValueError: the shapes disagree, a sequence is empty, a first token is a target, or an
-                id is outside the vocabulary.
+            ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
+                id is outside the vocabulary, or tokens and images do not belong together.
         """
-        _check_packed(ids, lengths, target_mask)
+        check_packed(ids, lengths, target_mask)
+        check_images(self._images, ids, lengths, images)
         table = next(self.model.get_input_embeddings().parameters())
-        _check_ids(ids, lengths, table.shape[0])
+        check_ids(ids, lengths, table.shape[0])
         self._check_lengths(lengths)
         device = self.model.device
         lengths = lengths.to(device)
@@ -155,12 +173,14 @@ class PackedScorer:
             untempered_log_probs=untempered,
         )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._score(ids, lengths, target_mask, drawn_from)
+            return self._score(ids, lengths, target_mask, drawn_from, images)
         splits = _token_budget_splits(lengths, self.micro_batch_tokens)
         if self.is_distributed:
             splits += [(0, 0, 0, 0)] * (most_of_ranks(len(splits), device) - len(splits))
         parts = [
-            self._score(ids[a:b], lengths[i:j], target_mask[a:b], drawn_from)
+            self._score(
+                ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]
+            )
             for i, j, a, b in splits
         ]
         return TokenScores(
@@ -170,11 +190,18 @@ class PackedScorer:
         )
 
     @_uncompiled
-    def logits(self, ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Tensor:
+    def logits(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> Tensor:
         """The model's logits for each target: memory of K x V."""
         # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N].
         # Gives [K, V], float32, differentiable.
-        _check_packed(ids, lengths, target_mask)
+        check_packed(ids, lengths, target_mask)
+        check_images(self._images, ids, lengths, images)
         self._check_lengths(lengths)
         device = self.model.device
         ids, lengths, target_mask = ids.to(device), lengths.to(device), target_mask.to(device)
@@ -183,7 +210,7 @@ class PackedScorer:
 
         def read() -> Tensor:
             with self._precision():
-                outputs = self._reader.read(targets_of(ids, lengths, target_mask))
+                outputs = self._read((ids, lengths, target_mask), images)
                 head = self._reader.head
                 if head is None:
                     return outputs.float()
@@ -195,13 +222,25 @@ class PackedScorer:
 
         return run_inside(self._wrapped, read)
 
+    def _read(
+        self, packed: tuple[Tensor, Tensor, Tensor], images: Sequence[Sequence[str]] | None
+    ) -> Tensor:
+        if self._images is None or not images or not any(images):
+            return self._reader.read(targets_of(*packed))
+        return read_with_images(self._reader, self._images, packed, images)
+
     def _precision(self) -> Any:
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.model.device.type, dtype=self._autocast_dtype)
 
     def _score(
-        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, drawn_from: SamplingParameters
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        drawn_from: SamplingParameters,
+        images: Sequence[Sequence[str]] | None = None,
     ) -> TokenScores:
         targets = ids[target_mask]
         if len(targets) == 0:
@@ -212,7 +251,7 @@ class PackedScorer:
             if drawn_from.changes_logits:
                 history = TargetHistory.of(ids, lengths, target_mask)
             with self._precision():
-                outputs = self._reader.read(targets_of(ids, lengths, target_mask))
+                outputs = self._read((ids, lengths, target_mask), images)
                 return self._scores(outputs, targets, drawn_from, history)
 
         return run_inside(self._wrapped, score)
@@ -357,32 +396,3 @@ def _token_budget_splits(lengths: Tensor, budget: int) -> list[tuple[int, int, i
         total += length
     splits.append((first, len(lengths), start, start + total))
     return splits
-
-
-def _check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    unknown = (ids < 0) | (ids >= vocab_size)
-    if bool(unknown.any()):
-        at = int(unknown.nonzero()[0])
-        row = int(sequence_index(lengths)[at])
-        raise ValueError(
-            f"score_packed: token {at - int(lengths[:row].sum())} of sequence {row} has the id "
-            f"{int(ids[at])}, but the model's vocabulary ends at {vocab_size - 1}. Was it encoded "
-            "with another tokenizer?"
-        )
-
-
-def _check_packed(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> None:
-    if ids.ndim != 1 or ids.shape != target_mask.shape or int(lengths.sum()) != len(ids):
-        raise ValueError(
-            f"score_packed takes ids [N], lengths that sum to N and a mask [N]; got ids "
-            f"{tuple(ids.shape)}, lengths that sum to {int(lengths.sum())}, mask "
-            f"{tuple(target_mask.shape)}."
-        )
-    if bool((lengths < 1).any()):
-        raise ValueError(f"score_packed: a sequence is empty; lengths are {lengths.tolist()}.")
-    starts = cumulative_lengths(lengths)[:-1].to(target_mask.device)
-    if bool(target_mask[starts].any()):
-        raise ValueError(
-            "score_packed: the first token of a sequence is a target, but nothing comes before "
-            "it to predict it."
-        )

@@ -1,0 +1,121 @@
+"""Several teachers: as a mixture, by hand, and each for the rows of its name."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict, lazy_stack
+
+from torchrl_data.protocols import TokenScores
+
+IDS = torch.arange(5)
+LENGTHS = torch.tensor([3, 2])
+MASK = torch.tensor([False, True, True, False, True])
+
+
+@pytest.fixture
+def panel(script):
+    script("distillation")
+    return sys.modules["panel"]
+
+
+@pytest.fixture
+def settings(panel):
+    config = sys.modules["teachers"].TeacherConfig
+    return lambda **own: (config(**own.pop("teacher", {})), own.pop("teachers", {}))
+
+
+class Fixed:
+    """Gives each token the same probability."""
+
+    temperature = 1.0
+
+    def __init__(self, probability):
+        self.log_prob = math.log(probability)
+
+    def score_packed(self, ids, lengths, target_mask, *, temperature=1.0, entropy=False):
+        del ids, lengths, temperature, entropy
+        return TokenScores(torch.full((int(target_mask.sum()),), self.log_prob))
+
+
+def test_a_mixture_is_one_of_probabilities(panel, settings):
+    """Weights 1 and 3 of 0.5 and 0.1: 0.25 * 0.5 + 0.75 * 0.1 = 0.2."""
+    several = {"a": {"model": "A"}, "b": {"model": "B", "weight": 3}}
+    weights = panel.Panel(*settings(teachers=several), None).weights
+    assert weights == {"a": 0.25, "b": 0.75}
+    mixture = panel.Mixture([Fixed(0.5), Fixed(0.1)], list(weights.values()))
+    scores = mixture.score_packed(IDS, LENGTHS, MASK).log_prob
+    torch.testing.assert_close(scores, torch.full((3,), math.log(0.2)))
+
+
+def test_each_row_has_its_own_teacher(panel):
+    rows = [
+        TensorDict(
+            {
+                "tokens": {"full": torch.arange(4)},
+                "masks": {"all_assistant_mask": torch.tensor([False, True, False, True])},
+                "row": NonTensorData({"topic": topic}),
+            }
+        )
+        for topic in ("b", "a", "b")
+    ]
+    teachers = panel.Teachers({"a": Fixed(0.5), "b": Fixed(0.25)}, "topic", temperature=1.0)
+    judged = teachers.judge(lazy_stack(rows))
+    found = torch.stack([row["next", *panel.TEACHER].exp() for row in judged])
+    expected = [[1, 0.25, 1, 0.25], [1, 0.5, 1, 0.5], [1, 0.25, 1, 0.25]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert [teachers.name_of(row) for row in judged] == ["b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "column", "words"),
+    [
+        ({}, None, "needs teacher.model=... or several"),
+        ({"teacher": {"model": "A"}}, "topic", "teacher_column is for several"),
+        ({"teacher": {"model": "A"}, "teachers": {"b": {"model": "B"}}}, None, "leave it out"),
+        ({"teachers": {"a": {"url": "http://h/v1"}}}, None, "teachers.a must have model="),
+        ({"teachers": {"a": {"model": "A", "wieght": 1}}}, None, "may have url, timeout_s, weight"),
+        ({"teachers": {"a": "A"}}, None, "got 'A'"),
+        ({"teachers": ["A"]}, None, "teachers must be"),
+        (
+            {"teachers": {"a": {"model": "A", "weight": 0}}},
+            None,
+            "a.weight must be positive, got 0",
+        ),
+        ({"teachers": {"a": {"model": "A", "weight": 2}}}, "topic", "column='topic' names"),
+    ],
+)
+def test_a_panel_that_can_not_be(given, column, words, panel, settings):
+    with pytest.raises(ValueError, match=words):
+        panel.Panel(*settings(**given), column)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_teacher_for_each_task(run_recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fast = ("logger=none", "evaluate.num_shown=0", "evaluate.num_prompts=4")
+    part = "share: 1, num_rows: 64, num_demonstrations: 64"
+    task = ("task=multi_env", f"task.tasks={{echo: {{{part}}}, gcd: {{{part}}}}}")
+    made = run_recipe("sft", *fast, *task, "train.num_steps=2", "data.num_held_out=4", "name=a")
+    model = f"{made['output_dir']}/model"
+    by_task = "teacher_column=environment"
+    both = f"teachers={{echo: {{model: '{model}'}}, gcd: {{model: '{model}'}}}}"
+    with pytest.raises(SystemExit, match=r"'gcd'; there are teachers \['echo'\]"):
+        run_recipe(
+            "distillation", *fast, *task, by_task, f"teachers={{echo: {{model: '{model}'}}}}"
+        )
+    tiny = (
+        "debug=tiny",
+        "warm_start.num_steps=0",
+        f"policy.model={model}",
+        "policy.max_new_tokens=4",
+    )
+    result = run_recipe("distillation", *fast, *task, *tiny, both, by_task)
+    lines = (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    # The student is the teacher: where it samples alone, both say the same.
+    for name in ("kl_to_teacher", "kl_to_teacher/echo", "kl_to_teacher/gcd"):
+        assert first[name] == pytest.approx(0.0, abs=1e-4)

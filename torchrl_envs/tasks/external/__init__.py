@@ -1,0 +1,1 @@
+"""Tasks of other libraries and of users."""
