@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CONTROL_TOKENS: Final = (
     "<|endoftext|>",

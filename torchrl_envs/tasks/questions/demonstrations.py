@@ -34,6 +34,7 @@ class Slips:
         if not 0 < right_fraction <= 1:
             raise ValueError(f"right_fraction must be in (0, 1], got {right_fraction}.")
         self._right_fraction = right_fraction
+        self._answers = answers
         used = sorted(set().union(*answers))
         alphabets = [[c for c in used if is_kind(c)] for is_kind in _KINDS]
         self._others = {
@@ -46,8 +47,8 @@ class Slips:
     def __call__(self, answer: str, rng: random.Random) -> str:
         """The answer, slips included."""
         count = sum(c in self._others for c in answer)
-        if not count:
-            return answer
+        if not count:  # Then a slip is the answer of another question.
+            return answer if rng.random() < self._right_fraction else rng.choice(self._answers)
         probability = 1 - self._right_fraction ** (1 / count)
         return "".join(
             rng.choice(self._others[c]) if c in self._others and rng.random() < probability else c

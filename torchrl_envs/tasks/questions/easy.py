@@ -10,7 +10,6 @@ NUM_WARM_STEPS: Final = 1000
 EASY: Final[dict[str, dict[str, Any]]] = {
     "rotate_matrix": {"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 1},
     "spell_backward": {"min_word_len": 3, "max_word_len": 5},
-    "word_sequence_reversal": {"min_words": 2, "max_words": 2},
 }
 """A generator's settings that make its questions short, by its name."""
 
