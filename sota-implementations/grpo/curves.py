@@ -29,10 +29,11 @@ def rewards(folder: Path) -> list[float]:
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
     """One small plot for each run."""
-    num_rows = -(-len(results) // NUM_COLUMNS)
+    num_columns = min(NUM_COLUMNS, len(results))
+    num_rows = -(-len(results) // num_columns)
     figure, axes = plt.subplots(
-        *(num_rows, NUM_COLUMNS),
-        figsize=(2.6 * NUM_COLUMNS, 2.1 * num_rows),
+        *(num_rows, num_columns),
+        figsize=(2.8 * num_columns, 2.3 * num_rows),
         squeeze=False,
         sharey=True,
         layout="constrained",
