@@ -12,17 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from objectives import Ranks
 from torchrl_agents.recipe.adapters import AdapterState, WithoutAdapters, check_adapters
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
-from torchrl_agents.training.crew import Crew
-from torchrl_agents.training.saved_parts import ModelPart
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 TINY = (
     *(
         "task=gcd",
+        "task.level=own",
         "task.num_rows=64",
         "task.num_demonstrations=64",
         "logger=none",
@@ -50,11 +48,6 @@ def model_with_adapters(**settings):
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
     return peft.get_peft_model(tiny_qwen3(300), config)
-
-
-def state_of(model):
-    trained = ModelPart(model, Crew(Ranks.alone()), trained_only=True)
-    return AdapterState(model, trained)
 
 
 def weights(folder):
@@ -94,11 +87,11 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
 
 def test_adapters_of_other_weights_are_refused():
     model = model_with_adapters(init_lora_weights=False)
-    state = state_of(model)
+    state = AdapterState(model)
     saved = {k: dict(v) if k == "adapters" else v for k, v in state.state_dict().items()}
     saved["adapters"] = {name: value + 1 for name, value in saved["adapters"].items()}
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    state_of(model).load_state_dict(saved)
+    AdapterState(model).load_state_dict(saved)
     now = dict(model.named_parameters())
     assert saved["adapters"].keys() == {n for n in now if "lora_" in n}
     assert all(torch.equal(now[name], value) for name, value in saved["adapters"].items())
@@ -106,7 +99,7 @@ def test_adapters_of_other_weights_are_refused():
     with torch.no_grad():
         next(iter(p for p in model.parameters() if not p.requires_grad)).view(-1)[0] += 1
     with pytest.raises(ValueError, match=r"policy.model has other weights"):
-        state_of(model).load_state_dict(saved)
+        AdapterState(model).load_state_dict(saved)
 
 
 def test_the_reference_is_the_model_with_its_adapters_off():

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectors.resume.run_state import Stateful
 from collectors.weight_update.gathering import unwrapped
-from collectors.weight_update.merged_adapters import whole
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_data.protocols import TokenScorer, TokenScores
@@ -89,21 +87,22 @@ def is_adapted(model: Any) -> bool:
 class AdapterState:
     """What is trained of a model, which knows the weights that it was trained with.
 
-    Every rank that has a part of the model makes one at the same time.
-
     Args:
         model: has parameters that are frozen.
-        trained: gives and takes the parameters that are not, whole, by name.
     """
 
-    def __init__(self, model: nn.Module, trained: Stateful) -> None:
-        self._trained = trained
-        self._frozen = _digest([p for p in model.parameters() if not p.requires_grad])
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._frozen = _digest(frozen)
 
     def state_dict(self) -> dict[str, Any]:
-        """The adapters; tensors are the model's own where it is whole."""
-        return {"adapters": self._trained.state_dict(), "frozen": self._frozen}
+        """The adapters; tensors are the model's own."""
+        return {"adapters": {n: p.detach() for n, p in self._trained.items()}} | {
+            "frozen": self._frozen
+        }
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with other adapters.
 
@@ -113,13 +112,14 @@ class AdapterState:
         if state_dict["frozen"] != self._frozen:
             raise ValueError("policy.model has other weights than when the run began")
         adapters = state_dict["adapters"]
-        if adapters.keys() != self._trained.state_dict().keys():
+        if adapters.keys() != self._trained.keys():
             raise ValueError("its adapters are of other modules")
-        self._trained.load_state_dict(adapters)
+        for name, parameter in self._trained.items():
+            parameter.copy_(adapters[name])
 
 
 def _digest(values: list[nn.Parameter]) -> str:
-    sums = [float(whole(value).double().sum()) for value in values]
+    sums = [float(value.detach().double().sum()) for value in values]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 

@@ -34,6 +34,7 @@ from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers_engine import TransformersEngine
 
 from .crew import Crew
+from .shared_store import Shares
 
 _WEIGHTS = "give weights"
 _WHOLE = "give all that is trained and frozen"
@@ -119,10 +120,12 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     actor = _wrapped(cfg, ranks, model, tokenizer)
     assert recipe.updates is not None
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        recipe.updates(cfg, actor, Path(folder), crew)
+        updates = recipe.updates(cfg, actor, Path(folder), crew)
+        shares = Shares(crew, updates.sharded)
         crew.learn_job(_WEIGHTS, lambda: contribute_weights(actor.model))
         crew.learn_job(_WHOLE, lambda: _whole_state(actor.model))
         crew.follow()
+        shares.close()
 
 
 def _copy_from_first(ranks: Ranks, model: nn.Module, *, all_of_it: bool) -> None:

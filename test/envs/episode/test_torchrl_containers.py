@@ -1,0 +1,55 @@
+"""What TorchRL puts around environments takes these, too."""
+
+import warnings
+
+import pytest
+from torchrl.envs import SerialEnv
+from torchrl.envs.transforms import Compose
+
+from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
+from torchrl_modules import TransformersWrapper
+from torchrl_modules.tiny_model import tiny_qwen3
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TorchRL's own
+    from torchrl.collectors import Collector
+
+
+@pytest.fixture
+def policy(chatml_tokenizer):
+    model = tiny_qwen3(len(chatml_tokenizer), num_layers=1)
+    return TransformersWrapper(
+        model, tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 6}
+    )
+
+
+def make_env():
+    rows = [{"prompt": f"question <{i}>", "worth": i} for i in range(8)]
+    return ChatEnv(batch_size=(2,)).append_transform(
+        Compose(
+            DataLoadingPrimer(rows),
+            RewardFunctions([lambda worth, **_: [float(each) for each in worth]]),
+            StepCounter(max_steps=1),
+        )
+    )
+
+
+def test_serial_env_steps_environments_side_by_side(policy):
+    env = SerialEnv(2, make_env)
+    rollout = env.rollout(2, policy, break_when_any_done=False)
+    env.close()
+    # each of the two begins with its own rows 0 and 1, and goes on with 2 and 3
+    assert rollout["next", "reward"][..., 0].squeeze(-1).tolist() == [[[0, 2], [1, 3]]] * 2
+
+
+def test_torchrl_collector_collects_steps(policy):
+    collector = Collector(
+        make_env,
+        policy,
+        frames_per_batch=4,
+        total_frames=8,
+        auto_register_policy_transforms=False,
+    )
+    rewards = [batch["next", "reward"].flatten().tolist() for batch in collector]
+    collector.shutdown()
+    assert rewards == [[0.0, 2.0, 1.0, 3.0], [4.0, 6.0, 5.0, 7.0]]
