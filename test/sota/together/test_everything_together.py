@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "sota-implementations/grpo/grpo.py"
+NUM_STEPS = 32
 TASK = (
     *("task=gsm8k", "task.dataset=rows.jsonl", "task.system_prompt=null", "logger=none"),
     *("evaluate.num_shown=0", "evaluate.num_prompts=48", "policy.max_new_tokens=24"),
@@ -24,7 +25,7 @@ TASK = (
 LEARNS = (
     *("policy.model=outputs/sft/gsm8k/half", "policy.gradient_checkpointing=false"),
     *("optim.num_warmup_steps=0", "optim.max_grad_norm=0.1", "optim.learning_rate=1e-3"),
-    *("train.num_epochs=4", "train.num_steps=20", "checkpoint.every=5"),
+    *("train.num_epochs=4", f"train.num_steps={NUM_STEPS}", "checkpoint.every=8"),
     *("collector.num_prompts=12", "collector.group_size=8", "policy.max_model_len=256"),
 )
 TOGETHER = (
@@ -59,9 +60,14 @@ def engines_of(run):
     return sorted(found, key=lambda process: process.info["create_time"])
 
 
+def steps_of(result):
+    metrics = Path(result["output_dir"], "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in metrics]
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("half_trained")
 def test_ranks_collectors_and_engines_learn_together_though_an_engine_is_killed(tmp_path):
     pytest.importorskip("ray")
@@ -79,20 +85,19 @@ def test_ranks_collectors_and_engines_learn_together_though_an_engine_is_killed(
             if "step 5/" in line:
                 before = engines_of(own)
                 os.kill(before[0].pid, signal.SIGKILL)
-            if "step 20/" in line:
+            if f"step {NUM_STEPS}/" in line:
                 after = engines_of(own)
     assert process.returncode == 0, "".join(told)[-3000:]
     (result,) = [json.loads(line) for line in told if line.startswith('{"task"')]
     assert result["held_out_before"] < 0.6  # half of the answers are right
-    assert result["held_out_after"] > 0.75
-    assert result["steps"] == 20
+    assert result["held_out_after"] > 0.75, [step["reward"] for step in steps_of(result)]
+    assert result["steps"] == NUM_STEPS
     assert len(before) == len(after) == 2
     assert {each.pid for each in before} - {each.pid for each in after} == {before[0].pid}
-    metrics = Path(result["output_dir"], "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in metrics]
-    assert [step["policy_version"] for step in steps] == list(range(1, 21))
+    steps = steps_of(result)
+    assert [step["policy_version"] for step in steps] == list(range(1, NUM_STEPS + 1))
     assert all(0 < step["collect/driver_bytes_per_row"] < 1024 for step in steps)
-    assert steps[-1]["ledger/groups/trained"] == 20 * 12
+    assert steps[-1]["ledger/groups/trained"] == NUM_STEPS * 12
     deadline = time.monotonic() + 20
     while engines_of(own):
         assert time.monotonic() < deadline, "engines outlive the run"
