@@ -45,7 +45,7 @@ def spoil(path, chance):
     return before
 
 
-def test_500_flips_cuts_and_missing_files_are_all_named(store):
+def test_S04_500_flips_cuts_and_missing_files_are_all_named(store):
     chance = random.Random(0)
     newest = sorted(store.folder.glob("step-*"))[-1]
     files = sorted(path for path in newest.rglob("*") if path.is_file())
