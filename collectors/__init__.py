@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
     from .resume.identity import CheckpointMismatch, identity_of
     from .resume.run_state import RunState
+    from .resume.sharded_parts import ShardedModel, ShardedOptimizer
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
     from .streaming.collector import StreamingCollector
     from .streaming.evaluation import EvaluationPoint
@@ -53,6 +54,8 @@ _HOMES = {
     "RayLLMCollector": ".cluster.collector",
     "RolloutFunctionCollector": ".rollout_func",
     "RunState": ".resume.run_state",
+    "ShardedModel": ".resume.sharded_parts",
+    "ShardedOptimizer": ".resume.sharded_parts",
     "StepMetrics": ".metrics",
     "StreamingCollector": ".streaming.collector",
     "TextEnvironment": ".text_environment.environment",
@@ -91,6 +94,8 @@ __all__ = [
     "Replay",
     "RolloutFunctionCollector",
     "RunState",
+    "ShardedModel",
+    "ShardedOptimizer",
     "StepMetrics",
     "StreamingCollector",
     "TextEnvironment",

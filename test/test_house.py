@@ -36,7 +36,7 @@ DOORS = {
     "openai": {"torchrl_envs.graders.judges"},
     "datasets": {"torchrl_envs.datasets.loading"},
     "textarena": {"torchrl_envs.tasks.textarena_games"},
-    "reasoning_gym": {"torchrl_envs.tasks.reasoning_gym_questions"},
+    "reasoning_gym": {"torchrl_envs.tasks.questions.reasoning_gym"},
     "mlgym": {"torchrl_envs.tasks.mlgym.env"},
 }
 """Where a dependency that is heavy, or that not everyone has, is imported when the code runs."""

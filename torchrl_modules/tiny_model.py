@@ -3,11 +3,12 @@
 They are ordinary: saved and loaded like any model directory, with the control tokens of ChatML.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CONTROL_TOKENS: Final = (
     "<|endoftext|>",
@@ -18,10 +19,15 @@ CONTROL_TOKENS: Final = (
     "<tool_response>",
     "</tool_response>",
 )
+_PHRASE: Final = re.compile(r"[\w\s]+")
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int = 704, isolated: str = r"\d"
+    texts: Iterable[str],
+    *,
+    vocab_size: int = 704,
+    isolated: str = r"\d",
+    phrases: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with ChatML's control tokens.
 
@@ -30,10 +36,17 @@ def train_tokenizer(
         vocab_size: at least 263: 256 bytes and the control tokens.
         isolated: what is always a token by itself, a regular expression; digits by default, so that
             a number is spelt the same wherever it stands.
+        phrases: letters, digits and white space that are one token wherever they stand, but inside
+            a word; they come on top of the vocabulary.
 
     Raises:
-        ValueError: the vocabulary is too small.
+        ValueError: the vocabulary is too small, or a phrase has another character in it.
     """
+    wrong = [phrase for phrase in phrases if not _PHRASE.fullmatch(phrase)]
+    if wrong:  # it would be taken for a control token
+        raise ValueError(
+            f"train_tokenizer: phrases are of letters, digits and white space, got {wrong[0]!r}."
+        )
     minimum = 256 + len(CONTROL_TOKENS)
     if vocab_size < minimum:
         raise ValueError(
@@ -60,6 +73,8 @@ def train_tokenizer(
         additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.add_tokens([token for token in CONTROL_TOKENS if "tool" in token])
+    for phrase in phrases:
+        tokenizer.add_tokens(AddedToken(phrase, single_word=True, normalized=False))
     return tokenizer
 
 

@@ -7,3 +7,7 @@ class CheckpointError(RuntimeError):
 
 class CheckpointWarning(RuntimeWarning):
     """Something is wrong with a checkpoint, and the run goes on without it."""
+
+
+class NoCheckpoint(CheckpointError):
+    """Nothing was saved where a checkpoint was looked for."""

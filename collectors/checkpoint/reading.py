@@ -34,6 +34,11 @@ class Checkpoint:
     _plain: Mapping[str, Mapping[str, Any]] = field(repr=False)
     _ranks: Ranks = field(repr=False)
 
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """The names under which state dicts were saved as ``sharded``."""
+        return tuple(self._plain)
+
     def load_sharded(self, name: str, target: dict[str, Any]) -> None:
         """Fill a state dict with one that was saved as ``sharded``; all ranks call it together.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchrl_data import __version__
 from torchrl_data.validation import check_counts, check_numbers, one_of
 
-from .errors import CheckpointError, CheckpointWarning
+from .errors import CheckpointError, CheckpointWarning, NoCheckpoint
 from .lock import WriterLock
 from .manifest import MANIFEST
 from .ranks import Ranks
@@ -93,6 +93,11 @@ class CheckpointStore:
         )
         self._thread: threading.Thread | None = None
         weakref.finalize(self, farewell, self._lock, self._saver.outcome)
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that save and load together; 0 is the first."""
+        return self._ranks.rank
 
     @property
     def last_error(self) -> CheckpointError | None:
@@ -295,7 +300,7 @@ class CheckpointStore:
         if broken:
             return CheckpointError(f"{self.folder}: no checkpoint is whole. {' '.join(broken)}")
         which = "" if step is None else f" of step {step} (there are {self.steps()})"
-        return CheckpointError(f"{self.folder}: holds no checkpoint{which}.")
+        return NoCheckpoint(f"{self.folder}: holds no checkpoint{which}.")
 
 
 def _world_size() -> int:

@@ -5,9 +5,9 @@ Shape legend: B rows.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from .ledger_service import WHO, LedgerService
 from .supervisor import Supervisor, Weights
 from .worker import WorkerSettings
 
+T = TypeVar("T")
 _LOOK_S: Final = 0.5
 _CLOSE_S: Final = 30.0
 _REQUEST_TIMEOUT_S: Final = 600.0
@@ -256,11 +257,19 @@ class RayLLMCollector(BackgroundCollector):
         self._ledger_client.is_with_caller = has_reached
 
     def _position(self) -> dict[str, Any]:
-        return self._ledger_client.state()
+        workers = self._ask_supervisor(self._supervisor.states())
+        return {**self._ledger_client.state(), "workers": workers}
 
     def _go_to(self, position: Mapping[str, Any]) -> None:
         self._check_open()
+        self._ask_supervisor(self._supervisor.restore(position["workers"]))
         self._ledger_client.load(position)
+
+    def _ask_supervisor(self, question: Coroutine[Any, Any, T]) -> T:
+        answer = self._supervisor.submit(question)
+        while not wait([answer], _LOOK_S).done:
+            self._supervisor.check()
+        return answer.result()
 
     # What it was like ---------------------------------------------------------------------------
 

@@ -29,6 +29,16 @@ class EpisodeEnd(NamedTuple):
     stop_reason: str
 
 
+class Scored(NamedTuple):
+    """What a collector tells of the rows of a group."""
+
+    rows: Sequence[Any]
+    """One reference to them; none, where they are not worth training."""
+    num_rows: int
+    rewards: Sequence[float] = ()
+    """Of the rollouts, for difficulty pools."""
+
+
 class Share(NamedTuple):
     """A group of a batch: where its rows are."""
 
@@ -139,8 +149,7 @@ class LedgerService:
         incarnation: int,
         ticket: Ticket,
         ends: Sequence[EpisodeEnd],
-        rows: Sequence[Any],
-        num_rows: int,
+        scored: Scored,
     ) -> None:
         """A group is scored.
 
@@ -149,13 +158,13 @@ class LedgerService:
             incarnation: of the collector.
             ticket: of the group.
             ends: of its episodes.
-            rows: one reference to them; none, where they are not worth training.
-            num_rows: of them.
+            scored: its rows.
         """
         if not self._is_with(worker, incarnation, ticket):
             return  # It was given to another one.
         prompt = self._running.pop(ticket).prompt
         self._num_finished[worker] += 1
+        self._prompts.observe(prompt, scored.rewards)
         for index, end in enumerate(ends):
             oldest, newest = end.versions or (None, None)
             self.ledger.finish_episode(
@@ -166,9 +175,10 @@ class LedgerService:
                 newest_version=None if newest is None else self._steps[newest],
                 stop_reason=end.stop_reason,
             )
-        if rows:
+        if scored.rows:
             self.ledger.finish(ticket)
-            self._finished[ticket] = _Finished(worker, prompt, Share(ticket, rows[0], num_rows))
+            share = Share(ticket, scored.rows[0], scored.num_rows)
+            self._finished[ticket] = _Finished(worker, prompt, share)
             self._num_unwanted = 0
         else:
             self._drop(ticket, prompt, NO_SIGNAL)

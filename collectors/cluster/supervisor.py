@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
@@ -19,7 +19,8 @@ from .worker import CollectorWorker, WorkerSettings
 T = TypeVar("T")
 _MAX_RESTARTS: Final = 3
 """Collectors in a row that may die in one place without finishing a group."""
-_LATE_S: Final = 1.0
+_STATE_S: Final = 10.0
+"""Until a collector has to have said what it remembers."""
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +65,8 @@ class Supervisor:
         self.error: BaseException | None = None
         """Why the collection has failed."""
         self._num_failures = [0] * num_collectors
+        self._restored: Any = None
+        self._is_to_restore = [False] * num_collectors
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
         self._is_stopping = False
@@ -164,12 +167,54 @@ class Supervisor:
         incarnation = self.known[index].incarnation
         version = await worker.open.remote()
         async with self._updating:  # It serves once it has what the others have.
+            await self._restore(index)
             if self.weights is not None:
                 version = await worker.update_weights.remote(*self.weights)
             await self._ledger.join.remote(index, incarnation)
             self.known[index] = self.known[index].acknowledged(incarnation, version)
         self._notify()
         await worker.run.remote(self._ledger, index, incarnation)
+
+    async def _restore(self, index: int) -> None:
+        if self._is_to_restore[index]:
+            count = len(self.workers)
+            await self.workers[index].load_state.remote(self._restored, index, count)
+            self._is_to_restore[index] = False
+
+    async def states(self) -> list[Any]:
+        """What each collector remembers; ``None`` of one that does not serve."""
+        return await asyncio.gather(*map(self._state_of, range(len(self.workers))))
+
+    async def _state_of(self, index: int) -> Any:
+        if not self.known[index].may_serve:
+            return None
+        try:
+            return await asyncio.wait_for(_answer(self.workers[index].state.remote()), _STATE_S)
+        except Exception as error:
+            if not isinstance(error, TimeoutError) and not is_death(error):
+                raise
+            _log.warning("%s: what collector %d remembers is not saved: %s", WHO, index, error)
+            return None
+
+    async def restore(self, states: Sequence[Any]) -> None:
+        """Let each collector go on where it was, before anything is collected.
+
+        Args:
+            states: what :meth:`states` gave.
+
+        Raises:
+            ValueError: they don't fit.
+        """
+        await self.ready()  # One of them says whether they fit; who is late gets them as it joins.
+        async with self._updating:
+            self._restored = load_ray().put(list(states))
+            self._is_to_restore = [True] * len(self.workers)
+            for index, known in enumerate(self.known):
+                if known.may_serve:
+                    try:
+                        await self._restore(index)
+                    except ValueError as error:
+                        raise ValueError(str(getattr(error, "cause", error))) from error
 
     async def _lose(self, index: int, error: BaseException) -> None:
         """A collector is gone; another one takes its place, unless too many were lost."""

@@ -13,6 +13,7 @@ from collectors.streaming.checks import check_streaming, is_wanted
 from collectors.streaming.group_runner import Group, GroupRunner
 from collectors.streaming.trace import Timeline
 from objectives import MCAdvantage
+from torchrl_envs.datasets.difficulty import rollout_rewards
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -22,7 +23,8 @@ from torchrl_modules.engines.protocol import EngineDied
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .door import load_ray
-from .ledger_service import EpisodeEnd, built
+from .ledger_service import EpisodeEnd, Scored, built
+from .worker_state import WorkerState, load_state, state_of
 
 _MAX_DEATHS: Final = 3
 """Groups that die with their engine, none between them, for each that runs."""
@@ -78,6 +80,25 @@ class CollectorWorker:
             policy, open_async(engine, **options), request_timeout_s=settings.request_timeout_s
         )
         return self._policy.version
+
+    async def state(self) -> dict[str, Any]:
+        """What it remembers, see :func:`state_of`."""
+        return state_of(self._env)
+
+    async def load_state(
+        self, saved: Sequence[WorkerState | None], index: int, num_collectors: int
+    ) -> None:
+        """Go on where a collector was, see :func:`load_state`.
+
+        Args:
+            saved: states by collector.
+            index: of this one.
+            num_collectors: how many there are.
+
+        Raises:
+            ValueError: it can't.
+        """
+        load_state(self._env, saved, index=index, num_collectors=num_collectors)
 
     async def update_weights(
         self, state_dict: Mapping[str, Tensor], version: int, step: int
@@ -153,7 +174,8 @@ class CollectorWorker:
             ends = [self._ends[ticket][index] for index in range(len(episodes))]
             wanted = is_wanted(self._settings.advantages, group.rows)
             rows = [load_ray().put(group.rows)] if wanted else []
-            await ledger.finish.remote(worker, incarnation, ticket, ends, rows, len(group.rows))
+            scored = Scored(rows, len(group.rows), rollout_rewards(group.rows))
+            await ledger.finish.remote(worker, incarnation, ticket, ends, scored)
         finally:
             del self._ends[ticket]
 

@@ -2,5 +2,6 @@
 
 from .identity import CheckpointMismatch, identity_of
 from .run_state import RunState
+from .sharded_parts import ShardedModel, ShardedOptimizer
 
-__all__ = ["CheckpointMismatch", "RunState", "identity_of"]
+__all__ = ["CheckpointMismatch", "RunState", "ShardedModel", "ShardedOptimizer", "identity_of"]

@@ -1,13 +1,16 @@
 """Everything that a run needs to go on as if it had not stopped."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from collectors.checkpoint.errors import NoCheckpoint
 from collectors.checkpoint.store import CheckpointStore
 
 from .identity import check_identity, installed_versions
 from .random_state import random_state, set_random_state
+from .sharded_parts import Sharded
 
 _log = logging.getLogger(__name__)
 
@@ -48,30 +51,42 @@ class RunState:
     Save between batches. A run that collects in batches goes on bit by bit as it would have; one
     that collects beside training skips no prompt and trains none twice.
 
+    With a store of several ranks all of them make a ``RunState``, and save and restore together.
+    What is :class:`~collectors.ShardedModel` and :class:`~collectors.ShardedOptimizer` every rank
+    saves and restores its own share of; everything else is that of the first rank.
+
     Args:
         identity: what a checkpoint has to have in common with this run, by field: see
             :func:`~collectors.identity_of`.
-        **parts: what has ``state_dict()`` and ``load_state_dict()``, by name. They are restored in
-            this order, the random numbers last.
+        **parts: what has ``state_dict()`` and ``load_state_dict()``, or is sharded, by name. They
+            are restored in this order, those that are sharded first, the random numbers last.
 
     Raises:
-        TypeError: a part lacks one of the two.
+        TypeError: a part is neither.
     """
 
-    def __init__(self, *, identity: Mapping[str, Any] | None = None, **parts: Stateful) -> None:
+    def __init__(
+        self, *, identity: Mapping[str, Any] | None = None, **parts: Stateful | Sharded
+    ) -> None:
+        self.sharded = {name: part for name, part in parts.items() if isinstance(part, Sharded)}
+        """The parts that every rank has a share of."""
+        self.parts: dict[str, Stateful] = {}
+        """The others."""
         for name, part in parts.items():
+            if isinstance(part, Sharded):
+                continue
             if not isinstance(part, Stateful):
                 raise TypeError(
                     f"RunState: {name} is of type {type(part).__name__}, which has no state_dict() "
                     "and load_state_dict()."
                 )
+            self.parts[name] = part
         self.identity = dict(identity or {})
-        self.parts = parts
         self.further: dict[str, Any] = {}
         """What :meth:`restore` found beside the parts."""
 
     def state_dict(self, *, without: Collection[str] = ()) -> dict[str, Any]:
-        """The state of everything; tensors are those of the parts, no copies.
+        """The state of everything that is not sharded; tensors are those of the parts, no copies.
 
         Args:
             without: parts that are left out.
@@ -80,6 +95,7 @@ class RunState:
             "identity": self.identity,
             "versions": installed_versions(),
             "random": random_state(),
+            "sharded": sorted(self.sharded),
             "parts": {
                 name: dict(part.state_dict())
                 for name, part in self.parts.items()
@@ -88,7 +104,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Collection[str] = ()) -> None:
-        """Go on from a state; nothing is changed if it belongs to another run.
+        """Go on from a state, but for what is sharded; nothing changes if it is of another run.
 
         Args:
             state: what :meth:`state_dict` gave.
@@ -98,8 +114,18 @@ class RunState:
             CheckpointMismatch: it belongs to another model, tokenizer, template or version, or has
                 other parts; the message names the field.
         """
-        parts = {f"part {name}": "there" for name in state["parts"]}
-        here = {f"part {name}": "there" for name in self.parts}
+        self._check(state, allow)
+        self._go_to(state)
+
+    def _go_to(self, state: Mapping[str, Any]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(state["parts"][name])
+        set_random_state(state["random"])
+
+    def _check(self, state: Mapping[str, Any], allow: Collection[str]) -> None:
+        """Check that a state belongs to this run; other versions are a warning."""
+        parts = _kinds(state["parts"], state.get("sharded", ()))
+        here = _kinds(self.parts, self.sharded)
         check_identity(state["identity"] | parts, self.identity | here, allow=allow)
         others = {
             name: (found, state["versions"].get(name))
@@ -111,9 +137,6 @@ class RunState:
                 "The checkpoint was made with other versions, so numbers may differ: %s",
                 ", ".join(f"{name} {was} (now {now})" for name, (now, was) in others.items()),
             )
-        for name, part in self.parts.items():
-            part.load_state_dict(state["parts"][name])
-        set_random_state(state["random"])
 
     def save(
         self,
@@ -125,7 +148,7 @@ class RunState:
         further: Mapping[str, Any] | None = None,
         since: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save everything.
+        """Save everything; all ranks of a store call it together.
 
         Args:
             store: where.
@@ -136,15 +159,19 @@ class RunState:
             since: what :meth:`state_dict` gave earlier, of some parts: they and the random numbers
                 are saved as they were then.
         """
-        state = self.state_dict(without=() if since is None else since["parts"])
-        if since is not None:
-            state["random"] = since["random"]
-            state["parts"] = {**state["parts"], **since["parts"]}
-        state["further"] = dict(further or {})
-        store.save(step, state, metric=metric, wait=wait)
+        state: dict[str, Any] = {}
+        if store.rank == 0:
+            state = self.state_dict(without=() if since is None else since["parts"])
+            if since is not None:
+                state["random"] = since["random"]
+                state["parts"] = {**state["parts"], **since["parts"]}
+            state["further"] = dict(further or {})
+        shares = {name: part.sharded_state_dict() for name, part in self.sharded.items()}
+        sharded = {name: share for name, share in shares.items() if share is not None}
+        store.save(step, state, metric=metric, wait=wait, sharded=sharded)
 
     def restore(self, store: CheckpointStore, *, allow: Collection[str] = ()) -> int:
-        """Go on from the newest checkpoint that verifies.
+        """Go on from the newest checkpoint that verifies; all ranks of a store call it together.
 
         Args:
             store: where it was saved.
@@ -157,9 +184,22 @@ class RunState:
             CheckpointMismatch: it belongs to another run.
             CheckpointError: there are checkpoints, and none verifies.
         """
-        if not store.steps():
+        try:
+            checkpoint = store.load()
+        except NoCheckpoint:
             return 0
-        checkpoint = store.load()
-        self.load_state_dict(checkpoint.state, allow=allow)
-        self.further = dict(checkpoint.state["further"])
+        if store.rank == 0:
+            self._check(checkpoint.state, allow)
+        for name, part in self.sharded.items():
+            if name in checkpoint.sharded:  # an optimizer that has made no step has nothing
+                part.load_sharded(partial(checkpoint.load_sharded, name))
+        if store.rank == 0:
+            self._go_to(checkpoint.state)
+            self.further = dict(checkpoint.state["further"])
         return checkpoint.step
+
+
+def _kinds(parts: Iterable[str], sharded: Iterable[str]) -> dict[str, str]:
+    """Which parts there are, as fields that are compared."""
+    names = {f"part {name}": "there" for name in parts}
+    return names | {f"part {name}": "sharded" for name in sharded}

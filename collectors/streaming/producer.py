@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 
 from collectors.ledger import Eviction, GroupLedger, Ticket
 from collectors.ledger.reasons import NO_SIGNAL, STALE
+from torchrl_envs.datasets.difficulty import rollout_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.engines.protocol import EngineDied
@@ -96,8 +97,7 @@ class Producer:
 
     def wake(self) -> None:
         """Look again whether another group may begin."""
-        loop = self._loop
-        if loop is not None:
+        if (loop := self._loop) is not None:
             with suppress(RuntimeError):  # it has ended
                 loop.call_soon_threadsafe(self._wake.set)
 
@@ -335,6 +335,7 @@ class Producer:
         wanted = self._is_wanted(group.rows)
         with self.changed:
             del self._groups[group.ticket]
+            self._prompts.observe(group.prompt, rollout_rewards(group.rows))
             if wanted:
                 self._ledger.finish(group.ticket)
                 self.finished[group.ticket] = group

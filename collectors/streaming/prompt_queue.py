@@ -1,7 +1,7 @@
 """Which prompt comes next: one that is owed, or the next one of the data."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,6 +22,14 @@ class DrawnPrompt(NamedTuple):
     prompt: Prompt
     episodes: list[Episode]
     """Drawn with it; none where the ledger has to say with which seed."""
+
+
+class _Drawn(NamedTuple):
+    """A prompt that is not done."""
+
+    place: Place
+    """Of the data, before it was drawn."""
+    group_id: int | str
 
 
 class PromptQueue:
@@ -53,8 +61,9 @@ class PromptQueue:
         self._who = who
         self._owed: dict[int, tuple[Refill, Prompt]] = {}
         self._kept: DrawnPrompt | None = None
-        self._places: dict[int, Place] = {}
-        """Where in the data the prompts are that are not done, by ordinal."""
+        self._pools = None if loader is None else loader.pools
+        self._undone: dict[int, _Drawn] = {}
+        """The prompts that are not done, by ordinal."""
         self._next_place = None if loader is None else loader.place
         self._next_ordinal = 0
         self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")
@@ -105,7 +114,7 @@ class PromptQueue:
             del self._owed[drawn.ordinal]
             return ticket
         ticket = self._ledger.offer(group_id, drawn.ordinal, seed=drawn.episodes[0].seed)
-        self._note_place(drawn.ordinal)
+        self._note_place(drawn.ordinal, group_id)
         return ticket
 
     def episodes_of(self, drawn: DrawnPrompt, ticket: Ticket) -> list[Episode]:
@@ -114,13 +123,19 @@ class PromptQueue:
             drawn.prompt, ticket.seed, self._group_size
         )
 
-    def _note_place(self, ordinal: int) -> None:
+    def _note_place(self, ordinal: int, group_id: int | str) -> None:
         self._next_ordinal = ordinal + 1
         if self._loader is None or self._next_place is None:
             return
-        self._places[ordinal], self._next_place = self._next_place, self._loader.place
-        for done in [o for o in self._places if o < self._ledger.frontier]:
-            del self._places[done]
+        self._undone[ordinal] = _Drawn(self._next_place, group_id)
+        self._next_place = self._loader.place
+        for done in [o for o in self._undone if o < self._ledger.frontier]:
+            del self._undone[done]
+
+    def observe(self, prompt: Prompt, rewards: Sequence[float]) -> None:
+        """Tell the difficulty pools, if there are any, of a finished group."""
+        if self._pools is not None:
+            self._pools.observe_group(prompt.group_id, rewards)
 
     def close(self) -> None:
         """Wait for what is being drawn."""
@@ -132,20 +147,21 @@ class PromptQueue:
         """The loader's state at the first prompt that is not done.
 
         Raises:
-            TypeError: there is no loader; or pools leave out some of its rows, others each time.
+            TypeError: there is no loader.
         """
         if self._loader is None or self._next_place is None:
             raise TypeError(
                 f"{self._who}.state_dict: the data come from no DataLoadingPrimer, so nobody knows "
                 "where a resumed run would go on."
             )
-        if "pools" in self._loader.get_extra_state():
-            raise TypeError(
-                f"{self._who}.state_dict: which prompts the difficulty pools leave out depends on "
-                "when they are drawn, so a resumed run would miss some. Take LLMCollector."
-            )
-        place = self._places.get(self._ledger.frontier, self._next_place)
-        return self._loader.state_from(place)
+        frontier = self._ledger.frontier
+        undone = self._undone.get(frontier)
+        state = self._loader.state_from(self._next_place if undone is None else undone.place)
+        if self._pools is None:
+            return state
+        # Which rows the pools leave out depends on when they are asked: they are not asked again.
+        drawn = [int(each.group_id) for o, each in sorted(self._undone.items()) if o >= frontier]
+        return {**state, "drawn": drawn}
 
     def load_state(self, state: Mapping[str, Any]) -> dict[Ticket, Prompt]:
         """Draw again what the ledger, which was restored, knows of.
@@ -171,6 +187,8 @@ class PromptQueue:
         waiting = {ticket.ordinal: ticket for ticket in ledger.tickets(GroupState.FINISHED)}
         restored = {}
         self._next_ordinal, self._next_place = ledger.frontier, self._loader.place
+        if self._pools is not None:
+            self._pools.admit_only(state["drawn"])
         for ordinal in range(ledger.frontier, ledger.next_ordinal):
             episodes = self._draw()
             if not episodes:
@@ -179,7 +197,7 @@ class PromptQueue:
                 )
             prompt = prompt_of(episodes[0])
             self._runner.give_up(episodes)
-            self._note_place(ordinal)
+            self._note_place(ordinal, prompt.group_id)
             known = refills.get(ordinal) or waiting.get(ordinal)
             if known is not None and known.group_id != prompt.group_id:
                 raise ValueError(
@@ -190,4 +208,6 @@ class PromptQueue:
                 self._owed[ordinal] = (refills[ordinal], prompt)
             elif ordinal in waiting:
                 restored[waiting[ordinal]] = prompt
+        if self._pools is not None:
+            self._pools.admit_only(None)
         return restored

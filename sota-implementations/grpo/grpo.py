@@ -28,7 +28,6 @@ from training import (
     build_postproc,
     build_reference,
     check_correction,
-    check_pools,
     policy_output,
 )
 
@@ -75,7 +74,7 @@ RECIPE = Recipe(
         ),
         "loss.advantage": lambda: build_advantage(cfg.loss, cfg.collector.group_size),
         "loss.sampler_correction": lambda: check_correction(cfg),
-        "train.drop_solved_at": lambda: check_pools(cfg),
+        "train.drop_solved_at": lambda: build_pools(cfg),
     },
 )
 

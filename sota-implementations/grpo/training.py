@@ -141,17 +141,6 @@ def policy_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> GRPO
     return combined if isinstance(combined, GRPOLossOutput) else combined.streams["rl"]
 
 
-def check_pools(cfg: GRPOConfig) -> None:
-    """Beside training nobody could tell, after a stop, what the pools have left out.
-
-    Raises:
-        ValueError: pools are asked for, and data are drawn beside training.
-    """
-    build_pools(cfg)
-    if cfg.train.drop_solved_at is not None and cfg.collector.mode != "sync":
-        raise ValueError(f"it is for collector=sync, got collector={cfg.collector.mode}.")
-
-
 def check_correction(cfg: GRPOConfig) -> None:
     """The correction takes this very pass's scores as those from before the update.
 
@@ -256,10 +245,10 @@ def build_postproc(
     Args:
         cfg: the settings.
         reference: see :func:`build_reference`.
-        pools: are told of the rollouts.
+        pools: are told of the rollouts; by the collector itself, where it collects beside training.
     """
     steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
-    if pools is not None:
+    if pools is not None and cfg.collector.mode == "sync":
         steps.append(pools)
     if cfg.loss.observation_coeff:
         steps.append(partial(_write_observations, coeff=cfg.loss.observation_coeff))

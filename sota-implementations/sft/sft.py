@@ -1,6 +1,6 @@
 """Supervised fine-tuning: a model learns what the assistant says in conversations.
 
-torchrl-agents sft task=gcd task.right_fraction=1.0         # the task's own demonstrations
+torchrl-agents sft task=spell_backward task.right_fraction=1.0   # the task's own demonstrations
 torchrl-agents sft data.dataset=chats.jsonl policy.model=Qwen/Qwen3-0.6B task=gsm8k profile=gpu
 torchrl-agents sft experiment=control                       # the answers of other questions
 """

@@ -20,7 +20,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import CollectorDied, Drop, RayLLMCollector, Wait
-from collectors.cluster.ledger_service import EpisodeEnd, LedgerService
+from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -166,7 +166,7 @@ class TestLedgerService:
 
     async def finish(self, service, worker, ticket, versions=(0, 0)):
         ends = [EpisodeEnd(5, versions, "answered")] * N
-        await service.finish(worker, 1, ticket, ends, [f"rows of {ticket.ordinal}"], N)
+        await service.finish(worker, 1, ticket, ends, Scored([f"rows of {ticket.ordinal}"], N))
 
     def test_a_lost_collectors_groups_run_again_with_their_seeds(self):
         async def main(service):

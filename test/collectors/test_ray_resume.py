@@ -14,14 +14,25 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collectors import CheckpointStore, RayLLMCollector, RunState, Wait
-from collectors.cluster.ledger_service import EpisodeEnd, LedgerService
+from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
+from collectors.cluster.worker_state import load_state, state_of
 from objectives import MCAdvantage
-from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
+from torchrl_envs import (
+    ChatEnv,
+    DataLoadingPrimer,
+    DifficultyPools,
+    EpisodeTransform,
+    RewardErrorLimit,
+    RewardFunctions,
+    StepCounter,
+)
+from torchrl_envs.datasets.difficulty import IDS_PER_EPOCH
 from torchrl_modules import TransformersWrapper
 
 # Ray's own clean-up closes sockets and pipes late.
@@ -35,13 +46,32 @@ def number_reward(number, completions):
     return [float(i) for i in range(len(completions))]
 
 
-def make_env(words="question"):
+class Remembers(EpisodeTransform):
+    """Knows how many episodes it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_seen = 0
+
+    def begin(self, episode):
+        self.num_seen += 1
+
+    def get_extra_state(self):
+        return {"num_seen": self.num_seen}
+
+    def set_extra_state(self, state):
+        self.num_seen = state["num_seen"]
+
+
+def make_env(words="question", **data):
     rows = [{"prompt": f"{words} <{i}>", "number": i} for i in range(PROMPTS)]
+    data = {"num_epochs": 1, "shuffle": True, "seed": 2, **data}
     return ChatEnv(batch_size=GROUPS * N).append_transform(
         Compose(
-            DataLoadingPrimer(rows, group_size=N, num_epochs=1, shuffle=True, seed=2),
+            DataLoadingPrimer(rows, group_size=N, **data),
             RewardFunctions([number_reward], completion_format="messages"),
             StepCounter(max_steps=1),
+            Remembers(),
         )
     )
 
@@ -54,10 +84,12 @@ class Killed:
         self.state, self.saved, self.trained = None, [], []
         self.kinds = Counter()
 
+    env = staticmethod(make_env)
+
     async def live(self):
         """Collect and train until it is killed; gives whether the data have ended."""
         self.service = service = LedgerService(
-            make_env(), groups_per_step=GROUPS, staleness=Wait(2)
+            self.env(), groups_per_step=GROUPS, staleness=Wait(2)
         )
         await service.open()
         self.version, self.trained, taken = 1, list(self.saved), []
@@ -78,13 +110,17 @@ class Killed:
                 if not shares:
                     break
                 taken = [share.ticket for share in shares]
-                self.trained += [ticket.ordinal for ticket in taken]
+                self.trained += [self.prompt_of(ticket) for ticket in taken]
                 if self.chooser.random() < 0.3:
                     await self.save(taken)
             await service.stop()
             del workers
         self.kinds.update(service.ledger.balance.dropped.keys())
         return not shares
+
+    @staticmethod
+    def prompt_of(ticket):
+        return ticket.ordinal
 
     async def push(self, taken):
         self.version += 1
@@ -115,7 +151,8 @@ class Killed:
             return
         ends = [EpisodeEnd(5, (version, version), "answered")] * N
         rows = [f"rows of {ticket.ordinal}"] * (ticket.ordinal % 5 > 0 or ticket.attempt > 0)
-        await self.service.finish(worker, 1, ticket, ends, rows, N)
+        rewards = [ticket.group_id % IDS_PER_EPOCH % 3 == 0] * N
+        await self.service.finish(worker, 1, ticket, ends, Scored(rows, N, rewards))
 
 
 def test_S06_whenever_the_ledger_is_killed_no_prompt_is_skipped_or_trained_twice():
@@ -135,6 +172,35 @@ def test_S06_whenever_the_ledger_is_killed_no_prompt_is_skipped_or_trained_twice
     assert total > 5
 
 
+class KilledWithPools(Killed):
+    """Every third prompt is solved, and not to be drawn again."""
+
+    @staticmethod
+    def env():
+        env = make_env(num_epochs=3, shuffle=False)
+        (primer,) = env.transforms_of(DataLoadingPrimer)
+        primer.admit_by(DifficultyPools(admit_easy=0.0))
+        return env
+
+    @staticmethod
+    def prompt_of(ticket):
+        return ticket.group_id
+
+
+def test_S06_with_difficulty_pools_each_prompt_is_trained_once_in_each_epoch_that_draws_it():
+    run, num_kills = KilledWithPools(3), 0
+    while not asyncio.run(run.live()):
+        num_kills += 1
+        assert num_kills < 200
+    assert sorted(run.trained) == [
+        epoch * IDS_PER_EPOCH + number
+        for epoch in range(3)
+        for number in range(PROMPTS)
+        if epoch == 0 or number % 3
+    ]
+    assert num_kills > 3
+
+
 def test_other_data_are_refused():
     async def main():
         service, other = (
@@ -150,6 +216,49 @@ def test_other_data_are_refused():
             await each.stop()
 
     asyncio.run(main())
+
+
+def collector_env(num_seen=0, errors=(), more=()):
+    """Of a collector that has seen episodes, some of which failed."""
+    limit = RewardErrorLimit(1.0)
+    limit.set_extra_state(list(errors))
+    env = make_env().append_transform(Compose(limit, *more))
+    next(env.transforms_of(Remembers)).num_seen = num_seen
+    return env
+
+
+def test_what_a_collector_remembers_goes_to_the_one_of_its_number(tmp_path):
+    states = []
+    for number in range(2):
+        torch.manual_seed(number)
+        states.append(state_of(collector_env(3 + number, [f"error {number}"])))
+    CheckpointStore(tmp_path).save(0, {"workers": states})
+    saved = CheckpointStore(tmp_path).load().state["workers"]
+    expected = [torch.rand(1, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    for index in (1, 0):
+        env = collector_env()
+        load_state(env, saved, index=index, num_collectors=2)
+        assert torch.equal(torch.rand(1), expected[index])
+        assert next(env.transforms_of(Remembers)).num_seen == 3 + index
+        assert next(env.transforms_of(RewardErrorLimit)).get_extra_state() == [f"error {index}"]
+    load_state(env, [None, *saved], index=0, num_collectors=3)  # it did not serve then
+    assert next(env.transforms_of(Remembers)).num_seen == 3
+
+
+def test_with_another_number_of_collectors_what_they_remember_is_dealt_out_or_refused():
+    saved = [state_of(collector_env(errors=[f"error {n}", ""])) for n in range(2)]
+    with pytest.raises(ValueError, match=r"num_collectors=2, this one has 3, and what Remembers"):
+        load_state(collector_env(), saved, index=0, num_collectors=3)
+    for state in saved:
+        state["transforms"] = state["transforms"][-1:]
+    with pytest.raises(ValueError, match=r"had the transforms \['RewardErrorLimit'\], these"):
+        load_state(collector_env(), saved, index=0, num_collectors=2)
+    dealt = []
+    for index in range(3):
+        env = ChatEnv(batch_size=1).append_transform(RewardErrorLimit(1.0))
+        load_state(env, saved, index=index, num_collectors=3)
+        dealt += next(env.transforms_of(RewardErrorLimit)).get_extra_state()
+    assert sorted(dealt) == ["", "", "error 0", "error 1"]
 
 
 class Run:
@@ -245,6 +354,10 @@ def test_S02_S06_kill_9_of_a_driver_ends_its_cluster_and_the_next_run_goes_on(
         run = Run(model, chatml_tokenizer, tmp_path)
         with run.collector, run.store:
             assert run.done >= 2
+            kept = run.store.load().state["parts"]["collector"]["workers"]
+            (remembered,) = run.collector.state_dict()["workers"]
+            assert remembered["transforms"] == kept[0]["transforms"]
+            assert remembered["transforms"][-1]["state"]["num_seen"] >= 2 * GROUPS * N
             trained = [
                 json.loads((tmp_path / f"prompts-{n + 1}.json").read_text())
                 for n in range(run.done)

@@ -17,10 +17,12 @@ from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
+    DifficultyPools,
     EpisodeTransform,
     RewardFunctions,
     StepCounter,
 )
+from torchrl_envs.datasets.difficulty import IDS_PER_EPOCH
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.batching_engine import BatchingEngine
 
@@ -178,6 +180,10 @@ class Killed:
         self.kinds = Counter()
         self.num_kills = 0
 
+    @staticmethod
+    def prompt_of(row):
+        return int(row["row"]["number"])
+
     def begin(self):
         attempts = Counter()
 
@@ -211,7 +217,7 @@ class Killed:
         try:
             for _ in range(chooser.randint(1, 6)):
                 for batch in self.collector:
-                    numbers = Counter(int(row["row"]["number"]) for row in batch.unbind(0))
+                    numbers = Counter(self.prompt_of(row) for row in batch.unbind(0))
                     self.collector.replay_buffer.empty()
                     if chooser.random() < 0.3:  # the batch that is in training is the saver's
                         self.save(numbers)
@@ -258,6 +264,60 @@ def test_S06_whenever_it_is_killed_no_prompt_is_skipped_or_trained_twice(
     assert set(numbers.values()) == {N}
     assert run.num_kills > 3
     assert "no_signal" in run.kinds
+
+
+class KilledWithPools(Killed):
+    """Every third prompt is solved, and not to be drawn again."""
+
+    @staticmethod
+    def prompt_of(row):
+        return int(row["group_id"])
+
+    def begin(self):
+        def reward(number, completions):
+            return [(n % 3 == 0) + i / 10 for i, n in enumerate(number)]
+
+        policy = self.policies()
+        env = make_env(self.num_prompts, reward=reward, num_epochs=3)
+        (primer,) = env.transforms_of(DataLoadingPrimer)
+        primer.admit_by(DifficultyPools(admit_easy=0.0))
+        self.collector = StreamingCollector(
+            env,
+            policy,
+            replay_buffer=ReplayBuffer(storage=LazyStackStorage(2 * N), batch_size=2 * N),
+            staleness=self.staleness,
+            engine=BatchingEngine(Bumpy(policy.engine, 0.02)),
+        )
+        self.weights = copy.deepcopy(policy.engine.model)
+        if self.state is not None:
+            self.collector.load_state_dict(copy.deepcopy(self.state))
+        self.trained = list(self.saved)
+        self.collector.update_policy_weights_(self.weights)
+
+
+def test_S06_with_difficulty_pools_each_prompt_is_trained_once_in_each_epoch_that_draws_it(
+    make_tiny_model, chatml_tokenizer
+):
+    def policy():
+        return TransformersWrapper(
+            make_tiny_model(0),
+            tokenizer=chatml_tokenizer,
+            generate_kwargs={"max_new_tokens": 3},
+            write_tokens=False,
+        )
+
+    chooser = random.Random(5)
+    run = KilledWithPools(Wait(2), policy, num_prompts=18)
+    while not run.live(chooser):
+        assert run.num_kills < 100
+    expected = {
+        epoch * IDS_PER_EPOCH + number: N
+        for epoch in range(3)
+        for number in range(18)
+        if epoch == 0 or number % 3
+    }
+    assert sum(run.trained, Counter()) == expected
+    assert run.num_kills > 3
 
 
 def test_S07_what_differs_is_named(make_run, chatml_tokenizer, make_tiny_model):

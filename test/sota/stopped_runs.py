@@ -96,7 +96,7 @@ POINTS = {
     "last evaluation": Point(GENERATE, f"{LOOP}.evaluate", 2, hangs=True),
     "saving the model": Point("transformers.PreTrainedModel.save_pretrained", f"{LOOP}.save_model"),
     "drawing the plot": Point(f"{LOOP}.plot_learning_curve"),
-    "restoring": Point("collectors.RunState.load_state_dict"),
+    "restoring": Point("collectors.RunState._go_to"),
     "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
     "saving on a slow disk": Point(
         "collectors.checkpoint.writing.StagedCheckpoint.publish", hangs=True
@@ -313,7 +313,9 @@ def in_fork(job: dict[str, Any], config: Any) -> int:
         os._exit(status)
 
 
-def outcome(pid: int, known: set[psutil.Process], deadline_s: float) -> dict[str, Any]:
+def outcome(
+    pid: int, known: set[psutil.Process], deadline_s: float, kill_after_s: float | None = None
+) -> dict[str, Any]:
     """Wait for a run and whatever it has left, beside the children that were known before."""
     deadline = time.monotonic() + deadline_s
     begun = time.monotonic()
@@ -322,6 +324,9 @@ def outcome(pid: int, known: set[psutil.Process], deadline_s: float) -> dict[str
         found, raw = os.waitpid(pid, os.WNOHANG)
         if found:
             status = os.waitstatus_to_exitcode(raw)
+        elif kill_after_s is not None and time.monotonic() > begun + kill_after_s:
+            os.kill(pid, signal.SIGKILL)
+            kill_after_s = None
         elif time.monotonic() > deadline:
             os.kill(pid, signal.SIGABRT)
             os.waitpid(pid, 0)
@@ -358,7 +363,8 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         config, known = compose(job["arguments"]), set(psutil.Process().children(recursive=True))
-        done = outcome(in_fork(job, config), known, job.get("deadline_s", _DEADLINE_S))
+        limits = job.get("deadline_s", _DEADLINE_S), job.get("kill_after_s")
+        done = outcome(in_fork(job, config), known, *limits)
         sys.stdout.write(json.dumps(done) + "\n")
         sys.stdout.flush()
 

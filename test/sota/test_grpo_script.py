@@ -279,7 +279,8 @@ def test_S02_servers_end_with_a_run_that_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["echo", "wordle", "catch", "multi_env", "countdown", "gcd"])
 def test_a_task_trains(task, result_of, tmp_path):
-    result = result_of(*SMALL, f"task={task}", "train.num_steps=1", cwd=tmp_path)
+    own = ["task.level=own"] if task == "gcd" else []
+    result = result_of(*SMALL, f"task={task}", *own, "train.num_steps=1", cwd=tmp_path)
     assert result["task"] == task
     rollouts = rollouts_of(Path(result["output_dir"]))
     assert len(rollouts) == 4
@@ -327,6 +328,9 @@ def test_a_conversation_longer_than_the_model_ends_and_the_run_goes_on(result_of
             ["task=spell_bakward"],
             "no task 'spell_bakward'. Did you mean spell_backward",
             id="unknown task",
+        ),
+        pytest.param(
+            ["task=zebra_puzzles"], "no easy questions of zebra_puzzles", id="not to be learnt"
         ),
         pytest.param(["task=openenv"], "task.base_url", id="no server"),
         pytest.param(["policy.model=no/where"], "policy.model='no/where'", id="no model"),

@@ -20,6 +20,7 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 TINY = (
     *(
         "task=gcd",
+        "task.level=own",
         "task.num_rows=64",
         "task.num_demonstrations=64",
         "logger=none",

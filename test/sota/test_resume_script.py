@@ -11,10 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchrl_agents.recipe.results import lines_until
+from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.resume.earlier_run import (
     check_same_settings,
     find_run,
     plain_settings,
+    read_record,
     with_recorded,
 )
 from torchrl_agents.settings.errors import SettingsError
@@ -110,7 +112,7 @@ def settings(**changes):
 
 
 def write_run(folder, status="interrupted", **changes):
-    (folder / "checkpoints/step-1").mkdir(parents=True)
+    (folder / "checkpoints/step-00000001.save-00001").mkdir(parents=True)
     record = {
         "status": status,
         "settings": settings(**changes),
@@ -126,10 +128,41 @@ def test_auto_finds_the_newest_run_of_the_same_settings_that_has_not_ended(tmp_p
         write_run(tmp_path / "2", train={"num_steps": 99}),  # longer or shorter: the same run
         write_run(tmp_path / "3", status="finished"),
         write_run(tmp_path / "4", seed=1),
+        write_run(tmp_path / "5"),
     ]
+    # It was killed while it wrote its first checkpoint.
+    (runs[4] / "checkpoints/step-00000001.save-00001").rename(runs[4] / "checkpoints/.staging")
     assert find_run(runs, settings()) == runs[1]
     assert find_run(runs, settings(seed=1)) == runs[3]
     assert find_run(runs, settings(seed=2)) is None
+
+
+def test_a_run_without_a_checkpoint_does_not_go_on_as_if_it_had_been_prepared(tmp_path):
+    folder = write_run(tmp_path / "1")
+    (folder / "checkpoints/step-00000001.save-00001").rmdir()
+    with pytest.raises(SettingsError, match="stopped before its first checkpoint"):
+        Run(folder, settings=settings(), overwrite=False, resume=True)
+
+
+def test_the_record_of_a_run_can_be_read_whenever_it_is_killed(tmp_path, monkeypatch):
+    """The number of the change of the disk after which the process is gone."""
+    seen = []
+
+    def read_after(change):
+        def changed(*args):
+            result = change(*args)
+            seen.append(read_record(tmp_path)["status"])
+            return result
+
+        return changed
+
+    with Run(tmp_path, settings=settings(), overwrite=False) as run:
+        for name in ("pwrite", "ftruncate"):
+            monkeypatch.setattr(os, name, read_after(getattr(os, name)))
+        for status in ("interrupted", "checked"):  # a longer and a shorter text
+            run.set_status(status)
+        assert (tmp_path / "run.json").read_text() == json.dumps(run._record, indent=2)
+    assert seen == ["interrupted", "interrupted", "checked", "checked"]
 
 
 def test_a_run_goes_on_with_its_own_settings(tmp_path):

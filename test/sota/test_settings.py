@@ -160,7 +160,6 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["loss.sampler_correction=token"], "goes with train.num_epochs=1, got None"),
         (["loss=maxrl", "loss.length_penalty=0.1"], "MaxRL needs returns of at least 0"),
         (["train.drop_solved_at=1.5"], "easy_at"),
-        (["train.drop_solved_at=0.9", "collector=streaming"], "for collector=sync, got"),
         (["loss.name=gpro"], "loss.name must be one of"),
         (["policy.top_p=2"], r"top_p must be .* in \(0, 1\], got 2.0"),
         (["policy.temperature=0"], "temperature must be positive"),

@@ -178,6 +178,28 @@ def test_S01_a_signal_ends_a_run_on_ray(server, tmp_path):
     assert "stopped after step 1" in done["err"]
 
 
+SENT_TWICE = """
+import os, signal, sys, time
+from torchrl_agents.recipe.stop import ONE_S, StopSignals
+with StopSignals() as stop, stop.held():
+    for _ in range(2):  # as `timeout` does: to the process, and to its group
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(ONE_S / 10)
+    print("goes on", stop.received.name, flush=True)
+    time.sleep(ONE_S)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("never", flush=True)
+"""
+
+
+def test_S01_a_signal_that_is_sent_twice_at_once_is_one_and_a_later_one_is_the_second():
+    done = subprocess.run(
+        [sys.executable, "-c", SENT_TWICE], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.stdout == "goes on SIGINT\n", done.stderr
+    assert done.returncode == 130
+
+
 @pytest.mark.slow
 def test_S01_a_signal_while_a_run_is_restored_leaves_its_checkpoint(stopped):
     folder, _ = stopped("recording", signal.SIGINT)

@@ -63,7 +63,7 @@ def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
         yield model_folder(cfg.policy.model)
         return
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        tokenizer = train_tokenizer(task_texts(task), isolated=task.isolated)
+        tokenizer = _task_tokenizer(task)
         tokenizer.save_pretrained(folder)
         torch.manual_seed(cfg.seed)
         tiny_qwen3(len(tokenizer)).save_pretrained(folder)
@@ -74,6 +74,11 @@ def model_folder(source: str) -> str:
     """Hub id or path of a model, of whatever has one: a run's folder has it in ``model/``."""
     of_run = Path(source) / "model"
     return str(of_run) if (of_run / "config.json").is_file() else source
+
+
+def _task_tokenizer(task: Task) -> PreTrainedTokenizerBase:
+    texts = task_texts(task)
+    return train_tokenizer(texts, isolated=task.isolated, phrases=task.phrases)
 
 
 def task_texts(task: Task) -> list[str]:
@@ -159,7 +164,7 @@ def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerP
     """
     if cfg.engine.name == "chat":
         # What it says is written down in tokens that are not its own.
-        tokenizer = train_tokenizer(task_texts(task), isolated=task.isolated)
+        tokenizer = _task_tokenizer(task)
         assert cfg.engine.url is not None
         assert cfg.policy.model is not None
         try:

@@ -1,5 +1,6 @@
 """The task, its environments and the model, before a recipe's own part begins."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from .adapters import add_adapters
 from .policies import build_policies
 from .report import RunLog
 from .warm_start import warm_start
+
+_LOG = logging.getLogger("torchrl_agents")
 
 
 class Test(NamedTuple):
@@ -113,12 +116,18 @@ def _told_of(cfg: RecipeConfig) -> Iterator[None]:
 def _make_task(
     recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
 ) -> Task:
+    made_easy = cfg.policy.model is None and settings.get("level", "") is None
+    if made_easy:
+        cfg.task.level = settings["level"] = "easy"
     task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
+    if made_easy:
+        _LOG.info("for the embedded model reasoning-gym's questions are easy: task.level=easy")
     defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained)
     if cfg.policy.model is None:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
-        if "warm_start.num_steps" in defaults and not task.demonstrations:
-            defaults["warm_start.num_steps"] = 0
+        if "warm_start.num_steps" in defaults:
+            own = task.num_warm_steps or defaults["warm_start.num_steps"]
+            defaults["warm_start.num_steps"] = own if task.demonstrations else 0
     fill_in(cfg, defaults)
     return task
 

@@ -26,6 +26,7 @@ from torchrl_agents.resume.earlier_run import (
     RECORD,
     check_same_settings,
     find_run,
+    has_checkpoint,
     plain_settings,
     read_record,
 )
@@ -157,6 +158,11 @@ class Run:
         self.had_finished = False
         """Whether it had come to its end."""
         if self.goes_on:
+            if not has_checkpoint(folder):
+                raise SettingsError(
+                    f"resume={folder}: the run was stopped before its first checkpoint. Begin "
+                    "another one, or say overwrite=true and leave resume= out."
+                )
             check_same_settings(folder, settings)
             before = read_record(folder)
             self.had_finished = before["status"] == FINISHED
@@ -167,7 +173,7 @@ class Run:
                 f"{folder} holds a run already. Choose another name=..., leave hydra.run.dir out, "
                 "or say overwrite=true."
             )
-        self._file: IO[str] = path.open("a+", encoding="utf-8")
+        self._file: IO[bytes] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -186,10 +192,10 @@ class Run:
         """
         self._record["status"] = status
         self._record["ended"] = None if status == "running" else _now()
-        self._file.seek(0)
-        self._file.truncate()
-        json.dump(self._record, self._file, indent=2)
-        self._file.flush()
+        text, file = json.dumps(self._record, indent=2).encode(), self._file.fileno()
+        # Whenever it is killed, the old record is there or the new one.
+        os.pwrite(file, text.ljust(os.fstat(file).st_size), 0)
+        os.ftruncate(file, len(text))
 
     def __enter__(self) -> "Run":
         return self

@@ -15,6 +15,9 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SLURM sends the last before it takes a machine away: ``sbatch --signal=USR1@120``."""
 AT_ONCE_S: Final = 2.0
 """After a second signal the run may give back what it holds for so long."""
+ONE_S: Final = 0.3
+"""What comes so soon after the first signal is the same one: ``timeout`` and others send it to a
+process and to its group."""
 _WAKES: Final = signal.SIGURG
 _FIRST_S: Final = 0.2
 _LOG = logging.getLogger("torchrl_agents")
@@ -33,6 +36,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The signal that asked to stop."""
+        self._received_s = 0.0
         self._is_held = self._may_break = False
         self._before: dict[signal.Signals, Any] = {}
         self._watch = _Watch(lambda: self.received is not None)
@@ -82,8 +86,10 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
-        again = self.received is not None
-        self.received = signal.Signals(number)
+        again, now_s = self.received is not None, time.monotonic()
+        if again and now_s - self._received_s < ONE_S:
+            return
+        self.received, self._received_s = signal.Signals(number), now_s
         if again or not self._is_held:
             _LOG.warning("%s: stopping now", self.received.name)
             raise SystemExit(self.status)
@@ -131,7 +137,7 @@ class _Watch:
             signal.set_wakeup_fd(-1)
 
     def _serve(self, read: int) -> None:
-        count, pause_s = 0, _FIRST_S
+        count, pause_s, first_s = 0, _FIRST_S, -ONE_S
         while True:
             is_unheard = count > 0 and not self._is_heard()
             if not select.select([read], [], [], pause_s if is_unheard else None)[0]:
@@ -143,8 +149,10 @@ class _Watch:
             number = os.read(read, 1)
             if not number:
                 break
-            count += number[0] in SIGNALS
-            if count == 2 and number[0] in SIGNALS:
+            if number[0] not in SIGNALS or time.monotonic() - first_s < ONE_S:
+                continue
+            count, first_s = count + 1, time.monotonic() if count == 0 else first_s
+            if count == 2:
                 time.sleep(AT_ONCE_S)
                 os._exit(128 + number[0])
         os.close(read)

@@ -4,16 +4,12 @@ import copy
 import math
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final, Self
 
 from collectors import CheckpointMismatch, CheckpointStore, RunState
 from collectors.base import BackgroundCollector
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import CheckpointConfig
-
-from .earlier_run import CHECKPOINTS
 
 UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "opponents", "reference")
 
@@ -22,25 +18,22 @@ class Checkpoints:
     """Saves a run every so many steps and when it is stopped.
 
     Args:
-        cfg: how often, and how many are kept.
-        folder: of the run.
+        cfg: how often.
+        store: of the run.
         state: its parts.
     """
 
-    def __init__(self, cfg: CheckpointConfig, folder: Path, state: RunState) -> None:
+    def __init__(self, cfg: CheckpointConfig, store: CheckpointStore, state: RunState) -> None:
         self._every = cfg.every
         self._state = state
-        self._stack = ExitStack()
-        self._store = self._stack.enter_context(
-            CheckpointStore(folder / CHECKPOINTS, cfg.keep_last, cfg.keep_best)
-        )
+        self._store = store
         self._mark: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
 
     def restore(self) -> tuple[int, Mapping[str, Any]]:
         """Go on from the newest checkpoint.

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from omegaconf import DictConfig, OmegaConf
 
+from collectors.checkpoint.retention import stored
 from torchrl_agents.settings.errors import SettingsError
 
 AUTO: Final = "auto"
@@ -95,12 +96,21 @@ def find_run(folders: Sequence[Path], settings: Mapping[str, Any]) -> Path | Non
         settings: what :func:`plain_settings` gave.
     """
     for folder in reversed(folders):
-        if not ((folder / RECORD).exists() and any((folder / CHECKPOINTS).glob("*"))):
+        if not ((folder / RECORD).exists() and has_checkpoint(folder)):
             continue
         record = read_record(folder)
         if record["status"] != FINISHED and record.get("settings") == settings:
             return folder
     return None
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has a checkpoint; one that was killed while it wrote its first has none.
+
+    Args:
+        folder: of the run.
+    """
+    return bool(stored(folder / CHECKPOINTS))
 
 
 def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from torchrl_envs.tasks.reasoning_gym_questions import generator_settings
+from torchrl_envs.tasks.questions.reasoning_gym import generator_settings
 from torchrl_envs.tasks.registry import TASKS, task_factory
 
 from .errors import SettingsError

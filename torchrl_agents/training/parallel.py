@@ -29,6 +29,7 @@ from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 from .crew import Crew
+from .shared_store import Shares
 
 _WEIGHTS = "give weights"
 
@@ -110,9 +111,11 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     actor = _wrapped(cfg, ranks, model, tokenizer)
     assert recipe.updates is not None
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        recipe.updates(cfg, actor, Path(folder), crew)
+        updates = recipe.updates(cfg, actor, Path(folder), crew)
+        shares = Shares(crew, updates.sharded)
         crew.learn_job(_WEIGHTS, lambda: contribute_weights(actor.model))
         crew.follow()
+        shares.close()
 
 
 def _wait_for_rank_0() -> None:

@@ -16,6 +16,7 @@ from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.stop import StopRequested, StopSignals
 from torchrl_agents.resume.checkpoints import Checkpoints
+from torchrl_agents.resume.earlier_run import CHECKPOINTS
 from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_data.keys import ADVANTAGE
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
@@ -23,6 +24,7 @@ from torchrl_modules.engines.transformers_engine import TransformersEngine
 
 from .crew import Crew
 from .parallel import tell_of_weights, whole_weights
+from .shared_store import SharedStore
 from .updates import Updates
 
 
@@ -146,7 +148,9 @@ class Trainer:
             **self.parts,
             **self.data.parts,
         )
-        self.checkpoints = Checkpoints(self.cfg.checkpoint, self.run.folder, state)
+        cfg = self.cfg.checkpoint
+        store = SharedStore(self.run.folder / CHECKPOINTS, cfg, self.crew)
+        self.checkpoints = Checkpoints(cfg, store, state)
 
     @property
     def crew(self) -> Crew:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from collectors import ShardedModel, ShardedOptimizer
 from collectors.resume.run_state import Stateful
+from collectors.resume.sharded_parts import Sharded
 from objectives import MixedLoss, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from objectives.losses.base import TokenLoss
 from torchrl_agents.recipe.adapters import AdapterState, is_adapted
@@ -13,7 +15,6 @@ from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_modules import TransformersWrapper
 
 from .crew import Crew
-from .saved_parts import ModelPart, OptimizerPart
 
 
 class Combine(Protocol):
@@ -66,20 +67,25 @@ class Updates:
         )
         self._parts: list[PackedBatch] = []
         self._window: Any = None
-        self.parts: dict[str, Stateful] = {
+        self.parts: dict[str, Stateful | Sharded] = {
             "model": self._model_part(actor.model),
-            "optimizer": OptimizerPart(actor.model, self.optimizer, crew),
+            "optimizer": ShardedOptimizer(actor.model, self.optimizer),
             "gate": self.gate,
         }
         """What is saved."""
         crew.learn_job("take in", self._take_in)
         crew.learn_job("make", self._make)
 
-    def _model_part(self, model: Any) -> Stateful:
+    def _model_part(self, model: Any) -> Stateful | Sharded:
         """Of adapters these alone, where the rest can be loaded again."""
         if is_adapted(model) and self._cfg.policy.model is not None:
             return AdapterState(model)
-        return ModelPart(model, self.crew)
+        return ShardedModel(model)
+
+    @property
+    def sharded(self) -> dict[str, Sharded]:
+        """The parts of which each rank has a share."""
+        return {name: part for name, part in self.parts.items() if isinstance(part, Sharded)}
 
     def begin(self, step: int, rows: Any) -> float:
         """Take in what a step trains on, and set its learning rate; rank 0 calls it.

@@ -4,7 +4,7 @@ Shape legend: B rows.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -27,7 +27,8 @@ class DifficultyPools:
     was never drawn is ``new``. New and normal rows are drawn each epoch, others with a chance.
     Which ones follows from the primer's seed, the epoch and the row, and from nothing else.
 
-    It learns from finished trajectories, as what a collector calls on them::
+    :class:`~collectors.StreamingCollector` and :class:`~collectors.RayLLMCollector` tell it of each
+    finished group; :class:`~collectors.LLMCollector` calls it on its trajectories::
 
         pools = DifficultyPools(easy_at=0.9, admit_easy=0.0)  # no-positive-resampling
         primer.admit_by(pools)
@@ -77,6 +78,7 @@ class DifficultyPools:
         """Rows that were drawn, by pool, and ``left_out``."""
         self._solved: dict[int, tuple[int, int, int]] = {}
         # Of each row: the epoch of its last group, and how many of its rollouts were solved.
+        self._only: frozenset[int] | None = None
 
     def solve_rate(self, row_id: int) -> float | None:
         """The share of the rollouts of a row's last group that was solved.
@@ -87,10 +89,8 @@ class DifficultyPools:
         Returns:
             In [0, 1]; ``None`` for a row of which none was scored.
         """
-        if row_id not in self._solved:
-            return None
-        _, solved, total = self._solved[row_id]
-        return solved / total
+        found = self._solved.get(row_id)  # another thread may be taking a group in
+        return None if found is None else found[1] / found[2]
 
     def pool(self, row_id: int) -> Pool:
         """The pool of a row.
@@ -113,12 +113,36 @@ class DifficultyPools:
             epoch: which pass over the data.
             seed: of the primer.
         """
+        if self._only is not None:
+            return epoch * IDS_PER_EPOCH + row_id in self._only
         pool = self.pool(row_id)
         chance = self.settings.get(f"admit_{pool}", 1.0)
         lot = np.random.default_rng([_SALT, seed, epoch, row_id]).random()
         admitted = bool(lot < chance)
         self.counts[pool if admitted else "left_out"] += 1
         return admitted
+
+    def admit_only(self, group_ids: Collection[int] | None) -> None:
+        """Admit these groups and no others: those that a run had drawn before it was stopped.
+
+        Args:
+            group_ids: of the groups; nothing is counted. ``None``: as their pools say, from now on.
+        """
+        self._only = None if group_ids is None else frozenset(group_ids)
+
+    def observe_group(self, group_id: int, rewards: Sequence[float]) -> None:
+        """Take in a whole group, in the place of what was known of it.
+
+        Args:
+            group_id: of the group, which says row and epoch.
+            rewards: of its rollouts; NaN where one could not be scored, which says nothing.
+        """
+        epoch, row_id = divmod(group_id, IDS_PER_EPOCH)
+        known = [reward for reward in rewards if not np.isnan(reward)]
+        if group_id < 0 or not known or epoch < self._solved.get(row_id, (-1,))[0]:
+            return
+        solved = sum(reward >= self.settings["solved_at"] for reward in known)
+        self._solved[row_id] = (epoch, solved, len(known))
 
     def observe(self, group_id: int, reward: float) -> None:
         """Take in a rollout.
@@ -142,16 +166,14 @@ class DifficultyPools:
         """Take in finished trajectories, and give them back.
 
         Args:
-            trajectories: ``[B]``, what a collector gives: ``group_id``, ``reward``, ``scorable``
-                and ``segment`` where they are.
+            trajectories: ``[B]``, what a collector gives, whole groups: ``group_id``, ``reward``,
+                ``scorable`` and ``segment`` where they are.
         """
+        groups: dict[int, list[TensorDictBase]] = {}
         for row in trajectories.unbind(0):
-            if int(row.get(SEGMENT, 0)):
-                continue  # an episode of several rows is one rollout
-            scorable = row.get(SCORABLE, None)
-            known = scorable is None or bool(scorable.all())
-            reward = float(row[REWARD].sum()) if known else float("nan")
-            self.observe(int(row[GROUP_ID]), reward)
+            groups.setdefault(int(row[GROUP_ID]), []).append(row)
+        for group_id, rows in groups.items():
+            self.observe_group(group_id, rollout_rewards(rows))
         return trajectories
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,3 +192,15 @@ class DifficultyPools:
             for row_id, epoch, solved, total in state["solved"]
         }
         self.counts = Counter(state["counts"])
+
+
+def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
+    """What each rollout got, NaN where it could not be scored; one of several rows counts once."""
+    return [_reward(row) for row in rows if not int(row.get(SEGMENT, 0))]
+
+
+def _reward(row: TensorDictBase) -> float:
+    """Of a rollout; NaN where it could not be scored."""
+    scorable = row.get(SCORABLE, None)
+    known = scorable is None or bool(scorable.all())
+    return float(row[REWARD].sum()) if known else float("nan")

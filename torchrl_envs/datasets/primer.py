@@ -286,6 +286,11 @@ class DataLoadingPrimer(EpisodeTransform):
             )
         self._pools, self._settings["pools"] = pools, pools.settings
 
+    @property
+    def pools(self) -> DifficultyPools | None:
+        """What :meth:`admit_by` was given."""
+        return self._pools
+
     def _admits(self, item: Item) -> bool:
         pools = self._pools
         return pools is None or pools.admits(item.row_id, epoch=item.epoch, seed=self.seed)
@@ -368,13 +373,8 @@ class DataLoadingPrimer(EpisodeTransform):
         """
         counts = dict(self._frontier.counts)
         counts["drawn"] = counts["ended"] + counts["abandoned"]
-        return {
-            "next": list(place),
-            "ended_after": [],
-            "counts": counts,
-            "settings": self._settings,
-            "skipped": dict(self.skipped.counts),
-        }
+        position = {"next": list(place), "ended_after": [], "counts": counts}
+        return {**self.get_extra_state(), **position}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; what ``load_state_dict()`` calls.

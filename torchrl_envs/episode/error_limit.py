@@ -73,6 +73,20 @@ class RewardErrorLimit(Transform):
         """
         self._recent = deque(state, maxlen=self._recent.maxlen)
 
+    @staticmethod
+    def deal_extra_states(states: Sequence[list[str]], count: int) -> list[list[str]]:
+        """What copies of it remember, dealt out to another number of copies.
+
+        Args:
+            states: what :meth:`get_extra_state` gave, of each.
+            count: how many there are now.
+
+        Returns:
+            A state for each of them; every error is in one.
+        """
+        errors = [error for state in states for error in state]
+        return [errors[number::count] for number in range(count)]
+
 
 def _kind(error: str) -> str:
     """What errors of a kind have in common: who failed, and the last line of the traceback."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.tool_calls.parse import ToolCall, parse_tool_calls
 
-from .reasoning_gym_questions import Question, question_rows
+from .questions.reasoning_gym import Question, question_rows
 from .task import Row, Task, split_rows, unique_rows
 
 GENERATORS: Final[dict[str, dict[str, Any]]] = {

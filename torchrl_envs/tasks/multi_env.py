@@ -69,10 +69,12 @@ def combine_tasks(
         prompt_column="prompt",
         system_prompt=system_prompt,
         demonstrations=_in_turn([task.demonstrations for task in tasks if task.demonstrations]),
+        num_warm_steps=max(task.num_warm_steps or 0 for task in tasks) or None,
         max_turns=max(task.max_turns for task in tasks),
         max_new_tokens=max(task.max_new_tokens for task in tasks),
         final_answer=answers.pop() if len(answers) == 1 else None,
         isolated="|".join(dict.fromkeys(task.isolated for task in tasks)),
+        phrases=tuple(dict.fromkeys(phrase for task in tasks for phrase in task.phrases)),
         parts=tuple(names),
     )
 

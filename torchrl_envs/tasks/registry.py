@@ -18,7 +18,7 @@ from .math_problems import math_task
 from .multi_env import combine_tasks
 from .number_guessing import number_guessing_task
 from .openenv import openenv_task
-from .reasoning_gym_questions import generator_names, question_task
+from .questions.reasoning_gym import generator_names, question_task
 from .search.task import search_task
 from .task import Task
 from .textarena_games import PREFIX, textarena_games, textarena_task
@@ -31,6 +31,7 @@ _DEFAULT_MIX: Final = {"echo": None, "catch": None, "wordle": None}
 def multi_env_task(
     *,
     tasks: Any = None,
+    level: str | None = None,
     num_rows: int = 4096,
     num_held_out: int = 256,
     num_demonstrations: int = 3072,
@@ -42,6 +43,8 @@ def multi_env_task(
         tasks: the share of each by its name, {calculator: 0.7, gsm8k: 0.3}, or its share and
             settings, {easy: {task: gcd, share: 1, num_rows: 100}}; Echo, Catch and Wordle in turn
             when not given.
+        level: of those that are generators of reasoning-gym, easy or own; when not given easy for
+            the embedded model and own for others.
         num_rows: training rows of all together, where the tasks make them.
         num_held_out: held-out rows of all together, at least, as many of each task.
         num_demonstrations: conversations of all together, as many of each task.
@@ -54,7 +57,8 @@ def multi_env_task(
         name: _part_settings(name, given) for name, given in (tasks or _DEFAULT_MIX).items()
     }
     shares = [own.pop("share") for own in settings.values()]
-    counts = {
+    shared = {
+        "level": level,
         "num_rows": -(-num_rows // len(settings)),
         "num_held_out": -(-num_held_out // len(settings)),
         "num_demonstrations": -(-num_demonstrations // len(settings)),
@@ -63,7 +67,7 @@ def multi_env_task(
     for name, own in settings.items():
         kind = own.pop("task")
         known = signature(task_factory(kind)).parameters
-        given = {key: value for key, value in counts.items() if key in known}
+        given = {key: value for key, value in shared.items() if key in known}
         parts.append(replace(make_task(kind, seed=seed, **{**given, **own}), name=name))
     return combine_tasks("multi_env", parts, shares if tasks else None, seed=seed)
 

@@ -58,6 +58,8 @@ class Task:
     system_prompt: str | None = None
     demonstrations: Sequence[Sequence[Message]] = ()
     """Conversations about training rows that show the format, and little of the skill."""
+    num_warm_steps: int | None = None
+    """Steps of the warm start on them, for the embedded model; ``None`` for the recipe's."""
     max_turns: int = 1
     """Most turns of the policy in an episode."""
     max_new_tokens: int = 256
@@ -66,6 +68,8 @@ class Task:
     """The answer in what the policy said last, equal for answers that are; for a majority vote."""
     isolated: str = r"\d"
     """What a tokenizer made for this task never merges, a regular expression."""
+    phrases: Sequence[str] = ()
+    """Words and white space that such a tokenizer has as one token each."""
     game: Callable[[Mapping[str, Any]], Any] | None = None
     """Makes the game of a row that two policies can play; see the recipe self-play."""
     parts: Sequence[str] = ()

@@ -97,6 +97,9 @@ def test_trajectories_are_observed_as_a_collector_gives_them():
     pools = DifficultyPools(admit_easy=0.0)
     assert pools(lazy_stack(rows)).batch_size == (5,)
     assert [pools.solve_rate(i) for i in (1, 2, 3)] == [0.5, 1.0, None]
+    pools.observe(group_of(2), 0.0)
+    pools(lazy_stack(rows))  # the same group again, after a restart
+    assert [pools.solve_rate(i) for i in (1, 2, 3)] == [0.5, 1.0, None]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ import pytest
 from torchrl_data.tool_calls.parse import parse_tool_calls
 from torchrl_envs.tasks.calculator import TOOLS, calculator_task
 from torchrl_envs.tasks.number_guessing import NumberGuessing, number_guessing_task
-from torchrl_envs.tasks.reasoning_gym_questions import question_task
+from torchrl_envs.tasks.questions.reasoning_gym import question_task
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
 

@@ -4,14 +4,17 @@ Needs the package ``reasoning-gym`` (``pip install torchrl-agents[train]``).
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
+from torchrl_envs.tasks.task import Row, Task, split_rows
 
-from .task import Row, Task, split_rows
+from .demonstrations import common_phrases, demonstrations_with_slips
+from .easy import NUM_WARM_STEPS, easy_settings
 
 _PLAIN: Final = (int, float, str, bool, type(None))
 
@@ -77,10 +80,16 @@ def question_rows(
     ]
 
 
+@cache
+def _scorer(generator: str) -> Callable[[str, Any], float]:
+    # To make one is to make the generator, which may read files.
+    return _reasoning_gym().get_score_answer_fn(generator)
+
+
 def score_answer(answer: str, row: Mapping[str, Any]) -> float:
     """Reasoning-gym's own score of an answer, in [0, 1]."""
     extracted = import_module("reasoning_gym.utils").extract_answer(answer)
-    score = _reasoning_gym().get_score_answer_fn(row["generator"])
+    score = _scorer(row["generator"])
     return float(score(answer.strip() if extracted is None else extracted, row["entry"]))
 
 
@@ -109,10 +118,11 @@ def _answer(text: str) -> str | None:
 def question_task(
     generator: str,
     *,
-    num_rows: int = 4096,
+    level: str | None = None,
+    num_rows: int = 8192,
     num_held_out: int = 256,
     num_demonstrations: int = 8192,
-    right_fraction: float = 0.3,
+    right_fraction: float = 0.35,
     seed: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> Task:
@@ -120,38 +130,36 @@ def question_task(
 
     Args:
         generator: name of the generator.
+        level: easy, what the embedded model can learn, or own, the generator's own settings; easy
+            for the embedded model and own for others when not given.
         num_rows: rows to generate.
         num_held_out: rows held out.
         num_demonstrations: conversations for the warm start.
-        right_fraction: fraction of the demonstrations that give the right answer; the others give
-            that of another question.
+        right_fraction: fraction of the demonstrations that give the right answer; the others have
+            slips, a letter or digit in place of another one.
         seed: of everything.
-        config: settings of the generator.
+        config: settings of the generator, also of those that make it easy.
 
     Raises:
-        ValueError: there is no such generator, or too few different questions.
+        ValueError: there is no such generator or level, or too few different questions.
     """
-    rows = question_rows(generator, size=num_rows, seed=seed, config=config)
+    if level not in (None, "own", "easy"):
+        raise ValueError(f"level must be own or easy, got {level!r}.")
+    settings = {**(easy_settings(generator) if level == "easy" else {}), **(config or {})}
+    rows = question_rows(generator, size=num_rows, seed=seed, config=settings)
     train, held_out = split_rows(rows, num_held_out)
-    rng = random.Random(seed)
-    demonstrations = []
-    for _ in range(num_demonstrations):
-        row = rng.choice(train)
-        source = row if rng.random() < right_fraction else rng.choice(train)
-        demonstrations.append(
-            [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": source["answer"]},
-            ]
-        )
     return Task(
         name=generator,
         environment=Question,
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=demonstrations,
+        demonstrations=demonstrations_with_slips(
+            train, num_demonstrations, right_fraction=right_fraction, rng=random.Random(seed)
+        ),
         max_turns=1,
-        max_new_tokens=32,
+        max_new_tokens=max(len(row["answer"].encode()) for row in rows) + 1,
+        num_warm_steps=NUM_WARM_STEPS if level == "easy" else None,
         final_answer=_answer,
-        isolated=r"[\da-z]",
+        isolated=r"[\s\S]",
+        phrases=common_phrases(train),
     )

@@ -1,0 +1,79 @@
+"""The learning curves of several runs in one figure, and a table of them.
+
+    for t in spell_backward word_sorting; do grpo.py task=$t | tail -n 1; done > results.jsonl
+    python sota-implementations/grpo/curves.py results.jsonl curves.png
+
+A line of the file is the last line of a run's output.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+from torchrl_agents.recipe.plot import smoothed
+
+NUM_COLUMNS = 4
+
+
+def rewards(folder: Path) -> list[float]:
+    """Mean reward of the rollouts of each step."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["reward"] for line in lines]
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """One small plot for each run."""
+    num_columns = min(NUM_COLUMNS, len(results))
+    num_rows = -(-len(results) // num_columns)
+    figure, axes = plt.subplots(
+        *(num_rows, num_columns),
+        figsize=(2.8 * num_columns, 2.3 * num_rows),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
+    for small in axes.flat[len(results) :]:
+        small.set_axis_off()
+    for small, result in zip(axes.flat, results, strict=False):
+        history = rewards(Path(result["output_dir"]))
+        steps = range(1, len(history) + 1)
+        small.plot(steps, history, color="tab:blue", lw=1, alpha=0.35)
+        small.plot(steps, smoothed(history), color="tab:blue", lw=2)
+        ends = [result["held_out_before"], result["held_out_after"]]
+        small.plot([0, len(history)], ends, "o", color="tab:green", ms=6)
+        small.set_title(f"{result['task']}: {ends[0]:.2f} to {ends[1]:.2f}", fontsize=9)
+        small.set_ylim(0, 1.05)
+        small.tick_params(labelsize=8)
+        small.grid(alpha=0.3)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("mean reward", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The same as a table in Markdown."""
+    lines = ["| task | seed | before | after | steps |", "|---|---|---|---|---|"]
+    for result in results:
+        ends = [f"{result[f'held_out_{when}']:.2f}" for when in ("before", "after")]
+        shown = (result["task"], result["seed"], *ends, result["steps"])
+        lines.append(f"| {' | '.join(map(str, shown))} |")
+    return "\n".join(lines)
+
+
+def main(source: str, target: str) -> None:
+    """Read the results, draw and print them."""
+    lines = Path(source).read_text(encoding="utf-8").splitlines()
+    results = [json.loads(line) for line in lines if line]
+    draw(results, Path(target))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
