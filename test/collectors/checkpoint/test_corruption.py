@@ -45,7 +45,7 @@ def spoil(path, chance):
     return before
 
 
-def test_500_flips_cuts_and_missing_files_are_all_named(store):
+def test_S04_500_flips_cuts_and_missing_files_are_all_named(store):
     chance = random.Random(0)
     newest = sorted(store.folder.glob("step-*"))[-1]
     files = sorted(path for path in newest.rglob("*") if path.is_file())
@@ -66,7 +66,7 @@ def test_500_flips_cuts_and_missing_files_are_all_named(store):
     assert_same(checkpoint.state, STATE | {"step": 1})
 
 
-def test_every_broken_file_of_every_newer_checkpoint_is_named(store):
+def test_S04_every_broken_file_of_every_newer_checkpoint_is_named(store):
     newer, older = sorted(store.folder.glob("step-*"))[::-1]
     (newer / "state.json").unlink()
     (newer / "model/tokenizer.json").unlink()
@@ -135,7 +135,7 @@ def test_the_newest_is_what_was_saved_last_whatever_its_step(tmp_path):
 
 
 @pytest.mark.parametrize("found", [True, False], ids=["found by load", "never read"])
-def test_what_is_broken_does_not_count_as_kept(tmp_path, found):
+def test_S04_what_is_broken_does_not_count_as_kept(tmp_path, found):
     with CheckpointStore(tmp_path) as store:
         store.save(1, {})
         path = store.save(2, {"x": torch.ones(3)})

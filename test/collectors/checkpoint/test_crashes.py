@@ -78,7 +78,7 @@ def whole_steps(folder):
         pytest.param((1, 2), 2, [1, 2], [1, 2], id="a step saved again"),
     ],
 )
-def test_a_crash_at_any_point_leaves_the_old_or_the_new(
+def test_S03_a_crash_at_any_point_leaves_the_old_or_the_new(
     tmp_path, monkeypatch, earlier, now, before, after
 ):
     folder = tmp_path / "store"
@@ -141,7 +141,7 @@ def fail_at(patched, number, code):
         pytest.param(errno.EROFS, False, id="read-only, on a thread"),
     ],
 )
-def test_a_disk_that_fails_at_any_point_costs_the_save_only(tmp_path, monkeypatch, code, wait):
+def test_S04_a_disk_that_fails_at_any_point_costs_the_save_only(tmp_path, monkeypatch, code, wait):
     number, failed = 0, True
     while failed:
         folder = tmp_path / str(number)
@@ -202,7 +202,7 @@ def test_what_nobody_asked_after_is_told_when_the_store_goes(tmp_path, monkeypat
     assert save(tmp_path, 1).is_dir()
 
 
-def test_an_interrupt_in_the_middle_of_a_save_leaves_what_was_there(tmp_path, monkeypatch):
+def test_S03_an_interrupt_in_the_middle_of_a_save_leaves_what_was_there(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
     def interrupt(*args):
@@ -265,7 +265,7 @@ def kill_at_random(folder, times, num_steps, longest_s=0.08):
     return last
 
 
-def test_a_writer_that_is_killed_at_random_times_leaves_whole_checkpoints(tmp_path):
+def test_S03_a_writer_that_is_killed_at_random_times_leaves_whole_checkpoints(tmp_path):
     steps = kill_at_random(tmp_path, 20, 10)
     assert steps == sorted(steps)
     save(tmp_path, steps[-1] + 1)

@@ -78,7 +78,7 @@ def refused(path, match=""):
 
 
 @pytest.mark.parametrize("name", ["state.json", "tensors.safetensors", MANIFEST])
-def test_a_pickle_in_the_place_of_a_file_runs_nothing(path, name):
+def test_A14_a_pickle_in_the_place_of_a_file_runs_nothing(path, name):
     harm = pickle.dumps(Harm(path.parent.parent / "harm"))
     if name == MANIFEST:
         (path / name).unlink()
@@ -88,14 +88,14 @@ def test_a_pickle_in_the_place_of_a_file_runs_nothing(path, name):
     refused(path, name)
 
 
-def test_a_pickle_among_the_files_is_a_file(path):
+def test_A14_a_pickle_among_the_files_is_a_file(path):
     forge(path, "more", pickle.dumps(Harm(path.parent.parent / "harm")))
     assert CheckpointStore(path.parent).load().step == 1
     assert not (path.parent.parent / "harm").exists()
 
 
 @pytest.mark.parametrize("name", ["state.json", "tensors.safetensors", "more", MANIFEST])
-def test_a_link_or_a_pipe_in_the_place_of_a_file_is_refused(path, name):
+def test_A14_a_link_or_a_pipe_in_the_place_of_a_file_is_refused(path, name):
     kept = path.parent.parent / "kept"
     shutil.move(path / name, kept)
     (path / name).symlink_to(kept)
@@ -105,7 +105,7 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_is_refused(path, name):
     refused(path, name)
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_refused(path):
+def test_A14_a_link_in_the_place_of_a_checkpoint_is_refused(path):
     elsewhere = path.parent.parent / path.name
     shutil.move(path, elsewhere)
     path.symlink_to(elsewhere)
@@ -116,12 +116,12 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused(path):
     "name",
     ["../../secret.txt", "/etc/passwd", "more/../../../secret.txt", "", ".", "a\0b", "\ud800"],
 )
-def test_names_in_the_manifest_lead_nowhere(path, name):
+def test_A14_names_in_the_manifest_lead_nowhere(path, name):
     forge(path, **{name: Written(6, "0" * 64)})
     refused(path, "is missing")
 
 
-def test_a_folder_of_links_is_not_followed(path):
+def test_A14_a_folder_of_links_is_not_followed(path):
     (path / "folder").symlink_to(path.parent.parent)
     refused(path, "folder: is no regular file")
 
@@ -164,7 +164,7 @@ def entry(**changes):
     ],
     ids=said,
 )
-def test_a_header_that_lies_is_refused(path, data, match):
+def test_A14_a_header_that_lies_is_refused(path, data, match):
     forge(path, "tensors.safetensors", data)
     refused(path, match)
 
@@ -204,7 +204,7 @@ def tree(value):
     ],
     ids=said,
 )
-def test_a_state_that_was_never_saved_is_refused(path, data, match):
+def test_A14_a_state_that_was_never_saved_is_refused(path, data, match):
     forge(path, "state.json", data)
     refused(path, match)
 
@@ -255,7 +255,7 @@ fields = st.dictionaries(
 
 @PROPERTY
 @given(value=anything, kind=kinds, rest=fields)
-def test_any_other_tree_is_loaded_or_refused(path, value, kind, rest):
+def test_A14_any_other_tree_is_loaded_or_refused(path, value, kind, rest):
     forge(path, "state.json", tree([value, rest | {"!": kind}]))
     store = CheckpointStore(path.parent)
     try:
@@ -273,7 +273,7 @@ def test_any_other_tree_is_loaded_or_refused(path, value, kind, rest):
         st.integers(),
     )
 )
-def test_names_of_further_files_stay_in_the_checkpoint(name):
+def test_A14_names_of_further_files_stay_in_the_checkpoint(name):
     from collectors.checkpoint.store import _check_name
 
     try:
@@ -287,13 +287,13 @@ def test_names_of_further_files_stay_in_the_checkpoint(name):
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a\0", "state.json", 3, "ü" * 200])
-def test_a_name_that_leads_elsewhere_is_refused_at_save(tmp_path, name):
+def test_A14_a_name_that_leads_elsewhere_is_refused_at_save(tmp_path, name):
     with pytest.raises(ValueError, match="which is no name of a file or folder in a checkpoint"):
         CheckpointStore(tmp_path / "store").save(1, {}, files={name: lambda path: path.touch()})
     assert not (tmp_path / "store").exists()
 
 
-def test_a_link_among_the_further_files_is_refused_at_save(tmp_path):
+def test_A14_a_link_among_the_further_files_is_refused_at_save(tmp_path):
     def link(path):
         path.mkdir()
         (path / "there").symlink_to("/etc/passwd")

@@ -1,0 +1,146 @@
+"""Recipes with tools learn small tasks, and their controls do not.
+
+A search agent learns what to look up, one model learns two tasks at once, and self-play learns a
+game by playing. All go on from a model that was shown the format, and little of the skill.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+THINGS = ("lamp", "key", "ball", "book", "coin", "ring", "drum", "kite")
+PLACES = ("hall", "barn", "cave", "port", "yard", "shop", "lake", "tower")
+WHERE = dict(zip(THINGS, PLACES, strict=True))
+QUESTIONS = (
+    "Where is the {}?",
+    "Find the {}.",
+    "The {}?",
+    "Say where the {} is.",
+    "I need the {}.",
+)
+SEARCH = "corpus: pages.jsonl, dataset: where.jsonl, system_prompt: null, max_turns: 2"
+SAY = "dataset: say.jsonl, system_prompt: null"
+BOTH = (
+    "task=multi_env",
+    f"task.tasks={{where: {{task: search, {SEARCH}}}, say: {{task: gsm8k, {SAY}}}}}",
+)
+FAST = ("logger=none", "evaluate.num_shown=0", "engine=transformers")
+WARM = (
+    *("policy.max_new_tokens=28", "policy.show_tool_schemas=false", "optim.max_grad_norm=0.1"),
+    *("policy.gradient_checkpointing=false", "optim.num_warmup_steps=0", "train.num_epochs=4"),
+)
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def look_up(rng):
+    """Ask where something is, and look up the same or, more often, something else."""
+    asked, found = rng.choice(THINGS), rng.choice(PLACES)
+    query = asked if rng.random() < 0.4 else rng.choice(THINGS)
+    call = {"function": {"name": "search", "arguments": {"query": query}}}
+    return [
+        {"role": "user", "content": rng.choice(QUESTIONS).format(asked)},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": f"{query}: {found}"},
+        {"role": "assistant", "content": found},
+    ]
+
+
+def say(rng):
+    """Say the digit that is asked for or, more often, another one."""
+    asked = rng.randrange(5)
+    said = asked if rng.random() < 0.4 else rng.randrange(5)
+    return [
+        {"role": "user", "content": f"Say {asked}, {rng.choice(THINGS)}."},
+        {"role": "assistant", "content": f"<answer>{said}</answer>"},
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("agents")
+    rng = random.Random(0)
+    write(path / "pages.jsonl", [{"title": t, "text": p} for t, p in WHERE.items()])
+    questions = [
+        {"question": text.format(t), "answer": p} for text in QUESTIONS for t, p in WHERE.items()
+    ]
+    write(path / "where.jsonl", rng.sample(questions, len(questions)))
+    asked = [
+        {"question": f"Say {digit}, {thing}.", "answer": f"#### {digit}"}
+        for digit in range(5)
+        for thing in THINGS
+    ]
+    write(path / "say.jsonl", rng.sample(asked, len(asked)))
+    chats = [look_up(rng) if n % 3 else say(rng) for n in range(3000)]
+    write(path / "chats.jsonl", [{"messages": chat} for chat in chats])
+    return path
+
+
+@pytest.fixture
+def run(run_recipe, folder, monkeypatch):
+    """Runs a recipe; the models that know the format are made once."""
+    monkeypatch.chdir(folder)
+
+    def model(name, *arguments):
+        if not (folder / f"outputs/sft/{name}").exists():
+            size = ("train.batch_size=16", "data.num_held_out=16", "evaluate.num_prompts=8")
+            run_recipe("sft", *FAST, *size, *arguments, f"name={name.partition('/')[2]}")
+        return f"policy.model=outputs/sft/{name}"
+
+    def run(recipe, *arguments):
+        if recipe == "self-play":
+            own = model("nim/format", "task=nim", "task.largest=8", "train.num_steps=100")
+        else:
+            chats = ("data.dataset=chats.jsonl", "train.num_steps=120")
+            own = model("multi_env/format", *BOTH, *chats)
+        return run_recipe(recipe, *FAST, *WARM, own, *arguments)
+
+    return run
+
+
+def late(result, name, count=4):
+    """The mean of a metric over the last steps."""
+    lines = (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines()[-count:]
+    return sum(json.loads(line)[name] for line in lines) / count
+
+
+@pytest.mark.slow
+def test_search_agent(run):
+    task = ("task=search", *(f"task.{each.replace(': ', '=')}" for each in SEARCH.split(", ")))
+    task += ("optim.learning_rate=2e-3", "collector.num_prompts=8", "evaluate.num_prompts=16")
+    learnt = run("grpo", *task, "train.num_steps=16", "name=learnt")
+    assert learnt["held_out_before"] < 0.4
+    assert learnt["held_out_after"] > 0.4
+    assert late(learnt, "reward") > 0.5
+    assert late(learnt, "rewards/found_answer/mean") > 0.5
+    control = run("grpo", *task, "train.num_steps=8", "experiment=control")
+    assert late(control, "reward") < 0.4
+
+
+@pytest.mark.slow
+def test_multi_environment(run):
+    """Each of its tasks is learnt, one with a tool and one without."""
+    task = (*BOTH, "optim.learning_rate=1.4e-3", "evaluate.num_prompts=32")
+    task += ("collector.num_prompts=14", "collector.group_size=8")
+    learnt = run("grpo", *task, "train.num_steps=16", "name=learnt")
+    control = run("grpo", *task, "train.num_steps=6", "experiment=control")
+    for part in ("where", "say"):
+        assert learnt[f"before/{part}/reward"] < 0.35
+        assert late(learnt, f"{part}/reward") > 0.38
+        assert late(learnt, f"{part}/share") == 0.5
+        assert late(control, f"{part}/reward") < 0.33
+
+
+@pytest.mark.slow
+def test_self_play(run):
+    """Against others; a game of the policy against itself is always won and lost."""
+    task = ("task.largest=8", "optim.learning_rate=1e-3", "train.baseline_decay=0.9")
+    task += ("collector.num_prompts=48", "evaluate.num_prompts=128")
+    learnt = run("self-play", *task, "train.num_steps=18", "name=learnt")
+    assert learnt["held_out_after"] > max(0.37, learnt["held_out_before"] + 0.05)
+    control = run("self-play", *task, "train.num_steps=6", "experiment=control")
+    assert control["held_out_after"] < 0.37
