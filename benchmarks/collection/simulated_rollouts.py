@@ -1,7 +1,7 @@
 """Rollouts whose times are known beforehand: an engine, tools and a reward that only wait.
 
 The parts are real ones of the environment, the policy and the collectors; generation takes
-``TOKEN_S`` per token, whoever else is drawn, and ends on a tick of the engine's clock.
+``token_s`` per token, whoever else is drawn, and ends on a tick of the engine's clock.
 """
 
 import asyncio
@@ -35,9 +35,11 @@ class Trace(NamedTuple):
     """Of every turn; heavy-tailed."""
     tool_s: list[list[float]]
     """Of the tool after each turn but the last."""
+    token_s: float = TOKEN_S
+    """Of a token."""
 
     @classmethod
-    def draw(cls, num_rollouts: int, *, seed: int = 0) -> "Trace":
+    def draw(cls, num_rollouts: int, *, seed: int = 0, token_s: float = TOKEN_S) -> "Trace":
         """Log-normal lengths and latencies; one call in 16 takes 0.8 s."""
         source = random.Random(seed)
         tokens = [
@@ -51,7 +53,7 @@ class Trace(NamedTuple):
             ]
             for _ in range(num_rollouts)
         ]
-        return cls(tokens, tool_s)
+        return cls(tokens, tool_s, token_s)
 
     def streaming_bound_s(self, num_slots: int) -> float:
         """Seconds of a run without any overhead: slots take the rollouts in their order."""
@@ -59,7 +61,7 @@ class Trace(NamedTuple):
         ends: list[float] = []
         for tokens, tool_s in zip(self.tokens, self.tool_s, strict=True):
             begin = heapq.heappop(free)
-            ends.append(begin + sum(tokens) * TOKEN_S + sum(tool_s))
+            ends.append(begin + sum(tokens) * self.token_s + sum(tool_s))
             heapq.heappush(free, ends[-1])
         return max(ends) + REWARD_S
 
@@ -70,7 +72,7 @@ class Trace(NamedTuple):
         async def run(rollout: int) -> None:
             async with slots:
                 for turn in range(TURNS):
-                    await asyncio.sleep(self.tokens[rollout][turn] * TOKEN_S)
+                    await asyncio.sleep(self.tokens[rollout][turn] * self.token_s)
                     if turn < TURNS - 1:
                         await asyncio.sleep(self.tool_s[rollout][turn])
 
@@ -97,11 +99,13 @@ class SimulatedEngine:
         texts = [f"question <{i}> rollout {i} turn 1 answer go on" for i in range(40)]
         texts += [call_text(0, 0), call_text(1, 1), "user assistant tool system tool_response"] * 4
         self.tokenizer = train_tokenizer(texts, vocab_size=420)
+        self._token_s = TOKEN_S
         self._turns: list[list[Generation]] = []
         self._members: Counter[int] = Counter()
 
     def play(self, trace: Trace) -> None:
         """Begin with a trace."""
+        self._token_s = trace.token_s
         filler = self.tokenizer.encode("go", add_special_tokens=False)[-1:]
         self._turns = [
             [self._turn(rollout, turn, count, filler) for turn, count in enumerate(counts)]
@@ -133,14 +137,14 @@ class SimulatedEngine:
     def generate(self, prompts, *_, **__):
         """A batch: its longest response holds up all."""
         said = [self._next(prompt) for prompt in prompts]
-        time.sleep(max(len(each.ids) for each in said) * TOKEN_S)
+        time.sleep(max(len(each.ids) for each in said) * self._token_s)
         return said
 
     async def respond(self, prompt, *_, **__):
         """One response, beside all others."""
         said = self._next(prompt)
         now = time.monotonic()
-        end = math.ceil((now + len(said.ids) * TOKEN_S) / TOKEN_S) * TOKEN_S
+        end = math.ceil((now + len(said.ids) * self._token_s) / TOKEN_S) * TOKEN_S
         await asyncio.sleep(end - now)
         return said
 

@@ -133,8 +133,8 @@ def check(trace: Trace, collected: Rollouts) -> float:
     return sum(tokens for _, tokens in collected) / sum(map(sum, trace.tokens))
 
 
-def wall_times(ways: dict[str, Variant], num_slots: int, num_runs: int) -> None:
-    trace = Trace.draw(ROLLOUTS_PER_SLOT * num_slots)
+def wall_times(ways: dict[str, Variant], num_slots: int, num_runs: int, token_s: float) -> None:
+    trace = Trace.draw(ROLLOUTS_PER_SLOT * num_slots, token_s=token_s)
     bound_s, num = trace.streaming_bound_s(num_slots), len(trace.tokens)
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
     trained: dict[str, float] = {}
@@ -181,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Collection against its bound.")
     parser.add_argument("--slots", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--cpu-slots", type=int, nargs="*", default=[16, 64, 256, 1024])
+    parser.add_argument("--token-ms", type=float, default=1.0, help="1: 1,000 tokens/s a slot")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--without-peers", action="store_true")
     args = parser.parse_args()
@@ -191,7 +192,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # full collections would look at all that was imported
     for num_slots in args.slots:
-        wall_times(ways, num_slots, args.runs)
+        wall_times(ways, num_slots, args.runs, args.token_ms / 1e3)
     cpu_times(args.cpu_slots)
 
 

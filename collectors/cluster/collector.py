@@ -16,7 +16,7 @@ from torchrl.data import ReplayBuffer
 from collectors.base import BackgroundCollector, PostProcessing
 from collectors.composition_checks import advantages_of, check_room
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
-from collectors.streaming.updater import SnapshotUpdater
+from collectors.streaming.updater import SnapshotUpdater, shares_memory
 from collectors.weight_update.gathering import gathered_state_dict
 from torchrl_data.validation import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
@@ -58,9 +58,10 @@ class RayLLMCollector(BackgroundCollector):
     Args:
         env: a :class:`~torchrl_envs.ChatEnv` with its transforms, or a function that makes one in
             each actor.
-        policy: whose turns are taken; a copy goes to each collector.
-        policy_factory: makes the policy in each collector, in the place of ``policy``, for instance
-            over servers of its own (:class:`~torchrl_modules.EngineFleet`).
+        policy: whose turns are taken; a copy goes to each collector. It gets every update itself,
+            so that it can be tested.
+        policy_factory: makes the policy in each collector, in the place of copies of ``policy``,
+            for instance over servers of its own (:class:`~torchrl_modules.EngineFleet`).
         replay_buffer: extended with every batch.
         groups_per_step: groups of a batch; as many as the environment's batch holds when not given.
         staleness: how old tokens may be, see :class:`~collectors.StreamingCollector`.
@@ -78,7 +79,7 @@ class RayLLMCollector(BackgroundCollector):
     Raises:
         ImportError: Ray is not installed.
         ValueError: environment, policy, buffer and settings don't fit together.
-        TypeError: neither or both of ``policy`` and ``policy_factory`` are given.
+        TypeError: neither ``policy`` nor ``policy_factory`` is given.
         CollectorDied: the actor of the ledger can't be started.
     """
 
@@ -98,8 +99,8 @@ class RayLLMCollector(BackgroundCollector):
         ray_init_config: Mapping[str, Any] | None = None,
         remote_config: Mapping[str, Any] | None = None,
     ) -> None:
-        if (policy is None) == (policy_factory is None):
-            raise TypeError(f"{WHO} takes one of policy and policy_factory.")
+        if policy is None and policy_factory is None:
+            raise TypeError(f"{WHO} takes one of policy and policy_factory, or both.")
         check_counts(WHO, num_collectors=num_collectors, groups_per_step=groups_per_step)
         check_counts(WHO, total_trajectories=total_trajectories)
         if max_inflight_tasks != -1:
@@ -109,7 +110,7 @@ class RayLLMCollector(BackgroundCollector):
         if self._owns_ray:
             ray.init(**{"include_dashboard": False, **(ray_init_config or {})})
         remote_config = dict(remote_config or {})
-        updater = _RemoteUpdater(self)
+        updater = _RemoteUpdater(self, to_copies=policy_factory is None)
         super().__init__(
             policy,
             [],
@@ -229,6 +230,8 @@ class RayLLMCollector(BackgroundCollector):
                 f"{self._version}."
             )
         snapshot = self._updater.snapshot(source)
+        if self.policy is not None and not shares_memory(source, self.policy.engine):
+            self.policy.update_weights(snapshot, version=number)
         weights = load_ray().put({name: value.cpu() for name, value in snapshot.items()})
         step = self._ledger_client.push(number, is_restored=is_restored)
         push = self._supervisor.push(Weights(weights, number, step))
@@ -335,9 +338,10 @@ class RayLLMCollector(BackgroundCollector):
 class _RemoteUpdater(SnapshotUpdater):
     """Copies the trainer's weights; the collector sends them."""
 
-    def __init__(self, collector: RayLLMCollector) -> None:
+    def __init__(self, collector: RayLLMCollector, *, to_copies: bool) -> None:
         super().__init__()
         self._collector = collector
+        self._to_copies = to_copies
 
     @property
     def version(self) -> int:
@@ -345,4 +349,5 @@ class _RemoteUpdater(SnapshotUpdater):
         return self._collector.policy_version
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return gathered_state_dict(source)  # No policy is here that they could be in already.
+        # Copies of the policy have its adapters; other engines have none.
+        return super()._gathered(source) if self._to_copies else gathered_state_dict(source)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from .gathering import unwrapped
 from .interface import WeightUpdater
 
 
@@ -16,7 +17,9 @@ class InProcessUpdater(WeightUpdater):
     """
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        engine = getattr(self.policy, "engine", None)
-        if isinstance(source, nn.Module) and source is getattr(engine, "model", None):
-            return source.state_dict()
+        model = getattr(getattr(self.policy, "engine", None), "model", None)
+        if isinstance(source, nn.Module) and isinstance(model, nn.Module):
+            inside = unwrapped(source)
+            if inside is unwrapped(model):
+                return inside.state_dict()
         return super()._gathered(source)

@@ -269,8 +269,8 @@ class Ranks:
         is_loss = _is_loss_of_a_rank(error)
         try:
             if is_loss:
-                _wait_until(lambda: self._store.check([_FAILURE]), _HEARSAY_S)
                 own = f"rank {self.rank} lost another one, which said nothing ({error})"
+                _wait_until(lambda: self._store.check([_FAILURE]), _HEARSAY_S)
             found = self._store.compare_set(_FAILURE, "", own).decode(errors="replace")
         except RuntimeError:  # the store has gone with the rank or the agent that had it
             return own if is_loss else None

@@ -105,9 +105,7 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
 
     num_rollouts = setup.env.batch_size.numel()
     buffer = ReplayBuffer(storage=LazyStackStorage(num_rollouts), batch_size=num_rollouts)
-    collector = build_collector(
-        cfg.collector, setup.env, policy, replay_buffer=buffer, postproc=judge
-    )
+    collector = build_collector(cfg, setup.env, policy, replay_buffer=buffer, postproc=judge)
 
     def kl_to_teacher(step: Step) -> dict[str, float]:
         assert step.trained is not None

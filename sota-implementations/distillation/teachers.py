@@ -15,7 +15,8 @@ import httpcore2
 import torch
 from torch import Tensor
 
-from torchrl_agents.recipe.policies import load_model, model_folder
+from torchrl_agents.engines.own_engines import model_folder
+from torchrl_agents.recipe.policies import load_model
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data.protocols import TokenScorer, TokenScores

@@ -77,7 +77,7 @@ def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSigna
         storage=LazyStackStorage(num_rollouts), transform=best, batch_size=num_rollouts
     )
     collector = build_collector(
-        cfg.collector,
+        cfg,
         setup.env,
         policy,
         replay_buffer=buffer,

@@ -40,7 +40,7 @@ from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.start import run_recipe
 from torchrl_agents.training.crew import Crew
 from torchrl_agents.training.loop import Tests, learn
-from torchrl_agents.training.parallel import share_model
+from torchrl_agents.training.parallel import parallel_kind, share_model
 from torchrl_agents.training.trainer import Rollouts, Trainer
 from torchrl_agents.training.updates import Updates
 from torchrl_envs import RewardFunctions
@@ -83,7 +83,8 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
     """Train as the settings say; gives the result."""
     task, env, held_out_env = setup
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
-    reference = build_reference(cfg, actor)
+    is_sharded = parallel_kind(cfg, run.ranks) == "fsdp2"
+    reference = build_reference(cfg, actor, is_sharded=is_sharded)
     frozen = {}
     if isinstance(reference, TransformersWrapper):  # otherwise it is the actor, adapters off
         frozen["reference"] = reference.model
@@ -99,7 +100,7 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
     for functions in env.transforms_of(RewardFunctions):
         functions.trainer_state.max_steps = cfg.train.num_steps
     collector = build_collector(
-        cfg.collector,
+        cfg,
         env,
         policy,
         replay_buffer=buffer,

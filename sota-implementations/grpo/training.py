@@ -221,14 +221,24 @@ def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPoo
     return pools
 
 
-def build_reference(cfg: GRPOConfig, actor: TransformersWrapper) -> TokenScorer | None:
-    """The reference that a KL term needs: a copy of the actor as it is now, or its adapters off."""
+def build_reference(
+    cfg: GRPOConfig, actor: TransformersWrapper, *, is_sharded: bool = False
+) -> TokenScorer | None:
+    """The reference that a KL term needs: a copy of the actor as it is now, or its adapters off.
+
+    Args:
+        cfg: the settings.
+        actor: is trained.
+        is_sharded: its model will be in shards, with which one rank can score nothing.
+    """
     if not cfg.loss.kl_to_ref_coeff:
         return None
-    if is_adapted(actor.model):
+    adapted = is_adapted(actor.model)
+    if adapted and not is_sharded:
         return WithoutAdapters(actor)
+    model: Any = deepcopy(actor.model)
     return TransformersWrapper(
-        deepcopy(actor.model).eval().requires_grad_(False),
+        (model.unload() if adapted else model).eval().requires_grad_(False),
         tokenizer=actor.tokenizer,
         generate_kwargs=actor.sampling,
         generate=False,

@@ -31,6 +31,7 @@ from torchrl_envs import (
     StepCounter,
 )
 from torchrl_modules import EngineFleet, TransformersWrapper, vLLMWrapper
+from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.weights.state import UpdateRefused
 
@@ -132,6 +133,13 @@ def fake_server(folder):
 def kill(ray, actor):
     """``kill -9`` of an actor's process."""
     os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+
+
+def pid_of(name):
+    """The one process of this test that has a name."""
+    family = psutil.Process().children(recursive=True)
+    (found,) = [process.pid for process in family if name in " ".join(process.cmdline())]
+    return found
 
 
 def train_forever(collector):
@@ -346,7 +354,7 @@ class TestRay:
             collector.update_policy_weights_(state_dict=WEIGHTS, wait=True)
             assert collector.collect()["policy_version"].max().item() <= version + 1
 
-            ray.kill(collector._actor)
+            os.kill(pid_of("ray::LedgerService"), signal.SIGKILL)
             killed_s = time.monotonic()
             with pytest.raises(CollectorDied, match="ledger is gone"):
                 train_forever(collector)
@@ -357,6 +365,44 @@ class TestRay:
         while engines():
             assert time.monotonic() < deadline, "engines outlive their collectors"
             time.sleep(0.1)
+
+    def test_rows_that_wait_are_in_nobodys_memory_but_rays(self, ray, chatml_tokenizer):
+        """Rows of a megabyte: the messages about them stay small, and so do trainer and ledger."""
+        heavy, num_waiting = 1 << 20, 3 * GROUPS
+
+        class Heavy(EpisodeTransform):
+            def finish(self, episode):
+                num_tokens = episode.conversation.num_tokens(0)
+                size = (num_tokens, heavy // num_tokens + 1)
+                episode.token_entries["picture"] = torch.zeros(size, dtype=torch.uint8)
+
+        def make_policy():
+            torch.manual_seed(0)
+            return TransformersWrapper(
+                tiny_qwen3(len(chatml_tokenizer)),
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 2},
+                write_tokens=False,
+            )
+
+        with RayLLMCollector(
+            lambda: make_env().append_transform(Heavy()),
+            policy_factory=make_policy,
+            staleness=Wait(4),
+        ) as collector:
+            collector.collect()
+            processes = [psutil.Process(), psutil.Process(pid_of("ray::LedgerService"))]
+            before = [process.memory_full_info().uss for process in processes]
+            while collector.metrics()["collect/queued_groups"] < num_waiting:
+                time.sleep(0.05)
+            after = [process.memory_full_info().uss for process in processes]
+            batch = collector.collect()
+            metrics = collector.metrics()
+        assert min(row["next", "picture"].nbytes for row in batch.unbind(0)) >= heavy
+        assert metrics["collect/driver_bytes_per_row"] < 1024
+        waited = num_waiting * N * heavy
+        for now, then in zip(after, before, strict=True):
+            assert now - then < waited / 4
 
     def test_what_does_not_fit_together_is_told_as_it_is(self, ray):
         with pytest.raises(TypeError, match="one of policy and policy_factory"):

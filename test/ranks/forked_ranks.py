@@ -18,10 +18,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_ranks(size, function, **limits):
-    """What the function gives on each rank; `AssertionError` with the output of one that fails."""
+def run_ranks(size, function, *, joins=True, **limits):
+    """What the function gives on each rank; `AssertionError` with the output of one that fails.
+
+    What does not join here joins by itself, and is given the number of its rank.
+    """
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
+        limits = limits if joins else None
         children = [_fork(rank, size, port, Path(folder), function, limits) for rank in range(size)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         errors = [(Path(folder) / f"{rank}.err").read_text() for rank in range(size)]
@@ -43,8 +47,11 @@ def _fork(rank, size, port, folder, function, limits):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        with Ranks.join(device="cpu", **{"timeout_s": 60.0, "wait_s": 60.0} | limits) as ranks:
-            torch.save(function(ranks), folder / f"{rank}.pt")
+        if limits is None:
+            torch.save(function(rank), folder / f"{rank}.pt")
+        else:
+            with Ranks.join(device="cpu", **{"timeout_s": 60.0, "wait_s": 60.0} | limits) as ranks:
+                torch.save(function(ranks), folder / f"{rank}.pt")
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -6,6 +6,7 @@ import warnings
 from itertools import chain
 from pathlib import Path
 
+import recipe_scenarios
 import torch
 import training_scenarios
 import weight_scenarios
@@ -13,7 +14,8 @@ import weight_scenarios
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     results = {}
-    for name, run in chain(training_scenarios.scenarios(), weight_scenarios.scenarios()):
+    kinds = (training_scenarios, weight_scenarios, recipe_scenarios)
+    for name, run in chain(*(kind.scenarios() for kind in kinds)):
         if not any(word in name for word in sys.argv[2:] or [name]):
             continue
         try:

@@ -137,12 +137,6 @@ def test_adapters_where_nothing_is_trained_are_refused():
         check_adapters(RecipeConfig(task=None, policy=PolicyConfig(lora_rank=4)))
 
 
-def test_adapters_and_ranks_are_refused(run, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match=r"policy.lora_rank: .*one process; there are 2"):
-        run()
-
-
 def test_modules_that_are_not_there_are_named(run):
     with pytest.raises(SystemExit, match=r"policy.lora_target_modules: .*nowhere"):
         run("policy.lora_target_modules=[nowhere]")

@@ -147,7 +147,16 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
             r"engine.devices=\[1, 2, 3\] are shared out to engine.num_engines=2",
         ),
         (["collector.num_collectors=2"], "num_collectors and remote_config are for collector=ray"),
-        (["collector=ray", "engine=vllm"], "collector=ray .* is for engine=transformers"),
+        (["collector=ray", "engine=vllm", "engine.url=a"], "engine.url: on Ray each collector st"),
+        (["collector=ray", "engine=vllm", "engine.devices=[1]"], "engine.devices: on Ray each"),
+        (
+            ["collector=ray", "engine=vllm", "engine.num_engines=3", "collector.num_collectors=2"],
+            "engine.num_engines=3 are shared out to collector.num_collectors=2",
+        ),
+        (
+            ["collector=ray", "engine=vllm", "+engine.engine_kwargs.max_model_len=64"],
+            "bounds episodes by policy.max_model_len",
+        ),
         (["loss.clip_low=-1"], "loss: .*clip_low"),
         (
             ["loss=cispo", "loss.clip_low=0.1"],

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectors.weight_update.gathering import unwrapped
 from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import RecipeConfig, TrainingConfig
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
@@ -50,11 +51,21 @@ def add_adapters(
     Raises:
         SettingsError: the model has no such modules.
     """
-    settings = cfg.policy
-    if settings.lora_rank is None:
+    if cfg.policy.lora_rank is None:
         return actor, policy
+    trained = transformers_policy(cfg, with_adapters(cfg.policy, actor.model), actor.tokenizer)
+    return trained, trained if policy is actor else policy
+
+
+def with_adapters(settings: PolicyConfig, model: Any) -> Any:
+    """A model with new adapters, which change nothing yet, its own weights frozen.
+
+    Raises:
+        SettingsError: the model has no such modules.
+    """
     import peft
 
+    assert settings.lora_rank is not None
     alpha = settings.lora_alpha or 2 * settings.lora_rank
     config = peft.LoraConfig(
         r=settings.lora_rank,
@@ -63,16 +74,14 @@ def add_adapters(
         task_type="CAUSAL_LM",
     )
     try:
-        model = peft.get_peft_model(actor.model, config)  # type: ignore[arg-type]
+        return peft.get_peft_model(model, config)
     except ValueError as error:
         raise SettingsError(f"policy.lora_target_modules: {error}") from error
-    trained = transformers_policy(cfg, model, actor.tokenizer)
-    return trained, trained if policy is actor else policy
 
 
 def is_adapted(model: Any) -> bool:
     """Whether a model has adapters."""
-    return hasattr(model, "peft_config")
+    return hasattr(unwrapped(model), "peft_config")
 
 
 class AdapterState:

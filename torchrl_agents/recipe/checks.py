@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from torchrl_agents.engines.own_engines import collects_on_ray, sampling_of
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import (
@@ -19,7 +20,6 @@ from torchrl_agents.settings.schema import (
 from .adapters import check_adapters
 from .collection import MODES, POLICIES, staleness_of
 from .optim import OPTIMIZERS, SCHEDULES
-from .policies import sampling_of
 from .trackers import LOGGERS, missing_package
 
 Rule = tuple[Callable[[Any], bool], str]
@@ -142,12 +142,8 @@ def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
         raise SettingsError(
             f"There are {size} ranks of torchrun; this recipe trains in one process."
         )
-    if size > 1 and cfg.policy.lora_rank is not None:
-        raise SettingsError(
-            f"policy.lora_rank: adapters are trained in one process; there are {size} of torchrun."
-        )
     engine = cfg.engine
-    is_elsewhere = engine.url or engine.urls or engine.starts_servers
+    is_elsewhere = engine.url or engine.urls or engine.starts_servers or collects_on_ray(cfg)
     if size > 1 and engine.name == "vllm" and not is_elsewhere:
         raise SettingsError(
             "An engine of vLLM in this process does not go with several ranks: start servers, and "
@@ -176,7 +172,7 @@ def _check_engine(cfg: RecipeConfig) -> None:
     if engine.engine_kwargs.get("enable_lora"):
         if cfg.policy.lora_rank is None:
             raise SettingsError("engine.engine_kwargs.enable_lora needs policy.lora_rank.")
-        if engine.url or engine.urls or engine.starts_servers:
+        if engine.url or engine.urls or engine.starts_servers or collects_on_ray(cfg):
             raise SettingsError(
                 "engine.engine_kwargs.enable_lora is for an engine in this process; servers get "
                 "merged weights."
@@ -202,11 +198,8 @@ def _check_rollouts(recipe: Recipe, cfg: RolloutsConfig) -> None:
         cfg.collector.num_collectors > 1 or cfg.collector.remote_config
     ):
         raise SettingsError("collector.num_collectors and remote_config are for collector=ray.")
-    if cfg.collector.mode == "ray" and cfg.engine.name != "transformers":
-        raise SettingsError(
-            "collector=ray gives each collector a copy of the model, so it is for "
-            "engine=transformers; for servers of each collector's own see docs/clusters.md."
-        )
+    if collects_on_ray(cfg):
+        _check_engines_on_ray(cfg)
     smallest = cfg.collector.min_turn_tokens
     for key, bound in (
         ("policy.max_model_len", cfg.policy.max_model_len),
@@ -222,6 +215,29 @@ def _check_rollouts(recipe: Recipe, cfg: RolloutsConfig) -> None:
             "prompt must differ."
         )
     _try_parts({"collector": lambda: staleness_of(cfg.collector)})
+
+
+def _check_engines_on_ray(cfg: RolloutsConfig) -> None:
+    """Each collector has a copy of the model, or starts servers of its own."""
+    engine, collector = cfg.engine, cfg.collector
+    if engine.name != "vllm":
+        return
+    for name in ("url", "urls", "devices"):
+        if getattr(engine, name):
+            raise SettingsError(
+                f"engine.{name}: on Ray each collector starts servers of its own, on the GPUs that "
+                "+collector.remote_config.num_gpus= gives it. Leave it out."
+            )
+    if engine.num_engines % collector.num_collectors:
+        raise SettingsError(
+            f"engine.num_engines={engine.num_engines} are shared out to collector.num_collectors="
+            f"{collector.num_collectors}: take a multiple of them of engines."
+        )
+    if "max_model_len" in engine.engine_kwargs:
+        raise SettingsError(
+            "engine.engine_kwargs.max_model_len: the trainer, which knows no engine on Ray, bounds "
+            "episodes by policy.max_model_len. Set that instead."
+        )
 
 
 def _check_device(device: str | None) -> None:

@@ -23,7 +23,8 @@ from collectors.base import PostProcessing
 from collectors.ledger import StalenessPolicy
 from collectors.resume.random_state import random_state, set_random_state
 from collectors.streaming.monitor import verdict
-from torchrl_agents.settings.schema import CollectorConfig
+from torchrl_agents.engines.own_engines import OwnEngines
+from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import LLMWrapperBase
@@ -47,28 +48,30 @@ def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
 
 
 def build_collector(
-    cfg: CollectorConfig,
+    cfg: RolloutsConfig,
     env: TaskEnv,
     policy: LLMWrapperBase,
     *,
     replay_buffer: ReplayBuffer,
     postproc: PostProcessing | None,
 ) -> AnyCollector:
-    """The collector, as its settings say."""
+    """The collector, as the settings say."""
+    settings = cfg.collector
     common: dict[str, Any] = {"replay_buffer": replay_buffer, "postproc": postproc}
-    if cfg.mode == "sync":
+    if settings.mode == "sync":
         return LLMCollector(env, policy, **common)
     common |= {
-        "groups_per_step": cfg.num_prompts,
-        "staleness": staleness_of(cfg),
-        "max_inflight_tasks": cfg.max_inflight_tasks,
+        "groups_per_step": settings.num_prompts,
+        "staleness": staleness_of(settings),
+        "max_inflight_tasks": settings.max_inflight_tasks,
     }
-    if cfg.mode == "ray":
+    if settings.mode == "ray":
         return RayLLMCollector(
             env,
             policy=policy,
-            num_collectors=cfg.num_collectors,
-            remote_config=cfg.remote_config,
+            policy_factory=OwnEngines.of(cfg, policy) if cfg.engine.name == "vllm" else None,
+            num_collectors=settings.num_collectors,
+            remote_config=settings.remote_config,
             **common,
         )
     return StreamingCollector(env, policy, **common)

@@ -1,11 +1,8 @@
 """The model that is trained and the policy that samples, from the settings."""
 
-import atexit
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,42 +15,26 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import (
-    PolicyConfig,
-    RecipeConfig,
-    RolloutsConfig,
-    TrainingConfig,
+from torchrl_agents.engines.chat_server import ChatServerPolicy
+from torchrl_agents.engines.own_engines import (
+    collects_on_ray,
+    model_folder,
+    sampling_of,
+    vllm_policy,
+    wrapper_arguments,
 )
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.templates.registry import builtin_template
 from torchrl_envs.tasks.task import Task
-from torchrl_modules import (
-    EngineFleet,
-    LLMWrapperBase,
-    SamplingParameters,
-    TransformersWrapper,
-)
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers_engine import TransformersEngine
 from torchrl_modules.policies.compute_dtype import warn_of_other_dtype
 from torchrl_modules.policies.model_loading import load_causal_lm
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
-from torchrl_modules.vllm.settings import ADAPTER_RANKS
-
-from .chat_server import ChatServerPolicy
 
 _NUM_TEXTS = 1024
-
-
-def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
-    """How turns are sampled."""
-    return SamplingParameters(
-        max_new_tokens=cfg.max_new_tokens or 1,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        min_p=cfg.min_p,
-    )
 
 
 @contextmanager
@@ -68,12 +49,6 @@ def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
         torch.manual_seed(cfg.seed)
         tiny_qwen3(len(tokenizer)).save_pretrained(folder)
         yield folder
-
-
-def model_folder(source: str) -> str:
-    """Hub id or path of a model, of whatever has one: a run's folder has it in ``model/``."""
-    of_run = Path(source) / "model"
-    return str(of_run) if (of_run / "config.json").is_file() else source
 
 
 def _task_tokenizer(task: Task) -> PreTrainedTokenizerBase:
@@ -134,7 +109,8 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, 
     """The actor that is trained and the policy that samples.
 
     With Transformers they are one, so that the weights are there once (a streaming collector makes
-    a copy to draw from); vLLM has its own copy, which every update replaces.
+    a copy to draw from); vLLM has its own copy, which every update replaces. On Ray collectors have
+    policies of their own, and what this process samples, to test the model, it samples from that.
 
     Args:
         cfg: the settings.
@@ -145,9 +121,9 @@ def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, 
     """
     with model_source(cfg, task) as source:
         actor = _loaded_policy(cfg, source)
-        if cfg.engine.name == "transformers":
+        if cfg.engine.name == "transformers" or collects_on_ray(cfg):
             return actor, actor
-        sampler = _vllm_policy(cfg, source, actor.tokenizer)
+        sampler = vllm_policy(cfg, source, actor.tokenizer)
         warn_of_other_dtype(actor, sampler)
         return actor, sampler
 
@@ -178,7 +154,7 @@ def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerP
             raise SettingsError(str(error)) from error
     with model_source(cfg, task) as source:
         if cfg.engine.name == "vllm":
-            return _vllm_policy(cfg, source, AutoTokenizer.from_pretrained(source))
+            return vllm_policy(cfg, source, AutoTokenizer.from_pretrained(source))
         return _loaded_policy(cfg, source)
 
 
@@ -206,7 +182,7 @@ def transformers_policy(
         generate=generate,
         max_model_len=cfg.policy.max_model_len,
         autocast_dtype=torch.bfloat16 if autocast else None,
-        **_common(cfg, tokenizer),
+        **wrapper_arguments(cfg.policy, tokenizer),
     )
 
 
@@ -216,62 +192,6 @@ def _loaded_policy(cfg: RecipeConfig, source: str) -> TransformersWrapper:
         return transformers_policy(cfg, model, tokenizer)
     except ValueError as error:
         raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
-
-
-def _vllm_policy(
-    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase
-) -> LLMWrapperBase:
-    from torchrl_modules import vLLMWrapper
-
-    engine_kwargs = dict(cfg.engine.engine_kwargs)
-    if cfg.policy.max_model_len is not None:
-        engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
-    if engine_kwargs.get("enable_lora"):
-        _fit_adapters(cfg, engine_kwargs)
-    if cfg.engine.starts_servers:
-        fleet = _started_fleet(cfg, source, engine_kwargs)
-        return vLLMWrapper(fleet, **_common(cfg, tokenizer))
-    where = list(cfg.engine.urls) or cfg.engine.url or source
-    return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **_common(cfg, tokenizer))
-
-
-def _fit_adapters(cfg: RecipeConfig, engine_kwargs: dict[str, Any]) -> None:
-    """Let an engine apply the adapters that are trained, of all versions that may be in flight."""
-    assert cfg.policy.lora_rank is not None
-    ranks = (rank for rank in ADAPTER_RANKS if rank >= cfg.policy.lora_rank)
-    engine_kwargs.setdefault("max_lora_rank", next(ranks, cfg.policy.lora_rank))
-    if isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "streaming":
-        engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
-
-
-def _started_fleet(cfg: RecipeConfig, source: str, engine_kwargs: dict[str, Any]) -> EngineFleet:
-    """Servers that are started here, each on its share of the devices."""
-    from torchrl_modules import start_server
-    from torchrl_modules.vllm.bridges import OwnServerEngine
-
-    kept = source
-    if cfg.policy.model is None:  # The folder goes, and an engine may be started again.
-        kept = tempfile.mkdtemp(prefix="engines-")
-        atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        shutil.copytree(source, kept, dirs_exist_ok=True)
-    count, devices = cfg.engine.num_engines, cfg.engine.devices
-    each = len(devices) // count
-    shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
-    return EngineFleet(
-        [
-            partial(OwnServerEngine, partial(start_server, kept, devices=share, **engine_kwargs))
-            for share in shares
-        ]
-    )
-
-
-def _common(cfg: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return {
-        "tokenizer": tokenizer,
-        "generate_kwargs": sampling_of(cfg.policy),
-        "chat_template_name": cfg.policy.chat_template_name,
-        "write_tokens": False,
-    }
 
 
 def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:

@@ -166,7 +166,7 @@ def _leave(
     """The model, the curve and the numbers of a run that is over."""
     cfg, run = trainer.cfg, trainer.run
     if history:
-        actor = set_generation(cfg.policy, trainer.actor)
+        actor = set_generation(cfg.policy, trainer.whole_actor())
         save_model(run.folder, cfg.policy, actor, trainer.whole_weights())
         run.link()
     result = result_of(cfg, history, *tests)

@@ -11,27 +11,33 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from collectors import contribute_weights
+from collectors.weight_update.gathering import unwrapped
 from collectors.weight_update.sharded import is_spread, pushed_weights
 from objectives import Ranks
+from torchrl_agents.engines.own_engines import model_files, model_folder
+from torchrl_agents.recipe.adapters import is_adapted, with_adapters
 from torchrl_agents.recipe.policies import load_model, transformers_policy
 from torchrl_agents.recipe.stop import SIGNALS
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules.engines.transformers_engine import TransformersEngine
 
 from .crew import Crew
 from .shared_store import Shares
 
 _WEIGHTS = "give weights"
+_WHOLE = "give all that is trained and frozen"
 
 
 class Plan(NamedTuple):
@@ -77,16 +83,17 @@ def share_model(
     """
     if ranks.size == 1:
         return Crew(ranks), actor, policy
-    files = _files(actor) if cfg.policy.model is None else None
+    files = model_files(actor) if cfg.policy.model is None else None
     warm_start: Any = getattr(cfg, "warm_start", None)
     warmed = files is None and warm_start is not None and bool(warm_start.num_steps)
     # The settings of a task are of a class made here, and nobody else's business.
     ranks.broadcast(Plan(replace(cfg, task=None), files, warmed))
     model: Any = actor.model
-    if warmed:
-        ranks.copy_from_first(model)
+    _copy_from_first(ranks, model, all_of_it=warmed)
     if policy is actor and parallel_kind(cfg, ranks) == "fsdp2":
-        policy = transformers_policy(cfg, deepcopy(model).to(ranks.device), actor.tokenizer)
+        copy = deepcopy(model)
+        copy = copy.unload() if is_adapted(model) else copy  # it is given merged weights
+        policy = transformers_policy(cfg, copy.to(ranks.device), actor.tokenizer)
     return Crew(ranks), _wrapped(cfg, ranks, model, actor.tokenizer), policy
 
 
@@ -105,17 +112,29 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         for name, content in (plan.files or {}).items():
             (Path(folder) / name).write_bytes(content)
-        model, tokenizer = load_model(cfg.policy, cfg.policy.model or folder)
-    if plan.warmed:
-        ranks.copy_from_first(model)
+        source = folder if cfg.policy.model is None else model_folder(cfg.policy.model)
+        model, tokenizer = load_model(cfg.policy, source)
+    if cfg.policy.lora_rank is not None:
+        model = with_adapters(cfg.policy, model)
+    _copy_from_first(ranks, model, all_of_it=plan.warmed)
     actor = _wrapped(cfg, ranks, model, tokenizer)
     assert recipe.updates is not None
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
         updates = recipe.updates(cfg, actor, Path(folder), crew)
         shares = Shares(crew, updates.sharded)
         crew.learn_job(_WEIGHTS, lambda: contribute_weights(actor.model))
+        crew.learn_job(_WHOLE, lambda: _whole_state(actor.model))
         crew.follow()
         shares.close()
+
+
+def _copy_from_first(ranks: Ranks, model: nn.Module, *, all_of_it: bool) -> None:
+    """What other ranks could not load: new adapters, or all weights."""
+    if all_of_it:
+        ranks.copy_from_first(model)
+    elif is_adapted(model):
+        trained = [value for value in model.parameters() if value.requires_grad]
+        ranks.copy_from_first(nn.ParameterList(trained))
 
 
 def _wait_for_rank_0() -> None:
@@ -135,6 +154,37 @@ def _wait_for_rank_0() -> None:
 def tell_of_weights(crew: Crew) -> None:
     """Let the others give their shards of the weights, which rank 0 is about to read."""
     crew.tell(_WEIGHTS)
+
+
+def whole_actor(crew: Crew, cfg: TrainingConfig, actor: TransformersWrapper) -> TransformersWrapper:
+    """The actor over the model without its wrappers, to be saved; rank 0 calls it.
+
+    Args:
+        crew: the ranks.
+        cfg: the settings.
+        actor: over the wrapped model.
+
+    Returns:
+        The actor itself where nothing has to be done; where adapters are in shards, one over a
+        whole copy on the CPU. The weights of other shards are :func:`whole_weights`.
+    """
+    model: Any = unwrapped(actor.model)
+    if not is_adapted(model):
+        return actor
+    if is_spread(model):
+        crew.tell(_WHOLE)
+        weights = _whole_state(model)
+        plain = cast("TransformersEngine", actor.engine).inside
+        skeleton: Any = type(plain)(plain.config)
+        skeleton = skeleton.to(plain.dtype)
+        model = with_adapters(cfg.policy, skeleton)
+        model.load_state_dict(weights)
+    return transformers_policy(cfg, model, actor.tokenizer, generate=False)
+
+
+def _whole_state(model: nn.Module) -> dict[str, Any]:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)
 
 
 def whole_weights(crew: Crew, model: nn.Module) -> Mapping[str, Tensor] | None:
@@ -169,12 +219,3 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> None:
     ]
     for part in (*layers, model):
         fully_shard(part, mesh=mesh)
-
-
-def _files(actor: TransformersWrapper) -> dict[str, bytes]:
-    """The embedded model as it is now, as files."""
-    model: Any = actor.model
-    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        model.save_pretrained(folder)
-        actor.tokenizer.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}

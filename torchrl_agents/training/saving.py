@@ -7,8 +7,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from collectors.weight_update.merged_adapters import merged_weights
+from torchrl_agents.engines.own_engines import model_folder
 from torchrl_agents.recipe.adapters import is_adapted
-from torchrl_agents.recipe.policies import model_folder
 from torchrl_agents.recipe.run_folder import remove
 from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_modules import TransformersWrapper

@@ -11,6 +11,7 @@ from torchrl.data import ReplayBuffer
 from collectors import PhaseTimer, RunState, StepMetrics, identity_of
 from collectors.base import BackgroundCollector
 from collectors.resume.run_state import Stateful
+from torchrl_agents.recipe.adapters import is_adapted
 from torchrl_agents.recipe.collection import AnyCollector, collection_metrics
 from torchrl_agents.recipe.results import StepRecord
 from torchrl_agents.recipe.run_folder import Run
@@ -23,7 +24,7 @@ from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers_engine import TransformersEngine
 
 from .crew import Crew
-from .parallel import tell_of_weights, whole_weights
+from .parallel import tell_of_weights, whole_actor, whole_weights
 from .shared_store import SharedStore
 from .updates import Updates
 
@@ -162,8 +163,14 @@ class Trainer:
         tell_of_weights(self.crew)
         self.data.push(self.actor.model)
 
+    def whole_actor(self) -> TransformersWrapper:
+        """The actor over a model that can be saved, see :func:`.parallel.whole_actor`."""
+        return whole_actor(self.crew, self.cfg, self.actor)
+
     def whole_weights(self) -> Mapping[str, Tensor] | None:
         """The weights of a model that is spread over ranks; ``None`` of one that is not."""
+        if is_adapted(self.actor.model):
+            return None  # `whole_actor` has them
         return whole_weights(self.crew, self.actor.model)
 
     def draw(self, number: int, stop: StopSignals) -> Step:

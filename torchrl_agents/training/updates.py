@@ -77,8 +77,8 @@ class Updates:
         crew.learn_job("make", self._make)
 
     def _model_part(self, model: Any) -> Stateful | Sharded:
-        """Of adapters these alone, where the rest can be loaded again."""
-        if is_adapted(model) and self._cfg.policy.model is not None:
+        """Of adapters in one process these alone, where the rest can be loaded again."""
+        if self._ranks.size == 1 and is_adapted(model) and self._cfg.policy.model is not None:
             return AdapterState(model)
         return ShardedModel(model)
 

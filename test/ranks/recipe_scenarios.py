@@ -1,0 +1,107 @@
+"""What test_recipes_over_ranks.py looks at: a recipe on ranks, each of which does the whole script.
+
+Adapters are trained; ranks are killed at a pass, and the run goes on with other wrappers.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from forked_ranks import run_ranks
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations/sft"))
+
+import sft
+
+from torchrl_agents.start import run_recipe
+from torchrl_agents.training.updates import Updates
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+
+NUM_STEPS = 6
+ARGUMENTS = (
+    *("task=gcd", "task.num_rows=64", "task.num_demonstrations=64", "logger=none"),
+    *("evaluate.num_shown=0", "evaluate.num_prompts=2", "data.num_held_out=2"),
+    *("train.batch_size=8", "policy.max_new_tokens=2", f"train.num_steps={NUM_STEPS}"),
+    *("policy.model=base", "policy.show_tool_schemas=false", "policy.lora_rank=4"),
+    # Adam divides gradients by their size, so it blows rounding up.
+    *("optim=sgd", "optim.learning_rate=0.5", "optim.schedule=constant", "checkpoint.every=1"),
+)
+
+
+def program(*arguments, dies=None):
+    """What a rank does; the one in ``dies`` is killed at that pass."""
+
+    def run(rank):
+        if dies is not None and rank == dies[0]:
+            die_at(dies[1])
+        sys.argv = ["sft.py", *ARGUMENTS, *arguments]
+        run_recipe(sft.RECIPE, sft.main, build=sft.build)
+
+    return run
+
+
+def die_at(number):
+    make, passes = Updates._make, iter(range(1, number + 1))
+
+    def made(self):
+        if next(passes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(self)
+
+    Updates._make = made
+
+
+def run(size, *arguments, dies=None):
+    """What was wrong, and how long it took."""
+    begin_s = time.monotonic()
+    program_ = program(*arguments, dies=dies)
+    return error_of_ranks(size, program_), time.monotonic() - begin_s
+
+
+def error_of_ranks(size, function):
+    try:
+        run_ranks(size, function, joins=False)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def left_by(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {
+        "metrics": [json.loads(line) for line in lines],
+        "adapter": load_file(folder / "adapter/adapter_model.safetensors"),
+        "model": load_file(folder / "model/model.safetensors"),
+        "resumed": len(json.loads((folder / "run.json").read_text()).get("resumed", [])),
+    }
+
+
+def adapters():
+    """One process; and two ranks, of which each is killed once."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        torch.manual_seed(0)
+        tokenizer = train_tokenizer(["What is the greatest common divisor of 12 and 18?"])
+        tokenizer.save_pretrained("base")
+        tiny_qwen3(len(tokenizer)).save_pretrained("base")
+        ends = [
+            run(1, "name=one"),
+            run(2, "name=two", "resume=auto", "train.parallel=fsdp2", dies=(1, 3)),
+            run(2, "name=two", "resume=auto", "train.parallel=ddp", dies=(0, 2)),
+            run(2, "name=two", "resume=auto", "train.parallel=fsdp2"),
+        ]
+        outputs = Path("outputs/sft/gcd")
+        found = {name: left_by(outputs / f"{name}-001") for name in ("one", "two")}
+        base = load_file("base/model.safetensors")
+        os.chdir("/")
+    return found | {"ends": ends, "base": base}
+
+
+def scenarios():
+    yield "recipe with adapters", adapters

@@ -1,0 +1,1 @@
+"""What draws the tokens of a recipe, where that is not the trained model itself."""
