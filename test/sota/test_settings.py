@@ -19,6 +19,8 @@ from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import defaults_of, fill_in
 from torchrl_envs.tasks.registry import TASKS
 
+NEEDED = {"openenv": ["task.base_url=http://x"], "environment": ["task.factory=a.b:c"]}
+"""Settings that a choice can't do without."""
 ADAPTERS_ALONE = "engine.engine_kwargs.enable_lora=true"
 
 
@@ -55,8 +57,7 @@ def test_every_choice_of_every_group_composes_and_builds(check, grpo, training, 
     tried = 0
     for group, choices in groups(grpo.RECIPE).items():
         for choice in choices:
-            needed = ["task.base_url=http://x"] if choice == "openenv" else []
-            cfg = check(f"{group}={choice}", *needed)
+            cfg = check(f"{group}={choice}", *NEEDED.get(choice, ()))
             actor = training.NoActor()
             loss = training.build_loss(cfg.loss, actor, temperature=1.0, max_tokens=7)
             policy_loss = loss.streams["rl"] if cfg.loss.observation_coeff else loss
