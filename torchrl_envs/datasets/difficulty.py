@@ -168,9 +168,13 @@ class DifficultyPools:
         Args:
             trajectories: ``[B]``, what a collector gives, whole groups: ``group_id``, ``reward``,
                 ``scorable`` and ``segment`` where they are.
+
+        Raises:
+            KeyError: they have no reward.
         """
         groups: dict[int, list[TensorDictBase]] = {}
         for row in trajectories.unbind(0):
+            row[REWARD]  # without one it would never learn what is solved
             groups.setdefault(int(row[GROUP_ID]), []).append(row)
         for group_id, rows in groups.items():
             self.observe_group(group_id, rollout_rewards(rows))
@@ -195,12 +199,12 @@ class DifficultyPools:
 
 
 def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
-    """What each rollout got, NaN where it could not be scored; one of several rows counts once."""
+    """What each rollout got, NaN where nothing scored it; one of several rows counts once."""
     return [_reward(row) for row in rows if not int(row.get(SEGMENT, 0))]
 
 
 def _reward(row: TensorDictBase) -> float:
-    """Of a rollout; NaN where it could not be scored."""
-    scorable = row.get(SCORABLE, None)
-    known = scorable is None or bool(scorable.all())
-    return float(row[REWARD].sum()) if known else float("nan")
+    """Of a rollout; NaN where it could not be scored, or there are no rewards."""
+    scorable, reward = row.get(SCORABLE, None), row.get(REWARD, None)
+    known = reward is not None and (scorable is None or bool(scorable.all()))
+    return float(reward.sum()) if known else float("nan")
