@@ -193,4 +193,4 @@ def test_an_engine_that_dies_under_an_update_and_comes_back(scripted, call_text)
 def test_updates_that_are_refused_in_between(scripted, call_text):
     _, collector, refused = collected(scripted, call_text, pushes=(1, 3))
     assert refused == 2
-    assert collector.policy_version >= 4
+    assert collector.policy_version >= 3  # four were good; the end may cut the last one short
