@@ -13,6 +13,7 @@ with a reason. All parts run whatever the first one said.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -161,6 +162,8 @@ def summary(outcomes: Sequence[Outcome], known: dict[str, str]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs all parts; 1 if one failed."""
+    # What a shell starts in the background ignores it, and so would the runs that are interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     known = known_flaky()
     outcomes = [
         *run_parts(AT_ONCE, known, more=arguments),
