@@ -98,12 +98,12 @@ def test_a_run_with_a_teacher_for_each_task(run_recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fast = ("logger=none", "evaluate.num_shown=0", "evaluate.num_prompts=4")
     part = "share: 1, num_rows: 64, num_demonstrations: 64"
-    task = ("task=multi_env", f"task.tasks={{echo: {{{part}}}, gcd: {{{part}}}}}")
+    task = ("task=multi_env", f"task.tasks={{echo: {{{part}}}, spell_backward: {{{part}}}}}")
     made = run_recipe("sft", *fast, *task, "train.num_steps=2", "data.num_held_out=4", "name=a")
     model = f"{made['output_dir']}/model"
     by_task = "teacher_column=environment"
-    both = f"teachers={{echo: {{model: '{model}'}}, gcd: {{model: '{model}'}}}}"
-    with pytest.raises(SystemExit, match=r"'gcd'; there are teachers \['echo'\]"):
+    both = f"teachers={{echo: {{model: '{model}'}}, spell_backward: {{model: '{model}'}}}}"
+    with pytest.raises(SystemExit, match=r"'spell_backward'; there are teachers \['echo'\]"):
         run_recipe(
             "distillation", *fast, *task, by_task, f"teachers={{echo: {{model: '{model}'}}}}"
         )
@@ -117,5 +117,5 @@ def test_a_run_with_a_teacher_for_each_task(run_recipe, tmp_path, monkeypatch):
     lines = (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines()
     first = json.loads(lines[0])
     # The student is the teacher: where it samples alone, both say the same.
-    for name in ("kl_to_teacher", "kl_to_teacher/echo", "kl_to_teacher/gcd"):
+    for name in ("kl_to_teacher", "kl_to_teacher/echo", "kl_to_teacher/spell_backward"):
         assert first[name] == pytest.approx(0.0, abs=1e-4)
