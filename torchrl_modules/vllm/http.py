@@ -122,6 +122,7 @@ class JSONClient:
     def close(self) -> None:
         """Close the connections of all threads; nobody may be waiting."""
         self._pool.close()
+        self._sockets.close()
 
 
 class _Asking(threading.local):
@@ -138,6 +139,7 @@ class _Sockets(httpcore2.NetworkBackend):
 
     def __init__(self) -> None:
         self._open: list[socket.socket] = []
+        self._lock = threading.Lock()
 
     def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
@@ -161,8 +163,16 @@ class _Sockets(httpcore2.NetworkBackend):
         return self._kept(connection)
 
     def _kept(self, connection: socket.socket) -> "_Stream":
-        self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
+        with self._lock:
+            self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
         return _Stream(connection)
+
+    def close(self) -> None:
+        """Close those, too, that the pool has let go of after a request that was broken off."""
+        with self._lock:
+            for connection in self._open:
+                connection.close()
+            self._open = []
 
     def shut_down(self) -> None:
         """Whoever reads reads the end."""
