@@ -16,7 +16,11 @@ from torchrl_modules.weights.adapters import AdapterWeights
 from torchrl_modules.weights.state import UpdateRefused
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    # Building an engine collects garbage, whoever left it.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10]]
 ENDLESS = SamplingParameters(max_new_tokens=60, stop_token_ids=())
 
