@@ -36,8 +36,8 @@ class LossConfig:
     """k1, k2 or k3."""
     kl_bias_correction: bool = False
     """Multiply the KL to the reference by the importance ratio."""
-    entropy_coeff: float = 0.0
-    """Weight of an entropy bonus."""
+    entropy_coeff: float | None = None
+    """Weight of an entropy bonus; without one the embedded model settles on some of the tools."""
     kl_mask_threshold: float | None = None
     """Leave tokens out that moved further than this, in nats."""
     drop_truncated: bool = False

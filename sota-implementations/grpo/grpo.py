@@ -67,6 +67,8 @@ RECIPE = Recipe(
     script=Path(__file__),
     config=GRPOConfig,
     groups=GROUPS,
+    embedded={"loss.entropy_coeff": 0.01},
+    pretrained={"loss.entropy_coeff": 0.0},
     updates=build_updates,
     parts=lambda cfg: {
         "loss": lambda: build_loss(

@@ -206,5 +206,6 @@ def rollout_rewards(rows: Sequence[TensorDictBase]) -> list[float]:
 def _reward(row: TensorDictBase) -> float:
     """Of a rollout; NaN where it could not be scored, or there are no rewards."""
     scorable, reward = row.get(SCORABLE, None), row.get(REWARD, None)
-    known = reward is not None and (scorable is None or bool(scorable.all()))
-    return float(reward.sum()) if known else float("nan")
+    if reward is None or not (scorable is None or bool(scorable.all())):
+        return float("nan")
+    return float(reward.sum())

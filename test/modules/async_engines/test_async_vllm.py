@@ -83,10 +83,12 @@ def test_a_response_in_flight_says_which_tokens_new_weights_drew(run, model, oth
     before, drawn, after = run(main)
     assert after.versions == [(before + 1, 0, 12)]
     assert gap(other_model, [9, 10], after) < 1e-4
+    models = {before: model, before + 1: other_model}
     for one in drawn:
-        assert [span.version for span in one.versions] in ([before, before + 1], [before + 1])
-        start = one.versions[-1].start
-        expected = row_log_probs(other_model, PREFIX, one.ids)[start:]
+        *first, last = one.versions  # on a busy machine a response may be over before the update
+        assert first == [] or ([first[0].version], last.version) == ([before], before + 1)
+        start = last.start
+        expected = row_log_probs(models[last.version], PREFIX, one.ids)[start:]
         assert (expected - torch.tensor(one.log_probs)[start:]).abs().max() < 1e-4
 
 
