@@ -333,16 +333,16 @@ class Producer:
     def _keep(self, group: Group) -> None:
         """A group is scored: it waits for the trainer, or is asked for again."""
         wanted = self._is_wanted(group.rows)
+        rewards = rollout_rewards(group.rows) if self._prompts.has_pools else ()
         with self.changed:
             del self._groups[group.ticket]
-            self._prompts.observe(group.prompt, rollout_rewards(group.rows))
+            self._prompts.observe(group.prompt, rewards)
             if wanted:
                 self._ledger.finish(group.ticket)
                 self.finished[group.ticket] = group
-                self._num_unwanted = 0
             else:
                 self._drop(group, NO_SIGNAL)
-                self._num_unwanted += 1
+            self._num_unwanted = 0 if wanted else self._num_unwanted + 1
             self.changed.notify_all()
         if self._num_unwanted >= self._max_unwanted:
             raise RuntimeError(

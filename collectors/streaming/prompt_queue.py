@@ -132,6 +132,11 @@ class PromptQueue:
         for done in [o for o in self._undone if o < self._ledger.frontier]:
             del self._undone[done]
 
+    @property
+    def has_pools(self) -> bool:
+        """Whether difficulty pools say which prompts are drawn."""
+        return self._pools is not None
+
     def observe(self, prompt: Prompt, rewards: Sequence[float]) -> None:
         """Tell the difficulty pools, if there are any, of a finished group."""
         if self._pools is not None:

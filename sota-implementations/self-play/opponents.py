@@ -1,6 +1,5 @@
 """Past versions of the policy, against which it also plays."""
 
-import os
 from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_agents.recipe.checks import num_ranks
 from torchrl_agents.recipe.policies import transformers_policy
 from torchrl_agents.settings.schema import RecipeConfig
 from torchrl_agents.training.trainer import Step
@@ -51,7 +51,7 @@ def check_opponents(cfg: OpponentsConfig, *, engine: str) -> None:
         raise ValueError(
             f"past versions are drawn from in this process: take engine=transformers, not {engine}."
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_ranks() > 1:
         raise ValueError("past versions are kept by one process, and torchrun started several.")
 
 

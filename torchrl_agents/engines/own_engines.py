@@ -113,7 +113,7 @@ class OwnEngines:
                 f"{visible}. Give it a multiple of them: +collector.remote_config.num_gpus="
                 f"{self.num_engines}."
             )
-        with _folder_of(self.source) as folder:
+        with folder_of(self.source) as folder:
             tokenizer = AutoTokenizer.from_pretrained(folder)
         shares = _shares(visible, self.num_engines)
         fleet = _started_fleet(self.source, shares, self.engine_kwargs)
@@ -138,7 +138,7 @@ def _started_fleet(
 def _server(source: Source, **options: Any) -> Iterator[str]:
     from torchrl_modules import start_server
 
-    with _folder_of(source) as folder, start_server(folder, **options) as url:
+    with folder_of(source) as folder, start_server(folder, **options) as url:
         yield url
 
 
@@ -190,7 +190,7 @@ def model_folder(source: str) -> str:
 
 
 @contextmanager
-def _folder_of(source: Source) -> Iterator[str]:
+def folder_of(source: Source) -> Iterator[str]:
     """Where to load a model from; the folder of files that were given goes afterwards."""
     if isinstance(source, str):
         yield source

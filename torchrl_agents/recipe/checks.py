@@ -132,8 +132,13 @@ def _check_trackers(backends: Sequence[str]) -> None:
             )
 
 
+def num_ranks() -> int:
+    """How many ranks torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
-    kind, size = cfg.train.parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    kind, size = cfg.train.parallel, num_ranks()
     if size == 1 and kind != "auto":
         raise SettingsError(
             f"train.parallel={kind} is for several ranks: torchrun --nproc-per-node=2 ..."
@@ -142,13 +147,17 @@ def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
         raise SettingsError(
             f"There are {size} ranks of torchrun; this recipe trains in one process."
         )
-    engine = cfg.engine
-    is_elsewhere = engine.url or engine.urls or engine.starts_servers or collects_on_ray(cfg)
-    if size > 1 and engine.name == "vllm" and not is_elsewhere:
+    if size > 1 and cfg.engine.name == "vllm" and not _has_servers(cfg):
         raise SettingsError(
             "An engine of vLLM in this process does not go with several ranks: start servers, and "
             "give engine.url=, engine.urls= or engine.devices=."
         )
+
+
+def _has_servers(cfg: RecipeConfig) -> bool:
+    """Whether vLLM runs in processes of its own, wherever they are started."""
+    engine = cfg.engine
+    return bool(engine.url or engine.urls or engine.starts_servers) or collects_on_ray(cfg)
 
 
 def _check_engine(cfg: RecipeConfig) -> None:
@@ -172,7 +181,7 @@ def _check_engine(cfg: RecipeConfig) -> None:
     if engine.engine_kwargs.get("enable_lora"):
         if cfg.policy.lora_rank is None:
             raise SettingsError("engine.engine_kwargs.enable_lora needs policy.lora_rank.")
-        if engine.url or engine.urls or engine.starts_servers or collects_on_ray(cfg):
+        if _has_servers(cfg):
             raise SettingsError(
                 "engine.engine_kwargs.enable_lora is for an engine in this process; servers get "
                 "merged weights."

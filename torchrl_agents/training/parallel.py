@@ -24,7 +24,7 @@ from collectors import contribute_weights
 from collectors.weight_update.gathering import unwrapped
 from collectors.weight_update.sharded import is_spread, pushed_weights
 from objectives import Ranks
-from torchrl_agents.engines.own_engines import model_files, model_folder
+from torchrl_agents.engines.own_engines import folder_of, model_files, model_folder
 from torchrl_agents.recipe.adapters import is_adapted, with_adapters
 from torchrl_agents.recipe.policies import load_model, transformers_policy
 from torchrl_agents.recipe.stop import SIGNALS
@@ -109,11 +109,10 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
     plan: Plan = ranks.broadcast()
     cfg = plan.cfg
     cfg.policy.device = loading_device(cfg, ranks)
-    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        for name, content in (plan.files or {}).items():
-            (Path(folder) / name).write_bytes(content)
-        source = folder if cfg.policy.model is None else model_folder(cfg.policy.model)
-        model, tokenizer = load_model(cfg.policy, source)
+    given = cfg.policy.model
+    source = (plan.files or {}) if given is None else model_folder(given)
+    with folder_of(source) as folder:
+        model, tokenizer = load_model(cfg.policy, folder)
     if cfg.policy.lora_rank is not None:
         model = with_adapters(cfg.policy, model)
     _copy_from_first(ranks, model, all_of_it=plan.warmed)

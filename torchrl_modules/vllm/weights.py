@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,13 +113,17 @@ class ServedAdapters:
     def __init__(self, llm_engine: Any) -> None:
         self._llm_engine = llm_engine
         self._max_rank: int = llm_engine.vllm_config.lora_config.max_lora_rank
-        self._own = expected_weights(llm_engine.vllm_config.model_config).own
         where = _MEMORY if _MEMORY.is_dir() else None
         self._folder = tempfile.TemporaryDirectory(prefix="adapters-", dir=where)
         self._loaded: dict[int, Any] = {}
         self._count = 0
         self.current: Any = None
         """What new requests get; ``None`` for the model as it is."""
+
+    @cached_property
+    def _own(self) -> Mapping[str, Tensor]:
+        """The model's own weights, without data; an engine that only draws needs none."""
+        return expected_weights(self._llm_engine.vllm_config.model_config).own
 
     def load(self, weights: AdapterWeights, version: int) -> None:
         """Serve other adapters to requests that come from now on; between two steps.

@@ -22,15 +22,15 @@ from torchrl_modules.scoring.image_rows import (
 )
 from torchrl_modules.scoring.self_test import find_first
 
-from .prompt_readers import PromptReader
+from .prompt_readers import PromptReader, WholeRowReader
 
-_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[ImageReader]]]" = (
+_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[ImageRows]]]" = (
     WeakKeyDictionary()
 )
 
 
-class ImageReader(PromptReader):
-    """A cache of keys and values; equal prompts with equal images are read once.
+class ImageRows(PromptReader):
+    """Rows with images of one length.
 
     Args:
         model: a vision-language model in evaluation mode.
@@ -50,6 +50,14 @@ class ImageReader(PromptReader):
         self._processor = processor
         self._images = [tuple(its) for its in images]
         self._positions = RowPositions(model)
+
+    def close(self) -> None:
+        """Rows that come later are not placed like these."""
+        self._positions.forget()
+
+
+class ImageReader(ImageRows):
+    """A cache of keys and values; equal prompts with equal images are read once."""
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
@@ -80,23 +88,9 @@ class ImageReader(PromptReader):
         self._cache.batch_select_indices(index)
         self._positions.take(index)
 
-    def close(self) -> None:
-        """Rows that come later are not placed like these."""
-        self._positions.forget()
 
-
-class WholeImageReader(ImageReader):
+class WholeImageReader(ImageRows, WholeRowReader):
     """Nothing is kept: every token reads its whole row again, images included."""
-
-    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """See :class:`PromptReader`."""
-        self._ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
-        return self._logits()
-
-    def advance(self, tokens: Tensor) -> Tensor:
-        """See :class:`PromptReader`."""
-        self._ids = torch.cat([self._ids, tokens[:, None]], 1)
-        return self._logits()
 
     def _logits(self) -> Tensor:
         self._positions.forget()
@@ -105,11 +99,11 @@ class WholeImageReader(ImageReader):
 
     def keep(self, index: Tensor) -> None:
         """See :class:`PromptReader`."""
-        self._ids = self._ids[index]
+        super().keep(index)
         self._images = [self._images[i] for i in index.tolist()]
 
 
-def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type[ImageReader]:
+def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type[ImageRows]:
     """The fastest way to continue rows with images that gives the model's own log-probs."""
     state = (model.dtype, model.device, model.config._attn_implementation)
     earlier = _found.get(model)
@@ -117,7 +111,7 @@ def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type
         return earlier[1]
     who = "TransformersEngine"
     tried = run_image_trial(model, processor, who=who)
-    readers = [ImageReader, WholeImageReader]
+    readers: list[type[ImageRows]] = [ImageReader, WholeImageReader]
     at, _, wrong = find_first(
         model,
         tried.trial,
@@ -143,7 +137,7 @@ def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type
 
 
 def _continued(
-    cls: type[ImageReader], model: PreTrainedModel, processor: ImageProcessor, tried: ImageTrial
+    cls: type[ImageRows], model: PreTrainedModel, processor: ImageProcessor, tried: ImageTrial
 ) -> list[Tensor]:
     """Log-probs of the last tokens of rows, read one by one; the first row leaves on the way."""
     rows, results = tried.trial.rows, [[] for _ in tried.trial.rows]
