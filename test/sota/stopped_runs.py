@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import functools
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,10 +34,12 @@ from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.run_folder import claim_folder
 from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
 from torchrl_modules import Generation
+from torchrl_modules.engines.protocol import EngineDied
 
 _PR_SET_CHILD_SUBREAPER = 36
 _DEADLINE_S = 45.0
 _FOREVER_S = 100.0
+DIES_EVERY = 9
 CALCULATOR = ("task.num_rows=64", "task.num_demonstrations=8", "warm_start.num_steps=2")
 ARGUMENTS = (
     "debug=tiny",
@@ -219,6 +223,25 @@ def _calling(original: Any, *, is_async: bool) -> Any:
     return functools.wraps(original)(respond if is_async else generate)
 
 
+def drop_groups() -> None:
+    """Let the engine die under some responses, and rewards differ in half of the groups only."""
+    owner, name = find("torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond")
+    original, count = getattr(owner, name), itertools.count(1)
+
+    async def respond(*args: Any, **kwargs: Any) -> Generation:
+        generation = await original(*args, **kwargs)
+        if next(count) % DIES_EVERY == 0:
+            raise EngineDied("it has drawn enough")
+        return generation
+
+    def reward(_: Any, *, messages: Any) -> float:
+        return float(zlib.crc32(messages[-1]["content"].encode()) % 2)
+
+    setattr(owner, name, respond)
+    owner, name = find("torchrl_envs.tasks.calculator.Calculator.get_reward")
+    setattr(owner, name, reward)
+
+
 TOOL_CALL: list[int] = []
 
 
@@ -261,7 +284,10 @@ def warm() -> None:
 def run(config: Any, job: dict[str, Any]) -> None:
     """What the command does, once its arguments are read."""
     # Groups without a signal are trained, too, or there would be no passes.
-    grpo.build_advantage = lambda _, size: MCAdvantage(size, zero_variance="keep")
+    kept = "refill" if job.get("faults") else "keep"
+    grpo.build_advantage = lambda _, size: MCAdvantage(size, zero_variance=kept)
+    if job.get("faults"):
+        drop_groups()
     if not job.get("draws"):
         find(f"{LOOP}.plot_learning_curve")[0].plot_learning_curve = lambda *_, **__: None
     if "tool" in job.get("point", "") or "streaming" in job.get("point", ""):
