@@ -146,8 +146,9 @@ def find(path: str) -> tuple[Any, str]:
 class Stopper:
     """Sends signals to this process at a point."""
 
-    def __init__(self, point: Point, number: int, *, again: bool) -> None:
+    def __init__(self, point: Point, number: int, *, again: bool, to_group: bool) -> None:
         self.point, self.number, self.again = point, number, again
+        self.kill = os.killpg if to_group else os.kill
         self.calls = 0
         self.is_armed = point.inside is None
         self.is_done = False
@@ -182,10 +183,10 @@ class Stopper:
         self.is_done = True
         Path("sent").write_text(str(time.monotonic()))
         for delay_s in (0.2, 0.6) if self.point.is_native else (0.6,) if self.again else ():
-            threading.Timer(delay_s, os.kill, (os.getpid(), self.number)).start()
+            threading.Timer(delay_s, self.kill, (os.getpid(), self.number)).start()
         if self.point.is_native:
             deadlock()
-        os.kill(os.getpid(), self.number)
+        self.kill(os.getpid(), self.number)
         time.sleep(_FOREVER_S if self.point.hangs else self.point.takes_s)
 
 
@@ -294,7 +295,8 @@ def run(config: Any, job: dict[str, Any]) -> None:
         know_tool_call()
         call_tools()
     if "point" in job:
-        Stopper(POINTS[job["point"]], job["signal"], again=job.get("again", False))
+        flags = {name: job.get(name, False) for name in ("again", "to_group")}
+        Stopper(POINTS[job["point"]], job["signal"], **flags)
     OmegaConf.set_readonly(config, False)
     for name, value in job["settings"].items():
         OmegaConf.update(config, name, value)
@@ -313,6 +315,7 @@ def in_fork(job: dict[str, Any], config: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
+    os.setsid()  # what a terminal would send to its foreground goes to this run alone
     os.chdir(job["folder"])
     for name, number in (("out", 1), ("err", 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
