@@ -24,7 +24,7 @@ from .groups import (
 )
 from .policies import StalenessPolicy, Wait
 from .prompts import PromptBook
-from .reasons import FAILED, IllegalTransition, LedgerError
+from .reasons import FAILED, SAYS_NOTHING, IllegalTransition, LedgerError
 from .statistics import Statistics
 from .table import GroupTable
 
@@ -292,11 +292,9 @@ class GenerationLedger(TellsEvents):
         group = self._table.find(ticket, f"drop ({reason})", tuple(GroupState))
         if not kind_of(reason):
             raise ValueError(f"GroupLedger: drop of {ticket} takes a reason, got {reason!r}.")
-        way = one_of("refill", refill or self.refill, REFILLS, who="GroupLedger.drop")
+        attempt = _next_attempt(self, ticket, reason, refill)
         self._add_cut(group, cut_lengths)
         self._accounts.drop(reason, group.num_tokens)
-        again = way == "same" and ticket.attempt + 1 < self.max_attempts
-        attempt = ticket.attempt + 1 if again else None
         self._leave(group, f"dropped ({reason})", attempt)
         self._happened("dropped", ticket, reason=reason)
         return Refill(ticket.ordinal, ticket.group_id, attempt) if attempt is not None else None
@@ -370,3 +368,14 @@ def _too_small(buffer_capacity: int, ledger: GenerationLedger) -> str:
         f"groups_per_step={ledger.groups_per_step}, got {buffer_capacity}: it would fill up with "
         "groups that wait for an older one, which has no room then."
     )
+
+
+def _next_attempt(
+    ledger: GenerationLedger, ticket: Ticket, reason: str, refill: str | None
+) -> int | None:
+    """The number under which a dropped prompt is offered again; ``None`` if it is not."""
+    if refill is None and kind_of(reason) in SAYS_NOTHING:
+        return ticket.attempt
+    way = one_of("refill", refill or ledger.refill, REFILLS, who="GroupLedger.drop")
+    again = way == "same" and ticket.attempt + 1 < ledger.max_attempts
+    return ticket.attempt + 1 if again else None

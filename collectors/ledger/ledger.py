@@ -286,6 +286,7 @@ class GroupLedger(GenerationLedger):
             "prompts": self._prompts.state(),
             "statistics": self._statistics.state(),
             "table": self._table.state(self._clock()),
+            "unwritten": [] if self.unwritten is None else list(self.unwritten()),
         }
 
     def load_state_dict(
@@ -321,6 +322,7 @@ class GroupLedger(GenerationLedger):
         self._prompts.load_state(state_dict["prompts"])
         self._statistics.load_state(state_dict["statistics"])
         self._table.load_state(state_dict["table"], self._clock())
+        self.unwritten_before = state_dict["unwritten"]
         lost = [
             group
             for group in self._table.groups.values()

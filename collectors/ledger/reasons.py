@@ -11,8 +11,12 @@ FAILED: Final = "failed"
 """``failed: ...``: its episodes could not be run."""
 EXPIRED: Final = "expired"
 """It took longer than somebody would wait."""
+ENGINE_DIED: Final = "engine_died"
+"""Its engine is gone, and what it had drawn of it."""
 STALE: Final = "stale"
 """Its oldest token would be older than ``max_staleness`` when it is used."""
+SAYS_NOTHING: Final = frozenset({ENGINE_DIED})
+"""Reasons that say nothing of a prompt: it is offered again as it was, however often."""
 
 
 class LedgerError(RuntimeError):

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from tensordict import TensorDictBase
 
 from collectors.ledger import Eviction, GroupLedger, Ticket
-from collectors.ledger.reasons import NO_SIGNAL, STALE
+from collectors.ledger.reasons import ENGINE_DIED, NO_SIGNAL, STALE
 from torchrl_envs.datasets.difficulty import rollout_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_modules.engines.batching_engine import BatchingEngine
@@ -24,9 +24,8 @@ from .group_runner import Group, GroupRunner
 from .prompt_queue import PromptQueue
 
 T = TypeVar("T")
-ENGINE_DIED: Final = "engine_died"
-"""Why a group is dropped whose engine died; its prompt is drawn again."""
-_MAX_DEATHS: Final = 3
+MAX_DEATHS: Final = 3
+"""Of an engine, under each of what it draws, until that is not tried again."""
 MakeRunner = Callable[..., GroupRunner]
 _log = logging.getLogger(__name__)
 
@@ -301,7 +300,7 @@ class Producer:
             await self._groups_runner.run(group)
         except EngineDied as died:
             self._num_deaths += 1
-            if self._num_deaths >= _MAX_DEATHS * max(1, len(self._groups)):
+            if self._num_deaths >= MAX_DEATHS * max(1, len(self._groups)):
                 raise
             _log.warning("The engine died under a group, which is drawn again: %s", died)
             await self._drop_running(group, ENGINE_DIED)
