@@ -85,7 +85,7 @@ def _with_whole_words(backend: Tokenizer, phrases: Sequence[str]) -> models.BPE:
     vocab, byte_level = model["vocab"], pre_tokenizers.ByteLevel(False, use_regex=False)
     for phrase in phrases:
         vocab.setdefault(byte_level.pre_tokenize_str(phrase)[0][0], len(vocab))
-    return models.BPE(vocab, [tuple(pair) for pair in model["merges"]], ignore_merges=True)
+    return models.BPE(vocab, [tuple(pair) for pair in model["merges"]], ignore_merges=bool(phrases))
 
 
 def tiny_qwen3(

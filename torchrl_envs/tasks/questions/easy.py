@@ -23,6 +23,13 @@ class Easy:
 
 
 EASY: Final[dict[str, Easy]] = {
+    "aiw": Easy(),
+    "complex_arithmetic": Easy(
+        settings={
+            **{"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9},
+            **{"operations": ["+"], "operations_weights": [1.0]},
+        }
+    ),
     "number_sorting": Easy(
         settings={
             **{"min_numbers": 3, "max_numbers": 3, "min_value": 0, "max_value": 9},
@@ -30,7 +37,6 @@ EASY: Final[dict[str, Easy]] = {
         },
         right_fraction=0.12,  # 7.1 is taken for 7.0
     ),
-    "palindrome_generation": Easy(settings={"min_length": 3, "max_length": 5}),
     "rotate_matrix": Easy(
         settings={"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 1}
     ),
