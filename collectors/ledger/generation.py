@@ -277,8 +277,7 @@ class GenerationLedger(TellsEvents):
 
         Args:
             ticket: of the group.
-            reason: see ``collectors.ledger.reasons``, or one of your own; counted without what
-                stands after a colon.
+            reason: see ``collectors.ledger.reasons``, or one of your own.
             refill: ``None``: what the ledger was told.
             cut_lengths: tokens of each episode that was cut short.
 
@@ -307,11 +306,12 @@ class GenerationLedger(TellsEvents):
         """Its episodes could not be run: :meth:`drop` for ``"failed: <reason>"``."""
         return self.drop(ticket, f"{FAILED}: {reason}", cut_lengths=cut_lengths)
 
-    def cancel(self, ticket: Ticket, *, cut_lengths: Sequence[int] = ()) -> Refill:
+    def cancel(self, ticket: Ticket, reason: str = "", cut_lengths: Sequence[int] = ()) -> Refill:
         """It is given back undone, for its prompt to be offered again with the same seed.
 
         Args:
             ticket: of the group, in whatever state.
+            reason: counted as of :meth:`drop`, if there is one.
             cut_lengths: tokens of each episode that was cut short.
 
         Returns:
@@ -322,7 +322,7 @@ class GenerationLedger(TellsEvents):
         """
         group = self._table.find(ticket, "cancel", tuple(GroupState))
         self._add_cut(group, cut_lengths)
-        self._accounts.give_back(group.num_tokens)
+        self._accounts.give_back(group.num_tokens, reason)
         self._leave(group, "returned", ticket.attempt)
         self._happened("returned", ticket)
         return Refill(ticket.ordinal, ticket.group_id, ticket.attempt)

@@ -228,9 +228,9 @@ class GroupLedger(GenerationLedger):
             and ``length/trained_mean`` of an episode in tokens, and ``length/distance`` between
             the two distributions (Kolmogorov-Smirnov); ``stop/<reason>``, the fraction of the
             episodes; ``groups/<end>`` and ``tokens/<end>``, see :class:`Balance`, with
-            ``groups/dropped/<reason>``. At the moment: ``in_flight/unfinished``,
-            ``in_flight/waiting`` and ``in_flight/taken`` groups, ``prompts_owed``, and
-            ``versions_ahead`` of the trainer before the generators.
+            ``groups/dropped/<reason>`` and ``groups/returned/<reason>``. At the moment:
+            ``in_flight/unfinished``, ``in_flight/waiting`` and ``in_flight/taken`` groups,
+            ``prompts_owed``, and ``versions_ahead`` of the trainer before the generators.
         """
         metrics = self._statistics.metrics()
         balance = self.balance
@@ -240,6 +240,8 @@ class GroupLedger(GenerationLedger):
             metrics[f"{unit}/dropped"] = float(getattr(balance.num_dropped, unit))
         for reason, amount in sorted(balance.dropped.items()):
             metrics[f"groups/dropped/{reason}"] = float(amount.groups)
+        for reason, amount in sorted(balance.returned_for.items()):
+            metrics[f"groups/returned/{reason}"] = float(amount.groups)
         metrics["in_flight/unfinished"] = float(self._table.num_unfinished)
         metrics["in_flight/waiting"] = float(self._table.num_finished)
         metrics["in_flight/taken"] = float(balance.in_flight.groups - self.num_queued)

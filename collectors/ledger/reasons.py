@@ -1,4 +1,4 @@
-"""Why a group was dropped, and what is raised when the ledger is misused.
+"""Why a group was dropped or given back, and what is raised when the ledger is misused.
 
 A reason may carry a detail after a colon (``"failed: no disk"``); it is counted without it.
 """
@@ -13,6 +13,9 @@ EXPIRED: Final = "expired"
 """It took longer than somebody would wait."""
 STALE: Final = "stale"
 """Its oldest token would be older than ``max_staleness`` when it is used."""
+
+LOAD: Final = "load"
+"""Given back, not dropped: the engine had no room for it."""
 
 
 class LedgerError(RuntimeError):
