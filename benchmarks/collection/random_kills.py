@@ -5,32 +5,48 @@
 `kill -9` at any time from the start of a run to its end, in the midst of a save too. After each of
 them no process is left, and the newest checkpoint verifies. A run in batches ends with the metrics
 and the weights of one that was left alone, to the bit. One that streams has trained the prompts in
-the order of the data, each once, by its ledger and by its record.
+the order of the data, each once, by its ledger and by its record, though groups are dropped: stale
+ones, ones without a signal, and those whose engine died.
 """
 
 import argparse
 import importlib
+import inspect
 import json
 import random
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from collectors import CheckpointStore
 from collectors.checkpoint.errors import NoCheckpoint
+from collectors.ledger import GroupLedger
 from collectors.record import RunRecord
+from collectors.record.prompts import prompt_histories
 from torchrl_agents.resume.earlier_run import CHECKPOINTS
 
 TESTS = Path(__file__).parents[2] / "test" / "sota"
 
+MAX_ATTEMPTS = inspect.signature(GroupLedger).parameters["max_attempts"].default
+DROP = ("collector=streaming", "collector.staleness_policy=drop", "collector.max_staleness=1")
+
+
+class Mode(NamedTuple):
+    """How a run collects."""
+
+    arguments: tuple[str, ...] = ()
+    faults: bool = False
+    """Whether the engine dies now and then, and groups without a signal are asked for again."""
+
+
 MODES = {
-    "in batches": [],
-    "streaming, wait": ["collector=streaming"],
-    "streaming, drop": [
-        *("collector=streaming", "collector.staleness_policy=drop", "collector.max_staleness=1")
-    ],
+    "in batches": Mode(),
+    "streaming, wait": Mode(("collector=streaming",)),
+    "streaming, drop": Mode(DROP),
+    "streaming, wait, with faults": Mode(("collector=streaming",), faults=True),
+    "streaming, drop, with faults": Mode(DROP, faults=True),
 }
 
 
@@ -52,10 +68,13 @@ def check_ledger(folder: Path, num_groups: int) -> Counter[str]:
     ends = [accounts[end][0] for end in ("trained", "returned", "in_flight")]
     assert accounts["offered"][0] == sum(ends) + sum(dropped.values())
     assert accounts["trained"][0] == num_groups
-    assert prompts["frontier"] + len(prompts["done_above"]) == num_groups
-    record = RunRecord(folder)
-    groups = [{sample.group_id for sample in record.samples(step.step)} for step in record.steps]
-    assert sum(map(len, groups)) == len(set().union(*groups)) == num_groups
+    done = [*range(prompts["frontier"]), *prompts["done_above"]]
+    histories = {int(name): each for name, each in prompt_histories(RunRecord(folder)).items()}
+    trained = {ordinal for ordinal in done if len(histories[ordinal].groups) == 1}
+    assert len(trained) == sum(len(each.groups) for each in histories.values()) == num_groups
+    for ordinal in set(done) - trained:  # Given up after as many attempts as there are.
+        last = histories[ordinal].events[-1]
+        assert (last["name"], last["attempt"]) == ("dropped", MAX_ATTEMPTS - 1)
     return Counter(dropped)
 
 
@@ -73,10 +92,13 @@ def main() -> None:
     server = importlib.import_module("test_stop_at_any_point").Server()
     with server.process:
         kills, dropped = Counter(), {name: Counter() for name in MODES}
-        for turn, (name, arguments) in enumerate(MODES.items()):
+        for turn, (name, mode) in enumerate(MODES.items()):
+            arguments, faults = mode
             where = folder / str(turn)
             where.mkdir(parents=True)
-            whole = server.run(where, *arguments, settings={**common, "name": "whole"})
+            whole = server.run(
+                where, *arguments, settings={**common, "name": "whole"}, faults=faults
+            )
             assert whole["status"] == 0, whole["err"][-2000:]
             number = 0
             while kills[name] < settings.kills // len(MODES):
@@ -85,7 +107,10 @@ def main() -> None:
                 while True:
                     after_s = chooser.uniform(0, whole["seconds"])
                     done = server.run(
-                        where, *arguments, settings={**own, "resume": "auto"}, kill_after_s=after_s
+                        *(where, *arguments),
+                        settings={**own, "resume": "auto"},
+                        kill_after_s=after_s,
+                        faults=faults,
                     )
                     assert done["left"] == [], done
                     if done["status"] == 0:

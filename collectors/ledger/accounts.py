@@ -1,7 +1,7 @@
 """The books: what was offered is trained, dropped, returned or in flight, by group and by token."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchrl_data.stop_reasons import kind_of
@@ -33,7 +33,6 @@ class Balance:
         dropped: by reason, without its detail.
         returned: that were given back unfinished: at the end, or cancelled, or lost in a restart.
         in_flight: the others.
-        returned_for: of those returned, the ones for which a reason was given, by reason.
     """
 
     offered: Amount
@@ -41,7 +40,6 @@ class Balance:
     dropped: Mapping[str, Amount]
     returned: Amount
     in_flight: Amount
-    returned_for: Mapping[str, Amount] = field(default_factory=dict)
 
     @property
     def num_dropped(self) -> Amount:
@@ -52,9 +50,7 @@ class Balance:
     def __str__(self) -> str:
         rows = [("offered", self.offered), ("trained", self.trained), ("dropped", self.num_dropped)]
         rows += [(f"  {reason}", amount) for reason, amount in sorted(self.dropped.items())]
-        rows.append(("returned", self.returned))
-        rows += [(f"  {reason}", amount) for reason, amount in sorted(self.returned_for.items())]
-        rows.append(("in flight", self.in_flight))
+        rows += [("returned", self.returned), ("in flight", self.in_flight)]
         lines = [f"{'':<16}{'groups':>12}{'tokens':>16}"]
         for name, amount in rows:
             lines.append(f"{name:<16}{amount.groups:>12,}{amount.tokens:>16,}")
@@ -67,7 +63,6 @@ class Accounts:
     def __init__(self) -> None:
         self.offered = self.trained = self.returned = self.in_flight = Amount()
         self.dropped: dict[str, Amount] = {}
-        self.returned_for: dict[str, Amount] = {}
         self._all_dropped = Amount()
 
     def offer(self) -> None:
@@ -88,15 +83,14 @@ class Accounts:
     def drop(self, reason: str, tokens: int) -> None:
         """A group was dropped."""
         self._leave(1, tokens)
+        kind = kind_of(reason)
         self._all_dropped = self._all_dropped.plus(1, tokens)
-        _count(self.dropped, reason, tokens)
+        self.dropped[kind] = self.dropped.get(kind, Amount()).plus(1, tokens)
 
-    def give_back(self, tokens: int, reason: str = "") -> None:
+    def give_back(self, tokens: int) -> None:
         """A group was returned."""
         self._leave(1, tokens)
         self.returned = self.returned.plus(1, tokens)
-        if reason:
-            _count(self.returned_for, reason, tokens)
 
     def _leave(self, groups: int, tokens: int) -> None:
         self.in_flight = self.in_flight.plus(-groups, -tokens)
@@ -124,12 +118,7 @@ class Accounts:
     def balance(self) -> Balance:
         """A snapshot."""
         return Balance(
-            self.offered,
-            self.trained,
-            dict(self.dropped),
-            self.returned,
-            self.in_flight,
-            dict(self.returned_for),
+            self.offered, self.trained, dict(self.dropped), self.returned, self.in_flight
         )
 
     def state(self) -> dict[str, Any]:
@@ -139,27 +128,12 @@ class Accounts:
             "trained": list(self.trained),
             "returned": list(self.returned),
             "in_flight": list(self.in_flight),
-            "dropped": _as_lists(self.dropped),
-            "returned_for": _as_lists(self.returned_for),
+            "dropped": {reason: list(amount) for reason, amount in self.dropped.items()},
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to a state."""
         for name in ("offered", "trained", "returned", "in_flight"):
             setattr(self, name, Amount(*state[name]))
-        self.dropped = _as_amounts(state["dropped"])
-        self.returned_for = _as_amounts(state.get("returned_for", {}))  # of older checkpoints: none
+        self.dropped = {reason: Amount(*amount) for reason, amount in state["dropped"].items()}
         self._all_dropped = self.balance.num_dropped
-
-
-def _count(amounts: dict[str, Amount], reason: str, tokens: int) -> None:
-    kind = kind_of(reason)
-    amounts[kind] = amounts.get(kind, Amount()).plus(1, tokens)
-
-
-def _as_lists(amounts: Mapping[str, Amount]) -> dict[str, list[int]]:
-    return {reason: list(amount) for reason, amount in amounts.items()}
-
-
-def _as_amounts(state: Mapping[str, list[int]]) -> dict[str, Amount]:
-    return {reason: Amount(*amount) for reason, amount in state.items()}

@@ -1,8 +1,8 @@
 """Who follows a ledger hears of everything that happens to a group."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from .groups import Ticket
 
@@ -26,6 +26,10 @@ class TellsEvents(ABC):
     version: int
     on_event: Callable[[GroupEvent], None] | None = None
     """Told of whatever happens to a group, on the thread that told the ledger."""
+    unwritten: Callable[[], Sequence[dict[str, Any]]] | None = None
+    """Gives what who follows it has not written down yet, which is saved with the ledger."""
+    unwritten_before: Sequence[dict[str, Any]] = ()
+    """That of the run that goes on here."""
 
     @abstractmethod
     def _check(self) -> None:

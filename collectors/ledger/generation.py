@@ -24,7 +24,7 @@ from .groups import (
 )
 from .policies import StalenessPolicy, Wait
 from .prompts import PromptBook
-from .reasons import FAILED, IllegalTransition, LedgerError
+from .reasons import FAILED, SAYS_NOTHING, IllegalTransition, LedgerError
 from .statistics import Statistics
 from .table import GroupTable
 
@@ -277,7 +277,8 @@ class GenerationLedger(TellsEvents):
 
         Args:
             ticket: of the group.
-            reason: see ``collectors.ledger.reasons``, or one of your own.
+            reason: see ``collectors.ledger.reasons``, or one of your own; counted without what
+                stands after a colon.
             refill: ``None``: what the ledger was told.
             cut_lengths: tokens of each episode that was cut short.
 
@@ -291,11 +292,9 @@ class GenerationLedger(TellsEvents):
         group = self._table.find(ticket, f"drop ({reason})", tuple(GroupState))
         if not kind_of(reason):
             raise ValueError(f"GroupLedger: drop of {ticket} takes a reason, got {reason!r}.")
-        way = one_of("refill", refill or self.refill, REFILLS, who="GroupLedger.drop")
+        attempt = _next_attempt(self, ticket, reason, refill)
         self._add_cut(group, cut_lengths)
         self._accounts.drop(reason, group.num_tokens)
-        again = way == "same" and ticket.attempt + 1 < self.max_attempts
-        attempt = ticket.attempt + 1 if again else None
         self._leave(group, f"dropped ({reason})", attempt)
         self._happened("dropped", ticket, reason=reason)
         return Refill(ticket.ordinal, ticket.group_id, attempt) if attempt is not None else None
@@ -306,12 +305,11 @@ class GenerationLedger(TellsEvents):
         """Its episodes could not be run: :meth:`drop` for ``"failed: <reason>"``."""
         return self.drop(ticket, f"{FAILED}: {reason}", cut_lengths=cut_lengths)
 
-    def cancel(self, ticket: Ticket, reason: str = "", cut_lengths: Sequence[int] = ()) -> Refill:
+    def cancel(self, ticket: Ticket, *, cut_lengths: Sequence[int] = ()) -> Refill:
         """It is given back undone, for its prompt to be offered again with the same seed.
 
         Args:
             ticket: of the group, in whatever state.
-            reason: counted as of :meth:`drop`, if there is one.
             cut_lengths: tokens of each episode that was cut short.
 
         Returns:
@@ -322,7 +320,7 @@ class GenerationLedger(TellsEvents):
         """
         group = self._table.find(ticket, "cancel", tuple(GroupState))
         self._add_cut(group, cut_lengths)
-        self._accounts.give_back(group.num_tokens, reason)
+        self._accounts.give_back(group.num_tokens)
         self._leave(group, "returned", ticket.attempt)
         self._happened("returned", ticket)
         return Refill(ticket.ordinal, ticket.group_id, ticket.attempt)
@@ -370,3 +368,14 @@ def _too_small(buffer_capacity: int, ledger: GenerationLedger) -> str:
         f"groups_per_step={ledger.groups_per_step}, got {buffer_capacity}: it would fill up with "
         "groups that wait for an older one, which has no room then."
     )
+
+
+def _next_attempt(
+    ledger: GenerationLedger, ticket: Ticket, reason: str, refill: str | None
+) -> int | None:
+    """The number under which a dropped prompt is offered again; ``None`` if it is not."""
+    if refill is None and kind_of(reason) in SAYS_NOTHING:
+        return ticket.attempt
+    way = one_of("refill", refill or ledger.refill, REFILLS, who="GroupLedger.drop")
+    again = way == "same" and ticket.attempt + 1 < ledger.max_attempts
+    return ticket.attempt + 1 if again else None

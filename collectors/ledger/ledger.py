@@ -228,9 +228,9 @@ class GroupLedger(GenerationLedger):
             and ``length/trained_mean`` of an episode in tokens, and ``length/distance`` between
             the two distributions (Kolmogorov-Smirnov); ``stop/<reason>``, the fraction of the
             episodes; ``groups/<end>`` and ``tokens/<end>``, see :class:`Balance`, with
-            ``groups/dropped/<reason>`` and ``groups/returned/<reason>``. At the moment:
-            ``in_flight/unfinished``, ``in_flight/waiting`` and ``in_flight/taken`` groups,
-            ``prompts_owed``, and ``versions_ahead`` of the trainer before the generators.
+            ``groups/dropped/<reason>``. At the moment: ``in_flight/unfinished``,
+            ``in_flight/waiting`` and ``in_flight/taken`` groups, ``prompts_owed``, and
+            ``versions_ahead`` of the trainer before the generators.
         """
         metrics = self._statistics.metrics()
         balance = self.balance
@@ -240,8 +240,6 @@ class GroupLedger(GenerationLedger):
             metrics[f"{unit}/dropped"] = float(getattr(balance.num_dropped, unit))
         for reason, amount in sorted(balance.dropped.items()):
             metrics[f"groups/dropped/{reason}"] = float(amount.groups)
-        for reason, amount in sorted(balance.returned_for.items()):
-            metrics[f"groups/returned/{reason}"] = float(amount.groups)
         metrics["in_flight/unfinished"] = float(self._table.num_unfinished)
         metrics["in_flight/waiting"] = float(self._table.num_finished)
         metrics["in_flight/taken"] = float(balance.in_flight.groups - self.num_queued)
@@ -288,6 +286,7 @@ class GroupLedger(GenerationLedger):
             "prompts": self._prompts.state(),
             "statistics": self._statistics.state(),
             "table": self._table.state(self._clock()),
+            "unwritten": [] if self.unwritten is None else list(self.unwritten()),
         }
 
     def load_state_dict(
@@ -323,6 +322,7 @@ class GroupLedger(GenerationLedger):
         self._prompts.load_state(state_dict["prompts"])
         self._statistics.load_state(state_dict["statistics"])
         self._table.load_state(state_dict["table"], self._clock())
+        self.unwritten_before = state_dict["unwritten"]
         lost = [
             group
             for group in self._table.groups.values()

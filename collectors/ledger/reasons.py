@@ -1,4 +1,4 @@
-"""Why a group was dropped or given back, and what is raised when the ledger is misused.
+"""Why a group was dropped, and what is raised when the ledger is misused.
 
 A reason may carry a detail after a colon (``"failed: no disk"``); it is counted without it.
 """
@@ -11,11 +11,14 @@ FAILED: Final = "failed"
 """``failed: ...``: its episodes could not be run."""
 EXPIRED: Final = "expired"
 """It took longer than somebody would wait."""
+ENGINE_DIED: Final = "engine_died"
+"""Its engine is gone, and what it had drawn of it."""
 STALE: Final = "stale"
 """Its oldest token would be older than ``max_staleness`` when it is used."""
-
 LOAD: Final = "load"
-"""Given back, not dropped: the engine had no room for it."""
+"""The engine had no room for it."""
+SAYS_NOTHING: Final = frozenset({ENGINE_DIED, LOAD})
+"""Reasons that say nothing of a prompt: it is offered again as it was, however often."""
 
 
 class LedgerError(RuntimeError):

@@ -119,6 +119,8 @@ class RolloutRecorder:
         if ledger.on_event is not None:
             raise ValueError(f"{_WHO}: the ledger's on_event is taken already.")
         ledger.on_event = self._note
+        ledger.unwritten = lambda: list(self._events)
+        self._events.extend(ledger.unwritten_before)
         self._followed.append(ledger)
 
     def _note(self, event: GroupEvent) -> None:
@@ -235,7 +237,7 @@ class RolloutRecorder:
     def close(self) -> None:
         """Record what the ledger told since the last step, and listen no more."""
         for ledger in self._followed:
-            ledger.on_event = None
+            ledger.on_event = ledger.unwritten = None
         for loss in self._watched:
             loss.on_scores = None
         self._followed, self._watched = [], []

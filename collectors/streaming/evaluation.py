@@ -1,6 +1,7 @@
 """Evaluation beside training: every token of a point is drawn by one version of the weights."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -14,11 +15,14 @@ from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_modules.engines.protocol import EngineDied
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .group_runner import run_together, scored_rows
-from .producer import Producer
+from .producer import MAX_DEATHS, Producer
 from .trace import Timeline
+
+_log = logging.getLogger(__name__)
 
 
 class EvaluationPoint(NamedTuple):
@@ -57,11 +61,20 @@ class Evaluator:
     async def run(self, step: int) -> EvaluationPoint:
         """Take the data from their beginning, one batch of the environment.
 
-        Whoever calls it keeps the weights as they are.
+        Whoever calls it keeps the weights as they are. If the engine dies, all is drawn again.
 
         Raises:
             RuntimeError: a token was drawn by other weights.
+            EngineDied: the engine died each of three times.
         """
+        for _ in range(MAX_DEATHS - 1):
+            try:
+                return await self._run_once(step)
+            except EngineDied as died:
+                _log.warning("The engine died under an evaluation, which begins again: %s", died)
+        return await self._run_once(step)
+
+    async def _run_once(self, step: int) -> EvaluationPoint:
         for data in self._env.transforms_of(DataLoadingPrimer):
             data.rewind()
         version = self._policy.version

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from tensordict import TensorDictBase
 
 from collectors.ledger import Eviction, GroupLedger, Ticket
-from collectors.ledger.reasons import LOAD, NO_SIGNAL, STALE
+from collectors.ledger.reasons import ENGINE_DIED, LOAD, NO_SIGNAL, STALE
 from torchrl_envs.datasets.difficulty import rollout_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_modules.engines.batching_engine import BatchingEngine
@@ -21,9 +21,8 @@ from .group_runner import Group, GroupRunner
 from .loop_thread import LoopThread
 from .prompt_queue import PromptQueue
 
-ENGINE_DIED: Final = "engine_died"
-"""Why a group is dropped whose engine died; its prompt is drawn again."""
-_MAX_DEATHS: Final = 3
+MAX_DEATHS: Final = 3
+"""Of an engine, under each of what it draws, until that is not tried again."""
 MakeRunner = Callable[..., GroupRunner]
 _log = logging.getLogger(__name__)
 
@@ -170,7 +169,7 @@ class Producer(LoopThread):
         return [group for group in self._groups.values() if group.num_open]
 
     def limit_groups(self, most: int) -> None:
-        """Let at most so many groups run; the youngest of those that do are given back.
+        """Let at most so many groups run; the youngest of those that do are dropped.
 
         Args:
             most: at least 1.
@@ -224,7 +223,7 @@ class Producer(LoopThread):
             await group.run(self._groups_runner)
         except EngineDied as died:
             self._num_deaths += 1
-            if self._num_deaths >= _MAX_DEATHS * max(1, len(self._groups)):
+            if self._num_deaths >= MAX_DEATHS * max(1, len(self._groups)):
                 raise
             _log.warning("The engine died under a group, which is drawn again: %s", died)
             await self._give_up(group, ENGINE_DIED)
@@ -283,14 +282,11 @@ class Producer(LoopThread):
         self._prompts.owe(self._ledger.drop(group.ticket, reason), group.prompt)
 
     async def _give_up(self, group: Group, reason: str) -> None:
-        """A group that runs is dropped, or given back for want of room."""
+        """A group that runs is dropped."""
         self.num_open -= group.num_open  # those that had not begun to run
         group.num_open = 0
         await self._groups_runner.give_up(group.episodes)
         with self.changed:
             del self._groups[group.ticket]
-            if reason == LOAD:
-                self._prompts.owe(self._ledger.cancel(group.ticket, reason=LOAD), group.prompt)
-            else:
-                self._drop(group, reason)
+            self._drop(group, reason)
             self.changed.notify_all()

@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import functools
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,10 +34,12 @@ from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.run_folder import claim_folder
 from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
 from torchrl_modules import Generation
+from torchrl_modules.engines.protocol import EngineDied
 
 _PR_SET_CHILD_SUBREAPER = 36
 _DEADLINE_S = 45.0
 _FOREVER_S = 100.0
+DIES_EVERY = 9
 CALCULATOR = ("task.num_rows=64", "task.num_demonstrations=8", "warm_start.num_steps=2")
 ARGUMENTS = (
     "debug=tiny",
@@ -142,8 +146,9 @@ def find(path: str) -> tuple[Any, str]:
 class Stopper:
     """Sends signals to this process at a point."""
 
-    def __init__(self, point: Point, number: int, *, again: bool) -> None:
+    def __init__(self, point: Point, number: int, *, again: bool, to_group: bool) -> None:
         self.point, self.number, self.again = point, number, again
+        self.kill = os.killpg if to_group else os.kill
         self.calls = 0
         self.is_armed = point.inside is None
         self.is_done = False
@@ -178,10 +183,10 @@ class Stopper:
         self.is_done = True
         Path("sent").write_text(str(time.monotonic()))
         for delay_s in (0.2, 0.6) if self.point.is_native else (0.6,) if self.again else ():
-            threading.Timer(delay_s, os.kill, (os.getpid(), self.number)).start()
+            threading.Timer(delay_s, self.kill, (os.getpid(), self.number)).start()
         if self.point.is_native:
             deadlock()
-        os.kill(os.getpid(), self.number)
+        self.kill(os.getpid(), self.number)
         time.sleep(_FOREVER_S if self.point.hangs else self.point.takes_s)
 
 
@@ -217,6 +222,25 @@ def _calling(original: Any, *, is_async: bool) -> Any:
         return [called(one) for one in original(*args, **kwargs)]
 
     return functools.wraps(original)(respond if is_async else generate)
+
+
+def drop_groups() -> None:
+    """Let the engine die under some responses, and rewards differ in half of the groups only."""
+    owner, name = find("torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond")
+    original, count = getattr(owner, name), itertools.count(1)
+
+    async def respond(*args: Any, **kwargs: Any) -> Generation:
+        generation = await original(*args, **kwargs)
+        if next(count) % DIES_EVERY == 0:
+            raise EngineDied("it has drawn enough")
+        return generation
+
+    def reward(_: Any, *, messages: Any) -> float:
+        return float(zlib.crc32(messages[-1]["content"].encode()) % 2)
+
+    setattr(owner, name, respond)
+    owner, name = find("torchrl_envs.tasks.calculator.Calculator.get_reward")
+    setattr(owner, name, reward)
 
 
 TOOL_CALL: list[int] = []
@@ -261,14 +285,18 @@ def warm() -> None:
 def run(config: Any, job: dict[str, Any]) -> None:
     """What the command does, once its arguments are read."""
     # Groups without a signal are trained, too, or there would be no passes.
-    grpo.build_advantage = lambda _, size: MCAdvantage(size, zero_variance="keep")
+    kept = "refill" if job.get("faults") else "keep"
+    grpo.build_advantage = lambda _, size: MCAdvantage(size, zero_variance=kept)
+    if job.get("faults"):
+        drop_groups()
     if not job.get("draws"):
         find(f"{LOOP}.plot_learning_curve")[0].plot_learning_curve = lambda *_, **__: None
     if "tool" in job.get("point", "") or "streaming" in job.get("point", ""):
         know_tool_call()
         call_tools()
     if "point" in job:
-        Stopper(POINTS[job["point"]], job["signal"], again=job.get("again", False))
+        flags = {name: job.get(name, False) for name in ("again", "to_group")}
+        Stopper(POINTS[job["point"]], job["signal"], **flags)
     OmegaConf.set_readonly(config, False)
     for name, value in job["settings"].items():
         OmegaConf.update(config, name, value)
@@ -287,6 +315,7 @@ def in_fork(job: dict[str, Any], config: Any) -> int:
     pid = os.fork()
     if pid:
         return pid
+    os.setsid()  # what a terminal would send to its foreground goes to this run alone
     os.chdir(job["folder"])
     for name, number in (("out", 1), ("err", 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

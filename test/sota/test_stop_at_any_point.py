@@ -165,13 +165,19 @@ def test_S01_a_signal_before_the_first_step_ends_a_run_without_a_trace(point, nu
 
 
 @pytest.mark.slow
-def test_S01_a_signal_ends_a_run_on_ray(server, tmp_path):
-    """Ray takes SIGTERM for itself when it is imported."""
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [
+        pytest.param(signal.SIGTERM, False, id="SIGTERM, which Ray takes for itself"),
+        pytest.param(signal.SIGINT, True, id="Ctrl-C, which all actors get too"),
+    ],
+)
+def test_S01_a_signal_ends_a_run_on_ray(number, to_group, server, tmp_path):
     pytest.importorskip("ray")
     arguments = ("collector=ray", "+collector.remote_config.num_cpus=0")
-    stop = {"point": "on Ray, in take", "signal": int(signal.SIGTERM), "deadline_s": 200}
-    done = server.run(tmp_path, *arguments, settings=SETTINGS, **stop)
-    assert done["status"] == 128 + signal.SIGTERM, done["err"][-3000:]
+    stop = {"point": "on Ray, in take", "signal": int(number), "to_group": to_group}
+    done = server.run(tmp_path, *arguments, settings=SETTINGS, **stop, deadline_s=200)
+    assert done["status"] == 128 + number, done["err"][-3000:]
     assert done["left"] == []
     assert record_of(done["folder"])["status"] == "interrupted"
     assert steps_of(done["folder"]) == [1]

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,13 @@ SCRIPT = [
 ONE = [sys.executable]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def is_of(session, process):
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def metrics_of(folder):
@@ -36,9 +45,27 @@ def start(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     return popen
+
+
+def stop_after(step, process, stop):
+    """Stop a run after a step; gives what it told."""
+    told = []
+    for line in process.stdout:
+        told.append(line)
+        if f"step {step}/" in line:
+            stop(process)
+            break
+    told += process.stdout.readlines()
+    assert any("stopped after step" in line for line in told), "".join(told)[-3000:]
+
+
+def ctrl_c(process):
+    """To all processes of the terminal."""
+    os.killpg(process.pid, signal.SIGINT)
 
 
 def finish(process):
@@ -49,18 +76,18 @@ def finish(process):
 
 
 @pytest.mark.slow
-def test_a_run_of_shards_goes_on_with_copies_and_is_that_of_one_process(start):
+def test_a_run_of_shards_goes_on_in_one_process_and_in_copies_and_is_that_of_one_process(start):
     with start(ONE, "name=one") as process:
         one = finish(process)
     with start(TWO, "name=two", "train.parallel=fsdp2") as process:
-        told = []
-        for line in process.stdout:
-            told.append(line)
-            if "step 1/" in line:
-                process.send_signal(signal.SIGTERM)
-                break
-        told += process.stdout.readlines()
-    assert any("stopped after step" in line for line in told), "".join(told)[-3000:]
+        stop_after(1, process, ctrl_c)
+    deadline = time.monotonic() + 10
+    while [each for each in psutil.process_iter() if is_of(process.pid, each)]:
+        assert time.monotonic() < deadline, "ranks outlive the run"
+        time.sleep(0.1)
+    with start(ONE, "name=two", "resume=auto") as process:
+        stop_after(2, process, subprocess.Popen.terminate)
+    assert process.returncode == 128 + signal.SIGTERM
     with start(TWO, "name=two", "resume=auto") as process:
         two = finish(process)
     assert two.name == "two-001"

@@ -286,6 +286,20 @@ def test_versions_that_cannot_be(oldest, newest, message):
     assert ledger.balance.in_flight == (1, 0)
 
 
+@pytest.mark.parametrize("refill", ["same", "next"])
+def test_a_prompt_whose_engine_died_is_offered_again_as_it_was(refill):
+    ledger = make(refill=refill, max_attempts=2)
+    ticket = first = ledger.offer("a", 0)
+    for _ in range(5):
+        ledger.start(ticket)
+        owed = ledger.drop(ticket, "engine_died: no answer")
+        assert owed == Refill(0, "a", 0)
+        ticket = ledger.offer("a", 0)
+        assert ticket.seed == first.seed
+    assert ledger.balance.dropped["engine_died"].groups == 5
+    assert ledger.frontier == 0
+
+
 def test_drop_refills_with_the_same_prompt_so_often_and_then_with_the_next():
     ledger = make(max_attempts=3, seed=11)
     seeds = []

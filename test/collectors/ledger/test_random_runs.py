@@ -140,8 +140,8 @@ class World:
         """The engine has room for so many: the youngest are given back, and run again later."""
         self.most_running = most
         for ticket in self.running()[most:]:
-            assert self.ledger.cancel(ticket, reason="load").attempt == ticket.attempt
-            self.leave(ticket, "returned", again=True)
+            assert self.ledger.drop(ticket, "load").attempt == ticket.attempt
+            self.leave(ticket, "dropped", again=True)
             self.ends["load"] += 1
 
     def drop_stale(self):
@@ -208,8 +208,7 @@ class World:
             for end in ("offered", "trained", "returned"):
                 assert getattr(getattr(balance, end), unit) == mine[end]
             assert getattr(balance.num_dropped, unit) == mine["dropped"]
-        load = balance.returned_for.get("load", (0, 0))
-        assert load[0] == self.ends["load"] <= balance.returned.groups
+        assert balance.dropped.get("load", (0, 0))[0] == self.ends["load"]
         assert balance.in_flight.groups == len(self.live)
         assert balance.in_flight.tokens == sum(sum(g[2].values()) for g in self.live.values())
         assert self.ends["offered"] == sum(

@@ -14,6 +14,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, StreamingCollector, Wait
+from collectors.ledger import GroupLedger
 from collectors.record import RolloutRecorder, RunRecord
 from collectors.record.files import json_line, read_lines, write_lines
 from collectors.record.provenance import token_spans
@@ -317,3 +318,27 @@ def test_who_wrote_what(runs, messages, expected):
     assert told == expected
     assert all(isinstance(span, TokenSpan) for span in spans)
     assert sum(span.length for span in spans) == len(texts)
+
+
+def test_what_the_ledger_told_after_a_step_was_written_is_in_its_checkpoint(
+    trained_step, chatml_tokenizer, tmp_path
+):
+    """A run is killed after it was saved; what comes later in it has not happened."""
+    batch, folder = trained_step[0], tmp_path / "followed"
+    ledger = GroupLedger(groups_per_step=1, group_size=2)
+    with RolloutRecorder(folder, chatml_tokenizer) as recorder:
+        recorder.follow(ledger)
+        written = ledger.offer("0/0", 0)
+        recorder.write(1, batch)
+        ledger.drop(written, "no_signal")
+        state = json.loads(json.dumps(ledger.state_dict()))
+        ledger.offer("0/0", 0)
+    resumed = GroupLedger(groups_per_step=1, group_size=2)
+    resumed.load_state_dict(state)
+    with RolloutRecorder(folder, chatml_tokenizer, after=1) as recorder:
+        recorder.follow(resumed)
+        again = resumed.offer("0/0", 0)
+        resumed.start(again)
+        recorder.write(2, batch)
+    told = [(e["name"], e["attempt"]) for e in RunRecord(folder).events()]
+    assert told == [("offered", 0), ("dropped", 0), ("offered", 1), ("started", 1)]

@@ -15,6 +15,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
+from collectors.streaming.evaluation import Evaluator
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -28,6 +29,7 @@ from torchrl_envs import (
 )
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.policies.async_policy import AsyncPolicy
 from torchrl_modules.weights.state import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -250,6 +252,20 @@ def test_an_engine_that_dies_once_costs_nothing(make_policy):
         rows = [row for batch in collector for row in batch.unbind(0)]
     assert Counter(row["row"]["number"] for row in rows) == dict.fromkeys(range(6), N)
     assert collector.ledger.balance.dropped["engine_died"].groups >= 1
+
+
+def test_an_evaluation_whose_engine_dies_begins_again(make_policy):
+    policy, held_out = make_policy(), make_env(8, groups=1)
+    engine = Failing(policy.engine, EngineDied("gone"))
+    serving = BatchingEngine(engine)
+    evaluator = Evaluator(held_out, AsyncPolicy(policy, serving))
+    engine.fails = 2  # it draws all episodes at once
+    assert len(asyncio.run(evaluator.run(0)).trajectories) == N
+    engine.fails = 3
+    with pytest.raises(EngineDied, match="gone"):
+        asyncio.run(evaluator.run(0))
+    serving.close()
+    held_out.close()
 
 
 @pytest.mark.parametrize("error", [EngineDied("gone"), ZeroDivisionError("a fault")])
