@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -38,10 +39,13 @@ class ShardedModel:
     Args:
         model: as it is trained: whole, in :class:`~torch.nn.parallel.DistributedDataParallel`, or
             sharded with ``fully_shard``.
+        trained_only: leave out what is frozen, which the run can load again: of adapters, say, all
+            but these. Give what the rest has to be to the identity of the :class:`RunState`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, trained_only: bool = False) -> None:
         self._model = model
+        self._options = StateDictOptions(ignore_frozen_params=trained_only)
         inside = model.module if isinstance(model, DistributedDataParallel) else model
         first = {name for name, _ in inside.named_parameters()}
         every = {name for name, _ in inside.named_parameters(remove_duplicate=False)}
@@ -53,7 +57,7 @@ class ShardedModel:
         Returns:
             Tensors, or DTensors of a sharded model.
         """
-        weights = get_model_state_dict(self._model)
+        weights = get_model_state_dict(self._model, options=self._options)
         return {name: value for name, value in weights.items() if name not in self._tied}
 
     def load_sharded(self, load: Load) -> None:

@@ -249,6 +249,8 @@ class TestLedgerService:
 
 class TestRay:
     def test_two_collectors_one_killed_in_the_midst(self, ray, chatml_tokenizer, make_tiny_model):
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         model = make_tiny_model(0)
 
         def make_policy():
@@ -262,6 +264,8 @@ class TestRay:
         def scaled(factor):
             return {name: value * factor for name, value in model.state_dict().items()}
 
+        group = ray.util.placement_group([{"CPU": 1}] * 2)
+        ray.get(group.ready())
         buffer = make_buffer()
         collector = RayLLMCollector(
             lambda: make_env(12, seconds=0.05, num_epochs=1),
@@ -269,7 +273,11 @@ class TestRay:
             replay_buffer=buffer,
             staleness=Wait(2),
             num_collectors=2,
-            remote_config={"num_cpus": 1, "runtime_env": {"env_vars": {"PASSED_ON": "1"}}},
+            remote_config={
+                "num_cpus": 1,
+                "runtime_env": {"env_vars": {"PASSED_ON": "1"}},
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
+            },
         )
         supervisor = collector._supervisor
         numbers, versions = Counter(), []
@@ -287,6 +295,9 @@ class TestRay:
                         collector.update_policy_weights_(model, version=1)
                 if step == 1:
                     kill(ray, supervisor.workers[0])
+            reserved = f"CPU_group_{group.id.hex()}"
+            assert ray.cluster_resources()[reserved] == 2
+            assert reserved not in ray.available_resources()  # the new collector is in there, too
             metrics = collector.metrics()
             with pytest.raises(DataExhaustedError):
                 collector.collect()
@@ -299,6 +310,7 @@ class TestRay:
         assert versions[-1] > 0
         assert 0 < metrics["collect/driver_bytes_per_row"] < 1024
         assert supervisor.known[0].incarnation == 2
+        ray.util.remove_placement_group(group)
         with pytest.raises(RuntimeError, match="shut down"):
             collector.collect()
 

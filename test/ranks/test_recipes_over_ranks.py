@@ -5,7 +5,7 @@ import torch
 
 
 def test_adapters_of_ranks_that_are_killed_are_those_of_one_process(found):
-    """Shards, then copies, then shards; first rank 1 is killed, then rank 0."""
+    """One process, then shards, then copies, then one process; each but the last is killed."""
     result = found("recipe with adapters")
     one, two = result["one"], result["two"]
     assert [step["step"] for step in two["metrics"]] == [1, 2, 3, 4, 5, 6]
@@ -19,13 +19,14 @@ def test_adapters_of_ranks_that_are_killed_are_those_of_one_process(found):
             torch.testing.assert_close(two[kind][name], value, rtol=1e-3, atol=1e-6)
     assert max(float(value.abs().max()) for value in moved.values()) > 1e-3
     assert all("lora_" in name for name in two["adapter"])
-    assert two["resumed"] == 2
+    assert two["resumed"] == 3
 
 
 def test_a_rank_that_is_killed_ends_the_others(found):
     """Of kill -9 nobody is told; who waits for the dead one says so, and does not wait long."""
-    whole, without_1, without_0, last = found("recipe with adapters")["ends"]
+    whole, alone, without_1, without_0, last = found("recipe with adapters")["ends"]
     assert whole[0] == last[0] == ""
+    assert alone[0].startswith("[-9]")
     for (text, seconds), left, codes in (
         (without_1, 0, "[1, -9]"),
         (without_0, 1, "[-9, 1]"),

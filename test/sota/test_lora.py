@@ -4,6 +4,7 @@ That a model learns with them is in ``test_recipes.py``.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from torchrl_agents.recipe.adapters import AdapterState, WithoutAdapters, check_adapters
+from torchrl_agents.recipe.adapters import WithoutAdapters, check_adapters, frozen_weights
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
@@ -71,6 +72,15 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
     two_models = 2 * (cut / "model/model.safetensors").stat().st_size
     assert (size < two_models) == given  # of two steps, with the optimizer's state of the adapters
 
+    if given:
+        (first / "model").rename(first / "elsewhere")
+        shutil.copytree(whole / "model", first / "model")
+        (cut / "run.json").write_text(json.dumps(record | {"status": "interrupted"}))
+        with pytest.raises(SystemExit, match=r"weights of policy\.model"):
+            run(*more, "name=cut", "resume=auto")
+        shutil.rmtree(first / "model")
+        (first / "elsewhere").rename(first / "model")
+
     base = first / "model" if given else cut / "base"
     assert (cut / "base").exists() != given
     before, after = weights(base), weights(cut / "model")
@@ -85,21 +95,15 @@ def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
     assert all("lora_" in name for name in load_file(cut / "adapter/adapter_model.safetensors"))
 
 
-def test_adapters_of_other_weights_are_refused():
-    model = model_with_adapters(init_lora_weights=False)
-    state = AdapterState(model)
-    saved = {k: dict(v) if k == "adapters" else v for k, v in state.state_dict().items()}
-    saved["adapters"] = {name: value + 1 for name, value in saved["adapters"].items()}
-    frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    AdapterState(model).load_state_dict(saved)
-    now = dict(model.named_parameters())
-    assert saved["adapters"].keys() == {n for n in now if "lora_" in n}
-    assert all(torch.equal(now[name], value) for name, value in saved["adapters"].items())
-    assert all(torch.equal(now[name], value) for name, value in frozen.items())
+def test_frozen_weights_are_told_from_others():
+    model, same = (model_with_adapters(init_lora_weights=False) for _ in range(2))
     with torch.no_grad():
-        next(iter(p for p in model.parameters() if not p.requires_grad)).view(-1)[0] += 1
-    with pytest.raises(ValueError, match=r"policy.model has other weights"):
-        AdapterState(model).load_state_dict(saved)
+        for parameter in model.parameters():
+            parameter += parameter.requires_grad
+    assert frozen_weights(model) == frozen_weights(same)
+    with torch.no_grad():
+        next(p for p in model.parameters() if not p.requires_grad).view(-1)[0] += 1e-3
+    assert frozen_weights(model) != frozen_weights(same)
 
 
 def test_the_reference_is_the_model_with_its_adapters_off():

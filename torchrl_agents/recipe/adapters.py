@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) on the model that is trained, by PEFT."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from collectors.weight_update.gathering import unwrapped
+from collectors.weight_update.merged_adapters import whole
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_data.protocols import TokenScorer, TokenScores
@@ -84,42 +85,14 @@ def is_adapted(model: Any) -> bool:
     return hasattr(unwrapped(model), "peft_config")
 
 
-class AdapterState:
-    """What is trained of a model, which knows the weights that it was trained with.
+def frozen_weights(model: nn.Module) -> str:
+    """A digest of the weights that are not trained; all ranks take part.
 
     Args:
-        model: has parameters that are frozen.
+        model: whole or sharded, which gives the same.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        self._frozen = _digest(frozen)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The adapters; tensors are the model's own."""
-        return {"adapters": {n: p.detach() for n, p in self._trained.items()}} | {
-            "frozen": self._frozen
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with other adapters.
-
-        Raises:
-            ValueError: they are of other weights.
-        """
-        if state_dict["frozen"] != self._frozen:
-            raise ValueError("policy.model has other weights than when the run began")
-        adapters = state_dict["adapters"]
-        if adapters.keys() != self._trained.keys():
-            raise ValueError("its adapters are of other modules")
-        for name, parameter in self._trained.items():
-            parameter.copy_(adapters[name])
-
-
-def _digest(values: list[nn.Parameter]) -> str:
-    sums = [float(value.detach().double().sum()) for value in values]
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    sums = [float(whole(each).double().sum()) for each in frozen]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
 

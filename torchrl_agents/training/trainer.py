@@ -144,7 +144,7 @@ class Trainer:
         self.timer.watch(self.policy, "generate")
         inside = cast("TransformersEngine", self.actor.engine).inside
         state = RunState(
-            identity=identity_of(self.policy, inside),
+            identity=identity_of(self.policy, inside) | self.updates.identity,
             **self.updates.parts,
             **self.parts,
             **self.data.parts,

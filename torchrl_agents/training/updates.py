@@ -9,7 +9,7 @@ from collectors.resume.run_state import Stateful
 from collectors.resume.sharded_parts import Sharded
 from objectives import MixedLoss, NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from objectives.losses.base import TokenLoss
-from torchrl_agents.recipe.adapters import AdapterState, is_adapted
+from torchrl_agents.recipe.adapters import frozen_weights, is_adapted
 from torchrl_agents.recipe.optim import build_optimizer, set_learning_rate
 from torchrl_agents.settings.schema import TrainingConfig
 from torchrl_modules import TransformersWrapper
@@ -67,20 +67,18 @@ class Updates:
         )
         self._parts: list[PackedBatch] = []
         self._window: Any = None
+        # Of adapters these alone are saved where the rest can be loaded again.
+        is_given = is_adapted(actor.model) and cfg.policy.model is not None
+        self.identity = {"weights of policy.model": frozen_weights(actor.model)} if is_given else {}
+        """What a checkpoint has to have in common with this run."""
         self.parts: dict[str, Stateful | Sharded] = {
-            "model": self._model_part(actor.model),
+            "model": ShardedModel(actor.model, trained_only=is_given),
             "optimizer": ShardedOptimizer(actor.model, self.optimizer),
             "gate": self.gate,
         }
         """What is saved."""
         crew.learn_job("take in", self._take_in)
         crew.learn_job("make", self._make)
-
-    def _model_part(self, model: Any) -> Stateful | Sharded:
-        """Of adapters in one process these alone, where the rest can be loaded again."""
-        if self._ranks.size == 1 and is_adapted(model) and self._cfg.policy.model is not None:
-            return AdapterState(model)
-        return ShardedModel(model)
 
     @property
     def sharded(self) -> dict[str, Sharded]:
