@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
     from .streaming.collector import StreamingCollector
     from .streaming.evaluation import EvaluationPoint
+    from .streaming.load_cap import LoadCap
     from .text_environment.environment import TextEnvironment
     from .weight_update.in_process import InProcessUpdater
     from .weight_update.interface import WeightUpdater
@@ -48,6 +49,7 @@ _HOMES = {
     "GroupLedger": ".ledger.ledger",
     "InProcessUpdater": ".weight_update.in_process",
     "LLMCollector": ".llm_collector",
+    "LoadCap": ".streaming.load_cap",
     "OnPolicy": ".ledger.policies",
     "PhaseTimer": ".metrics",
     "Replay": ".ledger.replay",
@@ -88,6 +90,7 @@ __all__ = [
     "GroupLedger",
     "InProcessUpdater",
     "LLMCollector",
+    "LoadCap",
     "OnPolicy",
     "PhaseTimer",
     "RayLLMCollector",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .engines.async_transformers import AsyncTransformersEngine
     from .engines.fleet.engine_fleet import EngineFleet
     from .engines.fleet.member import EngineHealth
+    from .engines.load import EngineLoad
     from .engines.open_async import open_async
     from .engines.protocol import Engine, EngineDied, Generation, VersionSpan
     from .engines.transformers_engine import TransformersEngine
@@ -35,6 +36,7 @@ _HOMES = {
     "EngineDied": "engines.protocol",
     "EngineFleet": "engines.fleet.engine_fleet",
     "EngineHealth": "engines.fleet.member",
+    "EngineLoad": "engines.load",
     "Generation": "engines.protocol",
     "LLMOnDevice": "vllm.supervised",
     "LLMWrapperBase": "policies.base",
@@ -67,6 +69,7 @@ __all__ = [
     "EngineDied",
     "EngineFleet",
     "EngineHealth",
+    "EngineLoad",
     "Generation",
     "LLMOnDevice",
     "LLMWrapperBase",

@@ -15,7 +15,9 @@ ENGINE_DIED: Final = "engine_died"
 """Its engine is gone, and what it had drawn of it."""
 STALE: Final = "stale"
 """Its oldest token would be older than ``max_staleness`` when it is used."""
-SAYS_NOTHING: Final = frozenset({ENGINE_DIED})
+LOAD: Final = "load"
+"""The engine had no room for it."""
+SAYS_NOTHING: Final = frozenset({ENGINE_DIED, LOAD})
 """Reasons that say nothing of a prompt: it is offered again as it was, however often."""
 
 

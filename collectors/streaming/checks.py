@@ -14,6 +14,8 @@ from torchrl_data.validation import check_counts
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase
 
+from .load_cap import LoadCap
+
 WHO: Final = "StreamingCollector"
 _REQUEST_TIMEOUT_S: Final = 600.0
 _QUEUE_MAXSIZE: Final = 1024
@@ -70,17 +72,19 @@ def most_waiting(
     return queue_maxsize // group_size
 
 
-def most_episodes(ledger: GroupLedger, max_inflight_tasks: int) -> int:
+def most_episodes(ledger: GroupLedger, max_inflight_tasks: int | LoadCap) -> int:
     """How many episodes may run at once.
 
     Args:
         ledger: admits groups.
-        max_inflight_tasks: -1: all that it admits.
+        max_inflight_tasks: -1: all that it admits; of a ``LoadCap``, its own.
 
     Raises:
         ValueError: there would be none; or fewer than a batch that is drawn at once.
     """
     most = ledger.num_slots * ledger.group_size
+    if isinstance(max_inflight_tasks, LoadCap):
+        max_inflight_tasks = max_inflight_tasks.max_inflight_tasks
     if max_inflight_tasks == -1:
         return most
     check_counts(WHO, max_inflight_tasks=max_inflight_tasks)

@@ -41,6 +41,8 @@ from .checks import (
 from .evaluation import EvaluationPoint, Evaluations
 from .finished_groups import FinishedGroups
 from .group_runner import GroupRunner
+from .load_cap import LoadCap
+from .load_follower import LoadFollower, follower_of
 from .monitor import Monitor
 from .producer import Producer
 from .prompt_queue import PromptQueue
@@ -84,7 +86,8 @@ class StreamingCollector(BackgroundCollector):
         staleness: how old tokens may be, and what is done about it: :class:`~collectors.Wait`,
             :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`.
         weight_sync_steps: batches that are trained for each push of weights.
-        max_inflight_tasks: most episodes that run at once; -1: all that are admitted.
+        max_inflight_tasks: most episodes that run at once; -1: all that are admitted; a
+            :class:`~collectors.LoadCap`: as many as the engine has room for.
         queue_maxsize: the most finished episodes that wait for the trainer; before they could be
             more, no group begins. 1024 when not given, or what ``staleness`` needs if that is more.
         request_timeout: seconds that one turn's generation may take, pauses included; what takes
@@ -108,7 +111,7 @@ class StreamingCollector(BackgroundCollector):
         groups_per_step: int | None = None,
         staleness: StalenessPolicy | None = None,
         weight_sync_steps: int = 1,
-        max_inflight_tasks: int = -1,
+        max_inflight_tasks: int | LoadCap = -1,
         queue_maxsize: int | None = None,
         request_timeout: float | None = None,
         engine: AsyncEngine | None = None,
@@ -147,8 +150,7 @@ class StreamingCollector(BackgroundCollector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        serves = engine or self._engine_of(policy)
-        check_adapters(serves, ages)
+        serves, follower = self._opened(engine, policy, max_inflight_tasks)
         self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
         runner = AsyncEpisodeRunner(env)
         self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))
@@ -167,15 +169,29 @@ class StreamingCollector(BackgroundCollector):
             self._prompts,
             is_wanted=partial(is_wanted, advantages_of(replay_buffer)),
             max_unwanted=_MAX_UNWANTED * groups_per_step,
+            follower=follower,
         )
         parts = (self._producer, self._async_policy)
         self._weights = WeightPushes(*parts, self.ledger, updater, self.timeline)
         self._evaluations = Evaluations(*parts, self.timeline)
-        self._monitor = Monitor(self._producer, self.ledger, self.timeline)
+        self._monitor = Monitor(self._producer, self.ledger, self.timeline, follower)
         self._finished = FinishedGroups(self._producer, self.ledger, self._prompts, self._monitor)
         self._is_closed = False
 
     # What it is made of -------------------------------------------------------------------------
+
+    def _opened(
+        self, engine: AsyncEngine | None, policy: LLMWrapperBase, max_inflight_tasks: int | LoadCap
+    ) -> tuple[AsyncEngine, LoadFollower | None]:
+        """What draws, and what follows its load."""
+        serves = engine or self._engine_of(policy)
+        try:
+            check_adapters(serves, self.ledger.policy)
+            return serves, follower_of(serves, self.ledger, max_inflight_tasks)
+        except BaseException:
+            if engine is None:
+                serves.close()
+            raise
 
     def _engine_of(self, policy: LLMWrapperBase) -> AsyncEngine:
         if not self.ledger.is_on_policy:
@@ -306,7 +322,9 @@ class StreamingCollector(BackgroundCollector):
 
         Returns:
             ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished
-            ones that were left when the trainer took its own; ``collect/open_episodes``;
+            ones that were left when the trainer took its own; ``collect/open_episodes``; where the
+            load is followed ``collect/max_groups`` that may run, ``collect/cache_use`` and
+            ``collect/preemptions``, see :class:`~torchrl_modules.EngineLoad`;
             ``collect/<what>_s``, seconds summed over episodes by what was done; and the ledger's,
             see :meth:`~collectors.GroupLedger.metrics`.
         """

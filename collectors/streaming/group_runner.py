@@ -29,8 +29,27 @@ class Group:
     rows: list[TensorDictBase] = field(default_factory=list)
     """What is trained of it, once it is scored."""
     task: asyncio.Task[None] | None = None
-    is_stale: bool = False
-    """Its task was cancelled, because nothing can be trained on it any more."""
+    num_open: int = field(init=False)
+    """Episodes that are not over."""
+    cancelled_for: str = ""
+    """Why it was cancelled, if it was."""
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.episodes)
+
+    async def run(self, runner: "GroupRunner") -> None:
+        """Take all episodes to their ends, and score them; raises as :meth:`GroupRunner.run`."""
+        self.task = asyncio.get_running_loop().create_task(runner.run(self))
+        if self.cancelled_for:
+            self.task.cancel()
+        await self.task
+
+    def cancel(self, reason: str) -> None:
+        """Let it end, from without :meth:`run`, which raises ``CancelledError``."""
+        if not self.cancelled_for:
+            self.cancelled_for = reason
+            if self.task is not None:
+                self.task.cancel()
 
 
 class GroupRunner:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from collectors.ledger import GroupLedger
 
+from .load_follower import LoadFollower
 from .producer import Producer
 from .trace import Timeline
 
@@ -16,9 +17,17 @@ class Monitor:
         producer: of the episodes.
         ledger: its metrics are among those here.
         timeline: of both.
+        follower: of the engine's load, if it is followed.
     """
 
-    def __init__(self, producer: Producer, ledger: GroupLedger, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        producer: Producer,
+        ledger: GroupLedger,
+        timeline: Timeline,
+        follower: LoadFollower | None = None,
+    ) -> None:
+        self._follower = follower
         self._producer = producer
         self._ledger = ledger
         self._timeline = timeline
@@ -47,14 +56,19 @@ class Monitor:
         generated = seconds.get("generate", 0.0)
         with self._producer.changed:
             ledger = {f"ledger/{name}": value for name, value in self._ledger.metrics().items()}
-        return ledger | {
-            "collect/trainer_wait_fraction": waited / elapsed if elapsed else 0.0,
-            "collect/queued_groups": float(self._num_queued),
-            "collect/open_episodes": float(self._producer.num_open),
-            "collect/generate_s": generated,
-            "collect/environment_s": seconds.get("episode", 0.0) - generated,
-            "collect/score_s": seconds.get("score", 0.0),
-        }
+        followed = {} if self._follower is None else self._follower.metrics()
+        return (
+            ledger
+            | followed
+            | {
+                "collect/trainer_wait_fraction": waited / elapsed if elapsed else 0.0,
+                "collect/queued_groups": float(self._num_queued),
+                "collect/open_episodes": float(self._producer.num_open),
+                "collect/generate_s": generated,
+                "collect/environment_s": seconds.get("episode", 0.0) - generated,
+                "collect/score_s": seconds.get("score", 0.0),
+            }
+        )
 
 
 def verdict(metrics: Mapping[str, float]) -> str:

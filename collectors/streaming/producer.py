@@ -3,34 +3,39 @@
 import asyncio
 import logging
 import math
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Protocol
 
 from tensordict import TensorDictBase
 
 from collectors.ledger import Eviction, GroupLedger, Ticket
-from collectors.ledger.reasons import ENGINE_DIED, NO_SIGNAL, STALE
+from collectors.ledger.reasons import ENGINE_DIED, LOAD, NO_SIGNAL, STALE
 from torchrl_envs.datasets.difficulty import rollout_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_modules.engines.batching_engine import BatchingEngine
 from torchrl_modules.engines.protocol import EngineDied
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
-from .checks import WHO
 from .group_runner import Group, GroupRunner
+from .loop_thread import LoopThread
 from .prompt_queue import PromptQueue
 
-T = TypeVar("T")
 MAX_DEATHS: Final = 3
 """Of an engine, under each of what it draws, until that is not tried again."""
 MakeRunner = Callable[..., GroupRunner]
 _log = logging.getLogger(__name__)
 
 
-class Producer:
+class Follower(Protocol):
+    """Limits the groups of a producer, see :class:`~.load_follower.LoadFollower`."""
+
+    async def run(self, producer: "Producer") -> None:
+        """Until it is cancelled."""
+        ...
+
+
+class Producer(LoopThread):
     """Runs groups of episodes without a barrier, as many as the ledger admits.
 
     Its methods are called by the trainer's thread; everything else happens in an event loop on a
@@ -43,6 +48,7 @@ class Producer:
         prompts: of the groups.
         is_wanted: whether the rows of a finished group are worth training.
         max_unwanted: groups in a row that are not before it gives up.
+        follower: limits the groups that run, in the event loop.
     """
 
     def __init__(
@@ -54,7 +60,9 @@ class Producer:
         *,
         is_wanted: Callable[[Sequence[TensorDictBase]], bool],
         max_unwanted: int,
+        follower: Follower | None = None,
     ) -> None:
+        super().__init__()
         self._make_runner = make_runner
         self._groups_runner: GroupRunner
         self._policy = policy
@@ -62,10 +70,9 @@ class Producer:
         self._prompts = prompts
         self._is_wanted = is_wanted
         self._max_unwanted = max_unwanted
-        self.changed = threading.Condition()
-        """Held while the ledger or what is below is read or written; told of every change."""
+        self._follower = follower
+        self._max_groups: float = math.inf
         self.finished: dict[Ticket, Group] = {}
-        self.error: BaseException | None = None
         self.steps = {policy.version: ledger.version}
         """By version of the engine: the steps of training that are in these weights."""
         self.is_exhausted = False
@@ -73,77 +80,20 @@ class Producer:
         self._num_unwanted = self._num_deaths = 0
         self.num_open = 0
         """Episodes that were admitted and are not over."""
+        self.num_ended = 0
+        """Groups whose episodes have all run to their ends."""
         self._groups: dict[Ticket, Group] = {}
         self._has_begun = False
         self._num_holds = 1  # until it is to begin
-        self.is_over = False
-        """It was stopped, or has failed."""
         self.weights: asyncio.Lock
         """Held, in the event loop, by who replaces the weights or needs them to stay."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
 
     # For the trainer's thread -------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the event loop; nothing is collected before :meth:`begin`."""
-        started = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(started)), name="collector", daemon=True
-        )
-        self._thread.start()
-        started.wait()
-
-    def wake(self) -> None:
-        """Look again whether another group may begin."""
-        if (loop := self._loop) is not None:
-            with suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(self._wake.set)
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run something in the event loop.
-
-        Raises:
-            RuntimeError: the collection has ended.
-        """
-        if self._loop is None or self.is_over:
-            coroutine.close()
-            self.check_alive()
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @property
     def version(self) -> int:
         """Of the weights that serve."""
         return self._policy.version
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the event loop runs."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def check_open(self) -> None:
-        """Check that it has neither failed nor was stopped.
-
-        Raises:
-            RuntimeError: it has, or was; what it failed of is the cause.
-        """
-        if self.error is not None:
-            raise RuntimeError(
-                f"{WHO}: the collection has failed: {type(self.error).__name__}: {self.error}"
-            ) from self.error
-        if self.is_over:
-            raise RuntimeError(f"{WHO}: it was shut down.")
-
-    def check_alive(self) -> None:
-        """Check that it is under way.
-
-        Raises:
-            RuntimeError: it is not; what it failed of is the cause.
-        """
-        self.check_open()
-        if not self.is_alive:
-            raise RuntimeError(f"{WHO}: the collection has ended.")
 
     @property
     def is_drained(self) -> bool:
@@ -186,53 +136,18 @@ class Producer:
         with self.changed:
             stale = [self._groups[ticket] for ticket in self._ledger.stale_tickets()]
         for group in stale:
-            if group.task is not None:
-                group.is_stale = True
-                group.task.cancel()
-
-    def stop(self, timeout_s: float) -> None:
-        """Cancel what runs, give back what episodes hold, and end the thread.
-
-        Raises:
-            TimeoutError: it does not end.
-        """
-        self.is_over = True
-        if self._thread is None:
-            return
-        loop = self._loop
-        if loop is not None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(
-                f"The collection did not end within {timeout_s:g} s: a tool, an environment or the "
-                "engine holds it up."
-            )
+            group.cancel(STALE)
 
     # In the event loop --------------------------------------------------------------------------
 
-    async def _main(self, started: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._wake, self._stopping = asyncio.Event(), asyncio.Event()
+    def _begin_in_loop(self) -> None:
         self.weights = asyncio.Lock()
         self._groups_runner = self._make_runner(on_end=self._note_end)
-        self._tasks: set[asyncio.Task[None]] = set()
-        started.set()
-        try:
-            stopping = self._loop.create_task(self._stopping.wait())
-            admitting = self._loop.create_task(self._admit_all())
-            self._tasks.add(admitting)
-            admitting.add_done_callback(self._task_done)
-            await stopping
-        finally:
-            await self._end()
+        self._spawn(self._admit_all())
+        if self._follower is not None:
+            self._spawn(self._follower.run(self))
 
     async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
         self._groups_runner.abandon()
         left = [episode for group in self._groups.values() for episode in group.episodes]
         if left:
@@ -244,14 +159,25 @@ class Producer:
             self._ledger.return_all()
             self.changed.notify_all()
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:  # the trainer hears of it at once
-            with self.changed:
-                self.error, self.is_over = self.error or error, True
-                self.changed.notify_all()
-            self._stopping.set()
+    @property
+    def num_running(self) -> int:
+        """Groups whose episodes are not all over."""
+        return len(self._running())
+
+    def _running(self) -> list[Group]:
+        """Groups whose episodes are not all over, the oldest first."""
+        return [group for group in self._groups.values() if group.num_open]
+
+    def limit_groups(self, most: int) -> None:
+        """Let at most so many groups run; the youngest of those that do are dropped.
+
+        Args:
+            most: at least 1.
+        """
+        self._max_groups = most
+        for group in self._running()[most:]:
+            group.cancel(LOAD)
+        self._wake.set()
 
     async def _admit_all(self) -> None:
         """Begin a group whenever the ledger lets one in."""
@@ -266,7 +192,7 @@ class Producer:
         with self.changed:
             if self._num_holds or (self.is_exhausted and not self._prompts):
                 return False
-            return self._ledger.can_admit()
+            return self._ledger.can_admit() and self.num_running < self._max_groups
 
     def num_expected(self) -> float:
         """How many episodes will ask for a turn, given time: all that are open or may yet be."""
@@ -278,7 +204,6 @@ class Producer:
 
     async def _admit_one(self) -> bool:
         """Begin one group; False if there are no data for it."""
-        assert self._loop is not None
         drawn = await self._prompts.draw()
         with self.changed:
             if drawn is None:
@@ -290,24 +215,22 @@ class Producer:
             group = self._groups[ticket] = Group(ticket, drawn.prompt, episodes)
             self._ledger.start(ticket)
         self.num_open += len(episodes)
-        task = group.task = self._loop.create_task(self._run_group(group))
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+        self._spawn(self._run_group(group))
         return True
 
     async def _run_group(self, group: Group) -> None:
         try:
-            await self._groups_runner.run(group)
+            await group.run(self._groups_runner)
         except EngineDied as died:
             self._num_deaths += 1
             if self._num_deaths >= MAX_DEATHS * max(1, len(self._groups)):
                 raise
             _log.warning("The engine died under a group, which is drawn again: %s", died)
-            await self._drop_running(group, ENGINE_DIED)
+            await self._give_up(group, ENGINE_DIED)
         except asyncio.CancelledError:
-            if not group.is_stale:
+            if not group.cancelled_for:
                 raise
-            await self._drop_running(group, STALE)
+            await self._give_up(group, group.cancelled_for)
         else:
             self._num_deaths = 0
             self._keep(group)
@@ -315,6 +238,7 @@ class Producer:
 
     def _note_end(self, group: Group, number: int, episode: Episode) -> None:
         self.num_open -= 1
+        group.num_open -= 1
         if episode.is_done:  # and not cancelled
             sampled = episode.sampled_versions
             ends = (int(sampled.min()), int(sampled.max())) if len(sampled) else None
@@ -328,6 +252,9 @@ class Producer:
                     stop_reason=episode.stop_reason,
                 )
         self._look_for_batch()
+        if not group.num_open:
+            self.num_ended += not group.cancelled_for
+            self._wake.set()  # another one may run
 
     def _keep(self, group: Group) -> None:
         """A group is scored: it waits for the trainer, or is asked for again."""
@@ -354,7 +281,10 @@ class Producer:
         """Account for a group that nobody trains; draw its prompt again if the ledger says so."""
         self._prompts.owe(self._ledger.drop(group.ticket, reason), group.prompt)
 
-    async def _drop_running(self, group: Group, reason: str) -> None:
+    async def _give_up(self, group: Group, reason: str) -> None:
+        """A group that runs is dropped."""
+        self.num_open -= group.num_open  # those that had not begun to run
+        group.num_open = 0
         await self._groups_runner.give_up(group.episodes)
         with self.changed:
             del self._groups[group.ticket]

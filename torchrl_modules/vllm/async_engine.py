@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrl_modules.engines.engine_thread import EngineThread
+from torchrl_modules.engines.load import EngineLoad
 from torchrl_modules.engines.protocol import Generation
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.weights.adapters import AdapterWeights
@@ -158,6 +159,13 @@ class AsyncVLLMEngine(RespondingEngine):
         """
         self._thread.check_alive()
 
+    tells_load = True
+    """`measure_load` may be called."""
+
+    async def measure_load(self) -> EngineLoad:
+        """How full the cache is between two steps. Raises as `submit`."""
+        return await self._thread.call(self._steps.measure_load, spares=lambda _: True)
+
     def close(self) -> None:
         """Abort what is in flight, end the thread and give the engine back. May be called twice.
 
@@ -181,6 +189,9 @@ class _Steps:
         self._engine = engine
         self._llm_engine = llm_engine
         self._streams: dict[str, GenerationStream] = {}
+        self._scheduler = llm_engine.engine_core.engine_core.scheduler
+        self._preempted: dict[str, int] = {}  # how often each request was, at the last look
+        self._num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -204,7 +215,9 @@ class _Steps:
         now = self._engine.version
         sent: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, Any]]]
         sent = defaultdict(list)
-        for output in self._llm_engine.step():
+        outputs = self._llm_engine.step()
+        self._num_preemptions += self._newly_preempted()
+        for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:  # aborted
                 continue
@@ -239,6 +252,17 @@ class _Steps:
     def forget(self) -> None:
         """Let running requests be read again, by the weights as they are now."""
         self._llm_engine.reset_prefix_cache(reset_running_requests=True)
+        self._newly_preempted()  # not for want of room
+
+    def measure_load(self) -> EngineLoad:
+        """How full the cache is."""
+        return EngineLoad(self._scheduler.kv_cache_manager.usage, self._num_preemptions)
+
+    def _newly_preempted(self) -> int:
+        """How many requests were preempted since the last look."""
+        now = {name: each.num_preemptions for name, each in self._scheduler.requests.items()}
+        before, self._preempted = self._preempted, now
+        return sum(number - before.get(name, 0) for name, number in now.items())
 
     def abort(self, stream: GenerationStream) -> None:
         """Let a request go."""

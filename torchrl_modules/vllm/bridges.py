@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 from torch import Tensor
 
 from torchrl_modules.engines.gathering import gather_rows
+from torchrl_modules.engines.load import EngineLoad
 from torchrl_modules.engines.protocol import Generation, VersionSpan
 from torchrl_modules.sampling.params import SamplingParameters
 
@@ -137,6 +138,15 @@ class AsyncServerEngine(RespondingEngine):
             ConnectionError: it did not answer in time.
         """
         await self._submit(self._prober, self._inside.check_health)
+
+    @property
+    def tells_load(self) -> bool:
+        """Whether the server reports its load, which it is asked for."""
+        return self._inside.tells_load
+
+    async def measure_load(self) -> EngineLoad:
+        """See :meth:`~torchrl_modules.vllm.client.VLLMServerEngine.measure_load`."""
+        return await self._submit(self._prober, self._inside.measure_load)
 
     def _submit(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> "asyncio.Future[T]":
         if self._is_closed:

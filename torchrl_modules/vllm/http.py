@@ -14,6 +14,7 @@ from urllib.parse import urlencode, urlsplit
 
 import httpcore2
 
+from torchrl_modules.engines.load import EngineLoad, read_load
 from torchrl_modules.engines.protocol import EngineDied
 
 TOKEN_VARIABLE: Final = "TORCHRL_VLLM_TOKEN"
@@ -304,6 +305,26 @@ class ServerRoutes:
             raise
         except ConnectionError as error:
             raise EngineDied(f"VLLMServerEngine: {error}") from error
+
+    @property
+    def tells_load(self) -> bool:
+        """Whether the server reports how full its cache is; it is asked."""
+        return self._read_load() is not None
+
+    def measure_load(self) -> EngineLoad:
+        """How full the fullest of its caches is; recomputing after an update is preemption, too.
+
+        Raises:
+            ConnectionError: it did not answer.
+            RuntimeError: it does not report that.
+        """
+        load = self._read_load()
+        if load is None:
+            raise RuntimeError(f"VLLMServerEngine: {self._prober.url}/metrics tells no load.")
+        return load
+
+    def _read_load(self) -> EngineLoad | None:
+        return read_load(str(self._prober.request("GET", "/metrics")[1]))
 
     def _rpc(self, method: str, *args: str) -> dict[str, Any]:
         results = self._rpc_all(method, *args)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_modules.engines.engine_state import EngineState, Supervision
+from torchrl_modules.engines.load import EngineLoad
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
 
@@ -154,6 +155,15 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
         """
         if self.supervision.state is EngineState.DEAD and self._failures > self._max_restarts:
             raise EngineDied(f"SupervisedEngine: {self._failures} engines in a row died.")
+
+    @property
+    def tells_load(self) -> bool:
+        """See :attr:`VLLMServerEngine.tells_load`."""
+        return self._inside.tells_load
+
+    def measure_load(self) -> EngineLoad:
+        """See :meth:`VLLMServerEngine.measure_load`; also raises while the engine is replaced."""
+        return self._present()[0].measure_load()
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None

@@ -51,6 +51,7 @@ class World:
         self.ends = Counter()
         self.tokens = Counter()
         self.owed, self.done, self.frontier = set(), set(), 0
+        self.most_running = 1000
         self.next_ordinal = 0
 
     # What may happen, and what then holds ---------------------------------------------------------
@@ -74,8 +75,11 @@ class World:
             if ticket in batch:
                 batch.remove(ticket)
 
+    def running(self):
+        return [t for t, group in self.live.items() if group[0] in ("dispatched", "running")]
+
     def offer(self):
-        if not self.ledger.can_admit():
+        if not self.ledger.can_admit() or len(self.running()) >= self.most_running:
             return False
         owed = self.ledger.owed
         ordinal = owed[0].ordinal if owed else self.next_ordinal
@@ -131,6 +135,14 @@ class World:
         assert (refill is None) == (how != "fail" or ticket.attempt == 1)
         self.leave(ticket, "dropped", again=refill is not None)
         return True
+
+    def limit(self, most):
+        """The engine has room for so many: the youngest are given back, and run again later."""
+        self.most_running = most
+        for ticket in self.running()[most:]:
+            assert self.ledger.drop(ticket, "load").attempt == ticket.attempt
+            self.leave(ticket, "dropped", again=True)
+            self.ends["load"] += 1
 
     def drop_stale(self):
         for ticket in self.ledger.stale_tickets():
@@ -196,6 +208,7 @@ class World:
             for end in ("offered", "trained", "returned"):
                 assert getattr(getattr(balance, end), unit) == mine[end]
             assert getattr(balance.num_dropped, unit) == mine["dropped"]
+        assert balance.dropped.get("load", (0, 0))[0] == self.ends["load"]
         assert balance.in_flight.groups == len(self.live)
         assert balance.in_flight.tokens == sum(sum(g[2].values()) for g in self.live.values())
         assert self.ends["offered"] == sum(
@@ -265,6 +278,10 @@ class Runs(RuleBasedStateMachine):
         self.choose_from(data)
         self.world.give_up(how)
 
+    @rule(most=st.integers(1, 6))
+    def limit(self, most):
+        self.world.limit(most)
+
     @rule()
     def take(self):
         self.world.take()
@@ -316,6 +333,8 @@ def test_many_events(policy):
     for _ in range(100_000 // len(POLICIES)):
         if rng.random() < 0.97:
             world.step_on()
+        elif rng.random() < 0.3:
+            world.limit(rng.randint(1, world.ledger.num_slots))
         elif rng.random() < 0.9:
             world.give_up(rng.choice(["cancel", "fail", "drop"]))
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrl_modules.engines.async_protocol import AsyncEngine
 from torchrl_modules.engines.engine_state import EngineState
+from torchrl_modules.engines.load import EngineLoad, tells_load
 from torchrl_modules.engines.open_async import open_async
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
@@ -172,6 +173,11 @@ class EngineFleet:
         models = (getattr(member.engine, "model", None) for member in self._members)
         return next((model for model in models if model is not None), None)
 
+    @property
+    def tells_load(self) -> bool:
+        """Whether every engine tells how full it is."""
+        return all(tells_load(member.engine) for member in self._members)
+
     def health(self) -> list[EngineHealth]:
         """What is known of each engine, in the order in which they were given."""
         return [member.health for member in self._members]
@@ -209,6 +215,15 @@ class EngineFleet:
             UpdateRefused: no engine takes it; the old weights keep serving.
         """
         await self._run(self._update(state_dict, version))
+
+    async def measure_load(self) -> EngineLoad:
+        """How full the fullest engine is that serves, and the preemptions of all.
+
+        Raises:
+            EngineDied: an engine died, or none serves, and none will.
+            ConnectionError: one did not answer.
+        """
+        return await self._run(self._measure_load())
 
     async def pause(self) -> None:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.pause`."""
@@ -292,6 +307,11 @@ class EngineFleet:
         outstanding = {index: member.outstanding for index, member in serving.items()}
         member = serving[self._router.choose(session, outstanding)]
         return await member.respond(prompt, params, budget, session)
+
+    async def _measure_load(self) -> EngineLoad:
+        serving = (await self._serving()).values()
+        uses = await asyncio.gather(*(member.measure_cache_use() for member in serving))
+        return EngineLoad(max(uses), sum(member.num_preemptions for member in self._members))
 
     def _end_session(self, session: Hashable) -> None:
         index = self._router.end(session)

