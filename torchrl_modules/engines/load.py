@@ -35,7 +35,7 @@ def tells_load(engine: Any) -> bool:
 
 
 def read_load(text: str) -> EngineLoad | None:
-    r"""What the metrics of a vLLM server tell of its load, or ``None``; of several engines, all together.
+    r"""What the metrics of a vLLM server tell of its load, of all its engines; or ``None``.
 
     Example:
         >>> read_load("vllm:kv_cache_usage_perc{a=1} 0.5\nvllm:num_preemptions_total 3.0")
