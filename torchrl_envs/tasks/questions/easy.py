@@ -23,13 +23,13 @@ class Easy:
 
 
 EASY: Final[dict[str, Easy]] = {
-    "aiw": Easy(),
     "complex_arithmetic": Easy(
         settings={
             **{"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9},
             **{"operations": ["+"], "operations_weights": [1.0]},
         }
     ),
+    "mini_sudoku": Easy(settings={"min_empty": 1, "max_empty": 1}, num_warm_steps=500),
     "number_sorting": Easy(
         settings={
             **{"min_numbers": 3, "max_numbers": 3, "min_value": 0, "max_value": 9},
