@@ -83,7 +83,7 @@ def make_collector(kind: str, actor: TransformersWrapper, buffer: ReplayBuffer) 
     return StreamingCollector(env, actor, replay_buffer=buffer, staleness=STALENESS[kind])
 
 
-def train(kind: str, num_steps: int, seed: int) -> Run:
+def train(kind: str, num_steps: int, seed: int, lr: float) -> Run:
     """Train, and time it from the first batch that is asked for to the last step."""
     torch.manual_seed(seed)
     model: Any = tiny_qwen3(len(TOKENIZER), stop_token_ids=[TOKENIZER.eos_token_id])
@@ -93,7 +93,7 @@ def train(kind: str, num_steps: int, seed: int) -> Run:
     size = GROUPS * N
     buffer = ReplayBuffer(storage=LazyStackStorage(size), transform=MCAdvantage(N), batch_size=size)
     loss = GRPOLoss(actor)
-    optimizer = torch.optim.AdamW(actor.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=lr)
     rewards: list[float] = []
     ends: list[float] = []
     with make_collector(kind, actor, buffer) as collector:
@@ -118,14 +118,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--goal", type=float, default=0.5)
+    parser.add_argument("--lr", type=float, default=1e-3)
     args = parser.parse_args()
     kinds = ("LLMCollector", *STALENESS)
     for kind in kinds:
-        train(kind, 1, 0)
+        train(kind, 1, 0, args.lr)
     found: dict[str, list[Run]] = {kind: [] for kind in kinds}
     for seed in range(args.runs):
         for kind in kinds[:: -1 if seed % 2 else 1]:
-            found[kind].append(train(kind, args.steps, seed))
+            found[kind].append(train(kind, args.steps, seed, args.lr))
     print(f"{args.steps} steps of {GROUPS * N} rollouts of {TURNS} turns, {args.runs} seeds")
     base = [run.seconds for run in found["LLMCollector"]]
     for kind, runs in found.items():
