@@ -3,12 +3,13 @@
 They are ordinary: saved and loaded like any model directory, with the control tokens of ChatML.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CONTROL_TOKENS: Final = (
     "<|endoftext|>",
@@ -19,7 +20,8 @@ CONTROL_TOKENS: Final = (
     "<tool_response>",
     "</tool_response>",
 )
-_PHRASE: Final = re.compile(r"[\w\s]+")
+_PIECES: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What byte-level BPE merges within, as GPT-2 has it."""
 
 
 def train_tokenizer(
@@ -36,27 +38,27 @@ def train_tokenizer(
         vocab_size: at least 263: 256 bytes and the control tokens.
         isolated: what is always a token by itself, a regular expression; digits by default, so that
             a number is spelt the same wherever it stands.
-        phrases: letters, digits and white space that are one token wherever they stand, but inside
-            a word; they come on top of the vocabulary.
+        phrases: texts that are one token wherever they stand, but inside a word; they come on top
+            of the vocabulary.
 
     Raises:
-        ValueError: the vocabulary is too small, or a phrase has another character in it.
+        ValueError: the vocabulary is too small, or a phrase is empty.
     """
-    wrong = [phrase for phrase in phrases if not _PHRASE.fullmatch(phrase)]
-    if wrong:  # it would be taken for a control token
-        raise ValueError(
-            f"train_tokenizer: phrases are of letters, digits and white space, got {wrong[0]!r}."
-        )
+    if not all(phrases):
+        raise ValueError(f"train_tokenizer: a phrase is empty, got {list(phrases)}.")
     minimum = 256 + len(CONTROL_TOKENS)
     if vocab_size < minimum:
         raise ValueError(
             f"train_tokenizer: vocab_size must be at least {minimum}, got {vocab_size}."
         )
     backend = Tokenizer(models.BPE())
+    # In regular expressions the first alternative wins: the longest phrase.
+    whole = "|".join(map(re.escape, sorted(phrases, key=len, reverse=True))) or "(?!)"
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(isolated), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Split(Regex(rf"(?<!\w)(?:{whole})(?!\w)|{isolated}"), "isolated"),
+            pre_tokenizers.Split(Regex(rf"\A(?:{whole})\z|{_PIECES}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     backend.decoder = decoders.ByteLevel()
@@ -66,6 +68,7 @@ def train_tokenizer(
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    backend.model = _with_whole_words(backend, phrases)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -73,9 +76,16 @@ def train_tokenizer(
         additional_special_tokens=["<|im_start|>"],
     )
     tokenizer.add_tokens([token for token in CONTROL_TOKENS if "tool" in token])
-    for phrase in phrases:
-        tokenizer.add_tokens(AddedToken(phrase, single_word=True, normalized=False))
     return tokenizer
+
+
+def _with_whole_words(backend: Tokenizer, phrases: Sequence[str]) -> models.BPE:
+    """The trained model, to whose vocabulary phrases are added that nothing is merged into."""
+    model = json.loads(backend.to_str())["model"]
+    vocab, byte_level = model["vocab"], pre_tokenizers.ByteLevel(False, use_regex=False)
+    for phrase in phrases:
+        vocab.setdefault(byte_level.pre_tokenize_str(phrase)[0][0], len(vocab))
+    return models.BPE(vocab, [tuple(pair) for pair in model["merges"]], ignore_merges=bool(phrases))
 
 
 def tiny_qwen3(

@@ -13,6 +13,7 @@ With ``--screenshots`` pictures of real runs are taken for the documentation ins
 """
 
 import argparse
+import asyncio
 import io
 import os
 import random
@@ -35,6 +36,8 @@ from collectors.record import (
     TokenSpan,
     write_html,
 )
+from collectors.record.app import RecordApp
+from collectors.record.browse import Browser as Places
 from collectors.record.files import write_lines
 from collectors.record.prompts import prompt_histories
 from collectors.record.samples import FORMAT, to_json
@@ -216,7 +219,22 @@ def best_prompt(run: RunRecord) -> str:
     return max(histories, key=lambda history: len(history.events)).name
 
 
-def screenshots(browser: Browser, runs: list[RunRecord], folder: Path) -> None:
+async def terminal_picture(run: RunRecord) -> str:
+    """A group in the terminal, as SVG."""
+    app = RecordApp(Places(run), colour="surprise")
+    async with app.run_test(size=(130, 38)) as pilot:
+        app.go_to(best_group(run))
+        await pilot.pause()
+        return app.export_screenshot()
+
+
+def save(picture: bytes, path: Path) -> None:
+    image = Image.open(io.BytesIO(picture))
+    image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(path)
+
+
+def screenshots(browser: Browser, runs: list[RunRecord], terminal: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     step, group = best_group(runs[0])
     known = {"step": step, "group": group, "prompt": best_prompt(runs[0])}
@@ -234,12 +252,12 @@ def screenshots(browser: Browser, runs: list[RunRecord], folder: Path) -> None:
             if script:
                 page.evaluate(script)
                 page.wait_for_timeout(500)
-            picture = Image.open(io.BytesIO(page.screenshot()))
-            picture.quantize(128, dither=Image.Dither.NONE).save(
-                folder / f"{title}.png", optimize=True
-            )
-            print(folder / f"{title}.png")
+            save(page.screenshot(), folder / f"{title}.png")
             context.close()
+    page = browser.new_page()
+    page.set_content(terminal)
+    save(page.locator("svg").screenshot(), folder / "view-terminal.png")
+    page.close()
 
 
 def main() -> None:
@@ -250,12 +268,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--screenshots", type=Path, help="folder for the pictures")
     arguments = parser.parse_args()
+    runs = [RunRecord(run) for run in arguments.runs]
+    terminal = asyncio.run(terminal_picture(runs[0])) if arguments.screenshots else ""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=find_chromium(), chromium_sandbox=os.geteuid() != 0
         )
         if arguments.screenshots:
-            screenshots(browser, [RunRecord(run) for run in arguments.runs], arguments.screenshots)
+            screenshots(browser, runs, terminal, arguments.screenshots)
         else:
             measure(browser, arguments.rollouts, arguments.tokens, arguments.repeats)
         browser.close()

@@ -6,7 +6,7 @@ What a rollout says is printed as text: no markup is read in it, what is invisib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -29,6 +29,7 @@ WRITER_STYLES: Final = {
 """Colour of a token, by who wrote it."""
 COLOURS: Final = ("writer", "ratio", "advantage", "entropy", "surprise", "version")
 """What tokens can be coloured by."""
+_LEFT: Final = ("rewards", "group", "prompt", "trained", "stop reason")
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _VERSION_STYLES: Final = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -40,14 +41,32 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}f}".rstrip("0").rstrip(".") if value % 1 else f"{value:,.0f}"
 
 
-def run_table(steps: Sequence[StepSummary], title: str) -> RenderableType:
-    """The steps of a run, with a line of its rewards."""
-    table = Table(title=Text(title), title_justify="left", header_style="bold")
-    for name in ("step", "reward", "rewards", "groups", "trained", "tokens", "tool errors", "cut"):
-        table.add_column(name, justify="left" if name == "rewards" else "right")
+class Rows(NamedTuple):
+    """A table, before it is drawn."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Text]]
+    keys: Sequence[int]
+    """Of each row: what opens it."""
+
+    def drawn(self) -> Table:
+        """To be printed."""
+        table = Table(title=Text(self.title), title_justify="left", header_style="bold")
+        for name in self.columns:
+            table.add_column(name, justify="left" if name in _LEFT else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
+    """The steps of a run."""
+    columns = ("step", "reward", "rewards", "groups", "trained", "tokens", "tool errors", "cut")
+    rows = []
     for step in steps:
         rewards = _rewards(step.groups)
-        table.add_row(
+        cells = (
             str(step.step),
             number(fmean(rewards) if rewards else None),
             _distribution(rewards),
@@ -57,8 +76,14 @@ def run_table(steps: Sequence[StepSummary], title: str) -> RenderableType:
             number(step.metrics.get("tool_errors")),
             number(step.metrics.get("truncated_fraction")),
         )
+        rows.append([Text(cell) for cell in cells])
+    return Rows(title, columns, rows, [step.step for step in steps])
+
+
+def reward_line(steps: Sequence[StepSummary]) -> Text:
+    """The mean reward of each step, as a line of blocks."""
     means = [fmean(rewards) for step in steps if (rewards := _rewards(step.groups))]
-    return Group(table, Text(f"reward {sparkline(means)}", style="blue"))
+    return Text(f"reward {sparkline(means)}", style="blue")
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -87,25 +112,52 @@ def _distribution(rewards: Sequence[float], bins: int = 8) -> str:
     return "".join(_BLOCKS[-(-count * (len(_BLOCKS) - 1) // most)] for count in counts)
 
 
-def step_table(
+def step_rows(
     step: StepSummary, samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
-) -> RenderableType:
+) -> Rows:
     """The groups of a step; a filter dims the samples that it leaves out."""
-    table = Table(title=f"step {step.step}", title_justify="left", header_style="bold")
-    for name in ("group", "prompt", "attempt", "rewards", "mean", "trained"):
-        table.add_column(name, justify="right" if name in ("attempt", "mean") else "left")
+    rows = []
     for place, group in enumerate(step.groups):
         own = [sample for sample in samples if sample.group_id == group.group_id]
         known = [reward for reward in group.rewards if reward is not None]
-        table.add_row(
-            str(place),
-            Text(f"{name_of(group)}: {visible(group.prompt)}", overflow="ellipsis", no_wrap=True),
-            str(group.attempt + 1),
-            _squares(group, own, keep),
-            number(fmean(known) if known else None),
-            Text("yes", style="green") if group.num_trained else Text("no", style="bright_black"),
+        prompt = f"{name_of(group)}: {visible(group.prompt)}"
+        rows.append(
+            [
+                Text(str(place)),
+                _squares(group, own, keep),
+                Text(number(fmean(known) if known else None)),
+                _yes_no(group.num_trained > 0),
+                Text(str(group.attempt + 1)),
+                Text(prompt, overflow="ellipsis", no_wrap=True),
+            ]
         )
-    return table
+    columns = ("group", "rewards", "mean", "trained", "attempt", "prompt")
+    return Rows(f"step {step.step}", columns, rows, range(len(rows)))
+
+
+def group_rows(samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]) -> Rows:
+    """The samples of a group that a filter keeps."""
+    rows, keys = [], []
+    for place, sample in enumerate(samples):
+        if not keep(sample):
+            continue
+        keys.append(place)
+        cells = (
+            str(sample.index),
+            number(sample.reward),
+            number(sample.advantage),
+            str(sample.num_turns),
+            str(sample.sampled_tokens),
+            str(sample.num_tool_errors),
+            visible(sample.stop_reason),
+        )
+        rows.append([*map(Text, cells), _yes_no(sample.advantage is not None)])
+    columns = ("sample", "reward", "advantage", "turns", "tokens", "tool errors", "stop reason")
+    return Rows("", (*columns, "trained"), rows, keys)
+
+
+def _yes_no(is_so: bool) -> Text:
+    return Text("yes", style="green") if is_so else Text("no", style="bright_black")
 
 
 def name_of(group: GroupSummary) -> str:

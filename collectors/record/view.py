@@ -11,6 +11,7 @@ A run is the folder that a script leaves, or any other with a record in it.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Final
 
 from rich.console import Console
@@ -61,14 +62,31 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         for history in find_prompts(runs[0], arguments.prompt):
             console.print(prompt_view(history))
     else:
-        browser = Browser(runs[0], console, colour=arguments.colour, keep=_filter(arguments))
-        browser.open(arguments.step, arguments.group, arguments.sample)
+        browser = Browser(runs[0], keep=_filter(arguments))
         if arguments.step is None and sys.stdin.isatty() and console.is_terminal:
-            browser.loop()
+            _look_around(browser, arguments.colour)
+        else:
+            console.print(browser.view(_place(arguments), arguments.colour).printed())
     for each in runs:
         for damage in dict.fromkeys(each.damage):
             console.print(f"not read: {damage}", style="yellow", markup=False)
     return 0
+
+
+def _place(arguments: argparse.Namespace) -> list[int]:
+    place = [arguments.step, arguments.group, arguments.sample]
+    given = [part for part in place if part is not None]
+    if place[: len(given)] != given:
+        raise ValueError("--sample goes with --group and --step, --group with --step.")
+    return given
+
+
+def _look_around(browser: Browser, colour: str) -> None:
+    if find_spec("textual") is None:
+        raise LookupError("looking around needs textual (pip install textual); or give --step.")
+    from .app import RecordApp
+
+    RecordApp(browser, colour=colour).run()
 
 
 def _filter(arguments: argparse.Namespace) -> Callable[[RolloutSample], bool]:

@@ -3,12 +3,15 @@
     for t in spell_backward word_sorting; do grpo.py task=$t | tail -n 1; done > results.jsonl
     python sota-implementations/grpo/curves.py results.jsonl curves.png
 
-A line of the file is the last line of a run's output.
+A line of the file is the last line of a run's output. Lines are the rollouts of the steps, points
+the held-out prompts before and after; runs of one task share a plot.
 """
 
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
@@ -19,6 +22,7 @@ from matplotlib import pyplot as plt
 from torchrl_agents.recipe.plot import smoothed
 
 NUM_COLUMNS = 4
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
 
 
 def rewards(folder: Path) -> list[float]:
@@ -27,27 +31,41 @@ def rewards(folder: Path) -> list[float]:
     return [json.loads(line)["reward"] for line in lines]
 
 
+def title_of(result: dict[str, Any]) -> str:
+    """The task, and in what the run is another one than by default."""
+    settings = json.loads((Path(result["output_dir"]) / "run.json").read_text())["settings"]
+    mode = settings.get("collector.mode", "sync")
+    further = [mode] if mode != "sync" else []
+    further += ["control"] if settings.get("name", "").startswith("control") else []
+    return ", ".join([result["task"], *further])
+
+
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """One small plot for each run."""
-    num_columns = min(NUM_COLUMNS, len(results))
-    num_rows = -(-len(results) // num_columns)
+    """One small plot for each kind of run; runs that differ in their seeds share one."""
+    plots = defaultdict(list)
+    for result in results:
+        plots[title_of(result)].append(result)
+    num_columns = min(NUM_COLUMNS, len(plots))
+    num_rows = -(-len(plots) // num_columns)
     figure, axes = plt.subplots(
         *(num_rows, num_columns),
-        figsize=(2.8 * num_columns, 2.3 * num_rows),
+        figsize=(max(2.8, 5.6 / num_columns) * num_columns, 2.4 * num_rows),
         squeeze=False,
         sharey=True,
         layout="constrained",
     )
-    for small in axes.flat[len(results) :]:
+    for small in axes.flat[len(plots) :]:
         small.set_axis_off()
-    for small, result in zip(axes.flat, results, strict=False):
-        history = rewards(Path(result["output_dir"]))
-        steps = range(1, len(history) + 1)
-        small.plot(steps, history, color="tab:blue", lw=1, alpha=0.35)
-        small.plot(steps, smoothed(history), color="tab:blue", lw=2)
-        ends = [result["held_out_before"], result["held_out_after"]]
-        small.plot([0, len(history)], ends, "o", color="tab:green", ms=6)
-        small.set_title(f"{result['task']}: {ends[0]:.2f} to {ends[1]:.2f}", fontsize=9)
+    for small, (title, runs) in zip(axes.flat, plots.items(), strict=False):
+        for result, colour in zip(runs, COLOURS, strict=False):
+            history = rewards(Path(result["output_dir"]))
+            steps = range(1, len(history) + 1)
+            small.plot(steps, history, color=colour, lw=1, alpha=0.25)
+            small.plot(steps, smoothed(history), color=colour, lw=1.8)
+            ends = [result["held_out_before"], result["held_out_after"]]
+            small.plot([0, len(history)], ends, "o", color=colour, ms=5)
+        means = [fmean(run[f"held_out_{when}"] for run in runs) for when in ("before", "after")]
+        small.set_title(f"{title}: {means[0]:.2f} to {means[1]:.2f}", fontsize=9)
         small.set_ylim(0, 1.05)
         small.tick_params(labelsize=8)
         small.grid(alpha=0.3)

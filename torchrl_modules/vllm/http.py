@@ -14,10 +14,8 @@ from urllib.parse import urlencode, urlsplit
 
 import httpcore2
 
-from torchrl_modules.engines.load import EngineLoad
+from torchrl_modules.engines.load import EngineLoad, read_load
 from torchrl_modules.engines.protocol import EngineDied
-
-from .requests import read_load
 
 TOKEN_VARIABLE: Final = "TORCHRL_VLLM_TOKEN"
 """Holds the secret that a server asks for, at both ends."""

@@ -5,12 +5,9 @@ from array import array
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torchrl_modules.engines.load import EngineLoad
 from torchrl_modules.engines.protocol import Generation, VersionSpan
 from torchrl_modules.sampling.params import SamplingParameters
 
-_CACHE_USE = "vllm:kv_cache_usage_perc"
-_PREEMPTIONS = "vllm:num_preemptions_total"
 _ROUNDING = 1e-3
 """A log-prob above 0 by less is one of 0, in the precision of the engine."""
 
@@ -124,22 +121,6 @@ def read_output(output: Any) -> Generation:
         error = f"vLLM ended the request: {reason} {completion.stop_reason}."
         reason = "error"
     return Generation(ids, log_probs, reason, error)
-
-
-def read_load(text: str) -> EngineLoad | None:
-    r"""What a server's metrics tell of its load, or ``None``; of several engines, all together.
-
-    Example:
-        >>> read_load("vllm:kv_cache_usage_perc{a=1} 0.5\nvllm:num_preemptions_total 3.0")
-        EngineLoad(cache_use=0.5, num_preemptions=3)
-    """
-    uses, preemptions = (
-        [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]
-        for name in (_CACHE_USE, _PREEMPTIONS)
-    )
-    if not (uses and preemptions):
-        return None
-    return EngineLoad(max(uses), int(sum(preemptions)))
 
 
 def version_number(label: str) -> int:

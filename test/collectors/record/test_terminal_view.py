@@ -1,12 +1,15 @@
 """The record in the terminal: what is printed of a run, and that content stays content (A17)."""
 
+import asyncio
 import io
 
 import pytest
 from made_records import event, sample, write_record
 from rich.console import Console
+from textual.widgets import DataTable
 
 from collectors.record import RunRecord
+from collectors.record.app import RecordApp
 from collectors.record.browse import Browser
 from collectors.record.view import main
 from torchrl_agents.command import COMMANDS
@@ -84,20 +87,45 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys):
     assert (module, function) == (main.__module__, main.__name__)
 
 
-def test_one_looks_around_by_short_commands(folder, monkeypatch):
-    out = Console(file=io.StringIO(), width=120, color_system=None)
-    said = iter(["2", "1", "1", "b", "u", "c", "u", "b", "p 1", "7", "q"])
-    monkeypatch.setattr(out, "input", lambda *_: next(said))
-    browser = Browser(RunRecord(folder), out)
-    browser.open()
-    places = []
-    original = browser._show
-    monkeypatch.setattr(browser, "_show", lambda place: places.append(place) or original(place))
-    browser.loop()
-    assert places == [
-        *([2], [2, 1], [2, 1, 1], [2, 1, 0], [2, 1], [2, 1], [2], [1]),
-        [1, 7],
-    ]
-    text = out.file.getvalue()
-    assert "colour: ratio" in text
-    assert "step 1 has groups 0 to 1" in text
+def test_one_looks_around_by_keys(folder):
+    async def look():
+        app = RecordApp(Browser(RunRecord(folder)))
+        async with app.run_test(size=(120, 40)) as pilot:
+            places = []
+            down = ("down", "enter", "j", "enter", "enter")
+            for key in (*down, "]", "[", "c", "escape", "[", "escape", "escape"):
+                await pilot.press(key)
+                await pilot.pause()
+                places.append(app.place)
+            assert places == [
+                *[(), (2,), (2,), (2, 1), (2, 1, 0), (2, 1, 1), (2, 1, 0), (2, 1, 0)],
+                *[(2, 1), (2, 0), (2,), ()],
+            ]
+            assert app.query_one(DataTable).cursor_row == 1  # where one came from
+            await pilot.press("enter", "down", "enter", "c", "c")
+            text = screen(app)
+            assert "[bold]hi[/bold]" in text
+            assert "colour: entropy" in text
+            await pilot.press("slash", "1", "enter")
+            assert "attempt 1: dropped, stale" in screen(app)
+            await pilot.press("escape", "slash", *"nobody", "enter")
+            assert "none of 2 prompts is 'nobody'" in screen(app)
+            return text
+
+    text = asyncio.run(look())
+    assert "\u202e" not in text
+
+
+def test_a_filter_leaves_out_samples_of_a_group(folder):
+    browser = Browser(RunRecord(folder), keep=lambda sample: sample.num_tool_errors > 0)
+    assert browser.view((2, 1), "writer").rows.keys == [1]
+    assert browser.beside((2, 1, 1), 1) == (2, 1, 1)
+    assert browser.beside((2,), 1) == (2,)
+    assert browser.beside((2,), -1) == (1,)
+
+
+def screen(app):
+    """What is on it, as text."""
+    console = Console(file=io.StringIO(), width=120, height=40, record=True)
+    console.print(app.screen._compositor)
+    return console.export_text()

@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_envs.tasks.questions.demonstrations import Slips, common_phrases
 from torchrl_envs.tasks.questions.easy import EASY
-from torchrl_envs.tasks.questions.reasoning_gym import Question, question_task
+from torchrl_envs.tasks.questions.reasoning_gym import Question, question_task, score_answer
 from torchrl_envs.tasks.registry import make_task
 from torchrl_modules.tiny_model import train_tokenizer
 
@@ -25,15 +25,18 @@ def test_easy_questions_can_be_learnt(generator):
     for row in task.held_out_rows:
         ids = tokenizer.encode(row["answer"])
         assert tokenizer.decode(ids) == row["answer"]
-        longest = max(longest, len(tokenizer.encode(row["prompt"])))
+        prompt = tokenizer.encode(row["prompt"])
+        assert tokenizer.decode(prompt) == row["prompt"]
+        longest = max(longest, len(prompt))
         assert len(ids) < task.max_new_tokens
         question.reset(**row)
         assert question.get_reward(messages=[{"role": "assistant", "content": row["answer"]}]) == 1
     assert longest < MAX_PROMPT_TOKENS
     assert not {r["prompt"] for r in task.held_out_rows} & {r["prompt"] for r in task.train_rows}
-    answers = {row["prompt"]: row["answer"] for row in task.train_rows}
-    shown = [answer["content"] == answers[q["content"]] for q, answer in task.demonstrations]
-    assert 0.23 < sum(shown) / len(shown) < 0.47  # 0.35, and four standard deviations
+    asked = {row["prompt"]: row for row in task.train_rows}
+    scores = [score_answer(a["content"], asked[q["content"]]) for q, a in task.demonstrations]
+    # 0.35, and four standard deviations
+    assert 0.23 < sum(score >= 1 for score in scores) / len(scores) < 0.47
 
 
 @given(
@@ -72,19 +75,39 @@ def test_as_many_answers_are_right_however_long_they_are(answer, expected):
 
 
 def test_what_many_prompts_say_is_a_phrase():
-    rows = [{"prompt": f"Add the numbers: {i}, then halve x{i}.", "answer": ""} for i in range(50)]
-    rows[0]["prompt"] = "rare words"
-    assert common_phrases(rows) == ("user", "assistant", "Add the numbers", "then halve x")
+    rows = [{"prompt": f"Add the numbers: {i}, then halve x{i}."} for i in range(200)]
+    rows[0]["prompt"] = "rare words: the 7 8"
+    for row, number in zip(rows[2:8], "abcdef", strict=True):  # a line, and single words
+        row["prompt"] += f"\nSay 'it <as> 1.5':\n7 8\nwhat {number} is {number} {number} in"
+    assert common_phrases(rows) == (
+        *("user", "assistant"),
+        "Say 'it <as> 1.5':",
+        *("Add the numbers", "then halve"),
+        *("in", "is", "what"),
+    )
 
 
 def test_a_phrase_is_one_token_but_inside_a_word():
     tokenizer = train_tokenizer(["a"], vocab_size=263, isolated=r"[\s\S]", phrases=["the sum"])
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("the sum: 1")) == [
-        *("the sum", ":", "Ġ", "1"),
+        *("theĠsum", ":", "Ġ", "1"),
     ]
     assert len(tokenizer.encode("the summer")) == len("the summer")
-    with pytest.raises(ValueError, match="white space, got 'a<b'"):
-        train_tokenizer(["a"], phrases=["a<b"])
+    with pytest.raises(ValueError, match="a phrase is empty, got"):
+        train_tokenizer(["a"], phrases=["a", ""])
+
+
+@given(
+    st.lists(st.text("ab1<'| \n.×", min_size=1, max_size=4), max_size=4),
+    st.text("ab1<'| \n.×", max_size=20),
+    st.sampled_from([r"[\s\S]", r"\d"]),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_text_with_phrases_is_read_and_written_back(phrases, text, isolated):
+    tokenizer = train_tokenizer(["a"], vocab_size=263, isolated=isolated, phrases=phrases)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    for phrase in phrases:
+        assert len(tokenizer.encode(phrase)) == 1
 
 
 def test_a_generator_without_easy_questions_says_what_to_do():

@@ -13,8 +13,8 @@ from torchrl.envs.transforms import Compose
 from collectors import LoadCap, StreamingCollector, Wait
 from torchrl_envs import ChatEnv, DataLoadingPrimer
 from torchrl_modules import EngineLoad, SamplingParameters, open_async, vLLMWrapper
+from torchrl_modules.engines.load import read_load
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.vllm.requests import read_load
 
 pytestmark = [
     pytest.mark.vllm,

@@ -10,9 +10,11 @@ from torchrl_data.conversation.conversations import Message
 from torchrl_envs.tasks.task import Row
 
 _KINDS: Final = (str.isdigit, str.isupper, str.islower)
-_WORDS: Final = re.compile(r"[^\W\d_](?:[^\W\d_]|\s)*[^\W\d_]")
+_WORD: Final = re.compile(r"\b[^\W\d_]{2,}\b")
+_RUN: Final = re.compile(r"\b[^\W\d_](?:[^\W\d_]|\s)*[^\W\d_]\b")
+_LINE: Final = re.compile(r"^(?=.*[^\W\d_]{2}).*\S", re.MULTILINE)
 _NUM_TEXTS: Final = 1024
-_SHARE: Final = 0.1
+_SHARE: Final = 0.02
 _ROLES: Final = ("user", "assistant")
 
 
@@ -79,12 +81,19 @@ def demonstrations_with_slips(
 
 
 def common_phrases(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
-    """Words in a row that many prompts have, and the names of the roles.
+    """Lines, words in a row and single words that many prompts have, and the names of the roles.
 
     Args:
         rows: with a prompt each.
     """
     texts = [row["prompt"] for row in rows[:_NUM_TEXTS]]
-    counts = Counter(phrase for text in texts for phrase in set(_WORDS.findall(text)))
-    common = [phrase for phrase, count in counts.items() if count >= _SHARE * len(texts)]
-    return (*_ROLES, *sorted(common))
+    phrases = list(_ROLES)
+    for pattern in (_LINE, _RUN, _WORD):  # of what is in no phrase yet
+        counts = Counter(phrase for text in texts for phrase in set(pattern.findall(text)))
+        common = sorted(text for text, count in counts.items() if count >= _SHARE * len(texts))
+        longest_first = sorted(common, key=len, reverse=True)
+        if common:
+            found = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
+            texts = [found.sub("\n0\n", text) for text in texts]
+        phrases += common
+    return tuple(dict.fromkeys(phrases))

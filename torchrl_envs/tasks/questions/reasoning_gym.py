@@ -14,7 +14,7 @@ from torchrl_data.conversation.conversations import Message
 from torchrl_envs.tasks.task import Row, Task, split_rows
 
 from .demonstrations import common_phrases, demonstrations_with_slips
-from .easy import NUM_WARM_STEPS, easy_settings
+from .easy import RIGHT_FRACTION, easy_questions
 
 _PLAIN: Final = (int, float, str, bool, type(None))
 
@@ -122,7 +122,7 @@ def question_task(
     num_rows: int = 8192,
     num_held_out: int = 256,
     num_demonstrations: int = 8192,
-    right_fraction: float = 0.35,
+    right_fraction: float | None = None,
     seed: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> Task:
@@ -136,7 +136,8 @@ def question_task(
         num_held_out: rows held out.
         num_demonstrations: conversations for the warm start.
         right_fraction: fraction of the demonstrations that give the right answer; the others have
-            slips, a letter or digit in place of another one.
+            slips, a letter or digit in place of another one. When not given 0.35, or what the
+            generator's easy questions need for as many to be taken for right.
         seed: of everything.
         config: settings of the generator, also of those that make it easy.
 
@@ -145,7 +146,10 @@ def question_task(
     """
     if level not in (None, "own", "easy"):
         raise ValueError(f"level must be own or easy, got {level!r}.")
-    settings = {**(easy_settings(generator) if level == "easy" else {}), **(config or {})}
+    easy = easy_questions(generator) if level == "easy" else None
+    if right_fraction is None:
+        right_fraction = easy.right_fraction if easy else RIGHT_FRACTION
+    settings = {**(easy.settings if easy else {}), **(config or {})}
     rows = question_rows(generator, size=num_rows, seed=seed, config=settings)
     train, held_out = split_rows(rows, num_held_out)
     return Task(
@@ -158,7 +162,7 @@ def question_task(
         ),
         max_turns=1,
         max_new_tokens=max(len(row["answer"].encode()) for row in rows) + 1,
-        num_warm_steps=NUM_WARM_STEPS if level == "easy" else None,
+        num_warm_steps=easy.num_warm_steps if easy else None,
         final_answer=_answer,
         isolated=r"[\s\S]",
         phrases=common_phrases(train),
