@@ -154,13 +154,11 @@ class KLComputation(TrajectoryTransform):
         self.coeff = coeff
         self.dense = dense
         self.estimator = estimator or log_ratio
-        self._references: list[RetrieveLogProb] = []
+        self._scorers: list[RetrieveLogProb] = []
 
     def check(self, env: EpisodeEnvironment) -> None:
         """Note who scores the reference's log-probs."""
-        self._references = [
-            t for t in env.transforms_of(RetrieveLogProb) if t.entry == self.ref_key
-        ]
+        self._scorers = [t for t in env.transforms_of(RetrieveLogProb) if t.entry == self.ref_key]
 
     def check_policy(self, policy: Any) -> None:
         """Recorded log-probs are of the distribution that the reference's will be of.
@@ -168,7 +166,7 @@ class KLComputation(TrajectoryTransform):
         Raises:
             ValueError: they are not.
         """
-        for reference in self._references if self.gen_key == LOG_PROBS_FULL else ():
+        for reference in self._scorers if self.gen_key == LOG_PROBS_FULL else ():
             reference.check_recorded(policy)
 
     def score(self, rows: Sequence[TokenRow]) -> None:
