@@ -1,6 +1,6 @@
 """A whole step of GRPO, single turn: collection, rewards, advantages, loss and optimizer.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/end_to_end.py [--steps 4] [--rounds 3]
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/end_to_end.py [--rounds 3]
 
 The same model of 11 million parameters, in float32 on a CPU; a step draws 2 prompts x 8 completions
 x 64 tokens (none ends before), rewards them and takes one step of AdamW on all. In turns, in one
