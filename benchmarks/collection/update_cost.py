@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/update_cost.py [--steps 20]
 
-An 11-million-parameter model answers until its budget of 64 tokens is drawn, a step is 4 prompts of
+A model of 9.7 million parameters answers until its budget of 64 tokens is drawn, a step is 4 prompts of
 8 answers, and the trainer sleeps for ``--train-s`` a step, as if it trained on another device. Runs
 with a push after every step and with none take turns, and each ratio is of neighbours in time.
 After a push what is in flight is read again by the new weights, or (``kept``) goes on with what the
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 
 def build(vocab_size: int) -> Qwen3ForCausalLM:
-    """About 11 million parameters."""
+    """9.7 million parameters."""
     torch.manual_seed(0)
     return tiny_qwen3(
         vocab_size, hidden_size=384, num_layers=6, num_heads=6, num_key_value_heads=2, head_dim=64,
