@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/end_to_end.py [--rounds 3]
 
-The same model of 9.6 million parameters, in float32 on a CPU; a step draws 2 prompts x 8 completions
+One model of 9.6 million parameters, in float32 on a CPU; a step draws 2 prompts x 8 completions
 x 64 tokens (none ends before), rewards them and takes one step of AdamW on all. In turns, in one
 process: a loop written by hand around Transformers' ``generate`` (one forward pass of the 16 rows
 for the loss), `LLMCollector` with `GRPOLoss`, and TRL's ``GRPOTrainer``. Seconds of CPU and of wall

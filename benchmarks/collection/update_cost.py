@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/update_cost.py [--steps 20]
 
-A model of 9.7 million parameters answers until its budget of 64 tokens is drawn, a step is 4 prompts of
+A model of 9.7 million parameters answers until its budget of 64 tokens ends, a step is 4 prompts x
 8 answers, and the trainer sleeps for ``--train-s`` a step, as if it trained on another device. Runs
 with a push after every step and with none take turns, and each ratio is of neighbours in time.
 After a push what is in flight is read again by the new weights, or (``kept``) goes on with what the
