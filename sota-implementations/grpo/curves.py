@@ -36,7 +36,8 @@ def title_of(result: dict[str, Any]) -> str:
     settings = json.loads((Path(result["output_dir"]) / "run.json").read_text())["settings"]
     mode = settings.get("collector.mode", "sync")
     further = [mode] if mode != "sync" else []
-    further += ["control"] if settings.get("name", "").startswith("control") else []
+    shuffles = any(value is True and "shuffle_" in name for name, value in settings.items())
+    further += ["control"] if shuffles else []
     return ", ".join([result["task"], *further])
 
 

@@ -17,7 +17,10 @@ from torch import Tensor
 from torchrl_data.keys import FULL, LOG_PROBS_FULL
 from torchrl_data.protocols import TokenScorer, TokenScores, image_arguments
 from torchrl_data.ragged.packed import pack
+from torchrl_envs.episode.episode_transform import EpisodeEnvironment
 from torchrl_envs.episode.trajectory_transform import TokenRow, TrajectoryTransform
+
+from .recorded import check_recorded
 
 REF_LOG_PROBS: NestedKey = ("ref_log_probs", FULL)
 GEN_LOG_PROBS: NestedKey = ("gen_log_probs", FULL)
@@ -95,6 +98,10 @@ class RetrieveLogProb(TrajectoryTransform):
                 targets[i], part
             )
 
+    def check_recorded(self, policy: Any) -> None:
+        """See :func:`~torchrl_envs.rewards.recorded.check_recorded`."""
+        check_recorded(self._get_name(), self._model[0], self.temperature, policy)
+
     def _targets(self, row: TokenRow) -> Tensor:
         if self.assistant_only:
             return row.assistant_mask
@@ -147,6 +154,20 @@ class KLComputation(TrajectoryTransform):
         self.coeff = coeff
         self.dense = dense
         self.estimator = estimator or log_ratio
+        self._scorers: list[RetrieveLogProb] = []
+
+    def check(self, env: EpisodeEnvironment) -> None:
+        """Note who scores the reference's log-probs."""
+        self._scorers = [t for t in env.transforms_of(RetrieveLogProb) if t.entry == self.ref_key]
+
+    def check_policy(self, policy: Any) -> None:
+        """Recorded log-probs are of the distribution that the reference's will be of.
+
+        Raises:
+            ValueError: they are not.
+        """
+        for reference in self._scorers if self.gen_key == LOG_PROBS_FULL else ():
+            reference.check_recorded(policy)
 
     def score(self, rows: Sequence[TokenRow]) -> None:
         """Add the KL of each row, and the penalty."""
@@ -207,33 +228,30 @@ class RetrieveKL(TrajectoryTransform):
             raise ValueError(f"{self._get_name()} needs a ref_model or a ref_model_factory.")
         default = LOG_PROBS_FULL if gen is None else GEN_LOG_PROBS
         gen_key = default if gen_log_probs_full_key is None else gen_log_probs_full_key
-        settings: dict[str, Any] = {
+        same: dict[str, Any] = {
             "assistant_only": assistant_only,
             "detach": detach,
             "temperature": temperature,
         }
-        self.temperature = temperature
         self.kl = KLComputation(gen_key, ref_log_probs_full_key, **kwargs)
         # Of the distribution that was sampled from; what else a policy records says so itself.
         self._is_recorded = gen is None and gen_key == LOG_PROBS_FULL
-        self.steps: list[TrajectoryTransform] = [
-            RetrieveLogProb(model, log_probs_full_key=key, **settings)
-            for model, key in ((gen, gen_key), (ref, ref_log_probs_full_key))
-            if model is not None
-        ]
-        self.steps.append(self.kl)
+        self._reference = RetrieveLogProb(ref, log_probs_full_key=ref_log_probs_full_key, **same)
+        self.steps: list[TrajectoryTransform] = [self._reference, self.kl]
+        if gen is not None:
+            self.steps.insert(0, RetrieveLogProb(gen, log_probs_full_key=gen_key, **same))
         self.results = tuple(key for step in self.steps for key in step.results)
         self.penalty_name = self.kl.penalty_name
         self.dense = self.kl.dense
 
     def check_policy(self, policy: Any) -> None:
-        """The recorded log-probs are at the temperature at which the reference's will be.
+        """Recorded log-probs are of the distribution that the reference's will be of.
 
         Raises:
             ValueError: they are not.
         """
         if self._is_recorded:
-            _check_temperature(self, self.temperature, policy)
+            self._reference.check_recorded(policy)
 
     def score(self, rows: Sequence[TokenRow]) -> None:
         """Add log-probs, the KL and the penalty of each row."""
@@ -272,17 +290,6 @@ class KLRewardTransform(RetrieveKL):
             gen_log_probs_full_key=log_prob_key,
             coeff=coef,
             **kwargs,
-        )
-
-
-def _check_temperature(owner: TrajectoryTransform, temperature: float, policy: Any) -> None:
-    # One that takes the most likely token (temperature 0) records the log-probs of the softmax.
-    recorded = float(getattr(policy, "temperature", temperature)) or 1.0
-    if recorded != temperature:
-        raise ValueError(
-            f"{owner._get_name()} scores at temperature {temperature:g}, but the policy samples at "
-            f"{recorded:g}: log-probs at two temperatures do not compare. Give "
-            f"temperature={recorded:g}."
         )
 
 

@@ -262,14 +262,31 @@ def test_wrong_settings_are_named(models, build, error, words):
         build(models[0])
 
 
-@pytest.mark.parametrize("kind", [KLRewardTransform, lambda m, **k: RetrieveKL(ref_model=m, **k)])
-def test_recorded_log_probs_are_at_the_temperature_of_the_reference(scripted, models, kind):
-    def build(policy, **settings):
-        parts = Compose(DataLoadingPrimer([{"prompt": "x"}]), kind(models[1], **settings))
+KINDS = [
+    pytest.param(KLRewardTransform, id="KLRewardTransform"),
+    pytest.param(lambda m, **k: RetrieveKL(ref_model=m, **k), id="RetrieveKL"),
+    pytest.param(lambda m, **k: Compose(RetrieveLogProb(m, **k), KLComputation()), id="by hand"),
+]
+
+
+@pytest.fixture
+def composed():
+    """Puts a reference and a policy together, as a collector does."""
+
+    def build(kind, model, policy, **settings):
+        parts = Compose(DataLoadingPrimer([{"prompt": "x"}]), kind(model, **settings))
         score = RewardFunctions([lambda completions: [0.0] * len(completions)])
         env = ChatEnv(batch_size=1).append_transform(parts).append_transform(score)
         LLMCollector(env, policy).shutdown()
 
+    return build
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_log_probs_are_at_the_temperature_of_the_reference(
+    composed, scripted, models, kind
+):
+    build = functools.partial(composed, kind, models[1])
     warm = scripted(["x"], generate_kwargs={"temperature": 0.7})
     with pytest.raises(
         ValueError, match=r"at temperature 1, but the policy samples at 0.7: .*=0.7"
@@ -279,6 +296,24 @@ def test_recorded_log_probs_are_at_the_temperature_of_the_reference(scripted, mo
     build(scripted(["x"], generate_kwargs={"temperature": 0.0}))
     with pytest.raises(ValueError, match="at temperature 2"):
         build(scripted(["x"]), temperature=2.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"repetition_penalty": 1.1}])
+def test_the_reference_scores_the_distribution_that_is_sampled_from(
+    composed, scripted, models, kind, option
+):
+    policy = scripted(["x"], generate_kwargs=option)
+    (name,) = option
+    with pytest.raises(ValueError, match=f"samples with {name}=.*the policy's generate_kwargs"):
+        composed(kind, models[1], policy)
+    inside, tokenizer = models[1].model, models[1].tokenizer
+    same = {"tokenizer": tokenizer, "generate_kwargs": option, "generate": False}
+    composed(kind, TransformersWrapper(inside, **same), policy)
+    if policy.sampling.truncates:
+        whole = TransformersWrapper(inside, **same, score_truncated=False)
+        with pytest.raises(ValueError, match=f"samples with {name}="):
+            composed(kind, whole, policy)
 
 
 def test_log_probs_that_are_scored_anew_may_have_another_temperature(scripted, models):

@@ -1,10 +1,13 @@
-"""Real vLLM with a cache that is much too small: what it tells, and what following it changes."""
+"""Real vLLM, whose cache is much too small, under a streaming collector: its load, and pushes."""
 
 import asyncio
+import copy
 import importlib.util
 import warnings
 
 import pytest
+import torch
+from async_rows import row_log_probs
 from torchrl.envs.transforms import Compose
 
 from collectors import LoadCap, StreamingCollector, Wait
@@ -105,6 +108,48 @@ def test_fewer_rows_are_put_off_where_the_load_is_followed(small, chatml_tokeniz
     assert set(balance.dropped) <= {"load"}
     assert fixed > 10
     assert followed < 0.5 * fixed
+
+
+def test_the_gap_to_the_trainer_is_flat_over_twenty_pushes(small, chatml_tokenizer):
+    """Each token's log-prob is that of its version, of the whole row: no cache of older weights."""
+    policy = vLLMWrapper(
+        small,
+        tokenizer=chatml_tokenizer,
+        generate_kwargs={"max_new_tokens": 40, "stop_token_ids": ()},
+        write_tokens=False,
+    )
+    shared = "the same words before every question, so that a cache of them could be met "
+    rows = [{"prompt": f"{shared}<{i}>"} for i in range(42)]
+    primer = DataLoadingPrimer(rows, group_size=N, num_epochs=1)
+    env = ChatEnv(batch_size=2 * N).append_transform(Compose(primer))
+    torch.manual_seed(0)
+    model, models, gaps = tiny_qwen3(len(chatml_tokenizer), head_dim=32), {}, {}
+    with StreamingCollector(env, policy, staleness=Wait(2)) as collector:
+        collector.update_policy_weights_(model, wait=True)
+        models[collector.policy_version] = model
+        for batch in collector:
+            note_gaps(gaps, models, batch)
+            if len(models) <= 20:
+                model = copy.deepcopy(model)
+                for value in model.parameters():
+                    value.data += 0.02 * torch.randn_like(value)
+                collector.update_policy_weights_(model, wait=True)
+                models[collector.policy_version] = model
+    assert sorted(gaps) == sorted(models)
+    assert len(gaps) == 21
+    assert max(gaps.values()) < 1e-4
+
+
+def note_gaps(gaps, models, batch):
+    """The largest difference to the log-probs of the model of each version."""
+    for row in batch.unbind(0):
+        versions, sampled = row["policy_versions", "full"], row["log_probs", "full"]
+        for version in set(versions.tolist()) - {-1}:
+            ids = row["tokens", "full"].tolist()
+            expected = row_log_probs(models[version], ids[:1], ids[1:])
+            own = (versions == version)[1:]
+            gap = (expected - sampled[1:])[own].abs().max().item()
+            gaps[version] = max(gaps.get(version, 0.0), gap)
 
 
 def test_metrics_of_a_server_are_read():
