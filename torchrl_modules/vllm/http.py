@@ -121,7 +121,7 @@ class JSONClient:
         self._sockets.shut_down()
 
     def close(self) -> None:
-        """Close the connections of all threads; nobody may be waiting."""
+        """Close the connections of all threads; a later request raises ``ConnectionError``."""
         self._pool.close()
         self._sockets.close()
 
@@ -141,6 +141,7 @@ class _Sockets(httpcore2.NetworkBackend):
     def __init__(self) -> None:
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
@@ -165,6 +166,9 @@ class _Sockets(httpcore2.NetworkBackend):
 
     def _kept(self, connection: socket.socket) -> "_Stream":
         with self._lock:
+            if self._is_closed:  # while another thread came to connect: nobody would close it
+                connection.close()
+                raise httpcore2.ConnectError("the client is closed")
             self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
         return _Stream(connection)
 
@@ -173,7 +177,7 @@ class _Sockets(httpcore2.NetworkBackend):
         with self._lock:
             for connection in self._open:
                 connection.close()
-            self._open = []
+            self._open, self._is_closed = [], True
 
     def shut_down(self) -> None:
         """Whoever reads reads the end."""

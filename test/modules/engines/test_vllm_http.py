@@ -72,3 +72,13 @@ def test_no_server_and_a_slow_one_are_connection_errors(url):
 def test_another_kind_of_url_is_refused():
     with pytest.raises(ValueError, match="unix://"):
         make_client("ftp://somewhere")
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_nothing_is_opened_once_it_is_closed(url):
+    """A watch may be about to ask while its engine is closed; nobody would close its connection."""
+    client = make_client(url)
+    assert client.request("POST", "/empty") == (200, None)
+    client.close()
+    with pytest.raises(ConnectionError, match="the client is closed"):
+        client.request("POST", "/empty")
