@@ -14,7 +14,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -28,20 +27,6 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 GROUPS, N, TOKENS = 4, 8, 64
 KINDS: Final = ("none", "kept", "read again")
-
-
-class Keeping(AsyncVLLMEngine):
-    """Does not read again what is in flight."""
-
-    async def update_weights(
-        self,
-        state_dict: Mapping[str, torch.Tensor],
-        *,
-        version: int | None = None,
-        recompute: bool = False,
-    ) -> None:
-        """See `AsyncVLLMEngine.update_weights`."""
-        await super().update_weights(state_dict, version=version, recompute=recompute)
 
 
 class Run(NamedTuple):
@@ -79,8 +64,8 @@ def collect(
     )
     waits: list[float] = []
     tokens, begin, cpu = 0, 0.0, 0.0
-    engine = (Keeping if kind == "kept" else AsyncVLLMEngine)(inside)
-    with StreamingCollector(env, policy, engine=engine, staleness=Wait(2)) as collector:
+    engine, staleness = AsyncVLLMEngine(inside), Wait(2, recompute=kind != "kept")
+    with StreamingCollector(env, policy, engine=engine, staleness=staleness) as collector:
         for step, batch in enumerate(collector):
             if step == 0:
                 collector.timeline.take_totals()

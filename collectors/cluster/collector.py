@@ -16,6 +16,7 @@ from torchrl.data import ReplayBuffer
 from collectors.base import BackgroundCollector, PostProcessing
 from collectors.composition_checks import advantages_of, check_room
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
+from collectors.streaming.load_cap import LoadCap
 from collectors.streaming.updater import SnapshotUpdater, shares_memory
 from collectors.weight_update.gathering import gathered_state_dict
 from torchrl_data.validation import check_counts
@@ -66,7 +67,7 @@ class RayLLMCollector(BackgroundCollector):
         groups_per_step: groups of a batch; as many as the environment's batch holds when not given.
         staleness: how old tokens may be, see :class:`~collectors.StreamingCollector`.
         max_inflight_tasks: most episodes that run at once in one collector; -1: all that are
-            admitted.
+            admitted; a :class:`~collectors.LoadCap`: as many as its engine has room for.
         total_trajectories: stop after this many; ``None`` goes on while there are data.
         postproc: changes a batch before it goes into the buffer.
         num_collectors: actors that collect.
@@ -92,7 +93,7 @@ class RayLLMCollector(BackgroundCollector):
         replay_buffer: ReplayBuffer | None = None,
         groups_per_step: int | None = None,
         staleness: StalenessPolicy | None = None,
-        max_inflight_tasks: int = -1,
+        max_inflight_tasks: int | LoadCap = -1,
         total_trajectories: int | None = None,
         postproc: PostProcessing | None = None,
         num_collectors: int = 1,
@@ -103,8 +104,10 @@ class RayLLMCollector(BackgroundCollector):
             raise TypeError(f"{WHO} takes one of policy and policy_factory, or both.")
         check_counts(WHO, num_collectors=num_collectors, groups_per_step=groups_per_step)
         check_counts(WHO, total_trajectories=total_trajectories)
-        if max_inflight_tasks != -1:
-            check_counts(WHO, max_inflight_tasks=max_inflight_tasks)
+        is_cap = isinstance(max_inflight_tasks, LoadCap)
+        most = max_inflight_tasks.max_inflight_tasks if is_cap else max_inflight_tasks
+        if most != -1:
+            check_counts(WHO, max_inflight_tasks=most)
         ray = load_ray()
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
@@ -137,14 +140,17 @@ class RayLLMCollector(BackgroundCollector):
         except BaseException:
             ray.kill(self._actor)
             raise
-        most = num_slots * self.group_size
+        all_tasks = num_slots * self.group_size
         settings = WorkerSettings(
             env,
             policy if policy_factory is None else policy_factory,  # type: ignore[arg-type]
             self.group_size,
-            most if max_inflight_tasks == -1 else min(most, max_inflight_tasks),
+            all_tasks if most == -1 else min(all_tasks, most),
             advantages_of(replay_buffer),
             None if self._is_lockstep else _REQUEST_TIMEOUT_S,
+            self.staleness,
+            max_inflight_tasks,
+            num_slots,
         )
         self._supervisor = Supervisor(
             self._actor, settings, num_collectors=num_collectors, remote_config=remote_config
@@ -156,6 +162,18 @@ class RayLLMCollector(BackgroundCollector):
         self._since_s = time.monotonic()
         self._ledger: GroupLedger | None = None
         self._is_closed = False
+        if is_cap or not getattr(self.staleness, "recompute", True):
+            self._wait_for_engine()
+
+    def _wait_for_engine(self) -> None:
+        """Wait until a collector has said whether its engine can do what is asked of it."""
+        try:
+            self._ask_supervisor(self._supervisor.ready())
+            self._supervisor.check()
+        except RuntimeError as error:
+            self.async_shutdown()
+            cause = getattr(error.__cause__, "cause", None)
+            raise (error if cause is None else cause) from error
 
     def _check_buffer(self) -> None:
         check_room(self.replay_buffer, self.groups_per_step * self.group_size, who=WHO)

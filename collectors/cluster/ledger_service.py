@@ -191,12 +191,14 @@ class LedgerService:
                 )
         self._notify()
 
-    async def give_back(self, worker: int, incarnation: int, ticket: Ticket) -> None:
-        """A collector's engine died under a group, which runs again with the same seed."""
-        if not self._is_with(worker, incarnation, ticket):
-            return
-        self._cancel(ticket, self._running.pop(ticket).prompt)
-        self._notify()
+    async def give_back(
+        self, worker: int, incarnation: int, ticket: Ticket, reason: str = ""
+    ) -> None:
+        """A group runs again with the same seed: its engine died, or had no room (``LOAD``)."""
+        if self._is_with(worker, incarnation, ticket):
+            prompt = self._running.pop(ticket).prompt
+            self._drop(ticket, prompt, reason) if reason else self._cancel(ticket, prompt)
+            self._notify()
 
     async def lose(self, worker: int, incarnation: int) -> int:
         """A collector is gone: its groups are owed again; gives how many it had finished."""

@@ -8,9 +8,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from collectors.ledger import Ticket
-from collectors.streaming.checks import check_streaming, is_wanted
+from collectors.ledger import StalenessPolicy, Ticket
+from collectors.streaming.checks import check_streaming, is_wanted, recomputes
 from collectors.streaming.group_runner import Group, GroupRunner
+from collectors.streaming.load_cap import LoadCap
+from collectors.streaming.load_follower import LoadFollower, follower_of
 from collectors.streaming.trace import Timeline
 from objectives import MCAdvantage
 from torchrl_envs.datasets.difficulty import rollout_rewards
@@ -19,11 +21,13 @@ from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
+from torchrl_modules.engines.async_protocol import push_weights
 from torchrl_modules.engines.protocol import EngineDied
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .door import load_ray
-from .ledger_service import EpisodeEnd, Scored, built
+from .ledger_service import WHO, EpisodeEnd, Scored, built
+from .running_groups import RunningGroups
 from .worker_state import WorkerState, load_state, state_of
 
 _MAX_DEATHS: Final = 3
@@ -41,6 +45,10 @@ class WorkerSettings(NamedTuple):
     advantages: Sequence[MCAdvantage]
     """They say whether a group is worth training; groups never cross collectors."""
     request_timeout_s: float | None
+    staleness: StalenessPolicy
+    max_inflight_tasks: int | LoadCap
+    most_groups: int
+    """That the ledger admits."""
 
 
 class CollectorWorker:
@@ -57,6 +65,9 @@ class CollectorWorker:
         self.timeline = Timeline()
         self._ends: dict[Ticket, dict[int, EpisodeEnd]] = {}
         self._groups: GroupRunner | None = None
+        self._running = RunningGroups()
+        self._follower: LoadFollower | None
+        self._recompute: bool
         self._num_deaths = 0
 
     async def pid(self) -> int:
@@ -67,7 +78,7 @@ class CollectorWorker:
         """Make environment and policy; gives the version of the weights that serve.
 
         Raises:
-            ValueError: they don't fit together.
+            ValueError: they don't fit together, or the engine can't do what is asked of it.
             TypeError: one of them is none.
         """
         settings = self._settings
@@ -79,6 +90,10 @@ class CollectorWorker:
         self._policy = AsyncPolicy(
             policy, open_async(engine, **options), request_timeout_s=settings.request_timeout_s
         )
+        serves = self._policy.engine
+        most, asked = settings.most_groups, settings.max_inflight_tasks
+        self._follower = follower_of(serves, most, asked, who=WHO)
+        self._recompute = recomputes(serves, settings.staleness, who=WHO)
         return self._policy.version
 
     async def state(self) -> dict[str, Any]:
@@ -115,9 +130,9 @@ class CollectorWorker:
         """
         if self._policy.version != version:
             # Ray's tensors lie in memory that nobody may write to.
-            await self._policy.engine.update_weights(
-                {name: value.clone() for name, value in state_dict.items()}, version=version
-            )
+            own = {name: value.clone() for name, value in state_dict.items()}
+            engine = self._policy.engine
+            await push_weights(engine, own, version=version, recompute=self._recompute)
         for functions in self._env.transforms_of(RewardFunctions):
             functions.trainer_state.global_step = step
         return self._policy.version
@@ -143,16 +158,23 @@ class CollectorWorker:
         )
         try:
             async with asyncio.TaskGroup() as tasks:
-                while (work := await ledger.next_group.remote(worker, incarnation)) is not None:
+                if self._follower is not None:
+                    tasks.create_task(self._follower.run(self._running))
+                while (work := await self._next_group(ledger, worker, incarnation)) is not None:
                     ticket, prompt = work
                     episodes = runner.draw_again(prompt, ticket.seed, settings.group_size)
                     group = Group(ticket, prompt, episodes)
+                    self._running.add(group)
                     tasks.create_task(self._run_group(ledger, worker, incarnation, group))
                 raise _Over
         except BaseExceptionGroup as errors:
             failed = [error for error in _leaves(errors) if not isinstance(error, _Over)]
             if failed:
                 raise failed[0] from None
+
+    async def _next_group(self, ledger: Any, worker: int, incarnation: int) -> Any:
+        await self._running.wait_for_room()
+        return await ledger.next_group.remote(worker, incarnation)
 
     async def _run_group(self, ledger: Any, worker: int, incarnation: int, group: Group) -> None:
         assert self._groups is not None
@@ -168,7 +190,9 @@ class CollectorWorker:
                 raise  # Another collector makes engines anew.
         except asyncio.CancelledError:
             await self._groups.give_up(episodes)
-            raise
+            if not group.cancelled_for:
+                raise
+            await ledger.give_back.remote(worker, incarnation, ticket, group.cancelled_for)
         else:
             self._num_deaths = 0
             ends = [self._ends[ticket][index] for index in range(len(episodes))]
@@ -178,8 +202,10 @@ class CollectorWorker:
             await ledger.finish.remote(worker, incarnation, ticket, ends, scored)
         finally:
             del self._ends[ticket]
+            self._running.remove(group)
 
     def _note_end(self, group: Group, number: int, episode: Episode) -> None:
+        self._running.note_end(group)
         if not episode.is_done:  # it was cancelled
             return
         drawn = np.concatenate([part.policy_versions(0).numpy() for part in episode.rows])

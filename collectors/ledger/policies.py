@@ -48,7 +48,10 @@ class LedgerView(Protocol):
 
 
 class StalenessPolicy(Protocol):
-    """What a ledger asks of a policy. It keeps no state: all that it may know is in the view."""
+    """What a ledger asks of a policy. It keeps no state: all that it may know is in the view.
+
+    It may have ``recompute``, see :class:`Wait`.
+    """
 
     @property
     def max_staleness(self) -> int:
@@ -94,14 +97,24 @@ class Wait:
             ``None``: one less, which leaves room for overtaking; but at least 1, and as many as
             ``weight_sync_steps`` takes.
         window: the fraction of the slots within which groups may overtake. 0: first in, first out.
+        recompute: new weights read again what responses in flight have so far, so that the
+            log-prob of each further token is exactly that of its version. ``False``: they go on
+            with the keys and values of the old ones, as old as the response. That is faster; the
+            log-probs are those that the tokens were drawn with, but of no version alone.
+
+    Raises:
+        ValueError: a number is out of its range, or too large for another one; or
+            ``recompute=False`` where nothing is in flight when weights are replaced.
     """
 
     max_staleness: int = 4
     pipeline_depth: int | None = None
     window: float = 0.3
+    recompute: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_knobs("Wait", self.max_staleness, self.pipeline_depth)
+        _check_recompute("Wait", self.max_staleness, self.recompute)
         check_numbers("Wait", "[0, 1]", window=self.window)
         if self.pipeline_depth is not None and self.pipeline_depth > self.max_staleness:
             raise ValueError(
@@ -169,6 +182,7 @@ class OnPolicy(Wait):
     max_staleness: int = field(default=0, init=False)
     pipeline_depth: int | None = field(default=0, init=False)
     window: float = field(default=0.0, init=False)
+    recompute: bool = field(default=True, init=False)
 
 
 @dataclass(frozen=True)
@@ -184,13 +198,20 @@ class Drop:
             uses it, when it is used.
         pipeline_depth: ``(pipeline_depth + 1) * P`` groups may be in flight. ``None``:
             ``max_staleness``.
+        recompute: as for :class:`Wait`.
+
+    Raises:
+        ValueError: a number is out of its range; or ``recompute=False`` where nothing is in flight
+            when weights are replaced.
     """
 
     max_staleness: int = 4
     pipeline_depth: int | None = None
+    recompute: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_knobs("Drop", self.max_staleness, self.pipeline_depth)
+        _check_recompute("Drop", self.max_staleness, self.recompute)
 
     def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
         """B; see :class:`StalenessPolicy`."""
@@ -229,6 +250,14 @@ def _first_version(group: Group) -> float:
 
 def _check_knobs(who: str, max_staleness: int, pipeline_depth: int | None) -> None:
     check_counts(who, 0, max_staleness=max_staleness, pipeline_depth=pipeline_depth)
+
+
+def _check_recompute(who: str, max_staleness: int, recompute: bool) -> None:
+    if max_staleness == 0 and not recompute:
+        raise ValueError(
+            f"{who}: with max_staleness=0 nothing is in flight when weights are replaced, so "
+            "recompute=False can't take effect. Leave it out, or allow some staleness."
+        )
 
 
 def _check_sync(policy: object, name: str, value: int, weight_sync_steps: int) -> None:

@@ -49,6 +49,11 @@ class Replay:
         """See :class:`StalenessPolicy`."""
         return self.policy.max_staleness
 
+    @property
+    def recompute(self) -> bool:
+        """See :class:`Wait`."""
+        return self.policy.recompute
+
     def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
         """See :class:`StalenessPolicy`."""
         return self.policy.slots(groups_per_step, weight_sync_steps)

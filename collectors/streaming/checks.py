@@ -13,6 +13,7 @@ from objectives import MCAdvantage
 from torchrl_data.validation import check_counts
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase
+from torchrl_modules.engines.async_protocol import can_keep_caches
 
 from .load_cap import LoadCap
 
@@ -84,6 +85,11 @@ def most_episodes(ledger: GroupLedger, max_inflight_tasks: int | LoadCap) -> int
     """
     most = ledger.num_slots * ledger.group_size
     if isinstance(max_inflight_tasks, LoadCap):
+        if ledger.is_on_policy:
+            raise ValueError(
+                f"{WHO}: on policy all episodes of a step are drawn in one batch, so "
+                f"{max_inflight_tasks} can't be kept. Leave it out, or allow some staleness."
+            )
         max_inflight_tasks = max_inflight_tasks.max_inflight_tasks
     if max_inflight_tasks == -1:
         return most
@@ -129,6 +135,27 @@ def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
             f"be in flight, but the engine draws from {most} sets of adapters at once, so that new "
             f"ones would wait for old ones. Build it with max_loras={needed}."
         )
+
+
+def recomputes(engine: Any, policy: StalenessPolicy, *, who: str = WHO) -> bool:
+    """Whether new weights read again what is in flight, as a policy asks.
+
+    Args:
+        engine: draws.
+        policy: says so with ``recompute``, if it has that.
+        who: asks.
+
+    Raises:
+        ValueError: the engine can't go on with what the old ones have read.
+    """
+    recompute = bool(getattr(policy, "recompute", True))
+    if not (recompute or can_keep_caches(engine)):
+        raise ValueError(
+            f"{who}: {policy} asks that responses in flight go on with what old weights have read, "
+            f"which {type(engine).__name__} can't do (AsyncTransformersEngine, AsyncVLLMEngine and "
+            "servers of vLLM can). Leave recompute=False out."
+        )
+    return recompute
 
 
 def is_wanted(advantages: Sequence[MCAdvantage], rows: Sequence[TensorDictBase]) -> bool:

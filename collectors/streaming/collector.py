@@ -36,6 +36,7 @@ from .checks import (
     is_wanted,
     most_episodes,
     most_waiting,
+    recomputes,
     turn_timeout_s,
 )
 from .evaluation import EvaluationPoint, Evaluations
@@ -84,7 +85,8 @@ class StreamingCollector(BackgroundCollector):
             :class:`~objectives.advantages.MCAdvantage` says which groups are worth training.
         groups_per_step: groups of a batch; as many as the environment's batch holds when not given.
         staleness: how old tokens may be, and what is done about it: :class:`~collectors.Wait`,
-            :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`.
+            :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`; with ``recompute=False``
+            responses in flight go on with what old weights have read.
         weight_sync_steps: batches that are trained for each push of weights.
         max_inflight_tasks: most episodes that run at once; -1: all that are admitted; a
             :class:`~collectors.LoadCap`: as many as the engine has room for.
@@ -150,7 +152,7 @@ class StreamingCollector(BackgroundCollector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        serves, follower = self._opened(engine, policy, max_inflight_tasks)
+        serves, follower, recompute = self._opened(engine, policy, max_inflight_tasks)
         self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
         runner = AsyncEpisodeRunner(env)
         self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))
@@ -172,7 +174,9 @@ class StreamingCollector(BackgroundCollector):
             follower=follower,
         )
         parts = (self._producer, self._async_policy)
-        self._weights = WeightPushes(*parts, self.ledger, updater, self.timeline)
+        self._weights = WeightPushes(
+            *parts, self.ledger, updater, self.timeline, recompute=recompute
+        )
         self._evaluations = Evaluations(*parts, self.timeline)
         self._monitor = Monitor(self._producer, self.ledger, self.timeline, follower)
         self._finished = FinishedGroups(self._producer, self.ledger, self._prompts, self._monitor)
@@ -182,12 +186,13 @@ class StreamingCollector(BackgroundCollector):
 
     def _opened(
         self, engine: AsyncEngine | None, policy: LLMWrapperBase, max_inflight_tasks: int | LoadCap
-    ) -> tuple[AsyncEngine, LoadFollower | None]:
-        """What draws, and what follows its load."""
+    ) -> tuple[AsyncEngine, LoadFollower | None, bool]:
+        """What draws, what follows its load, and whether new weights read again what it draws."""
         serves = engine or self._engine_of(policy)
         try:
             check_adapters(serves, self.ledger.policy)
-            return serves, follower_of(serves, self.ledger, max_inflight_tasks)
+            follower = follower_of(serves, self.ledger.num_slots, max_inflight_tasks)
+            return serves, follower, recomputes(serves, self.ledger.policy)
         except BaseException:
             if engine is None:
                 serves.close()

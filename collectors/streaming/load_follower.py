@@ -1,19 +1,35 @@
 """Lets as many groups run as an engine has room for."""
 
 import asyncio
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from collectors.ledger import GroupLedger
 from torchrl_modules.engines.load import TellsLoad, tells_load
 from torchrl_modules.engines.protocol import EngineDied
 
 from .checks import WHO
 from .load_cap import GroupCap, LoadCap
-from .producer import Producer
+
+
+class RunsGroups(Protocol):
+    """What is told how many groups may run."""
+
+    @property
+    def num_running(self) -> int:
+        """Groups whose episodes are not all over."""
+        ...
+
+    @property
+    def num_ended(self) -> int:
+        """Groups whose episodes have all run to their ends, ever."""
+        ...
+
+    def limit_groups(self, most: int) -> None:
+        """Let at most so many groups run; the youngest of those that do are given back."""
+        ...
 
 
 class LoadFollower:
-    """Looks at an engine again and again, and tells the producer how many groups may run.
+    """Looks at an engine again and again, and tells who runs groups how many may run.
 
     Args:
         engine: tells its load.
@@ -26,17 +42,16 @@ class LoadFollower:
         self._cap = cap
         self._interval_s = interval_s
 
-    async def run(self, producer: Producer) -> None:
+    async def run(self, groups: RunsGroups) -> None:
         """Follow until it is cancelled."""
         while True:
-            producer.limit_groups(self._cap.num_groups)
+            groups.limit_groups(self._cap.num_groups)
             await asyncio.sleep(self._interval_s)
             try:
                 load = await cast("TellsLoad", self._engine).measure_load()
             except (EngineDied, ConnectionError):
                 continue  # Its requests hear of it.
-            running, ended = producer.num_running, producer.num_ended
-            self._cap.observe(load, running, ended, self._engine.version)
+            self._cap.observe(load, groups.num_running, groups.num_ended, self._engine.version)
 
     def metrics(self) -> dict[str, float]:
         """How it is now."""
@@ -48,29 +63,25 @@ class LoadFollower:
 
 
 def follower_of(
-    engine: Any, ledger: GroupLedger, max_inflight_tasks: int | LoadCap
+    engine: Any, most: int, max_inflight_tasks: int | LoadCap, *, who: str = WHO
 ) -> LoadFollower | None:
     """What follows the load of an engine; ``None`` where that is not asked for.
 
     Args:
         engine: draws.
-        ledger: admits groups.
+        most: groups that run at once.
         max_inflight_tasks: a number is kept whatever the load.
+        who: asks.
 
     Raises:
-        ValueError: the engine can't tell its load, or all episodes are drawn at once.
+        ValueError: the engine can't tell its load.
     """
     if not isinstance(max_inflight_tasks, LoadCap):
         return None
-    if ledger.is_on_policy:
-        raise ValueError(
-            f"{WHO}: on policy all episodes of a step are drawn in one batch, so "
-            f"{max_inflight_tasks} can't be kept. Leave it out, or allow some staleness."
-        )
     if not tells_load(engine):
         raise ValueError(
-            f"{WHO}: {type(engine).__name__} does not tell how full its cache is, so LoadCap can't "
+            f"{who}: {type(engine).__name__} does not tell how full its cache is, so LoadCap can't "
             "follow it (AsyncVLLMEngine and vLLM servers do). Give max_inflight_tasks a number."
         )
-    cap = GroupCap(max_inflight_tasks, ledger.num_slots)
+    cap = GroupCap(max_inflight_tasks, most)
     return LoadFollower(engine, cap, max_inflight_tasks.interval_s)

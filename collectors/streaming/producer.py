@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class Follower(Protocol):
     """Limits the groups of a producer, see :class:`~.load_follower.LoadFollower`."""
 
-    async def run(self, producer: "Producer") -> None:
+    async def run(self, groups: "Producer") -> None:
         """Until it is cancelled."""
         ...
 

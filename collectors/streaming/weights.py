@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from torch import Tensor, nn
 
 from collectors.ledger import GroupLedger, Ticket
+from torchrl_modules.engines.async_protocol import push_weights
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
 from .producer import Producer
@@ -42,6 +43,7 @@ class WeightPushes:
         ledger: counts steps of training; its slots are free once their weights are pulled.
         updater: makes the copies.
         timeline: notes how long it takes.
+        recompute: the new weights read again what is in flight.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class WeightPushes:
         ledger: GroupLedger,
         updater: SnapshotUpdater,
         timeline: Timeline,
+        *,
+        recompute: bool,
     ) -> None:
         self._producer = producer
         self._policy = policy
         self._ledger = ledger
         self._updater = updater
         self._timeline = timeline
+        self._recompute = recompute
         self._push: Future[None] | None = None
         self.version = policy.version
         """Of the weights that were pushed last."""
@@ -94,7 +99,8 @@ class WeightPushes:
     async def _send(self, weights: Mapping[str, Tensor], version: int, step: int) -> None:
         with self._timeline.span("push weights", "trainer", 1):
             async with self._producer.weights:
-                await self._policy.engine.update_weights(weights, version=version)
+                engine = self._policy.engine
+                await push_weights(engine, weights, version=version, recompute=self._recompute)
         with self._producer.changed:
             self._ledger.weights_pulled(step)
             self._producer.changed.notify_all()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -19,7 +20,7 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import CollectorDied, Drop, RayLLMCollector, Wait
+from collectors import CollectorDied, Drop, LoadCap, RayLLMCollector, Wait
 from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
 from objectives import MCAdvantage
 from torchrl_envs import (
@@ -30,7 +31,9 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_modules import EngineFleet, TransformersWrapper, vLLMWrapper
+from torchrl_modules import EngineFleet, EngineLoad, TransformersWrapper, vLLMWrapper
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.weights.state import UpdateRefused
@@ -229,6 +232,17 @@ class TestLedgerService:
         assert ordinals == [0, 1]
         assert (balance.trained.groups, balance.returned.groups) == (2, 1)
 
+    def test_what_an_engine_has_no_room_for_runs_again_and_is_counted(self):
+        async def main(service):
+            await service.join(0, 1)
+            asked = [await service.next_group(0, 1) for _ in range(2)]
+            await service.give_back(0, 1, asked[1][0], "load")
+            return asked[1], await service.next_group(0, 1), service.ledger.balance
+
+        asked, again, balance = self.play(main)
+        assert (again[0].ordinal, again[0].seed, again[1]) == (1, asked[0].seed, asked[1])
+        assert balance.dropped == {"load": (1, 0)}
+
     def test_under_drop_what_runs_too_long_is_drawn_again(self):
         async def main(service):
             await service.join(0, 1)
@@ -415,6 +429,82 @@ class TestRay:
         waited = num_waiting * N * heavy
         for now, then in zip(after, before, strict=True):
             assert now - then < waited / 4
+
+    def test_the_load_is_followed_and_the_youngest_groups_run_again(
+        self, ray, tmp_path, chatml_tokenizer
+    ):
+        full, crowd = tmp_path / "full", tmp_path / "crowd"
+
+        class Crowded(BatchingEngine):
+            """Full while a file is there, for which it waits, too; says how many are in it."""
+
+            tells_load, num_waiting = True, 0
+
+            async def measure_load(self):
+                return EngineLoad(0.95 if full.exists() else 0.1, 0)
+
+            async def respond(self, prompt, params, **kwargs):
+                self.tell(1)
+                try:
+                    while full.exists():
+                        await asyncio.sleep(0.01)
+                finally:
+                    self.tell(-1)
+                return await super().respond(prompt, params, **kwargs)
+
+            def tell(self, more):
+                self.num_waiting += more
+                crowd.write_text(str(self.num_waiting))
+
+        def make_policy():
+            torch.manual_seed(0)
+            policy = TransformersWrapper(
+                tiny_qwen3(len(chatml_tokenizer)),
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 2},
+                write_tokens=False,
+            )
+            policy.engine = BlockingEngine(Crowded(policy.engine))
+            return policy
+
+        def empty_it():
+            seen, most = 0, 0
+            while not (most > N and seen == N):  # 4 groups, 3, 2, 1
+                seen = int(crowd.read_text() or 0) if crowd.exists() else 0
+                most = max(most, seen)
+                time.sleep(0.005)
+            full.unlink()
+
+        full.touch()
+        with RayLLMCollector(
+            partial(make_env, 12, num_epochs=1),
+            policy_factory=make_policy,
+            staleness=Wait(2),
+            max_inflight_tasks=LoadCap(interval_s=0.05),
+        ) as collector:
+            threading.Thread(target=empty_it, daemon=True).start()
+            batches = list(collector)
+        numbers = [int(row["group_id"]) for batch in batches for row in batch.unbind(0)]
+        assert Counter(numbers) == dict.fromkeys(range(12), N)
+        balance = collector.ledger.balance
+        assert (balance.trained.groups, balance.dropped["load"].groups) == (12, 3)
+        assert set(balance.dropped) == {"load"}
+        assert is_balanced(collector.ledger)
+
+    def test_what_an_engine_cannot_do_is_refused_at_construction(self, ray, chatml_tokenizer):
+        def make_policy():
+            policy = TransformersWrapper(
+                tiny_qwen3(len(chatml_tokenizer)),
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 2},
+            )
+            policy.engine = BlockingEngine(BatchingEngine(policy.engine))
+            return policy
+
+        with pytest.raises(ValueError, match="which BatchingEngine can't do"):
+            RayLLMCollector(
+                make_env, policy_factory=make_policy, staleness=Wait(2, recompute=False)
+            )
 
     def test_what_does_not_fit_together_is_told_as_it_is(self, ray):
         with pytest.raises(TypeError, match="one of policy and policy_factory"):

@@ -7,7 +7,9 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict, lazy_stack
 
+from collectors import Drop, LoadCap, Wait
 from torchrl_agents.recipe import checks, optim
+from torchrl_agents.recipe.collection import staleness_of, tasks_of
 from torchrl_agents.settings.command_line import (
     compose_config,
     groups,
@@ -113,6 +115,19 @@ def test_the_newer_losses_are_settings(check, training):
     assert training.build_pools(cfg).settings["easy_at"] == 0.9
 
 
+def test_what_is_asked_of_the_engine_reaches_the_collector(check):
+    cfg = check("collector=streaming", "engine=vllm").collector
+    assert staleness_of(cfg) == Wait(4)
+    assert tasks_of(cfg) == -1
+    cfg = check(
+        *("collector=ray", "engine=vllm", "collector.staleness_policy=drop"),
+        *("collector.recompute=false", "collector.follow_load=true"),
+        "collector.max_inflight_tasks=96",
+    ).collector
+    assert staleness_of(cfg) == Drop(4, recompute=False)
+    assert tasks_of(cfg) == LoadCap(96)
+
+
 @pytest.mark.parametrize(
     ("given", "rate", "steps"), [(None, 1e-3, 600), ("org/model", 1e-6, 0)], ids=["own", "given"]
 )
@@ -157,6 +172,20 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (
             ["collector=ray", "engine=vllm", "+engine.engine_kwargs.max_model_len=64"],
             "bounds episodes by policy.max_model_len",
+        ),
+        (["collector.recompute=false"], "collector.recompute is for collector=streaming"),
+        (
+            ["collector=streaming", "collector.recompute=false", "collector.max_staleness=0"],
+            "collector: Wait: with max_staleness=0 nothing is in flight",
+        ),
+        (["collector.follow_load=true"], "collector.follow_load is for collector=streaming"),
+        (["collector=ray", "collector.follow_load=true"], "follow_load needs engine=vllm"),
+        (
+            [
+                *("collector=streaming", "engine=vllm", "collector.follow_load=true"),
+                "collector.max_staleness=0",
+            ],
+            "follow_load: with collector.max_staleness=0",
         ),
         (["loss.clip_low=-1"], "loss: .*clip_low"),
         (

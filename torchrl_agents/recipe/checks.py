@@ -66,6 +66,15 @@ RULES: Final[dict[str, Rule]] = {
     "evaluate.num_shown": NOT_NEGATIVE,
 }
 """What each number must be; ``None`` is always allowed."""
+STREAMING: Final = (
+    "max_staleness",
+    "staleness_policy",
+    "pipeline_depth",
+    "max_inflight_tasks",
+    "follow_load",
+    "recompute",
+)
+"""Settings of a collector that collects beside training."""
 PARALLEL: Final = ("auto", "ddp", "fsdp2")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -198,11 +207,7 @@ def _check_rollouts(recipe: Recipe, cfg: RolloutsConfig) -> None:
             "collector.group_size must be at least 2: a group of one never has a signal, got "
             f"{cfg.collector.group_size}."
         )
-    streaming = ("max_staleness", "staleness_policy", "pipeline_depth", "max_inflight_tasks")
-    default = CollectorConfig()
-    changed = [n for n in streaming if getattr(cfg.collector, n) != getattr(default, n)]
-    if cfg.collector.mode == "sync" and changed:
-        raise SettingsError(f"collector.{changed[0]} is for collector=streaming.")
+    _check_streaming(cfg)
     if cfg.collector.mode != "ray" and (
         cfg.collector.num_collectors > 1 or cfg.collector.remote_config
     ):
@@ -224,6 +229,22 @@ def _check_rollouts(recipe: Recipe, cfg: RolloutsConfig) -> None:
             "prompt must differ."
         )
     _try_parts({"collector": lambda: staleness_of(cfg.collector)})
+
+
+def _check_streaming(cfg: RolloutsConfig) -> None:
+    default, collector = CollectorConfig(), cfg.collector
+    changed = [name for name in STREAMING if getattr(collector, name) != getattr(default, name)]
+    if collector.mode == "sync" and changed:
+        raise SettingsError(f"collector.{changed[0]} is for collector=streaming.")
+    if collector.follow_load and cfg.engine.name != "vllm":
+        raise SettingsError(
+            "collector.follow_load needs engine=vllm: other engines don't tell how full they are."
+        )
+    if collector.follow_load and collector.mode == "streaming" and collector.max_staleness == 0:
+        raise SettingsError(
+            "collector.follow_load: with collector.max_staleness=0 all episodes of a step are "
+            "drawn in one batch. Leave it out, or allow some staleness."
+        )
 
 
 def _check_engines_on_ray(cfg: RolloutsConfig) -> None:

@@ -13,6 +13,7 @@ from collectors import (
     Drop,
     EvaluationPoint,
     LLMCollector,
+    LoadCap,
     OnPolicy,
     RayLLMCollector,
     StreamingCollector,
@@ -41,10 +42,20 @@ def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
     Raises:
         ValueError: the settings don't go together.
     """
-    if cfg.max_staleness == 0:
+    if cfg.max_staleness == 0 and cfg.recompute:
         return OnPolicy()
     kind = {"wait": Wait, "drop": Drop}[cfg.staleness_policy]
-    return kind(cfg.max_staleness, pipeline_depth=cfg.pipeline_depth)
+    depth = cfg.pipeline_depth
+    return kind(cfg.max_staleness, pipeline_depth=depth, recompute=cfg.recompute)
+
+
+def tasks_of(cfg: CollectorConfig) -> int | LoadCap:
+    """How many episodes may run at once.
+
+    Raises:
+        ValueError: the settings don't go together.
+    """
+    return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
 
 
 def build_collector(
@@ -63,7 +74,7 @@ def build_collector(
     common |= {
         "groups_per_step": settings.num_prompts,
         "staleness": staleness_of(settings),
-        "max_inflight_tasks": settings.max_inflight_tasks,
+        "max_inflight_tasks": tasks_of(settings),
     }
     if settings.mode == "ray":
         return RayLLMCollector(

@@ -109,6 +109,12 @@ class CollectorConfig(EpisodeConfig):
     """Of streaming: how many steps generation runs ahead; none: as far as max_staleness lets it."""
     max_inflight_tasks: int = -1
     """Of streaming: most episodes that run at once; -1: all that are admitted."""
+    follow_load: bool = False
+    """Of streaming over vLLM: fewer episodes run while the engine's cache is full; those of the
+    youngest prompts are given back, and drawn again."""
+    recompute: bool = True
+    """Of streaming: new weights read again what is in flight, so that log-probs are exactly those
+    of a version; false: it goes on with what the old ones have read, which is faster."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What an engine does for a collector without barriers: one response for each of many callers."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -15,7 +15,9 @@ class AsyncEngine(Protocol):
     """Draws one response at a time for each caller, for many at once; weights change in flight.
 
     It may have ``vocab_size`` and ``max_model_len``, as an
-    :class:`~torchrl_modules.engines.protocol.Engine`.
+    :class:`~torchrl_modules.engines.protocol.Engine`. One whose ``can_keep_caches`` is true has
+    ``update_weights(..., recompute=True)``: with ``False`` responses in flight go on with what the
+    old weights have read.
     """
 
     @property
@@ -87,3 +89,24 @@ class AsyncEngine(Protocol):
     def close(self) -> None:
         """Abort what is in flight and let go of what it holds. May be called twice."""
         ...
+
+
+def can_keep_caches(engine: Any) -> bool:
+    """Whether responses in flight can go on with what the old weights have read."""
+    return bool(getattr(engine, "can_keep_caches", False))
+
+
+async def push_weights(
+    engine: AsyncEngine, state_dict: Mapping[str, Tensor], *, version: int, recompute: bool
+) -> None:
+    """Replace the weights; raises as `AsyncEngine.update_weights`.
+
+    Args:
+        engine: whose; ``recompute=False`` takes one that ``can_keep_caches``.
+        state_dict: parameter name to value.
+        version: of these weights.
+        recompute: what responses in flight have so far is read again.
+    """
+    # Engines that always recompute need not have the argument.
+    options: dict[str, Any] = {} if recompute else {"recompute": False}
+    await engine.update_weights(state_dict, version=version, **options)

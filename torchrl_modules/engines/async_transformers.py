@@ -157,6 +157,9 @@ class AsyncTransformersEngine:
                 with suppress(RuntimeError):  # It has ended, and so has the request.
                     self._thread.put(lambda: self._decoding.abort(request), _ignore)
 
+    can_keep_caches = True
+    """`update_weights` takes ``recompute=False``."""
+
     async def update_weights(
         self,
         state_dict: Mapping[str, Tensor],

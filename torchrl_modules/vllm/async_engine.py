@@ -110,6 +110,9 @@ class AsyncVLLMEngine(RespondingEngine):
         async with self._submit(row, params) as stream:
             return await stream.result()
 
+    can_keep_caches = True
+    """`update_weights` takes ``recompute=False``."""
+
     async def update_weights(
         self,
         state_dict: Mapping[str, Tensor],

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
@@ -114,13 +115,21 @@ class AsyncServerEngine(RespondingEngine):
         spans = generation.versions or [VersionSpan(version, 0, len(generation.ids))]
         return VersionedGeneration(generation, list(spans) if generation.ids else [])
 
+    can_keep_caches = True
+    """`update_weights` takes ``recompute=False``."""
+
     async def update_weights(
-        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        recompute: bool = True,
     ) -> None:
         """See :meth:`~torchrl_modules.vllm.client.VLLMServerEngine.update_weights`."""
-        await self._submit(
-            self._control, lambda: self._inside.update_weights(state_dict, version=version)
+        update = partial(
+            self._inside.update_weights, state_dict, version=version, recompute=recompute
         )
+        await self._submit(self._control, update)
 
     async def pause(self) -> None:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.pause`."""

@@ -40,7 +40,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         stall_timeout_s: a server that has requests and draws no token for so long is stuck, be its
             connections open or not; and so is one that takes weights, if it is stopped. Before its
             very first token it warms up, and ``timeout_s`` counts.
-        num_connections: most requests at a time.
+        num_connections: most rows that are drawn at a time.
         weights_directory: where weights that are handed over take room; memory when not given.
 
     Raises:
@@ -63,7 +63,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         num_connections: int = 128,
         weights_directory: str | None = None,
     ) -> None:
-        self._client = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
+        self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
+        # Rows that wait while weights are replaced hold their connections, all that there are.
+        self._client = JSONClient(url, timeout_s, token=token)
         self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
         self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
@@ -199,7 +201,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             return Generation([], [], "error", str(error))
         first = len(self._labels) - 1
         body["cache_salt"] = self._labels[first]  # Cached prefixes of other weights are never met.
-        status, answer = self._client.request(
+        status, answer = self._rows.request(
             "POST", "/inference/v1/generate", body, interrupt=interrupt
         )
         if status == 200:
@@ -235,6 +237,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
+        self._rows.interrupt()
         self._client.interrupt()
 
     def update_weights(
@@ -242,16 +245,19 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         state_dict: Mapping[str, Tensor],
         *,
         version: int | None = None,
+        recompute: bool = True,
         via: C10dWeightTransfer | None = None,
     ) -> None:
         """Replace the weights, all or none.
 
         The server checks them as a whole before it changes anything; requests in flight wait
-        meanwhile and are then recomputed.
+        meanwhile.
 
         Args:
             state_dict: as for `VLLMEngine.update_weights`.
             version: as for `VLLMEngine.update_weights`.
+            recompute: as for
+                :meth:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine.update_weights`.
             via: by which way they go, made with `transfer_control`; in memory when not given.
 
         Raises:
@@ -270,7 +276,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._updating = True
             try:
                 with self._watch.waiting():
-                    self._load(state_dict, str(version), via)
+                    self._load(state_dict, str(version), recompute, via)
             except ConnectionError as error:
                 reason = self._failure or error
                 raise EngineDied(f"VLLMServerEngine.update_weights: {reason}") from error
@@ -303,10 +309,14 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             )
 
     def _load(
-        self, state_dict: Mapping[str, Tensor], label: str, via: C10dWeightTransfer | None
+        self,
+        state_dict: Mapping[str, Tensor],
+        label: str,
+        recompute: bool,
+        via: C10dWeightTransfer | None,
     ) -> None:
         with self._sending(state_dict, via) as load:
-            self._post("/pause", mode="keep")
+            self._post("/pause", mode="keep", clear_cache=str(recompute).lower())
             try:
                 outcome = load()
                 if "failed" in outcome:
@@ -314,7 +324,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                     raise RuntimeError(f"VLLMServerEngine.update_weights: {outcome['failed']}")
                 if "refused" in outcome:
                     raise UpdateRefused(f"VLLMServerEngine.update_weights: {outcome['refused']}")
-                self._post("/reset_prefix_cache", reset_running_requests="true")
+                if recompute:
+                    self._post("/reset_prefix_cache", reset_running_requests="true")
                 self._post("/update_weight_version", {"new_version": label})
                 self._labels.append(label)
                 self._mixed = False
@@ -348,5 +359,5 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     def close(self) -> None:
         """End the connections; the server goes on."""
         self._pool.shutdown()
-        self._client.close()
-        self._prober.close()
+        for client in (self._rows, self._client, self._prober):
+            client.close()

@@ -166,13 +166,18 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
         return self._present()[0].measure_load()
 
     def update_weights(
-        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        recompute: bool = True,
     ) -> None:
         """Replace the weights, all or none; they are kept for engines to come.
 
         Args:
             state_dict: as for `VLLMEngine.update_weights`.
             version: as for `VLLMEngine.update_weights`.
+            recompute: as for `VLLMServerEngine.update_weights`.
 
         Raises:
             EngineDied: too many engines died in a row.
@@ -181,13 +186,13 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
             UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
         """
         with self._pushing:
-            while not self._push(state_dict, version):
+            while not self._push(state_dict, version, recompute):
                 pass
 
-    def _push(self, state_dict: Mapping[str, Tensor], version: int | None) -> bool:
+    def _push(self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool) -> bool:
         engine, incarnation = self._present()
         try:
-            engine.update_weights(state_dict, version=version)
+            engine.update_weights(state_dict, version=version, recompute=recompute)
         except EngineDied as error:
             self._replace(incarnation, error, None)
             return False

@@ -112,6 +112,19 @@ def test_a_pause_lasts_over_an_update_and_is_no_stall(run):
     assert drawn.versions == [(1, 0, 10)]
 
 
+def test_an_update_needs_no_connection_of_the_rows_that_wait_for_it(run):
+    async def main(engine):
+        long = replace(PARAMS, max_new_tokens=30)
+        calls = [asyncio.create_task(engine.respond([number], long)) for number in range(6)]
+        await asyncio.sleep(0.2)  # two are drawn, and hold both connections
+        await engine.update_weights(WEIGHTS, version=1)
+        return await asyncio.gather(*calls)
+
+    drawn = run(main, {"token_s": 0.02}, num_connections=2, timeout_s=10)
+    assert [len(one.ids) for one in drawn] == [30] * 6
+    assert [len(one.versions) for one in drawn] == [2, 2, 1, 1, 1, 1]
+
+
 def test_a_server_that_dies_ends_all_calls(run):
     async def main(engine):
         calls = [engine.respond([number], PARAMS) for number in range(6)]

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor
 
-from torchrl_modules.engines.async_protocol import AsyncEngine
+from torchrl_modules.engines.async_protocol import AsyncEngine, can_keep_caches
 from torchrl_modules.engines.engine_state import EngineState
 from torchrl_modules.engines.load import EngineLoad, tells_load
 from torchrl_modules.engines.open_async import open_async
@@ -174,6 +174,11 @@ class EngineFleet:
         return next((model for model in models if model is not None), None)
 
     @property
+    def can_keep_caches(self) -> bool:
+        """Whether `update_weights` takes ``recompute=False``, because every engine's does."""
+        return all(can_keep_caches(member.engine) for member in self._members)
+
+    @property
     def tells_load(self) -> bool:
         """Whether every engine tells how full it is."""
         return all(tells_load(member.engine) for member in self._members)
@@ -203,18 +208,28 @@ class EngineFleet:
         return await self._run(self._respond(prompt, params, budget, session))
 
     async def update_weights(
-        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        recompute: bool = True,
     ) -> None:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.update_weights`.
 
         A copy is kept in memory, for engines that come back. Where all engines die over it, it is
         made with those that come back.
 
+        Args:
+            state_dict: as there.
+            version: as there.
+            recompute: what responses in flight have so far is read again. ``False`` takes engines
+                that :attr:`can_keep_caches`.
+
         Raises:
             EngineDied: no engine serves, and none will.
             UpdateRefused: no engine takes it; the old weights keep serving.
         """
-        await self._run(self._update(state_dict, version))
+        await self._run(self._update(state_dict, version, recompute))
 
     async def measure_load(self) -> EngineLoad:
         """How full the fullest engine is that serves, and the preemptions of all.
@@ -318,23 +333,27 @@ class EngineFleet:
         if index is not None and self._members[index].known.state is not EngineState.DEAD:
             self._members[index].engine.end_session(session)
 
-    async def _update(self, state_dict: Mapping[str, Tensor], version: int | None) -> None:
+    async def _update(
+        self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool
+    ) -> None:
         async with self._updating:
             number = next_version(version, self._version, who="EngineFleet.update_weights")
             copying = asyncio.create_task(asyncio.to_thread(_copied, state_dict))
             try:
-                await self._push(state_dict, number)
+                await self._push(state_dict, number, recompute)
             finally:
                 weights = await copying
             self.weights, self._version = weights, number
             for member in self._members:
                 member.become(member.known.wants(number))
 
-    async def _push(self, state_dict: Mapping[str, Tensor], version: int) -> None:
+    async def _push(self, state_dict: Mapping[str, Tensor], version: int, recompute: bool) -> None:
         """Give all engines that serve new weights, and go on once one has them."""
         while True:
             serving = (await self._serving()).values()
-            refusals = await asyncio.gather(*(one.push(state_dict, version) for one in serving))
+            refusals = await asyncio.gather(
+                *(one.push(state_dict, version, recompute=recompute) for one in serving)
+            )
             if any(member.known.served == version for member in serving):
                 return
             for refusal in refusals:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from torchrl_modules.engines.async_protocol import AsyncEngine
+from torchrl_modules.engines.async_protocol import AsyncEngine, push_weights
 from torchrl_modules.engines.engine_state import EngineState, Supervision
 from torchrl_modules.engines.load import TellsLoad
 from torchrl_modules.engines.protocol import EngineDied, Generation
@@ -165,11 +165,13 @@ class Member:
         self._preemptions_told = load.num_preemptions
         return load.cache_use
 
-    async def push(self, weights: Mapping[str, Tensor], version: int) -> UpdateRefused | None:
+    async def push(
+        self, weights: Mapping[str, Tensor], version: int, *, recompute: bool
+    ) -> UpdateRefused | None:
         """Replace its weights; gives why it refuses them. One that fails has died."""
         incarnation = self.known.incarnation
         try:
-            await self.engine.update_weights(weights, version=version)
+            await push_weights(self.engine, weights, version=version, recompute=recompute)
         except UpdateRefused as refused:
             self.refused = version
             return refused
