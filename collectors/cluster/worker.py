@@ -181,7 +181,7 @@ class CollectorWorker:
         ticket, episodes = group.ticket, group.episodes
         self._ends[ticket] = {}
         try:
-            await self._groups.run(group)
+            await group.run(self._groups)
         except EngineDied:
             await self._groups.give_up(episodes)
             await ledger.give_back.remote(worker, incarnation, ticket)

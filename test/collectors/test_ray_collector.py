@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,6 +22,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import CollectorDied, Drop, LoadCap, RayLLMCollector, Wait
 from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
+from collectors.cluster.worker import CollectorWorker, WorkerSettings
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -261,6 +262,79 @@ class TestLedgerService:
         assert again.seed != slow.seed
 
 
+class Crowded(BatchingEngine):
+    """As full as it is told to be; draws when it may."""
+
+    tells_load, cache_use, num_waiting, may_draw = True, 0.1, 0, False
+
+    async def measure_load(self):
+        return EngineLoad(self.cache_use, 0)
+
+    async def respond(self, prompt, params, **kwargs):
+        self.num_waiting += 1
+        try:
+            while not self.may_draw:
+                await asyncio.sleep(0.005)
+        finally:
+            self.num_waiting -= 1
+        return await super().respond(prompt, params, **kwargs)
+
+
+class Handle:
+    """Calls a service as Ray's handle of its actor does, in this process."""
+
+    def __init__(self, service):
+        self.service = service
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(self.service, name))
+
+
+def test_a_collector_follows_its_engine_and_the_youngest_groups_run_again(scripted, monkeypatch):
+    monkeypatch.setattr("collectors.cluster.worker.load_ray", lambda: SimpleNamespace(put=list))
+    policy = scripted(["hello"], write_tokens=False)
+    engine = Crowded(policy.engine)
+    policy.engine = BlockingEngine(engine)
+    cap, ages = LoadCap(interval_s=0.01), Wait(2)
+    num_slots = 2 * GROUPS
+
+    async def until(holds):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+    async def main():
+        service = LedgerService(
+            partial(make_env, 12, num_epochs=1), groups_per_step=GROUPS, staleness=ages
+        )
+        await service.open()
+        settings = WorkerSettings(
+            make_env(), policy, N, num_slots * N, (), None, ages, cap, num_slots
+        )
+        worker = CollectorWorker(settings)
+        await worker.open()
+        await service.join(0, 1)
+        await service.begin()
+        running = asyncio.create_task(worker.run(Handle(service), 0, 1))
+        await until(lambda: engine.num_waiting == num_slots * N)
+        engine.cache_use = 0.95
+        await until(lambda: engine.num_waiting == N)  # 3 groups, 2, 1
+        await until(lambda: service.ledger.balance.dropped == {"load": (3, 0)})
+        engine.cache_use, engine.may_draw = 0.1, True
+        trained = []
+        while shares := await service.take():
+            trained += [share.ticket.ordinal for share in shares]
+            await service.pulled(await service.push([share.ticket for share in shares], 0))
+        ledger = await service.stop()
+        await running
+        await worker.close()
+        return trained, ledger
+
+    trained, ledger = asyncio.run(asyncio.wait_for(main(), timeout=60))
+    assert sorted(trained) == list(range(12))
+    assert ledger.balance.dropped == {"load": (3, 0)}
+    assert is_balanced(ledger)
+
+
 class TestRay:
     def test_two_collectors_one_killed_in_the_midst(self, ray, chatml_tokenizer, make_tiny_model):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -429,67 +503,6 @@ class TestRay:
         waited = num_waiting * N * heavy
         for now, then in zip(after, before, strict=True):
             assert now - then < waited / 4
-
-    def test_the_load_is_followed_and_the_youngest_groups_run_again(
-        self, ray, tmp_path, chatml_tokenizer
-    ):
-        full, crowd = tmp_path / "full", tmp_path / "crowd"
-
-        class Crowded(BatchingEngine):
-            """Full while a file is there, for which it waits, too; says how many are in it."""
-
-            tells_load, num_waiting = True, 0
-
-            async def measure_load(self):
-                return EngineLoad(0.95 if full.exists() else 0.1, 0)
-
-            async def respond(self, prompt, params, **kwargs):
-                self.tell(1)
-                try:
-                    while full.exists():
-                        await asyncio.sleep(0.01)
-                finally:
-                    self.tell(-1)
-                return await super().respond(prompt, params, **kwargs)
-
-            def tell(self, more):
-                self.num_waiting += more
-                crowd.write_text(str(self.num_waiting))
-
-        def make_policy():
-            torch.manual_seed(0)
-            policy = TransformersWrapper(
-                tiny_qwen3(len(chatml_tokenizer)),
-                tokenizer=chatml_tokenizer,
-                generate_kwargs={"max_new_tokens": 2},
-                write_tokens=False,
-            )
-            policy.engine = BlockingEngine(Crowded(policy.engine))
-            return policy
-
-        def empty_it():
-            seen, most = 0, 0
-            while not (most > N and seen == N):  # 4 groups, 3, 2, 1
-                seen = int(crowd.read_text() or 0) if crowd.exists() else 0
-                most = max(most, seen)
-                time.sleep(0.005)
-            full.unlink()
-
-        full.touch()
-        with RayLLMCollector(
-            partial(make_env, 12, num_epochs=1),
-            policy_factory=make_policy,
-            staleness=Wait(2),
-            max_inflight_tasks=LoadCap(interval_s=0.05),
-        ) as collector:
-            threading.Thread(target=empty_it, daemon=True).start()
-            batches = list(collector)
-        numbers = [int(row["group_id"]) for batch in batches for row in batch.unbind(0)]
-        assert Counter(numbers) == dict.fromkeys(range(12), N)
-        balance = collector.ledger.balance
-        assert (balance.trained.groups, balance.dropped["load"].groups) == (12, 3)
-        assert set(balance.dropped) == {"load"}
-        assert is_balanced(collector.ledger)
 
     def test_what_an_engine_cannot_do_is_refused_at_construction(self, ray, chatml_tokenizer):
         def make_policy():
