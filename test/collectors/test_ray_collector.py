@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -377,6 +378,43 @@ class TestRay:
         while engines():
             assert time.monotonic() < deadline, "engines outlive their collectors"
             time.sleep(0.1)
+
+    def test_ctrl_c_in_a_collection_is_one_and_loses_nothing(
+        self, ray, chatml_tokenizer, monkeypatch
+    ):
+        """Ray's native code would make another error of it, which nobody expects."""
+
+        model = tiny_qwen3(len(chatml_tokenizer))
+
+        def make_policy():
+            return TransformersWrapper(
+                model,
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 2},
+                write_tokens=False,
+            )
+
+        def interrupted(_):
+            raise KeyboardInterrupt
+
+        numbers = Counter()
+        with RayLLMCollector(
+            lambda: make_env(2 * GROUPS, seconds=1.0, num_epochs=1),
+            policy_factory=make_policy,
+            staleness=Wait(1),
+        ) as collector:
+            # A turn takes a second, and none begins before this.
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                collector.collect()
+            for _ in range(2):
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(collector._ledger_client, "_rows_of", interrupted)
+                    collector.collect()
+                numbers.update(collector.collect()["group_id"].tolist())
+                collector.update_policy_weights_(model, wait=True)
+            assert is_balanced(collector.ledger)
+        assert list(numbers.values()) == [N] * 2 * GROUPS
 
     def test_rows_that_wait_are_in_nobodys_memory_but_rays(self, ray, chatml_tokenizer):
         """Rows of a megabyte: the messages about them stay small, and so do trainer and ledger."""
