@@ -1,5 +1,7 @@
 """The door to Ray, and what is raised when a part of a collection on a cluster is gone."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -26,3 +28,14 @@ def is_death(error: BaseException) -> bool:
     causes: list[BaseException | None] = [error, getattr(error, "cause", None), error.__cause__]
     kinds = (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.RaySystemError)
     return any(isinstance(cause, kinds) for cause in causes)
+
+
+@contextmanager
+def lets_signals_through() -> Iterator[None]:
+    """Raise what a signal's handler raised; Ray's native code makes a ``SystemError`` of it."""
+    try:
+        yield
+    except SystemError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, Exception):
+            raise
+        raise error.__cause__ from None

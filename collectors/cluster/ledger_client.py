@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from collectors.ledger import GroupLedger, Ticket
 
-from .door import CollectorDied, is_death, load_ray
+from .door import CollectorDied, is_death, lets_signals_through, load_ray
 from .ledger_service import WHO, Share
 
 _LOOK_S: Final = 0.5
@@ -43,9 +43,10 @@ class LedgerClient:
         """
         ray = load_ray()
         try:
-            while not ray.wait([reference], timeout=_LOOK_S)[0]:
-                self.check()
-            return ray.get(reference)
+            with lets_signals_through():
+                while not ray.wait([reference], timeout=_LOOK_S)[0]:
+                    self.check()
+                return ray.get(reference)
         except Exception as error:
             if not is_death(error):
                 raise
@@ -64,17 +65,17 @@ class LedgerClient:
             shares = self._take()
             rows = self._rows_of(shares)
             if rows is not None:
-                self.taken, self.is_with_caller = [share.ticket for share in shares], False
+                tickets = [share.ticket for share in shares]
+                self.taken, self.is_with_caller, self._taking = tickets, False, None
+                self._num_bytes += len(load_ray().cloudpickle.dumps(shares))
+                self._num_rows += sum(share.num_rows for share in shares)
                 return rows, len(shares)
 
     def _take(self) -> list[Share]:
+        """What is taken; whatever is raised until its rows are here leaves it to be asked again."""
         if self._taking is None:
             self._taking = self._actor.take.remote()
-        shares = self._ask(self._taking)  # An error leaves it to be asked again.
-        self._taking = None
-        self._num_bytes += len(load_ray().cloudpickle.dumps(shares))
-        self._num_rows += sum(share.num_rows for share in shares)
-        return shares
+        return self._ask(self._taking)
 
     def _rows_of(self, shares: list[Share]) -> list[TensorDictBase] | None:
         """The rows of a batch; ``None``: some are gone, and their groups run again."""
@@ -82,7 +83,8 @@ class LedgerClient:
         rows, lost = [], []
         for share in shares:
             try:
-                rows += ray.get(share.rows)
+                with lets_signals_through():
+                    rows += ray.get(share.rows)
             except Exception as error:
                 if not is_death(error):
                     raise
@@ -90,6 +92,7 @@ class LedgerClient:
         if not lost:
             return rows
         _log.warning("%s: the rows of %d groups are gone, which run again", WHO, len(lost))
+        self._taking = None
         self._ask(self._actor.put_back.remote(lost))
         return None
 
@@ -119,7 +122,8 @@ class LedgerClient:
         waiting = []
         for share in shares:
             try:
-                rows = ray.get(share.rows)
+                with lets_signals_through():
+                    rows = ray.get(share.rows)
             except Exception as error:
                 if not is_death(error):
                     raise

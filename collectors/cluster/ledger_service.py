@@ -191,13 +191,11 @@ class LedgerService:
                 )
         self._notify()
 
-    async def give_back(
-        self, worker: int, incarnation: int, ticket: Ticket, reason: str = ""
-    ) -> None:
+    async def give_back(self, worker: int, incarnation: int, ticket: Ticket, why: str = "") -> None:
         """A group runs again with the same seed: its engine died, or had no room (``LOAD``)."""
         if self._is_with(worker, incarnation, ticket):
             prompt = self._running.pop(ticket).prompt
-            self._drop(ticket, prompt, reason) if reason else self._cancel(ticket, prompt)
+            self._drop(ticket, prompt, why) if why else self._cancel(ticket, prompt)
             self._notify()
 
     async def lose(self, worker: int, incarnation: int) -> int:

@@ -5,9 +5,12 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from torchrl.data import ReplayBuffer
+
 from collectors.checkpoint.errors import NoCheckpoint
 from collectors.checkpoint.store import CheckpointStore
 
+from .buffer_part import BufferPart
 from .identity import check_identity, installed_versions
 from .random_state import random_state, set_random_state
 from .sharded_parts import Sharded
@@ -63,10 +66,14 @@ class RunState:
 
     Raises:
         TypeError: a part is neither.
+        ValueError: a replay buffer draws batches ahead.
     """
 
     def __init__(
-        self, *, identity: Mapping[str, Any] | None = None, **parts: Stateful | Sharded
+        self,
+        *,
+        identity: Mapping[str, Any] | None = None,
+        **parts: Stateful | Sharded | ReplayBuffer,
     ) -> None:
         self.sharded = {name: part for name, part in parts.items() if isinstance(part, Sharded)}
         """The parts that every rank has a share of."""
@@ -80,7 +87,7 @@ class RunState:
                     f"RunState: {name} is of type {type(part).__name__}, which has no state_dict() "
                     "and load_state_dict()."
                 )
-            self.parts[name] = part
+            self.parts[name] = BufferPart(part) if isinstance(part, ReplayBuffer) else part
         self.identity = dict(identity or {})
         self.further: dict[str, Any] = {}
         """What :meth:`restore` found beside the parts."""

@@ -152,7 +152,7 @@ class StreamingCollector(BackgroundCollector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        serves, follower, recompute = self._opened(engine, policy, max_inflight_tasks)
+        serves, follower = self._opened(engine, policy, max_inflight_tasks)
         self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
         runner = AsyncEpisodeRunner(env)
         self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))
@@ -174,9 +174,7 @@ class StreamingCollector(BackgroundCollector):
             follower=follower,
         )
         parts = (self._producer, self._async_policy)
-        self._weights = WeightPushes(
-            *parts, self.ledger, updater, self.timeline, recompute=recompute
-        )
+        self._weights = WeightPushes(*parts, self.ledger, updater, self.timeline)
         self._evaluations = Evaluations(*parts, self.timeline)
         self._monitor = Monitor(self._producer, self.ledger, self.timeline, follower)
         self._finished = FinishedGroups(self._producer, self.ledger, self._prompts, self._monitor)
@@ -186,13 +184,13 @@ class StreamingCollector(BackgroundCollector):
 
     def _opened(
         self, engine: AsyncEngine | None, policy: LLMWrapperBase, max_inflight_tasks: int | LoadCap
-    ) -> tuple[AsyncEngine, LoadFollower | None, bool]:
-        """What draws, what follows its load, and whether new weights read again what it draws."""
+    ) -> tuple[AsyncEngine, LoadFollower | None]:
+        """What draws, and what follows its load."""
         serves = engine or self._engine_of(policy)
         try:
             check_adapters(serves, self.ledger.policy)
-            follower = follower_of(serves, self.ledger.num_slots, max_inflight_tasks)
-            return serves, follower, recomputes(serves, self.ledger.policy)
+            recomputes(serves, self.ledger.policy)
+            return serves, follower_of(serves, self.ledger.num_slots, max_inflight_tasks)
         except BaseException:
             if engine is None:
                 serves.close()

@@ -10,6 +10,7 @@ from collectors.ledger import GroupLedger, Ticket
 from torchrl_modules.engines.async_protocol import push_weights
 from torchrl_modules.policies.async_policy import AsyncPolicy
 
+from .checks import recomputes
 from .producer import Producer
 from .trace import Timeline
 from .updater import SnapshotUpdater
@@ -43,7 +44,6 @@ class WeightPushes:
         ledger: counts steps of training; its slots are free once their weights are pulled.
         updater: makes the copies.
         timeline: notes how long it takes.
-        recompute: the new weights read again what is in flight.
     """
 
     def __init__(
@@ -53,15 +53,13 @@ class WeightPushes:
         ledger: GroupLedger,
         updater: SnapshotUpdater,
         timeline: Timeline,
-        *,
-        recompute: bool,
     ) -> None:
         self._producer = producer
         self._policy = policy
         self._ledger = ledger
         self._updater = updater
         self._timeline = timeline
-        self._recompute = recompute
+        self._recompute = recomputes(policy.engine, ledger.policy)
         self._push: Future[None] | None = None
         self.version = policy.version
         """Of the weights that were pushed last."""

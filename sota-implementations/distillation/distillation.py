@@ -21,7 +21,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import GRPOLoss
 from torchrl_agents.recipe.collection import build_collector
-from torchrl_agents.recipe.preparation import Setup, build_task, load_policies
+from torchrl_agents.recipe.preparation import Setup, build_task, load_models, warm_up
 from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.stop import StopSignals
@@ -77,10 +77,11 @@ RECIPE = Recipe(
 
 def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
     """Train as the settings say; gives the result."""
-    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
-    with log.phase("loading the teacher"):
+    actor, policy = load_models(cfg, setup, log)
+    with log.phase("loading the teacher"):  # what it can't teach shows before the warm start
         longest = policy.engine.max_model_len
         teachers = build_panel(cfg).load(actor, cfg.policy, max_model_len=longest)
+    actor, policy = warm_up(cfg, setup, log, actor, policy, warm=not run.goes_on)
 
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 

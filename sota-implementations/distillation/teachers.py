@@ -101,7 +101,8 @@ def build_teacher(
     if tokenizer.get_vocab() != student.tokenizer.get_vocab():
         raise SettingsError(
             f"teacher.model={cfg.model!r} has another vocabulary than the student: its log-probs "
-            "are of other tokens. Take a teacher of the student's family."
+            "are of other tokens. Take a teacher of the student's family; embedded models are one "
+            "family where task and seed are the same."
         )
     return TransformersWrapper(
         model.eval().requires_grad_(False),

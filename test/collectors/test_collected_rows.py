@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from tensordict import lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
+from collectors import CheckpointStore, LLMCollector, RunState
 from objectives import MCAdvantage
 from torchrl_data import LogProbs, Masks, MissingEntryError, Tokens
 from torchrl_envs import (
@@ -171,26 +172,42 @@ def test_rows_whose_prompts_nobody_knows_are_not_guessed(scripted):
     assert RewardFunctions([one], completion_format="messages")(batch)["reward"].item() == 1.0
 
 
-def test_a_state_dict_of_a_buffer_loses_nothing_in_silence(policy, tmp_path):
-    def make():
-        storage = LazyStackStorage(4)
-        return ReplayBuffer(storage=storage, transform=MCAdvantage(2), batch_size=4)
+def test_a_buffer_that_is_restored_writes_and_samples_as_the_one_that_was_saved(policy, tmp_path):
+    def make(size=6):
+        storage = LazyStackStorage(size)
+        sampler = SamplerWithoutReplacement()
+        return ReplayBuffer(
+            storage=storage, sampler=sampler, transform=MCAdvantage(2), batch_size=1
+        )
 
-    buffer, other = make(), make()
-    LLMCollector(
-        make_env(RewardFunctions([one]), num_rows=4), policy, replay_buffer=buffer
-    ).collect()
-    with pytest.raises(
-        RuntimeError, match=r"leave out the messages.*torch.save\(buffer\[:\], path"
-    ):
+    def go_on(buffer):
+        torch.manual_seed(0)
+        drawn = [buffer.sample()]
+        buffer.extend(rows[5:])  # the other half of a group, and one more: over the oldest rows
+        drawn += [buffer.sample(), buffer[:]]
+        return [
+            (*(row[key].tolist() for key in keys), row["history", "full"].to_chats(), row["row"])
+            for batch in drawn
+            for row in batch.unbind(0)
+        ]
+
+    keys = ["advantage", ("tokens", "full"), ("log_probs", "full"), "group_id"]
+    lengths = RewardFunctions([lambda completions: [float(len(said)) for said in completions]])
+    collector = LLMCollector(make_env(lengths, num_rows=4), policy)
+    rows = lazy_stack([row for _ in range(2) for row in collector.collect().unbind(0)])
+    buffer = make()
+    buffer.extend(rows[:5])  # one row waits for its group
+    for _ in range(3):
+        buffer.sample()  # the fourth row is left to be drawn
+    with CheckpointStore(tmp_path) as store:
+        RunState(buffer=buffer).save(store, 1)
+        copy, other = pickle.loads(pickle.dumps(buffer)), make()
+        assert RunState(buffer=other).restore(store) == 1
+        assert go_on(buffer) == go_on(other) == go_on(copy)
+        with pytest.raises(ValueError, match=r"4 rows were saved, .* holds 3"):
+            RunState(buffer=make(3)).restore(store)
+    with pytest.raises(RuntimeError, match=r"leave out the messages.*RunState\(buffer=buffer"):
         buffer.state_dict()
-    torch.save(buffer[:], tmp_path / "rows.pt")
-    other.extend(torch.load(tmp_path / "rows.pt", weights_only=False))
-    copies = [other[:], pickle.loads(pickle.dumps(buffer))[:]]
-    for row in range(4):
-        own = buffer[:][row]
-        for copied in copies:
-            assert copied[row]["history", "full"].to_chats() == own["history", "full"].to_chats()
-            assert copied[row]["stop_reason"] == own["stop_reason"]
-            assert copied[row]["row"] == own["row"]
-            assert torch.equal(copied[row]["tokens"].full, own["tokens"].full)
+    ahead = ReplayBuffer(storage=LazyStackStorage(4), batch_size=2, prefetch=1)
+    with pytest.raises(ValueError, match="drawn ahead"):
+        RunState(buffer=ahead)

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,9 +20,8 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import CollectorDied, Drop, LoadCap, RayLLMCollector, Wait
+from collectors import CollectorDied, Drop, RayLLMCollector, Wait
 from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
-from collectors.cluster.worker import CollectorWorker, WorkerSettings
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -32,9 +31,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_modules import EngineFleet, EngineLoad, TransformersWrapper, vLLMWrapper
-from torchrl_modules.engines.batching_engine import BatchingEngine
-from torchrl_modules.engines.blocking_engine import BlockingEngine
+from torchrl_modules import EngineFleet, TransformersWrapper, vLLMWrapper
 from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.weights.state import UpdateRefused
@@ -262,79 +259,6 @@ class TestLedgerService:
         assert again.seed != slow.seed
 
 
-class Crowded(BatchingEngine):
-    """As full as it is told to be; draws when it may."""
-
-    tells_load, cache_use, num_waiting, may_draw = True, 0.1, 0, False
-
-    async def measure_load(self):
-        return EngineLoad(self.cache_use, 0)
-
-    async def respond(self, prompt, params, **kwargs):
-        self.num_waiting += 1
-        try:
-            while not self.may_draw:
-                await asyncio.sleep(0.005)
-        finally:
-            self.num_waiting -= 1
-        return await super().respond(prompt, params, **kwargs)
-
-
-class Handle:
-    """Calls a service as Ray's handle of its actor does, in this process."""
-
-    def __init__(self, service):
-        self.service = service
-
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=getattr(self.service, name))
-
-
-def test_a_collector_follows_its_engine_and_the_youngest_groups_run_again(scripted, monkeypatch):
-    monkeypatch.setattr("collectors.cluster.worker.load_ray", lambda: SimpleNamespace(put=list))
-    policy = scripted(["hello"], write_tokens=False)
-    engine = Crowded(policy.engine)
-    policy.engine = BlockingEngine(engine)
-    cap, ages = LoadCap(interval_s=0.01), Wait(2)
-    num_slots = 2 * GROUPS
-
-    async def until(holds):
-        while not holds():
-            await asyncio.sleep(0.005)
-
-    async def main():
-        service = LedgerService(
-            partial(make_env, 12, num_epochs=1), groups_per_step=GROUPS, staleness=ages
-        )
-        await service.open()
-        settings = WorkerSettings(
-            make_env(), policy, N, num_slots * N, (), None, ages, cap, num_slots
-        )
-        worker = CollectorWorker(settings)
-        await worker.open()
-        await service.join(0, 1)
-        await service.begin()
-        running = asyncio.create_task(worker.run(Handle(service), 0, 1))
-        await until(lambda: engine.num_waiting == num_slots * N)
-        engine.cache_use = 0.95
-        await until(lambda: engine.num_waiting == N)  # 3 groups, 2, 1
-        await until(lambda: service.ledger.balance.dropped == {"load": (3, 0)})
-        engine.cache_use, engine.may_draw = 0.1, True
-        trained = []
-        while shares := await service.take():
-            trained += [share.ticket.ordinal for share in shares]
-            await service.pulled(await service.push([share.ticket for share in shares], 0))
-        ledger = await service.stop()
-        await running
-        await worker.close()
-        return trained, ledger
-
-    trained, ledger = asyncio.run(asyncio.wait_for(main(), timeout=60))
-    assert sorted(trained) == list(range(12))
-    assert ledger.balance.dropped == {"load": (3, 0)}
-    assert is_balanced(ledger)
-
-
 class TestRay:
     def test_two_collectors_one_killed_in_the_midst(self, ray, chatml_tokenizer, make_tiny_model):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -466,6 +390,44 @@ class TestRay:
             assert time.monotonic() < deadline, "engines outlive their collectors"
             time.sleep(0.1)
 
+    def test_ctrl_c_in_a_collection_is_one_and_loses_nothing(
+        self, ray, chatml_tokenizer, monkeypatch
+    ):
+        """Ray's native code would make another error of it, which nobody expects."""
+
+        model = tiny_qwen3(len(chatml_tokenizer))
+
+        def make_policy():
+            return TransformersWrapper(
+                model,
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 2},
+                write_tokens=False,
+            )
+
+        def interrupted(_):
+            raise KeyboardInterrupt
+
+        numbers = Counter()
+        with RayLLMCollector(
+            lambda: make_env(2 * GROUPS, seconds=1.0, num_epochs=1),
+            policy_factory=make_policy,
+            staleness=Wait(1),
+        ) as collector:
+            # A turn takes a second, and none begins before this.
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                collector.collect()
+            for _ in range(2):
+                with monkeypatch.context() as patch:
+                    patch.setattr(collector._ledger_client, "_rows_of", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        collector.collect()
+                numbers.update(collector.collect()["group_id"].tolist())
+                collector.update_policy_weights_(model, wait=True)
+            assert is_balanced(collector.ledger)
+        assert list(numbers.values()) == [N] * 2 * GROUPS
+
     def test_rows_that_wait_are_in_nobodys_memory_but_rays(self, ray, chatml_tokenizer):
         """Rows of a megabyte: the messages about them stay small, and so do trainer and ledger."""
         heavy, num_waiting = 1 << 20, 3 * GROUPS
@@ -503,21 +465,6 @@ class TestRay:
         waited = num_waiting * N * heavy
         for now, then in zip(after, before, strict=True):
             assert now - then < waited / 4
-
-    def test_what_an_engine_cannot_do_is_refused_at_construction(self, ray, chatml_tokenizer):
-        def make_policy():
-            policy = TransformersWrapper(
-                tiny_qwen3(len(chatml_tokenizer)),
-                tokenizer=chatml_tokenizer,
-                generate_kwargs={"max_new_tokens": 2},
-            )
-            policy.engine = BlockingEngine(BatchingEngine(policy.engine))
-            return policy
-
-        with pytest.raises(ValueError, match="which BatchingEngine can't do"):
-            RayLLMCollector(
-                make_env, policy_factory=make_policy, staleness=Wait(2, recompute=False)
-            )
 
     def test_what_does_not_fit_together_is_told_as_it_is(self, ray):
         with pytest.raises(TypeError, match="one of policy and policy_factory"):

@@ -180,13 +180,6 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         ),
         (["collector.follow_load=true"], "collector.follow_load is for collector=streaming"),
         (["collector=ray", "collector.follow_load=true"], "follow_load needs engine=vllm"),
-        (
-            [
-                *("collector=streaming", "engine=vllm", "collector.follow_load=true"),
-                "collector.max_staleness=0",
-            ],
-            "follow_load: with collector.max_staleness=0",
-        ),
         (["loss.clip_low=-1"], "loss: .*clip_low"),
         (
             ["loss=cispo", "loss.clip_low=0.1"],

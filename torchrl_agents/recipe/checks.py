@@ -66,15 +66,8 @@ RULES: Final[dict[str, Rule]] = {
     "evaluate.num_shown": NOT_NEGATIVE,
 }
 """What each number must be; ``None`` is always allowed."""
-STREAMING: Final = (
-    "max_staleness",
-    "staleness_policy",
-    "pipeline_depth",
-    "max_inflight_tasks",
-    "follow_load",
-    "recompute",
-)
-"""Settings of a collector that collects beside training."""
+AGES: Final = ("max_staleness", "staleness_policy", "pipeline_depth", "recompute")
+STREAMING: Final = (*AGES, "max_inflight_tasks", "follow_load")
 PARALLEL: Final = ("auto", "ddp", "fsdp2")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -239,11 +232,6 @@ def _check_streaming(cfg: RolloutsConfig) -> None:
     if collector.follow_load and cfg.engine.name != "vllm":
         raise SettingsError(
             "collector.follow_load needs engine=vllm: other engines don't tell how full they are."
-        )
-    if collector.follow_load and collector.mode == "streaming" and collector.max_staleness == 0:
-        raise SettingsError(
-            "collector.follow_load: with collector.max_staleness=0 all episodes of a step are "
-            "drawn in one batch. Leave it out, or allow some staleness."
         )
 
 

@@ -50,11 +50,7 @@ def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
 
 
 def tasks_of(cfg: CollectorConfig) -> int | LoadCap:
-    """How many episodes may run at once.
-
-    Raises:
-        ValueError: the settings don't go together.
-    """
+    """How many episodes may run at once."""
     return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
 
 

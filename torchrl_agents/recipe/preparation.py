@@ -144,31 +144,50 @@ def _common(cfg: RecipeConfig, limits: EpisodeConfig) -> dict[str, Any]:
 def load_policies(
     cfg: RolloutsConfig, setup: Setup, log: RunLog, *, warm: bool = True
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
-    """The model that is trained, warmed up, and the policy that samples with its weights.
+    """:func:`load_models`, then :func:`warm_up`."""
+    return warm_up(cfg, setup, log, *load_models(cfg, setup, log), warm=warm)
 
-    Adapters, if there are any, are put on what has been warmed up. The environments get a budget of
-    tokens, which depends on the model's length.
+
+def load_models(
+    cfg: RolloutsConfig, setup: Setup, log: RunLog
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """The model that is trained, as it is loaded, and the policy that samples with its weights.
+
+    The environments get a budget of tokens, which depends on the model's length.
+    """
+    with log.phase("loading the model"):
+        actor, policy = build_policies(cfg, setup.task)
+        for each in (setup.env, setup.held_out_env):
+            set_token_budget(each, cfg.collector, policy)
+    return actor, policy
+
+
+def warm_up(
+    cfg: RolloutsConfig,
+    setup: Setup,
+    log: RunLog,
+    actor: TransformersWrapper,
+    policy: LLMWrapperBase,
+    *,
+    warm: bool = True,
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """Demonstrations teach the format; then adapters, if there are any, are put on the model.
 
     Args:
         cfg: the settings.
         setup: the task and its environments.
         log: told of the phases.
+        actor: what is trained.
+        policy: samples with its weights.
         warm: whether to warm up; not where a checkpoint has the weights.
     """
-    task, env, held_out_env = setup
-    with log.phase("loading the model"):
-        actor, policy = build_policies(cfg, task)
-        for each in (env, held_out_env):
-            set_token_budget(each, cfg.collector, policy)
     torch.manual_seed(cfg.seed)
-
-    # Warm start: demonstrations teach the format.
     num_warm = (cfg.warm_start.num_steps or 0) if warm else 0
     if num_warm:
         with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
             warm_start(
                 actor,
-                task.demonstrations,
+                setup.task.demonstrations,
                 num_steps=num_warm,
                 batch_size=cfg.warm_start.batch_size,
                 learning_rate=cfg.warm_start.learning_rate,

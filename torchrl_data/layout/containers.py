@@ -362,8 +362,8 @@ def _refuse_state_dict(group: Any, *_: Any, **__: Any) -> Any:
     del group
     raise RuntimeError(
         "TensorDict's state_dict keeps tensors only: it would leave out the messages, texts and "
-        "data rows, and so does a replay buffer's. Save the rows, torch.save(buffer[:], path), "
-        "and extend a buffer with torch.load(path, weights_only=False); or pickle the buffer."
+        "data rows, and so does a replay buffer's. RunState(buffer=buffer) of collectors saves a "
+        "buffer whole, in a CheckpointStore, and loads it without pickle."
     )
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from .base import Row, WholeBatchEngine
 from .http import AnswerTimeout, Interrupt, JSONClient, ServerRoutes
 from .requests import check_prompt, read_answer, sampling_fields, version_number
 
+Sending = AbstractContextManager[Callable[[], dict[str, str]]]
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
 
@@ -256,8 +257,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         Args:
             state_dict: as for `VLLMEngine.update_weights`.
             version: as for `VLLMEngine.update_weights`.
-            recompute: as for
-                :meth:`~torchrl_modules.vllm.async_engine.AsyncVLLMEngine.update_weights`.
+            recompute: as for `AsyncVLLMEngine.update_weights`.
             via: by which way they go, made with `transfer_control`; in memory when not given.
 
         Raises:
@@ -276,7 +276,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._updating = True
             try:
                 with self._watch.waiting():
-                    self._load(state_dict, str(version), recompute, via)
+                    self._load(self._sending(state_dict, via), str(version), recompute)
             except ConnectionError as error:
                 reason = self._failure or error
                 raise EngineDied(f"VLLMServerEngine.update_weights: {reason}") from error
@@ -308,14 +308,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 "options by `python -m torchrl_modules.vllm.launch`, which adds both."
             )
 
-    def _load(
-        self,
-        state_dict: Mapping[str, Tensor],
-        label: str,
-        recompute: bool,
-        via: C10dWeightTransfer | None,
-    ) -> None:
-        with self._sending(state_dict, via) as load:
+    def _load(self, sending: Sending, label: str, recompute: bool) -> None:
+        with sending as load:
             self._post("/pause", mode="keep", clear_cache=str(recompute).lower())
             try:
                 outcome = load()

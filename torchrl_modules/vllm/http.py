@@ -34,24 +34,20 @@ class Interrupt:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
-        self._is_set = False
-
-    @property
-    def is_set(self) -> bool:
+        self.is_set = False
         """Whether it was called."""
-        return self._is_set
 
     def attach(self, stream: "_Stream") -> None:
         """The request goes over this connection."""
         with self._lock:
             self._stream = stream
-            if self._is_set:
+            if self.is_set:
                 stream.shut_down()
 
     def __call__(self) -> None:
         """End it."""
         with self._lock:
-            self._is_set = True
+            self.is_set = True
             # A connection that another request has by now is left alone.
             if self._stream is not None and self._stream.interrupt is self:
                 self._stream.shut_down()

@@ -337,8 +337,8 @@ def test_cut_episodes_count_as_sampled_and_dropped():
     ledger.start(ticket)
     ledger.finish_episode(ticket, 1, tokens=10, oldest_version=0)
     with pytest.raises(ValueError, match=r"3 episodes of .* but only 2 are not over"):
-        ledger.drop(ticket, "expired", cut_lengths=[1, 2, 3])
-    ledger.drop(ticket, "expired", cut_lengths=[100, 7])
+        ledger.drop(ticket, "stale", cut_lengths=[1, 2, 3])
+    ledger.drop(ticket, "stale", cut_lengths=[100, 7])
     assert ledger.balance.offered == ledger.balance.num_dropped == (1, 117)
     assert ledger.lengths[0].num_lengths == 3
     assert ledger.lengths[1].num_lengths == 0

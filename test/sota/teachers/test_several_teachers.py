@@ -107,6 +107,10 @@ def test_a_run_with_a_teacher_for_each_task(run_recipe, tmp_path, monkeypatch):
         run_recipe(
             "distillation", *fast, *task, by_task, f"teachers={{echo: {{model: '{model}'}}}}"
         )
+    with monkeypatch.context() as patch:  # a minute that would be lost
+        patch.setattr("torchrl_agents.recipe.preparation.warm_start", None)
+        with pytest.raises(SystemExit, match=r"another vocabulary than the student"):
+            run_recipe("distillation", *fast, "task=calculator", f"teacher.model={model}")
     tiny = (
         "debug=tiny",
         "warm_start.num_steps=0",

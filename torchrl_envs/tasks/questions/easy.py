@@ -37,7 +37,7 @@ EASY: Final[dict[str, Easy]] = {
         },
         right_fraction=0.12,  # 7.1 is taken for 7.0
     ),
-    "palindrome_generation": Easy(settings={"min_length": 3, "max_length": 4}, num_warm_steps=700),
+    "palindrome_generation": Easy(settings={"min_length": 3, "max_length": 4}, num_warm_steps=1200),
     "rotate_matrix": Easy(
         settings={"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 1}
     ),

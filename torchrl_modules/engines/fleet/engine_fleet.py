@@ -163,8 +163,7 @@ class EngineFleet:
             ValueError: one can't.
         """
         for member in self._members:
-            check = getattr(member.engine, "check_sampling", None)
-            if check is not None:
+            if (check := getattr(member.engine, "check_sampling", None)) is not None:
                 check(params)
 
     @property
@@ -175,7 +174,7 @@ class EngineFleet:
 
     @property
     def can_keep_caches(self) -> bool:
-        """Whether `update_weights` takes ``recompute=False``, because every engine's does."""
+        """Whether every engine's `update_weights` takes ``recompute=False``."""
         return all(can_keep_caches(member.engine) for member in self._members)
 
     @property
@@ -217,13 +216,7 @@ class EngineFleet:
         """See :meth:`torchrl_modules.engines.async_protocol.AsyncEngine.update_weights`.
 
         A copy is kept in memory, for engines that come back. Where all engines die over it, it is
-        made with those that come back.
-
-        Args:
-            state_dict: as there.
-            version: as there.
-            recompute: what responses in flight have so far is read again. ``False`` takes engines
-                that :attr:`can_keep_caches`.
+        made with those that come back. ``recompute=False`` takes engines that `can_keep_caches`.
 
         Raises:
             EngineDied: no engine serves, and none will.
@@ -319,9 +312,8 @@ class EngineFleet:
         self, prompt: Sequence[int], params: SamplingParameters, budget: int, session: Hashable
     ) -> Generation:
         serving = await self._serving()
-        outstanding = {index: member.outstanding for index, member in serving.items()}
-        member = serving[self._router.choose(session, outstanding)]
-        return await member.respond(prompt, params, budget, session)
+        index = self._router.choose(session, {i: one.outstanding for i, one in serving.items()})
+        return await serving[index].respond(prompt, params, budget, session)
 
     async def _measure_load(self) -> EngineLoad:
         serving = (await self._serving()).values()
@@ -351,9 +343,8 @@ class EngineFleet:
         """Give all engines that serve new weights, and go on once one has them."""
         while True:
             serving = (await self._serving()).values()
-            refusals = await asyncio.gather(
-                *(one.push(state_dict, version, recompute=recompute) for one in serving)
-            )
+            pushes = (one.push(state_dict, version, recompute=recompute) for one in serving)
+            refusals = await asyncio.gather(*pushes)
             if any(member.known.served == version for member in serving):
                 return
             for refusal in refusals:
@@ -361,8 +352,7 @@ class EngineFleet:
                     raise UpdateRefused(str(refusal)) from refusal
 
     async def _set_paused(self, paused: bool) -> None:
-        self.is_paused = paused
-        running = (EngineState.HEALTHY, EngineState.SUSPECT)
+        self.is_paused, running = paused, (EngineState.HEALTHY, EngineState.SUSPECT)
         members = [member for member in self._members if member.known.state in running]
         await asyncio.gather(*(member.set_paused(paused) for member in members))
 
