@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict, lazy_stack
 
 from torchrl_agents.recipe import checks, optim
+from torchrl_agents.recipe.preparation import build_task
 from torchrl_agents.settings.command_line import (
     compose_config,
     groups,
@@ -111,6 +112,21 @@ def test_the_newer_losses_are_settings(check, training):
     torch.testing.assert_close(rows["streams", "ce"], torch.tensor([[0.0, 0.0, 0.05]]))
     cfg, _ = build("train.drop_solved_at=0.9")
     assert training.build_pools(cfg).settings["easy_at"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bonus"),
+    [
+        pytest.param(["task=calculator"], 0.01, id="the recipe's"),
+        pytest.param(["task=catch"], 0.0, id="the task's own"),
+        pytest.param(["task=catch", "loss.entropy_coeff=0.3"], 0.3, id="as it is set"),
+    ],
+)
+def test_a_task_has_its_own_entropy_bonus(compose, grpo, overrides, bonus):
+    cfg = compose(*overrides, "evaluate.num_prompts=8", "collector.num_prompts=1")
+    settings = {"num_rows": 64, "num_demonstrations": 32}
+    build_task(grpo.RECIPE, cfg, settings)
+    assert cfg.loss.entropy_coeff == bonus
 
 
 @pytest.mark.parametrize(
