@@ -234,3 +234,14 @@ LIBRARY_SET = set(LIBRARY)
 
 def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
+
+
+def test_mutants_made_by_hand_have_their_place():
+    """What stands in the code once can be changed there, and tests that exist can notice."""
+    path = ROOT / "test/mutants/by_hand.toml"
+    mutants = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
+    found = [(ROOT / m["file"]).read_text(encoding="utf-8").count(m["old"]) for m in mutants]
+    assert [m["name"] for m, count in zip(mutants, found, strict=True) if count != 1] == []
+    assert [t for m in mutants for t in m["tests"] if not (ROOT / t).exists()] == []
+    names = [m["name"] for m in mutants]
+    assert len(set(names)) == len(names)

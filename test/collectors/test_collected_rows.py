@@ -16,6 +16,7 @@ from torchrl_envs import (
     AnswerReward,
     ChatEnv,
     DataLoadingPrimer,
+    FunctionTools,
     RewardFunctions,
     StepCounter,
     row_reward,
@@ -159,6 +160,37 @@ def test_finished_rows_are_scored_as_in_their_environment(level, scripted):
     if level == "trajectory":
         assert got[0]["logged_metrics"] == {"length": 2.0}
     later.close()
+
+
+def echo(text: str) -> str:
+    """What it is given.
+
+    Args:
+        text: anything.
+    """
+    return text
+
+
+def test_a_policy_is_not_shown_the_rewards_of_the_turn_before(scripted, call_text):
+    """What TorchRL's ``step_mdp`` leaves out, entries that transforms declare included."""
+    rewards = [Parser(), RewardFunctions([one])]
+    parts = [DataLoadingPrimer(LETTERS), FunctionTools([echo]), *rewards]
+    env = ChatEnv(batch_size=2).append_transform(Compose(*parts, StepCounter(max_steps=3)))
+    policy = scripted({"<a>": [call_text("echo", text="x"), "a"], "<b>": ["c"]})
+    seen = []
+    policy.register_forward_pre_hook(lambda _, given: seen.append(set(given[0].keys())))
+    batch = LLMCollector(env, policy).collect()
+    assert batch["reward"].flatten().tolist() == [2.0, 1.0]
+    assert batch["success"].flatten().tolist() == [True, True]
+    declared = {"reward", "rewards", "scorable", "reward_errors", "success"}
+    assert set(env.full_reward_spec.keys()) == declared
+    assert len(seen) == 2
+    assert [keys & declared for keys in seen] == [set(), set()]
+    stepped = env.step(policy(env.reset()))
+    assert declared <= set(stepped["next"].keys())
+    assert seen[1] - {"_step"} <= set(env.step_mdp(stepped).keys())
+    assert not declared & set(env.step_mdp(stepped).keys())
+    env.close()
 
 
 def test_rows_whose_prompts_nobody_knows_are_not_guessed(scripted):

@@ -236,10 +236,12 @@ def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):
 
 def test_a_response_begins_with_its_first_sampled_token(make_row):
     """By hand: rows that begin with it, that sample one token, and that sample none."""
-    shapes = [(0, ((2, 2),)), (2, ((1, 3),)), (3, ()), (0, ((1, 0),)), (1, ((1, 1), (2, 1)))]
+    shapes = [(0, ((2, 2),)), (2, ((1, 3),)), (3, ()), (0, ((1, 0),)), (0, ((1, 2),))]
+    shapes += [(1, ((1, 1), (2, 1)))]
     rows = [make_row(i, prompt=prompt, turns=turns) for i, (prompt, turns) in enumerate(shapes)]
     packed = pack_batch(lazy_stack(rows), GRPOLossKeys(), "response", who="test")
     found = [mask.int().tolist() for mask in packed.target_mask.split(packed.lengths.tolist())]
     # The first token of a row has nothing before it that could predict it.
-    assert found == [[0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0], [0], [0, 1, 1, 1, 1, 1]]
-    assert packed.target_lengths.tolist() == [3, 4, 0, 0, 5]
+    assert found[:4] == [[0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0], [0]]
+    assert found[4:] == [[0, 1, 1], [0, 1, 1, 1, 1, 1]]
+    assert packed.target_lengths.tolist() == [3, 4, 0, 0, 2, 5]

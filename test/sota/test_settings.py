@@ -10,6 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from collectors import Drop, LoadCap, Wait
 from torchrl_agents.recipe import checks, optim
 from torchrl_agents.recipe.collection import staleness_of, tasks_of
+from torchrl_agents.recipe.preparation import build_task
 from torchrl_agents.settings.command_line import (
     compose_config,
     groups,
@@ -126,6 +127,21 @@ def test_what_is_asked_of_the_engine_reaches_the_collector(check):
     ).collector
     assert staleness_of(cfg) == Drop(4, recompute=False)
     assert tasks_of(cfg) == LoadCap(96)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bonus"),
+    [
+        pytest.param(["task=calculator"], 0.01, id="the recipe's"),
+        pytest.param(["task=catch"], 0.0, id="the task's own"),
+        pytest.param(["task=catch", "loss.entropy_coeff=0.3"], 0.3, id="as it is set"),
+    ],
+)
+def test_a_task_has_its_own_entropy_bonus(compose, grpo, overrides, bonus):
+    cfg = compose(*overrides, "evaluate.num_prompts=8", "collector.num_prompts=1")
+    settings = {"num_rows": 64, "num_demonstrations": 32}
+    build_task(grpo.RECIPE, cfg, settings)
+    assert cfg.loss.entropy_coeff == bonus
 
 
 @pytest.mark.parametrize(

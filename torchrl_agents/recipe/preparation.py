@@ -125,6 +125,8 @@ def _make_task(
     defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained)
     if cfg.policy.model is None:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
+        if task.entropy_coeff is not None and "loss.entropy_coeff" in defaults:
+            defaults["loss.entropy_coeff"] = task.entropy_coeff
         if "warm_start.num_steps" in defaults:
             own = task.num_warm_steps or defaults["warm_start.num_steps"]
             defaults["warm_start.num_steps"] = own if task.demonstrations else 0

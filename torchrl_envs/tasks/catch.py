@@ -9,6 +9,7 @@ from typing import Any, Final
 from torchrl_data.conversation.conversations import Message
 
 from .games.catch import NUM_ROWS, CatchGame
+from .phrases import catch_phrases
 from .task import Row, Task
 
 PROMPT: Final = (
@@ -102,6 +103,9 @@ def catch_task(
         train_rows=train,
         held_out_rows=held_out,
         demonstrations=[_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        num_warm_steps=200,
+        entropy_coeff=0.0,
         max_turns=NUM_MOVES + 1,
         max_new_tokens=32,
+        phrases=[PROMPT, *catch_phrases()],
     )

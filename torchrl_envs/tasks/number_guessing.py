@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
 
+from .phrases import around_argument
 from .task import Row, Task
 
 LARGEST: Final = 15
@@ -87,7 +88,10 @@ def number_guessing_task(
         train_rows=train,
         held_out_rows=held_out,
         demonstrations=[_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        num_warm_steps=1200,
+        entropy_coeff=0.0,
         max_turns=MAX_GUESSES + 1,
         max_new_tokens=28,
         isolated=r"\d+",
+        phrases=[prompt, *around_argument("guess", "n")],
     )

@@ -60,6 +60,8 @@ class Task:
     """Conversations about training rows that show the format, and little of the skill."""
     num_warm_steps: int | None = None
     """Steps of the warm start on them, for the embedded model; ``None`` for the recipe's."""
+    entropy_coeff: float | None = None
+    """Weight of an entropy bonus, for the embedded model; ``None`` for the recipe's."""
     max_turns: int = 1
     """Most turns of the policy in an episode."""
     max_new_tokens: int = 256
