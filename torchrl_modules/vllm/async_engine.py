@@ -110,9 +110,6 @@ class AsyncVLLMEngine(RespondingEngine):
         async with self._submit(row, params) as stream:
             return await stream.result()
 
-    can_keep_caches = True
-    """`update_weights` takes ``recompute=False``."""
-
     async def update_weights(
         self,
         state_dict: Mapping[str, Tensor],
@@ -162,8 +159,8 @@ class AsyncVLLMEngine(RespondingEngine):
         """
         self._thread.check_alive()
 
-    tells_load = True
-    """`measure_load` may be called."""
+    tells_load = can_keep_caches = True
+    """`measure_load` may be called, and `update_weights` takes ``recompute=False``."""
 
     async def measure_load(self) -> EngineLoad:
         """How full the cache is between two steps. Raises as `submit`."""
