@@ -203,11 +203,7 @@ class EpisodeTransform(Transform):
         return tensordict_reset
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Called by a plain ``TransformedEnv`` only, which would leave the episodes out.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Called by a plain ``TransformedEnv`` only, which would leave the episodes out: raises."""
         del tensordict
         raise self._misplaced()
 

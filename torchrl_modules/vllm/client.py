@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,6 @@ from .base import Row, WholeBatchEngine
 from .http import AnswerTimeout, Interrupt, JSONClient, ServerRoutes
 from .requests import check_prompt, read_answer, sampling_fields, version_number
 
-Sending = AbstractContextManager[Callable[[], dict[str, str]]]
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
 
@@ -102,9 +101,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     def _read_plain(self, status: int) -> dict[str, Any]:
         """The limits of a ``vllm serve``, and what it lacks to be updated."""
         answer = self._post("/v1/models", method="GET")
-        self._missing = (
-            "the worker extension (--worker-extension-cls torchrl_modules.vllm.worker.vLLMWorker)"
-        )
+        worker = "torchrl_modules.vllm.worker.vLLMWorker"
+        self._missing = f"the worker extension (--worker-extension-cls {worker})"
         if status == 404:
             self._missing += " and the routes that update (VLLM_SERVER_DEV_MODE=1)"
         # With one token left its log-prob is 0, unless it is the one of the model's own softmax.
@@ -170,19 +168,15 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         return self._collected([call])[0]
 
     def _collected(self, calls: "list[Future[Generation]]") -> list[Generation]:
-        errors = [call.exception() for call in calls]
-        others = [e for e in errors if e is not None and not isinstance(e, ConnectionError)]
-        if others:
-            raise others[0]
-        lost = [error for error in errors if error is not None]
+        lost = [error for call in calls if (error := call.exception()) is not None]
+        for error in lost:
+            if not isinstance(error, ConnectionError):
+                raise error
         if lost:
             raise EngineDied(
                 f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
                 f"{self._failure or lost[0]}",
-                results=[
-                    None if error else call.result()
-                    for call, error in zip(calls, errors, strict=True)
-                ],
+                results=[None if call.exception() else call.result() for call in calls],
             )
         return [call.result() for call in calls]
 
@@ -202,9 +196,8 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             return Generation([], [], "error", str(error))
         first = len(self._labels) - 1
         body["cache_salt"] = self._labels[first]  # Cached prefixes of other weights are never met.
-        status, answer = self._rows.request(
-            "POST", "/inference/v1/generate", body, interrupt=interrupt
-        )
+        path = "/inference/v1/generate"
+        status, answer = self._rows.request("POST", path, body, interrupt=interrupt)
         if status == 200:
             return read_answer(answer, self._labels[first:])
         if status >= 500:
@@ -219,16 +212,12 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     def _probe(self) -> object:
         try:
             self._check_health()
-            text = (
-                ""
-                if self._updating or self._paused
-                else str(self._prober.request("GET", "/metrics")[1])
-            )
+            is_idle = self._updating or self._paused
+            text = "" if is_idle else str(self._prober.request("GET", "/metrics")[1])
         except AnswerTimeout:
             return None
         counts = tuple(line for line in text.splitlines() if line.startswith((_DRAWN, _READ)))
-        drawn = [line for line in counts if line.startswith(_DRAWN)]
-        if any(float(line.rpartition(" ")[2]) for line in drawn):
+        if any(float(line.rpartition(" ")[2]) for line in counts if line.startswith(_DRAWN)):
             return counts
         # It takes weights, or warms up: it draws no token meanwhile, but its processes do run.
         if any(is_stopped(worker) for worker in self._workers):
@@ -251,8 +240,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     ) -> None:
         """Replace the weights, all or none.
 
-        The server checks them as a whole before it changes anything; requests in flight wait
-        meanwhile.
+        The server checks them as a whole before it changes anything; requests in flight wait.
 
         Args:
             state_dict: as for `VLLMEngine.update_weights`.
@@ -276,7 +264,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             self._updating = True
             try:
                 with self._watch.waiting():
-                    self._load(self._sending(state_dict, via), str(version), recompute)
+                    self._load(state_dict, str(version), recompute, via)
             except ConnectionError as error:
                 reason = self._failure or error
                 raise EngineDied(f"VLLMServerEngine.update_weights: {reason}") from error
@@ -308,8 +296,14 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 "options by `python -m torchrl_modules.vllm.launch`, which adds both."
             )
 
-    def _load(self, sending: Sending, label: str, recompute: bool) -> None:
-        with sending as load:
+    def _load(
+        self,
+        state_dict: Mapping[str, Tensor],
+        label: str,
+        recompute: bool,
+        via: C10dWeightTransfer | None,
+    ) -> None:
+        with self._sending(state_dict, via) as load:
             self._post("/pause", mode="keep", clear_cache=str(recompute).lower())
             try:
                 outcome = load()

@@ -73,7 +73,10 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
         return self.supervision.wanted
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
-        seeds = torch.randint(1 << 31, (len(rows),)).tolist()  # A replacement draws the same.
+        drawn = torch.randint(1 << 31, (len(rows),)).tolist()  # A replacement draws the same.
+        seeds = [
+            own if row.seed is None else row.seed for row, own in zip(rows, drawn, strict=True)
+        ]
         results: list[Generation | None] = [None] * len(rows)
         while True:
             lost = [index for index, result in enumerate(results) if result is None]
@@ -86,10 +89,7 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
                     [row.prompt for row in asked],
                     params,
                     max_new_tokens=[row.budget for row in asked],
-                    seeds=[
-                        seeds[index] if rows[index].seed is None else rows[index].seed
-                        for index in lost
-                    ],
+                    seeds=[seeds[index] for index in lost],
                 )
             except EngineDied as error:
                 for index, result in zip(lost, error.results or [None] * len(lost), strict=True):
