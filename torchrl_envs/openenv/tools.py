@@ -108,8 +108,6 @@ class OpenEnvTools(ToolSource, RewardSource):
         """The server's reward."""
         return [self.name]
 
-    # Lifecycle ----------------------------------------------------------------------------------
-
     def check(self, env: "EpisodeEnvironment") -> None:
         """The data have the columns that are named.
 
@@ -148,8 +146,6 @@ class OpenEnvTools(ToolSource, RewardSource):
     def _is_own(self, row: Mapping[str, Any]) -> bool:
         return all(row[name] == value for name, value in self.where.items())
 
-    # Tools --------------------------------------------------------------------------------------
-
     def tool_names(self) -> dict[str, str]:
         """Every action, and the server that has it."""
         return dict.fromkeys(self._tools, f"the OpenEnv server {self.base_url}")
@@ -171,8 +167,6 @@ class OpenEnvTools(ToolSource, RewardSource):
             return answer._replace(stop_reason=ENVIRONMENT_DONE)
 
         return job._replace(phrase=phrase, timeout_s=self.timeout_s + _MARGIN_S)
-
-    # Reward -------------------------------------------------------------------------------------
 
     def finish(self, episode: Episode) -> None:
         """Add up what the server gave."""

@@ -207,8 +207,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             message = str(answer["error"].get("message", message))
         return Generation([], [], "error", message)
 
-    # Is it there, and does it draw tokens?
-
     def _probe(self) -> object:
         try:
             self._check_health()

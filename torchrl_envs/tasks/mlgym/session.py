@@ -87,8 +87,6 @@ class MLGymSession:
         """Stop the container."""
         self._env.close()
 
-    # The agent's side ---------------------------------------------------------------------------
-
     def _constants(self) -> dict[str, Any]:
         tools = self._config.tools_handler
         task = asdict(self._env.task_args)
