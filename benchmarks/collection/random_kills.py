@@ -6,7 +6,7 @@
 them no process is left, and the newest checkpoint verifies. A run in batches ends with the metrics
 and the weights of one that was left alone, to the bit. One that streams has trained the prompts in
 the order of the data, each once, by its ledger and by its record, though groups are dropped: stale
-ones, ones without a signal, and those whose engine died.
+ones, ones without a signal, those whose engine died, and those that it had no room for.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Mode(NamedTuple):
 
     arguments: tuple[str, ...] = ()
     faults: bool = False
-    """Whether the engine dies now and then, and groups without a signal are asked for again."""
+    """Whether the engine dies or is full now and then, and groups without a signal come again."""
 
 
 MODES = {

@@ -28,18 +28,20 @@ import grpo
 import psutil
 from omegaconf import OmegaConf
 
+from collectors import LoadCap
 from objectives import MCAdvantage
 from torchrl_agents import start
 from torchrl_agents.recipe.policies import build_policies
 from torchrl_agents.recipe.run_folder import claim_folder
 from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
-from torchrl_modules import Generation
+from torchrl_modules import EngineLoad, Generation
 from torchrl_modules.engines.protocol import EngineDied
 
 _PR_SET_CHILD_SUBREAPER = 36
 _DEADLINE_S = 45.0
 _FOREVER_S = 100.0
 DIES_EVERY = 9
+FULL_EVERY = 3  # looks at an engine's load
 CALCULATOR = ("task.num_rows=64", "task.num_demonstrations=8", "warm_start.num_steps=2")
 ARGUMENTS = (
     "debug=tiny",
@@ -225,7 +227,7 @@ def _calling(original: Any, *, is_async: bool) -> Any:
 
 
 def drop_groups() -> None:
-    """Let the engine die under some responses, and rewards differ in half of the groups only."""
+    """Let the engine die under some responses and be full at some looks, and rewards be equal."""
     owner, name = find("torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond")
     original, count = getattr(owner, name), itertools.count(1)
 
@@ -238,7 +240,15 @@ def drop_groups() -> None:
     def reward(_: Any, *, messages: Any) -> float:
         return float(zlib.crc32(messages[-1]["content"].encode()) % 2)
 
+    async def measure_load(_: Any) -> EngineLoad:
+        return EngineLoad(0.99 if next(looks) % FULL_EVERY == 0 else 0.1, 0)
+
+    looks = itertools.count()
     setattr(owner, name, respond)
+    owner.tells_load, owner.measure_load = True, measure_load
+    find("torchrl_agents.recipe.collection.tasks_of")[0].tasks_of = lambda _: LoadCap(
+        interval_s=0.02
+    )
     owner, name = find("torchrl_envs.tasks.calculator.Calculator.get_reward")
     setattr(owner, name, reward)
 
