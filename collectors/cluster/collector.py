@@ -24,7 +24,7 @@ from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_modules import LLMWrapperBase
 
-from .door import load_ray
+from .door import is_death, load_ray
 from .ledger_client import LedgerClient
 from .ledger_service import WHO, LedgerService
 from .supervisor import Supervisor, Weights
@@ -342,15 +342,17 @@ class RayLLMCollector(BackgroundCollector):
         if self._is_closed:
             return
         self._is_closed = True
+        push, self._push_under_way = self._push_under_way, None
+        had_ended = push is not None and push.done()
         self._ledger = self._supervisor.stop(_CLOSE_S if timeout is None else timeout)
         _log.info("%s", self._ledger)
         if self._owns_ray:
             load_ray().shutdown()
-        push, self._push_under_way = self._push_under_way, None
-        if push is None or not push.done() or push.cancelled():
+        if push is None or not push.done() or push.cancelled() or self._supervisor.error:
             return  # the end came first: nobody refused it
-        if self._supervisor.error is None:
-            push.result()
+        error = push.exception()
+        if error is not None and (had_ended or not is_death(error)):  # else its actors were ended
+            raise error
 
 
 class _RemoteUpdater(SnapshotUpdater):

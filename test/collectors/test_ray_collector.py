@@ -466,6 +466,21 @@ class TestRay:
         for now, then in zip(after, before, strict=True):
             assert now - then < waited / 4
 
+    def test_a_push_that_the_end_cuts_off_is_no_error(self, ray, scripted):
+        async def push(collector):
+            while not collector._is_closed:
+                await asyncio.sleep(0.001)
+            ledger = collector._supervisor._ledger
+            ray.kill(ledger)
+            await ledger.report.remote()
+
+        policy = scripted(["hello"], write_tokens=False)
+        collector = RayLLMCollector(make_env, policy_factory=lambda: policy, staleness=Wait(2))
+        pushed = collector._supervisor.submit(push(collector))
+        collector._push_under_way = pushed
+        collector.shutdown()
+        assert "died" in str(pushed.exception())
+
     def test_what_does_not_fit_together_is_told_as_it_is(self, ray):
         with pytest.raises(TypeError, match="one of policy and policy_factory"):
             RayLLMCollector(make_env)
