@@ -20,7 +20,7 @@ from torch import nn
 
 from objectives import GRPOLossOutput, SFTLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     GROUP_ID,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import (
     DONE,
     EPISODE_ID,
@@ -30,8 +30,7 @@ from torchrl_data.keys import (
     TOOL_CALLS,
     TRUNCATED,
 )
-from torchrl_data.layout.conversation_io import write_conversations
-from torchrl_data.layout.token_tensordicts import row_tensordicts
+from torchrl_data.layout.conversation_io import row_tensordicts, write_conversations
 from torchrl_envs.entries.padded import token_entries_of_row
 from torchrl_envs.entries.rewards import REWARD_ERRORS, turn_ends
 from torchrl_envs.episode.entries import EPISODE

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from .errors import MissingEntryError, require_entries
     from .history.history import History
     from .layout.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-    from .layout.conversation_io import read_conversations, write_conversations
+    from .layout.conversation_io import read_conversations, row_tensordicts, write_conversations
     from .layout.conversion import conversation_tokens
     from .layout.export import history_view
     from .layout.row_state import row_from_state, row_state
-    from .layout.token_tensordicts import row_tensordicts
     from .protocols import TokenScorer, TokenScores
     from .ragged.packed import cumulative_lengths, pack, pad, sequence_index, unpack
     from .templates.control_tokens import ControlTokenGuard
@@ -87,7 +86,7 @@ _HOME = {
     "resolve_template": "templates.registry",
     "row_from_state": "layout.row_state",
     "row_state": "layout.row_state",
-    "row_tensordicts": "layout.token_tensordicts",
+    "row_tensordicts": "layout.conversation_io",
     "sequence_index": "ragged.packed",
     "show_conversation": "display.terminal",
     "show_messages": "display.terminal",

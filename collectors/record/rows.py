@@ -13,9 +13,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.images import described, images_of
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.display.display_text import token_texts, visible
 from torchrl_data.keys import (
     ENTROPY,

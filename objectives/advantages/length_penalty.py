@@ -24,9 +24,9 @@ from .estimators import (
     PassAtK,
     RewardedGroup,
     TurnCredit,
+    read_entry,
 )
-from .returns import read_entry
-from .segments import rows_of
+from .group_queue import rows_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from torchrl_data import keys
 from torchrl_data.validation import check_counts, one_of, pair
 
 from .estimators import (
+    TRAJECTORY_RETURNS,
     AdvantageEstimator,
     DecoupledSources,
     GroupMean,
@@ -28,17 +29,13 @@ from .estimators import (
     MaxRL,
     PassAtK,
     RewardedGroup,
-    TurnCredit,
-)
-from .group_queue import GroupQueue, GroupStats
-from .returns import (
-    TRAJECTORY_RETURNS,
     TrajectoryReturn,
+    TurnCredit,
     read_entry,
     read_group,
     trajectory_return,
 )
-from .segments import SegmentQueue, num_rows, place_of, rows_of
+from .group_queue import GroupQueue, GroupStats, SegmentQueue, num_rows, place_of, rows_of
 
 Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
 Credit = Literal["trajectory", "turn"]

@@ -14,14 +14,14 @@ from torchrl.envs.transforms import Transform
 from torchrl_data import keys
 from torchrl_data.validation import check_counts, check_numbers, one_of
 
-from .group_queue import GroupQueue, GroupStats
-from .returns import (
+from .estimators import (
     TRAJECTORY_RETURNS,
     TrajectoryReturn,
     read_entry,
     read_group,
     trajectory_return,
 )
+from .group_queue import GroupQueue, GroupStats
 
 Above = Literal["median", "mean", "any"]
 ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")

@@ -14,8 +14,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .groups import group_count, group_index, group_mean, group_std, is_uniform
-
 Scale = Literal["group", "batch", "none"]
 SCALES: Final[tuple[Scale, ...]] = ("group", "batch", "none")
 STD_OFFSET: Final = 1e-4
@@ -226,3 +224,59 @@ def _choose_ratio(
     for i in range(k):
         ratio = ratio * (chosen - i) / (total - i)
     return ratio
+
+
+# Statistics of groups, each given back to every member -------------------------------------------
+
+
+def group_index(group: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """Number the groups from 0, in the order of their ids."""
+    ordered, order = group.sort(stable=True)
+    starts = torch.zeros_like(ordered)
+    starts[1:] = (ordered[1:] != ordered[:-1]).to(ordered.dtype)
+    return torch.zeros_like(starts).scatter(0, order, starts.cumsum(0)).to(torch.int64)
+
+
+def group_sum(
+    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """Sum over the valid members of the group, given to each member."""
+    values = values.masked_fill(~valid, 0.0)
+    return torch.zeros_like(values).index_add(0, index, values)[index]
+
+
+def group_count(
+    index: Int[Tensor, " B"], valid: Bool[Tensor, " B"], *, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, " B"]:
+    """Number of valid members of the group, given to each member."""
+    return group_sum(valid.to(dtype), index, valid)
+
+
+def group_mean(
+    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """Mean over the valid members of the group, given to each member; 0 when there are none."""
+    count = group_count(index, valid, dtype=values.dtype)
+    return group_sum(values, index, valid) / count.clamp(min=1)
+
+
+def group_std(
+    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """Bessel-corrected standard deviation of the group, given to each member."""
+    deviation = values - group_mean(values, index, valid)
+    count = group_count(index, valid, dtype=values.dtype)
+    return (group_sum(deviation.square(), index, valid) / (count - 1).clamp(min=1)).sqrt()
+
+
+def is_uniform(
+    values: Float[Tensor, " B"], index: Int[Tensor, " B"], valid: Bool[Tensor, " B"]
+) -> Bool[Tensor, " B"]:
+    """Whether all valid members of the group have the same value, exactly."""
+    # A mean of equal floats need not be equal to them, so the deviation cannot tell.
+    infinite = torch.full_like(values, torch.inf)
+    low = values.masked_fill(~valid, torch.inf)
+    high = values.masked_fill(~valid, -torch.inf)
+    low = infinite.scatter_reduce(0, index, low, "amin")[index]
+    high = (-infinite).scatter_reduce(0, index, high, "amax")[index]
+    return low >= high

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .advantages import STD_OFFSET
-from .groups import group_index, group_mean, group_std, is_uniform
+from .advantages import STD_OFFSET, group_index, group_mean, group_std, is_uniform
 from .segments import sequence_index
 
 

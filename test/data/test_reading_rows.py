@@ -8,7 +8,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from tokenizers_for_tests import EXAMPLES
 
 from torchrl_data import Tokens
-from torchrl_data.conversation.object_entries import write_objects
+from torchrl_data.conversation.batched_object import write_objects
 from torchrl_data.ragged.reading import read_rows
 
 KEY = ("tokens", "full")

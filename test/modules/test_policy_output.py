@@ -6,13 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
+from torchrl_data.conversation.batched_object import read_objects, write_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects, write_objects
 from torchrl_data.conversation.record import Turn
 from torchrl_data.history.history import History
 from torchrl_data.layout.containers import LogProbs, Masks, Tokens
-from torchrl_data.layout.conversation_io import read_conversations, write_conversations
-from torchrl_data.layout.token_tensordicts import row_tensordicts
+from torchrl_data.layout.conversation_io import (
+    read_conversations,
+    row_tensordicts,
+    write_conversations,
+)
 from torchrl_data.ragged.padded import padded_rows
 from torchrl_modules import TransformersEngine, TransformersWrapper
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 from torchrl_modules import SamplingParameters, TransformersWrapper

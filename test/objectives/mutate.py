@@ -61,7 +61,6 @@ NEAREST = {
     "diagnostics.py": "golden or diagnostics",
     "divergence.py": "golden or test_kl",
     "divergence_surrogate.py": "golden or dppo or kpop",
-    "groups.py": "golden or advantages or gdpo",
     "log_probs.py": "golden",
     "ratios.py": "golden or clipped or gspo",
     "sampler_correction.py": "golden or sampler_correction",

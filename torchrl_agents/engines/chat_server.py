@@ -10,8 +10,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_data.conversation.batched_object import write_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import write_objects
 from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import FINISH_REASON, FULL, HISTORY, MAX_NEW_TOKENS, PROMPT
 from torchrl_data.layout.conversation_io import (

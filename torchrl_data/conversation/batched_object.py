@@ -1,4 +1,4 @@
-"""Python objects in a TensorDict, one opaque snapshot for the whole batch.
+"""Python objects in a TensorDict: strings, messages, conversations; one snapshot for a whole batch.
 
 A leaf beside the tensors carries the snapshot and which of its rows it stands for, so that
 indexing, splitting, stacking and partial resets keep the rows right, at the cost of one small
@@ -6,13 +6,17 @@ tensor, the same whatever the batch.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_data.keys import QUERY
+
 from .tensorclass_utils import attribute_reader, documented
+
+_T = TypeVar("_T")
 
 
 class RowObjects(list[Any]):
@@ -175,6 +179,18 @@ def view_of(leaf: Any) -> Any:
     return leaf.__dict__["_non_tensordict"].get("shown_as")
 
 
+def snapshot_of(leaf: Any, kind: type[_T]) -> _T | None:
+    """The snapshot of a leaf, or of a stack of leaves, if it is of a class, and otherwise None."""
+    if isinstance(leaf, BatchedObject):
+        data = leaf.snapshot()
+    elif isinstance(leaf, NonTensorStack):
+        parts = [snapshot_of(part, kind) for part in leaf.unbind(0)]
+        return None if any(part is None for part in parts) else kind.cat(parts)  # type: ignore[attr-defined]
+    else:
+        data = getattr(leaf, "data", None)
+    return data if isinstance(data, kind) else None
+
+
 def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
     """Rows as nested lists of a batch's shape; the row itself for a batch without dimensions."""
     if not len(shape):
@@ -183,3 +199,47 @@ def in_shape(rows: Sequence[Any], shape: Sequence[int]) -> Any:
     for size in reversed(shape[1:]):
         nested = [nested[i : i + size] for i in range(0, len(nested), size)]
     return nested
+
+
+def write_objects(batch: TensorDictBase, key: str, values: Sequence[Any]) -> None:
+    """Set one Python value per row."""
+    if len(values) != batch.numel():
+        raise ValueError(f"{key!r}: {len(values)} values for {batch.numel()} rows.")
+    batch.set(key, BatchedObject.of(RowObjects(values), batch.batch_size))
+
+
+def read_objects(batch: TensorDictBase, key: str, default: Any = None) -> list[Any]:
+    """One Python value per row, in a new list; one that was set for the whole batch is repeated."""
+    entry = batch.get(key, None)
+    if entry is None:
+        return [default] * batch.numel()
+    return objects_of_leaf(entry, batch.batch_size, one_chat=key == QUERY)
+
+
+def objects_of_leaf(entry: Any, shape: torch.Size, *, one_chat: bool = False) -> list[Any]:
+    """One Python value per row of a leaf, in a new list; a single value is repeated."""
+    if isinstance(entry, BatchedObject):
+        view = view_of(entry)
+        return list(entry.snapshot() if view is None else view.rows(entry.snapshot()))
+    if isinstance(entry, NonTensorStack):
+        return _flat(entry.tolist(), len(shape))
+    value = entry.data if isinstance(entry, NonTensorData) else entry
+    size = shape.numel()
+    if isinstance(value, list | tuple) and not (
+        one_chat and all(isinstance(item, dict) for item in value)
+    ):
+        if len(value) == size:
+            return list(value)
+        nested = _flat(value, len(shape))
+        if len(nested) == size:
+            return nested
+    return [value] * size
+
+
+def _flat(values: Any, dims: int) -> list[Any]:
+    """The values of nested lists, ``dims`` deep."""
+    if dims <= 1:
+        return list(values) if dims == 1 and isinstance(values, list | tuple) else [values]
+    if not isinstance(values, list | tuple):
+        return [values]
+    return [value for part in values for value in _flat(part, dims - 1)]

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from .images import images_of, with_plain_images
 from .messages import Message
-from .record import ConversationRecord, EncodedMessages, Position, Source, Turn
+from .record import (
+    ConversationRecord,
+    EncodedMessages,
+    Position,
+    Source,
+    Turn,
+    Waiting,
+    extra_values,
+)
 
 
 class Conversations:
@@ -236,13 +244,7 @@ class Conversations:
 
     def extra(self, row: int) -> dict[str, Tensor]:
         """Further values of the sampled tokens by name, float32 ``[T]``; 0 elsewhere."""
-        n = self._positions[row].num_tokens
-        columns = {}
-        for name, column in self._records[row].extra.items():
-            columns[name] = torch.zeros(n)
-            known = np.array(column[:n], np.float32)
-            columns[name][: len(known)] = torch.from_numpy(known)
-        return columns
+        return extra_values(self._records[row], self._positions[row].num_tokens)
 
     def policy_versions(self, row: int) -> Tensor:
         """Policy version of each token, int64 ``[T]``; -1 where the policy did not sample."""
@@ -357,6 +359,24 @@ def _row_indices(index: int | slice | Sequence[int] | Tensor, size: int) -> list
             index = index.reshape(-1).nonzero().squeeze(-1)
         index = index.reshape(-1).tolist()
     return [range(size)[i] for i in index]
+
+
+def waiting_rows(conversations: Conversations) -> list[Waiting | None]:
+    """What has no tokens yet in each row; ``None`` where the next token is the policy's."""
+    found: list[Waiting | None] = []
+    for record, at in zip(conversations._records, conversations._positions, strict=True):
+        messages = record.messages[at.num_encoded : at.num_messages]
+        last_id = record.ids[at.num_tokens - 1] if at.num_tokens else None
+        waiting = Waiting(messages, at.num_encoded, last_id, record.tools)
+        found.append(None if at.awaits_response else waiting)
+    return found
+
+
+def ids_and_images(conversations: Conversations) -> tuple[list[list[int]], list[list[str]]]:
+    """Token ids of all rows, and their images: what an engine reads."""
+    rows = list(zip(conversations._records, conversations._positions, strict=True))
+    ids = [record.ids[: at.num_tokens].tolist() for record, at in rows]
+    return ids, [images_of(record.messages[: at.num_encoded]) for record, at in rows]
 
 
 def continues(later: Conversations, earlier: Conversations) -> bool:

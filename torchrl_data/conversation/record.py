@@ -9,6 +9,10 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from .messages import Message
 
 
@@ -132,6 +136,18 @@ class ConversationRecord:
         return copy
 
 
+class Waiting(NamedTuple):
+    """What of a conversation has no tokens yet."""
+
+    messages: list[Message]
+    num_encoded: int
+    """Messages before them."""
+    last_id: int | None
+    """The newest token; ``None`` before the first one."""
+    tools: tuple[dict[str, Any], ...] | None
+    """JSON schemas of the tools that the conversation was started with."""
+
+
 class Position(NamedTuple):
     """How far a row had got when the snapshot was taken."""
 
@@ -143,3 +159,13 @@ class Position(NamedTuple):
     """The generation header is open: the next token is the policy's."""
     response_start: int = 0
     """Where the last response starts, in tokens."""
+
+
+def extra_values(record: ConversationRecord, num_tokens: int) -> dict[str, Tensor]:
+    """Further values of the first tokens by name, float32 ``[T]``; 0 where none is known."""
+    values = {}
+    for name, column in record.extra.items():
+        values[name] = torch.zeros(num_tokens)
+        known = np.array(column[:num_tokens], np.float32)
+        values[name][: len(known)] = torch.from_numpy(known)
+    return values

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from tensordict import (
-    NonTensorData,
     TensorClass,
     TensorDict,
-    TensorDictBase,
     lazy_stack,
 )
 from torch import Tensor
 
+from torchrl_data.conversation.batched_object import snapshot_of
+from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.tensorclass_utils import attribute_reader, documented
 from torchrl_data.history.history import History
 from torchrl_data.history.rendering import encoder_for
@@ -35,7 +35,7 @@ from .columns import (
     pad_columns,
     unpad_columns,
 )
-from .export import HistoryView, conversations_of
+from .export import HistoryView
 from .token_rows import TokenRows, indexed_by_name, is_padded, read_token_rows
 
 if TYPE_CHECKING:
@@ -166,23 +166,8 @@ class Masks(TokenRows, TensorClass["nocast"]):
     """Whether the rows are padded."""
 
 
-_TOKEN_GROUPS: Final[dict[str, Any]] = {TOKENS: Tokens, LOG_PROBS: LogProbs, MASKS: Masks}
-
-
-def row_group(name: str, entries: TensorDictBase) -> Any:
-    """The tokens of one row as the class of its group's name; as they are, if the name has none."""
-    cls = _TOKEN_GROUPS.get(name)
-    return entries if cls is None else cls._from_tensordict(entries, {})
-
-
-def token_group(name: str, entries: TensorDictBase, *, padded: bool) -> Any:
-    """A group of token rows as the class of its name; as it is, if the name has none."""
-    cls = _TOKEN_GROUPS.get(name)
-    if cls is None or isinstance(entries, cls):
-        return entries
-    if padded:
-        entries.set("padded", NonTensorData(True, batch_size=entries.batch_size))
-    return cls._from_tensordict(entries, {})
+TOKEN_GROUPS: Final[dict[str, Any]] = {TOKENS: Tokens, LOG_PROBS: LogProbs, MASKS: Masks}
+"""The class of each group of token rows; others are TensorDicts."""
 
 
 @documented
@@ -258,7 +243,7 @@ class Text(TensorClass["nocast"]):
 def _read_history(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
     if name not in PARTS:
         return read(group, name)
-    conversations = conversations_of(group._tensordict.get(name, None))
+    conversations = snapshot_of(group._tensordict.get(name, None), Conversations)
     if conversations is None:
         return read(group, name)
     return HistoryView(name).show(conversations, group.batch_size)
@@ -329,7 +314,7 @@ class ChatHistory(TensorClass["nocast"]):
             ValueError: the full conversation does not start with the prompt.
         """
         for name in (FULL, PROMPT):
-            conversations = conversations_of(entries_of(self).get(name, None))
+            conversations = snapshot_of(entries_of(self).get(name, None), Conversations)
             if conversations is not None and any(p.num_tokens for p in conversations.positions):
                 return Tokens.from_rows(**conversation_columns(conversations))
         if self.prompt is None and self.full is None:

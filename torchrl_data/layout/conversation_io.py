@@ -1,27 +1,41 @@
-"""Where the loop keeps its conversations in a TensorDict: one opaque object for the whole batch.
+"""Conversations in a TensorDict: one opaque object for the whole batch, or the tokens row by row.
 
-A `BatchedObject` carries the :class:`Conversations`. The group that
-holds the leaves is a :class:`ChatHistory`, which builds a ``History`` when somebody asks for one.
+In the loop a `BatchedObject` carries the :class:`Conversations`. The group that holds the leaves is
+a :class:`ChatHistory`, which builds a ``History`` when somebody asks for one. A loss and a buffer
+have one TensorDict per row. Shape legend: B rows, T tokens of a row.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+)
 from torch import Tensor
 
-from torchrl_data.conversation.batched_object import BatchedObject, view_of
+from torchrl_data.conversation.batched_object import BatchedObject, snapshot_of, view_of
 from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.images import images_of
+from torchrl_data.conversation.record import ConversationRecord, Position, Source, extra_values
 from torchrl_data.conversation.views import ConversationView
 from torchrl_data.errors import MissingEntryError
-from torchrl_data.keys import DONE, HISTORY, INPUT_MODES, STEP_MASK, TEXT
-from torchrl_data.ragged.reading import entries_of, first_entries
+from torchrl_data.keys import DONE, HISTORY, IMAGES, INPUT_MODES, STEP_MASK, TEXT
+from torchrl_data.ragged.reading import first_entries
 
-from .containers import ChatHistory, Text, Tokens
-from .export import HistoryView, conversations_of
+from .containers import TOKEN_GROUPS, ChatHistory, Text, Tokens
+from .export import HistoryView
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
+
+
+_NO_BATCH: Final = torch.Size([])
 
 
 def one_dimension(batch: TensorDictBase) -> TensorDictBase:
@@ -59,27 +73,42 @@ def write_conversations(
     Raises:
         ValueError: the number of rows differs, or an encoder is needed and not given.
     """
-    if batch.numel() != len(conversations):
-        raise ValueError(
-            f"A batch of {batch.numel()} rows can't hold {len(conversations)} conversations."
-        )
-    view: ConversationView | HistoryView = HistoryView(which)
+    codec: Any = encoder
     if mode is None:
-        stored = _newest_leaf(batch, which)
-        shown_as = None if stored is None else view_of(stored)
-        if isinstance(shown_as, ConversationView):
-            view, mode = shown_as, shown_as.mode
-        else:
-            mode = HISTORY
-    elif mode != HISTORY:
-        if encoder is None:
-            raise ValueError(f"Conversations are spelled out as {mode} by an encoder: give it.")
-        view = ConversationView(mode, which, encoder)
-    leaf = BatchedObject.of(conversations, batch.batch_size, view=view)
+        stored = _newest(batch, which)
+        view = None if stored is None else view_of(stored.leaf)
+        is_spelled = isinstance(view, ConversationView)
+        mode, codec = (view.mode, view.encoder) if is_spelled else (HISTORY, None)
+    write_parts(batch, {which: conversations}, mode=mode, encoder=codec)
+
+
+def write_parts(
+    batch: TensorDictBase,
+    parts: Mapping[str, Conversations],
+    *,
+    mode: str = HISTORY,
+    encoder: "ConversationEncoder | None" = None,
+) -> None:
+    """Put snapshots at ``(mode, which)``; see :func:`write_conversations`."""
+    size, num_rows = batch.batch_size, batch.numel()
+    leaves = {}
+    for which, conversations in parts.items():
+        if len(conversations) != num_rows:
+            raise ValueError(
+                f"A batch of {num_rows} rows can't hold {len(conversations)} conversations."
+            )
+        view: Any = HistoryView(which)
+        if mode != HISTORY:
+            if encoder is None:
+                raise ValueError(f"Conversations are spelled out as {mode} by an encoder: give it.")
+            view = ConversationView(mode, which, encoder)
+        rows = torch.arange(num_rows).view(size)
+        leaves[which] = BatchedObject.of(conversations, size, rows, rows, view)
     group = _group(batch, mode)
     if group is None:
-        batch.set(mode, _new_group(mode, {which: leaf}, batch.batch_size))
-    else:
+        batch.set(mode, _new_group(mode, leaves, size))
+        return
+    for which, leaf in leaves.items():
         group.set(which, leaf)
 
 
@@ -95,8 +124,8 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
     Raises:
         MissingEntryError: there is none.
     """
-    conversations = conversations_of(_newest_leaf(batch, which))
-    if conversations is None:
+    stored = _newest(batch, which)
+    if stored is None:
         group = _group(batch, HISTORY)
         leaf = None if group is None else group.get(which, None)
         found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
@@ -105,32 +134,41 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
             f"of Conversations. The batch holds {found}. Reset the environment (prompt) or run "
             "the policy (full) first."
         )
-    return conversations
+    return stored.conversations
 
 
 def _group(batch: TensorDictBase, mode: str) -> Any:
     """The group of a mode; a value of the same name (a column ``text``, say) is none."""
     group = batch.get(mode, None)
-    return None if group is None or is_non_tensor(group) else entries_of(group)
+    if group is None or is_non_tensor(group):
+        return None
+    return group if isinstance(group, TensorDictBase) else group._tensordict
 
 
-def _newest_leaf(batch: TensorDictBase, which: str) -> Any:
-    """The leaf of a name that holds conversations."""
-    # A policy writes `history` in every mode, so that of another mode is the newer one.
-    leaves = (conversation_leaf(batch, mode, which) for mode in reversed(INPUT_MODES))
-    return next((leaf for leaf in leaves if leaf is not None), None)
+class Stored(NamedTuple):
+    """Conversations that a batch holds as such."""
+
+    conversations: Conversations
+    leaf: Any
 
 
-def conversation_leaf(batch: TensorDictBase, mode: str, which: str) -> Any:
-    """The leaf at ``(mode, which)`` if it holds conversations, and otherwise ``None``."""
+def stored_conversations(batch: TensorDictBase, mode: str, which: str) -> Stored | None:
+    """What is at ``(mode, which)`` if it is conversations, and otherwise ``None``."""
     group = _group(batch, mode)
-    if group is None:
-        return None
-    first = first_entries(group)
-    leaf = first.get(which, None)
-    if leaf is None or conversations_of(leaf) is None:
-        return None
-    return leaf if first is group else group.get(which)
+    if isinstance(group, LazyStackedTensorDict):
+        # Of rows of other kinds there may be no stack: the first one tells.
+        first = first_entries(group).get(which, None)
+        group = group if snapshot_of(first, Conversations) is not None else None
+    leaf = None if group is None else group.get(which, None)
+    conversations = snapshot_of(leaf, Conversations)
+    return None if conversations is None else Stored(conversations, leaf)
+
+
+def _newest(batch: TensorDictBase, which: str) -> Stored | None:
+    """The conversations of a name."""
+    # A policy writes `history` in every mode, so that of another mode is the newer one.
+    found = (stored_conversations(batch, mode, which) for mode in reversed(INPUT_MODES))
+    return next((stored for stored in found if stored is not None), None)
 
 
 def _new_group(mode: str, parts: dict[str, Any], batch_size: torch.Size) -> Any:
@@ -139,3 +177,46 @@ def _new_group(mode: str, parts: dict[str, Any], batch_size: torch.Size) -> Any:
     group: Any = Text if mode == TEXT else Tokens
     entries = TensorDict._new_unsafe(parts, batch_size=batch_size)
     return group._from_tensordict(entries, {})
+
+
+def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
+    """One TensorDict per row, with everything that a loss reads of its tokens.
+
+    Args:
+        conversations: a snapshot.
+
+    Returns:
+        B TensorDicts without batch size: ``tokens``, a :class:`Tokens` of prompt, response and
+        full, int64; ``masks``, a :class:`Masks`, bool; ``log_probs``, a :class:`LogProbs` of
+        response and full, float32; ``("policy_versions", "full")``, int64; further values as
+        ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
+        for prompt and response, which are its beginning and end. ``images`` of a row that has any.
+    """
+    rows = zip(conversations._records, conversations._positions, strict=True)
+    return [_row_tensordict(record, position) for record, position in rows]
+
+
+def _row_tensordict(record: ConversationRecord, position: Position) -> TensorDict:
+    n, start = position.num_tokens, position.response_start
+    ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
+    log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
+    groups = {
+        "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
+        "masks": {
+            "all_attention_mask": torch.ones(n, dtype=torch.bool),
+            "all_assistant_mask": torch.from_numpy(
+                np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
+            ),
+        },
+        "log_probs": {"response": log_probs[start:], "full": log_probs},
+        "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
+    }
+    for name, values in extra_values(record, n).items():
+        groups[name] = {"response": values[start:], "full": values}
+    entries: dict[str, Any] = {}
+    for name, group in groups.items():
+        values, kind = TensorDict._new_unsafe(group, batch_size=_NO_BATCH), TOKEN_GROUPS.get(name)
+        entries[name] = values if kind is None else kind._from_tensordict(values, {})
+    if images := images_of(record.messages[: position.num_encoded]):
+        entries[IMAGES] = NonTensorData({"data": images})
+    return TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)

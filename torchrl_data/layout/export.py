@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensordict import NonTensorStack, lazy_stack
+from tensordict import lazy_stack
 
-from torchrl_data.conversation.batched_object import BatchedObject
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.messages import PLACEHOLDER_ROLE, Message
 from torchrl_data.history.history import History
@@ -29,16 +28,6 @@ class HistoryView:
     def show(self, conversations: Conversations, shape: Sequence[int]) -> History:
         """The messages, ``[*B, M]``."""
         return history_view(conversations, shape, response_only=self.part == RESPONSE)
-
-
-def conversations_of(leaf: Any) -> Conversations | None:
-    """The conversations that a leaf of a TensorDict stands for, or ``None`` if it holds others."""
-    if isinstance(leaf, NonTensorStack):
-        parts = [conversations_of(part) for part in leaf.unbind(0)]
-        found = [part for part in parts if part is not None]
-        return Conversations.cat(found) if len(found) == len(parts) else None
-    data = leaf.snapshot() if isinstance(leaf, BatchedObject) else getattr(leaf, "data", None)
-    return data if isinstance(data, Conversations) else None
 
 
 def history_view(

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensordict import NonTensorData, TensorDictBase, is_non_tensor
 
+from torchrl_data.conversation.batched_object import objects_of_leaf, snapshot_of
 from torchrl_data.conversation.conversations import Conversations, Message
 from torchrl_data.conversation.messages import check_messages
-from torchrl_data.conversation.object_entries import objects_of_leaf
 from torchrl_data.conversation.record import Turn
 from torchrl_data.errors import missing_part
 from torchrl_data.history.history import History
 from torchrl_data.keys import ASSISTANT_MASK, FULL, HISTORY, LOG_PROBS_FULL, PROMPT, TEXT
 from torchrl_data.ragged.reading import entries_of, first_entries
 
-from .conversation_io import conversation_leaf
-from .export import conversations_of
+from .conversation_io import stored_conversations
 from .token_entries import TokenEntries
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def read_prompts(
     # record of the same tokens at `("history", "prompt")`).
     stored = stored_conversations(batch, mode, PROMPT)
     if stored is not None:
-        return stored
+        return stored.conversations
     if mode == HISTORY:
         return Conversations.from_messages(_chats(batch, PROMPT, who))
     encoder = _need(encoder, mode, who)
@@ -47,8 +46,8 @@ def read_prompts(
         return prompt_of_tokens(encode_texts(_texts(batch, PROMPT, who), encoder), encoder)
     ids = TokenEntries(batch, PROMPT, who=who).ids()
     record = stored_conversations(batch, HISTORY, PROMPT)
-    if record is not None and _all_ids(record) == ids:
-        return record
+    if record is not None and _all_ids(record.conversations) == ids:
+        return record.conversations
     return prompt_of_tokens(ids, encoder)
 
 
@@ -68,14 +67,15 @@ def read_fulls(
     # the policy sampled it.
     stored = stored_conversations(batch, mode, FULL)
     if stored is not None:
-        return stored
+        return stored.conversations
     prompt = None
     if has_entry(batch, (mode, PROMPT)):
         prompt = read_prompts(batch, mode, encoder=encoder, who=who)
     if mode == HISTORY:
         return _continued_chats(prompt, _chats(batch, FULL, who))
     encoder = _need(encoder, mode, who)
-    record = stored_conversations(batch, HISTORY, FULL)
+    stored = stored_conversations(batch, HISTORY, FULL)
+    record = None if stored is None else stored.conversations
     if mode == TEXT:
         return _full_texts(_texts(batch, FULL, who), prompt, record, encoder)
     return _full_tokens(TokenEntries(batch, FULL, who=who), prompt, record, encoder)
@@ -91,14 +91,8 @@ def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
         return False
     leaf = entries.get(key[1])
     # A TensorClass lists fields that are unset too, as entries of nothing.
-    is_value = isinstance(leaf, NonTensorData) and conversations_of(leaf) is None
+    is_value = isinstance(leaf, NonTensorData) and snapshot_of(leaf, Conversations) is None
     return not is_value or leaf.data is not None
-
-
-def stored_conversations(batch: TensorDictBase, mode: str, which: str) -> Conversations | None:
-    """The conversations that a mode holds as such, or ``None`` if they were handed in otherwise."""
-    leaf = conversation_leaf(batch, mode, which)
-    return None if leaf is None else conversations_of(leaf)
 
 
 def _part(batch: TensorDictBase, mode: str, which: str, who: str) -> Any:

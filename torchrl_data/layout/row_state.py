@@ -12,13 +12,14 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
-from torchrl_data.conversation.batched_object import BatchedObject, view_of
+from torchrl_data.conversation.batched_object import BatchedObject, snapshot_of, view_of
+from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.record_state import conversation_states, conversations_from_states
 from torchrl_data.history.history import History
 from torchrl_data.ragged.reading import entries_of
 
 from .containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from .export import HistoryView, conversations_of
+from .export import HistoryView
 
 _GROUPS: Final[dict[str, Any]] = {
     kind.__name__: kind for kind in (ChatHistory, LogProbs, Masks, Text, Tokens)
@@ -104,7 +105,7 @@ def _entry(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _object(leaf: BatchedObject, path: tuple[str, ...]) -> dict[str, Any]:
-    conversations, view = conversations_of(leaf), view_of(leaf)
+    conversations, view = snapshot_of(leaf, Conversations), view_of(leaf)
     if conversations is None and view is None:
         return {"value": _plain(leaf.shown(), path)}
     if conversations is None or not isinstance(view, HistoryView):

@@ -17,7 +17,7 @@ from tensordict import (
 )
 from torch import Tensor
 
-from torchrl_data.conversation.object_entries import objects_of_leaf
+from torchrl_data.conversation.batched_object import objects_of_leaf
 from torchrl_data.keys import IMAGES
 
 from .packed import unpack

@@ -7,9 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from torchrl_data.conversation.conversations import Conversations, EncodedMessages
+from torchrl_data.conversation.conversations import Conversations, EncodedMessages, waiting_rows
 from torchrl_data.conversation.images import images_of, without_data
 from torchrl_data.conversation.messages import Message, check_messages
+from torchrl_data.conversation.record import Source, Waiting
 
 from .image_processor import ImageProcessor, with_image_runs
 from .renderer import TemplateRenderer, Tools
@@ -19,7 +20,6 @@ from .runs import (
     encode_runs,
     encoded_or_raise,
     label_pieces,
-    not_sampled,
 )
 from .template_cache import CompiledShapes
 from .tools_shown import ToolsNotShownError
@@ -99,7 +99,8 @@ class ConversationEncoder(TemplateRenderer):
         return self.__dict__ | {"_openings": {}}  # compiled anew where they are needed
 
     def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
-        self.check_tools(tools, messages)
+        if tools:
+            self.check_tools(tools, messages)
         key = json.dumps(tools, sort_keys=True, default=str) if tools else ""
         shapes = self._openings.get(key)
         if shapes is None and len(self._openings) < MAX_OPENINGS:
@@ -110,7 +111,12 @@ class ConversationEncoder(TemplateRenderer):
                 self.template,
             )
         runs = shapes.runs(messages) if shapes is not None else None
-        return self._chat_runs(messages, tools, True) if runs is None else runs
+        if runs is not None:
+            return runs
+        return [
+            run._replace(source=Source.CONTENT) if run.source == Source.MODEL else run
+            for run in self._chat_runs(messages, tools, True)
+        ]
 
     # Encoding -----------------------------------------------------------------------------------
 
@@ -181,11 +187,11 @@ class ConversationEncoder(TemplateRenderer):
         _ = self.end_of_turn_id  # without one no row can be opened
         rows: list[list[Run] | None] = []
         errors: dict[int, Exception] = {}
-        for i in range(len(conversations)):
+        for i, waiting in enumerate(waiting_rows(conversations)):
             runs = None
-            if not conversations.position(i).awaits_response:
+            if waiting is not None:
                 try:
-                    runs = self._waiting_runs(conversations, i)
+                    runs = self._waiting_runs(waiting, i)
                 except ToolsNotShownError:
                     raise
                 except ROW_ERRORS as error:
@@ -197,23 +203,24 @@ class ConversationEncoder(TemplateRenderer):
             result = None if row is None else next(encoded)
             if isinstance(result, Exception):
                 errors[i] = result
-            new.append(not_sampled(result) if isinstance(result, EncodedMessages) else None)
+            new.append(result if isinstance(result, EncodedMessages) else None)
         return EncodedRows(conversations.append_encoded(new), errors)
 
-    def _waiting_runs(self, conversations: Conversations, row: int) -> list[Run]:
-        position = conversations.position(row)
-        waiting = conversations.waiting_messages(row)
-        check_messages(waiting, first=position.num_encoded, row=row)
-        images, waiting = self._images_apart(waiting)
-        if position.num_encoded == 0:
-            runs = self._opening_runs(waiting, conversations.tools(row))
+    def _waiting_runs(self, waiting: Waiting, row: int) -> list[Run]:
+        check_messages(waiting.messages, first=waiting.num_encoded, row=row)
+        images, shown = self._images_apart(waiting.messages)
+        if waiting.num_encoded == 0:
+            runs = self._opening_runs(shown, waiting.tools)
         else:
-            closed = conversations.last_id(row) == self.end_of_turn_id
-            runs = self._delta_runs(waiting, closed)
+            runs = self._delta_runs(shown, waiting.last_id == self.end_of_turn_id)
+        if not images and self.images is None:
+            return runs
         return with_image_runs(runs, images, self.images)
 
     def _images_apart(self, messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
         """The images of messages, and the messages with only their places."""
+        if all(type(message.get("content")) is str for message in messages):
+            return [], messages
         shown = [without_data(message) for message in messages]
         if all(new is old for new, old in zip(shown, messages, strict=True)):
             return [], messages

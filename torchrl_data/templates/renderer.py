@@ -82,7 +82,7 @@ class TemplateRenderer:
 
     # What ends a turn ---------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def end_of_turn_id(self) -> int:
         """The token that ends the assistant's turn.
 
@@ -97,7 +97,7 @@ class TemplateRenderer:
             )
         return self.guard.control_ids[self._shape.end_of_turn]
 
-    @property
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens at which the policy's turn stops: the end of turn and the end of sequence."""
         eos = self.tokenizer.eos_token_id

@@ -5,8 +5,7 @@ from typing import Final, NamedTuple
 
 from torchrl_data.conversation.conversations import EncodedMessages, Source
 
-from .content_tokenizer import RunStart
-from .control_tokens import ControlTokenGuard, TextPiece
+from .control_tokens import ControlTokenGuard, RunStart, TextPiece
 
 ROW_ERRORS: Final = (ValueError, TypeError, RecursionError)
 """What a row's own messages may raise: odd content, odd calls, text that is no Unicode."""
@@ -47,14 +46,6 @@ def text_sources(ids: list[int], run: Run) -> list[Source]:
     if tail and tail <= len(ids) - head and tuple(ids[-tail:]) == run.tail:
         sources[-tail:] = [Source.TEMPLATE] * tail
     return sources
-
-
-def not_sampled(encoded: EncodedMessages) -> EncodedMessages:
-    """The same tokens, where what the assistant said is content like any other."""
-    if Source.MODEL not in encoded.sources:
-        return encoded
-    sources = [Source.CONTENT if s == Source.MODEL else s for s in encoded.sources]
-    return EncodedMessages(encoded.ids, sources)
 
 
 def encode_runs(

@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 from torchrl_data.conversation.conversations import Source
 from torchrl_data.conversation.messages import Message
 
-from .content_tokenizer import RunStart
-from .control_tokens import ControlTokenGuard, TextPiece
+from .control_tokens import ControlTokenGuard, RunStart, TextPiece
 from .runs import Run
 
 Shape = tuple[tuple[str, tuple[str, ...]], ...]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data import Binary, Categorical, Composite, NonTensor, SipHash, Unbounded
 from torchrl.envs import EnvBase
 
-from torchrl_data.conversation.object_entries import write_objects
+from torchrl_data.conversation.batched_object import write_objects
 from torchrl_data.errors import MissingEntryError
 
 if TYPE_CHECKING:

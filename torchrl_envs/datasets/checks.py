@@ -15,8 +15,8 @@ from torchrl_data.conversation.messages import check_messages
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.validation import check_counts, check_not_none
 
+from .prepare import BadRow, PrepareRow
 from .sources import SequenceSource, StreamSource
-from .stream import BadRow, PrepareRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,11 +1,8 @@
 """How a row is made; what worker processes import of this package, and no more."""
 
 import pickle
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from .sources import SequenceSource, StreamSource
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class BadRow(NamedTuple):
@@ -15,14 +12,17 @@ class BadRow(NamedTuple):
 
 
 class PrepareRow:
-    """Fetches a row and applies the user's function; can be sent to a worker process."""
+    """Fetches a row by its key, which without rows is the row, and applies the user's function.
+
+    It can be sent to a worker process.
+    """
 
     def __init__(
         self,
-        source: "SequenceSource | StreamSource",
+        rows: Sequence[Any] | None,
         function: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
     ) -> None:
-        self._rows = source.rows
+        self._rows = rows
         self._function = function
 
     def __call__(self, key: Any) -> dict[str, Any] | BadRow:

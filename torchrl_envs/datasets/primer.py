@@ -36,9 +36,9 @@ from .checks import (
 from .difficulty import IDS_PER_EPOCH, DifficultyPools
 from .loading import load_rows, one_of
 from .options import DataOptions
+from .prepare import BadRow, PrepareRow
 from .resume import Frontier, Place
-from .sources import open_source
-from .stream import BadRow, Item, PrepareRow, RowStream
+from .sources import Item, RowStream, open_source
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder
@@ -128,7 +128,7 @@ class DataLoadingPrimer(EpisodeTransform):
         self._source = open_source(
             self.dataset, shuffle=shuffle, buffer_size=self.options.shuffle_buffer_size, seed=seed
         )
-        self._prepare = PrepareRow(self._source, map_row)
+        self._prepare = PrepareRow(self._source.rows, map_row)
         self._rows = RowStream(
             self._source,
             self._prepare,

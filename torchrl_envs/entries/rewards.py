@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_data.conversation.object_entries import write_objects
+from torchrl_data.conversation.batched_object import write_objects
 from torchrl_data.keys import REWARD, REWARDS, SCORABLE
 from torchrl_envs.concurrency.calls import Outcome
 

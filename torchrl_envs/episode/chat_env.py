@@ -12,8 +12,8 @@ from torchrl.data import Binary, Composite, NonTensor
 from torchrl.envs import EnvBase, Transform
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.conversation.record import Turn
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import (
@@ -27,7 +27,12 @@ from torchrl_data.keys import (
     TEXT_RESPONSE,
     TRUNCATED,
 )
-from torchrl_data.layout.conversation_io import active_rows, read_conversations, write_conversations
+from torchrl_data.layout.conversation_io import (
+    active_rows,
+    read_conversations,
+    stored_conversations,
+    write_conversations,
+)
 from torchrl_data.layout.ingest import has_entry, read_fulls
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.tool_calls.parse import TurnParser, tool_call_parser
@@ -212,6 +217,9 @@ class ChatEnv(EnvBase):
         return out
 
     def _read_full(self, batch: TensorDictBase) -> Conversations:
+        stored = stored_conversations(batch, self.input_mode, FULL)
+        if stored is not None:
+            return stored.conversations
         if has_entry(batch, (self.input_mode, FULL)):
             encoder = None if self.input_mode == HISTORY else self.encoder
             return read_fulls(batch, self.input_mode, encoder=encoder, who="ChatEnv.step")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_data.conversation.object_entries import read_objects, write_objects
+from torchrl_data.conversation.batched_object import read_objects, write_objects
 from torchrl_data.keys import (
     DONE,
     GROUP_ID,

@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.object_entries import read_objects, write_objects
+from torchrl_data.conversation.batched_object import read_objects, write_objects
 from torchrl_data.keys import (
     GROUP_ID,
     PROMPT,

@@ -9,8 +9,8 @@ from typing import Any
 from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.history.history import History
 from torchrl_data.keys import QUERY, TEXT, TOKENS, TOOLS

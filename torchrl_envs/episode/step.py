@@ -11,8 +11,8 @@ from tensordict import TensorDictBase
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose
 
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import FINISH_REASON, PROMPT, REWARD
 from torchrl_data.layout.conversation_io import (
     active_rows,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.object_entries import read_objects
 from torchrl_data.keys import FINISH_REASON, FULL, PROMPT
 from torchrl_data.layout.conversation_io import read_conversations, write_conversations
 

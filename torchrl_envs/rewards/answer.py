@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Binary, Composite, Unbounded
 
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import FULL, REWARD, ROW
 from torchrl_data.layout.conversation_io import read_conversations

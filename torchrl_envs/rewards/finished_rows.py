@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import (
     EPISODE_ID,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.keys import NUM_TOOL_CALLS
 from torchrl_data.validation import one_of
 from torchrl_envs.concurrency.calls import ConcurrentCalls

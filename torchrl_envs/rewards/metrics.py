@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.keys import GROUP_ID, REWARD, REWARDS, SCORABLE
 from torchrl_envs.entries.rewards import REWARD_ERRORS
 

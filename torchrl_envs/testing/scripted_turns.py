@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
 
+from torchrl_data.conversation.batched_object import write_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import write_objects
 from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import FINISH_REASON, FULL, INPUT_MODES, PROMPT
 from torchrl_data.layout.conversation_io import (
     active_rows,
-    conversation_leaf,
     read_conversations,
+    stored_conversations,
     write_conversations,
 )
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -36,7 +36,7 @@ class ScriptedTurns:
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Write ``full`` and ``finish_reason``, in the mode of the batch's prompt."""
-        mode = next(m for m in INPUT_MODES if conversation_leaf(batch, m, PROMPT) is not None)
+        mode = next(m for m in INPUT_MODES if stored_conversations(batch, m, PROMPT) is not None)
         ids, content = self._turns[min(self._num_turns, len(self._turns) - 1)]
         self._num_turns += 1
         self.sampled = list(ids)

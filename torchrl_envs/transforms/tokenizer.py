@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import Transform
 
-from torchrl_data.conversation.object_entries import read_objects, write_objects
+from torchrl_data.conversation.batched_object import read_objects, write_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.history.history import History
 from torchrl_data.ragged.packed import pad

@@ -11,15 +11,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_data.templates.image_processor import ImageProcessor
-from torchrl_modules.peft_support import acting_adapters
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.scoring.evaluation_mode import evaluation_mode
 from torchrl_modules.scoring.image_rows import alike
 from torchrl_modules.scoring.rope_factors import settle_rope_factors
-from torchrl_modules.scoring.wrapped_models import is_sharded, unwrapped, without_ddp
-from torchrl_modules.weights.fingerprint import weights_fingerprint
+from torchrl_modules.scoring.wrapped_models import (
+    acting_adapters,
+    evaluation_mode,
+    is_sharded,
+    unwrapped,
+    without_ddp,
+)
 from torchrl_modules.weights.lazy import LazyWeights
-from torchrl_modules.weights.state import ExpectedWeights, next_version
+from torchrl_modules.weights.state import ExpectedWeights, next_version, weights_fingerprint
 
 from .decoding.decode_loop import DecodeLoop
 from .decoding.image_reader import find_image_reader

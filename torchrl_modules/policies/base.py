@@ -13,8 +13,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import write_objects
+from torchrl_data.conversation.batched_object import write_objects
+from torchrl_data.conversation.conversations import Conversations, ids_and_images
 from torchrl_data.conversation.record import Turn
 from torchrl_data.keys import (
     ENTROPY,
@@ -222,8 +222,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             The encoded prompts, the conversations with the policy's turn (a row that could not be
             generated is left as it was), and why each turn ended.
         """
-        if not len(prompt):
-            return prompt, prompt, []
         prompt, refused = self.encoder.encode_rows(prompt)
         if refused:
             accepted = torch.tensor([i not in refused for i in range(len(prompt))])
@@ -233,9 +231,10 @@ class LLMWrapperBase(TensorDictModuleBase):
                 reasons[row] = f"error: {error}"
             return prompt, full, reasons
         version = self.policy_version
-        ids = [prompt.ids(i) for i in range(len(prompt))]
+        ids, images = ids_and_images(prompt)
+        if not ids:
+            return prompt, prompt, []
         budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)
-        images = [prompt.images(i) for i in range(len(prompt))]
         further: dict[str, Any] = {"images": images} if any(images) else {}
         generations = self.engine.generate(
             ids,

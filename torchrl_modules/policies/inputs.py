@@ -4,7 +4,7 @@ Shape legend: B rows, T tokens of a row (ragged).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -24,8 +24,8 @@ from torchrl_data.keys import (
     TOKENS_FULL,
     TOKENS_PROMPT,
 )
-from torchrl_data.layout.conversation_io import conversation_leaf
-from torchrl_data.layout.ingest import read_fulls, read_prompts, stored_conversations
+from torchrl_data.layout.conversation_io import stored_conversations
+from torchrl_data.layout.ingest import read_fulls, read_prompts
 from torchrl_data.layout.token_entries import TokenEntries
 from torchrl_data.ragged.packed import pack, unpack
 from torchrl_data.ragged.reading import read_images, read_rows
@@ -54,13 +54,15 @@ class PolicyInput:
     def prompts(self, batch: TensorDictBase) -> Conversations:
         """The conversations that the policy is to go on with."""
         # batch: of B rows, from an environment or built by hand, see `read_prompts`.
-        self._check_shown(batch)
-        return read_prompts(batch, self.mode, encoder=self.encoder, who=self.who)
+        stored = stored_conversations(batch, self.mode, PROMPT)
+        if stored is None:
+            return read_prompts(batch, self.mode, encoder=self.encoder, who=self.who)
+        if self.mode != HISTORY:
+            self._check_shown(view_of(stored.leaf))
+        return stored.conversations
 
-    def _check_shown(self, batch: TensorDictBase) -> None:
+    def _check_shown(self, view: Any) -> None:
         """What an environment shows as text or tokens is what the policy samples from."""
-        leaf = conversation_leaf(batch, self.mode, PROMPT)
-        view = None if leaf is None else view_of(leaf)
         if isinstance(view, ConversationView) and view.encoder is not self._compared:
             if isinstance(view.encoder, ConversationEncoder):
                 check_same_rendering(view.encoder, self.encoder)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tensordict import (
     LazyStackedTensorDict,
+    NonTensorData,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -21,16 +22,14 @@ from torchrl_data.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
     FULL,
-    HISTORY,
     PROMPT,
     RESPONSE,
     TEXT,
     TOKENS,
     TOKENS_FULL,
 )
-from torchrl_data.layout.containers import token_group
-from torchrl_data.layout.conversation_io import write_conversations
-from torchrl_data.layout.token_tensordicts import row_tensordicts
+from torchrl_data.layout.containers import TOKEN_GROUPS
+from torchrl_data.layout.conversation_io import row_tensordicts, write_parts
 from torchrl_data.ragged.padded import padded_rows
 from torchrl_data.ragged.reading import entries_of, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
@@ -63,15 +62,12 @@ class PolicyOutput:
 
     def write(self, batch: TensorDictBase, prompt: Conversations, full: Conversations) -> None:
         """Write a turn of each row."""
+        parts = {PROMPT: prompt, RESPONSE: full, FULL: full}
         # Where the tokens are written as ragged rows, the record is in the history alone.
         if self.mode == TEXT or (self.mode == TOKENS and not self.write_tokens):
-            self._write_part(batch, PROMPT, prompt, self.mode)
-            self._write_part(batch, RESPONSE, full, self.mode)
-            self._write_part(batch, FULL, full, self.mode)
-        else:
-            self._write_part(batch, PROMPT, prompt)
-        self._write_part(batch, RESPONSE, full)
-        self._write_part(batch, FULL, full)
+            write_parts(batch, parts, mode=self.mode, encoder=self.encoder)
+            del parts[PROMPT]
+        write_parts(batch, parts)
         if self.write_tokens:
             rows = self._token_rows(full).reshape(batch.batch_size)
             set_groups(batch, rows, padded=self.pad_output)
@@ -83,11 +79,6 @@ class PolicyOutput:
         pad: Any = self.encoder.tokenizer.pad_token_id
         return padded_rows(rows, pad_token_id=0 if pad is None else pad)
 
-    def _write_part(
-        self, batch: TensorDictBase, which: str, value: Conversations, mode: str = HISTORY
-    ) -> None:
-        write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
-
 
 def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = False) -> None:
     """Set groups of token rows; entries of other layouts give way to them."""
@@ -96,8 +87,13 @@ def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = 
         stored = None if stored is None or is_non_tensor(stored) else entries_of(stored)
         if isinstance(stored, LazyStackedTensorDict):
             stored.update(entries_of(groups.get(name)))
-        else:
-            batch.set(name, token_group(name, groups.get(name), padded=padded))
+            continue
+        entries, kind = groups.get(name), TOKEN_GROUPS.get(name)
+        if kind is not None and not isinstance(entries, kind):
+            if padded:
+                entries.set("padded", NonTensorData(True, batch_size=entries.batch_size))
+            entries = kind._from_tensordict(entries, {})
+        batch.set(name, entries)
 
 
 def write_scores(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
 
+from torchrl_data.conversation.batched_object import read_objects, write_objects
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.object_entries import read_objects, write_objects
 
 
 def repeat_rows(

@@ -16,9 +16,9 @@ from torchrl_data.conversation.images import noise_image
 from torchrl_data.ragged.packed import pack, sequence_index
 from torchrl_data.templates.image_processor import ImageProcessor
 
-from .evaluation_mode import evaluation_mode
 from .model_reader import ModelReader, targets_of
 from .self_test import Trial, next_log_probs, tolerance_of, trial_rows
+from .wrapped_models import evaluation_mode
 
 
 def alike(

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_data.ragged.packed import cumulative_lengths, pad, sequence_index
-from torchrl_modules.peft_support import is_linear
 
 from .packed_attention import can_share, packed_input
 from .prefix_trie import build_trie
-from .wrapped_models import call
+from .wrapped_models import call, is_linear
 
 
 class Layout(Enum):

@@ -19,10 +19,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from torchrl_modules.peft_support import draws_dropout
-
 from .prefix_trie import PrefixTrie
 from .trie_attention import has_trie_attention, trie_attention
+from .wrapped_models import draws_dropout
 
 PACKED_SDPA: Final = "packed_sdpa"
 _REPLACED: Final = {"sdpa", "eager"}

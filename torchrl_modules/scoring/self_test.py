@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .evaluation_mode import evaluation_mode
-from .wrapped_models import call
+from .wrapped_models import call, evaluation_mode
 
 _LENGTHS: Final = (9, 5, 9, 6)
 """The second row is the beginning of the first, the third begins like it."""

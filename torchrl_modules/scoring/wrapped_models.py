@@ -1,7 +1,8 @@
 """Models inside wrappers: PEFT, `DistributedDataParallel`, `fully_shard`, `replicate`.
 
 What a wrapper does (gather shards, reduce gradients) happens in the hooks of the outermost module's
-forward. Scoring runs parts of a model, so for such a model it runs them inside that forward.
+forward. Scoring runs parts of a model, so for such a model it runs them inside that forward. PEFT
+is not imported: a model that has adapters has done it.
 """
 
 import sys
@@ -13,8 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-
-from torchrl_modules.peft_support import model_inside
 
 T = TypeVar("T")
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
@@ -114,3 +113,70 @@ def _is(model: Any, name: str) -> bool:
 def _is_replicated(model: nn.Module) -> bool:
     composable: Any = sys.modules.get("torch.distributed._composable.replicate")
     return composable is not None and composable.replicate.state(model) is not None
+
+
+def model_inside(model: Any) -> PreTrainedModel:
+    """The causal language model that computes what a PEFT model does."""
+    # Adapters such as LoRA are layers of the model inside, so that it gives the PEFT model's logits
+    # and gradients by itself.
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    for config in model.peft_config.values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if config.is_prompt_learning or kind == "POLY":
+            what = kind
+        elif getattr(config, "alora_invocation_tokens", None):
+            what = "aLoRA"
+        else:
+            continue
+        raise TypeError(
+            f"{type(model).__name__} has adapters of the kind {what}, which are not layers of the "
+            "model. Train one that is, such as LoRA."
+        )
+    return model.get_base_model()
+
+
+def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...]:
+    """Of each layer with adapters of PEFT, whether they are off, and which act when they are not.
+
+    Args:
+        model: of PEFT, or any other one.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return ()
+    layers: list[Any] = list(model.modules())
+    return tuple(
+        (bool(layer.disable_adapters), tuple(layer.active_adapters))
+        for layer in layers
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer)
+    )
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module computes ``x @ weight.T + bias`` with its own ``weight`` and ``bias``."""
+    peft: Any = sys.modules.get("peft")
+    if peft is not None and type(module) is peft.utils.ModulesToSaveWrapper:
+        module = module.original_module
+    return type(module) is nn.Linear
+
+
+def draws_dropout(model: nn.Module) -> bool:
+    """Whether a module of the model leaves values out at random now."""
+    return any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+        for module in model.modules()
+    )
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in evaluation mode; afterwards each of its modules is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

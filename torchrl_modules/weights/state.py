@@ -1,16 +1,17 @@
 """Weights are taken as a whole or refused as a whole."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .lazy import LazyWeights, RenamedWeights, WeightFacts
 
+_WORD: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _SUMMED: Final = (torch.float32, torch.float64)
 _ROW: Final = 1 << 14
 _NO_VERSION: Final = 1 << 63
@@ -180,3 +181,34 @@ def next_version(version: int | None, present: int, *, who: str) -> int:
     if version <= present:
         raise UpdateRefused(f"{who}: version {version} is not above the present one, {present}.")
     return version
+
+
+@torch.no_grad()
+def weights_fingerprint(model: nn.Module) -> Hashable:
+    """Another one, in all likelihood, once any weight or buffer has another bit.
+
+    Reads all weights once, as drawing one token does.
+
+    Args:
+        model: with its weights on a device.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in sums:
+        by_device.setdefault(one.device, []).append(one)
+    values = tuple(tuple(torch.stack(ones).tolist()) for ones in by_device.values())
+    return values, tuple((t.data_ptr(), t._version) for t in tensors)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    flat = tensor.detach().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    words = flat.view(_WORD[flat.element_size()])
+    size = words.element_size()
+    if all(number % 8 == 0 for number in (words.numel() * size, words.storage_offset() * size)):
+        words = words.view(torch.int64)  # as many bits at once as there are
+    return words.sum(dtype=torch.int64)

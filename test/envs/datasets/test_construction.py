@@ -15,7 +15,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from torchrl_data import ToolsNotShownError, builtin_template
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_envs import (
     ChatEnv,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,

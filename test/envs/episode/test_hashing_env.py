@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.conversation.object_entries import read_objects
+from torchrl_data.conversation.batched_object import read_objects
 from torchrl_data.errors import MissingEntryError
 from torchrl_envs import LLMHashingEnv
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_modules.engines.protocol import Generation
-from torchrl_modules.scoring.evaluation_mode import evaluation_mode
+from torchrl_modules.scoring.wrapped_models import evaluation_mode
 
 from .kept_caches import KeptCaches
 from .prompt_readers import PromptReader
