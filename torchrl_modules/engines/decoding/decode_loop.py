@@ -18,7 +18,7 @@ from torchrl_modules.sampling.token_history import TokenHistory
 
 from .prompt_readers import PromptReader
 from .slot_reader import SlotReader
-from .token_draw import RowStream, TokenDraw, choose_by
+from .token_draw import RowStream, TokenDraw
 
 _COMPACT_BELOW = 0.75
 """Rows that have ended are dropped from the batch once fewer than this fraction still run."""
@@ -121,16 +121,12 @@ class DecodeLoop:
         """One token per batch element, int64 ``[A]``; keeps it and what is reported of it."""
         drawn_before = torch.full((len(self._logits),), step, device=self._logits.device)
         history = TokenHistory(drawn_before, self._seen, self._counts)
-        drawn = self._draw_token(self._logits, history, self._choose)
+        streams = self._streams and [self._streams[row] for row in self._rows.tolist()]
+        drawn = self._draw_token(self._logits, history, streams)
         self._ids[self._rows, step] = drawn.ids
         for name, values in self._figures.items():
             values[self._rows, step] = getattr(drawn, name)
         return drawn.ids
-
-    def _choose(self, p: Tensor) -> Tensor:
-        if self._streams is None:
-            return p.multinomial(1)
-        return choose_by([self._streams[row] for row in self._rows.tolist()])(p)
 
     def _completes_stop_string(self, step: int) -> Tensor:
         ends = torch.zeros_like(self._running)

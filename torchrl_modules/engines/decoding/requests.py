@@ -14,7 +14,7 @@ from torchrl_modules.engines.protocol import Generation, VersionSpan
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.sampling.token_history import TokenHistory
 
-from .token_draw import RowStream, TokenDraw, choose_by
+from .token_draw import RowStream, TokenDraw
 
 
 @dataclass(eq=False, slots=True)
@@ -83,7 +83,7 @@ def draw_alike(rows: Sequence[Request], logits: Tensor, version: int) -> None:
     """
     history = _history(rows, logits)
     draw = TokenDraw(rows[0].params)
-    drawn = draw(logits, history, choose_by([row.stream for row in rows]))
+    drawn = draw(logits, history, [row.stream for row in rows])
     columns = {
         "log_probs": drawn.log_probs,
         "untempered_log_probs": drawn.untempered_log_probs,

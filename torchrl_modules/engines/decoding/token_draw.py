@@ -4,7 +4,7 @@ Shape legend: A rows, V vocabulary.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,27 +38,36 @@ class TokenDraw:
     def __init__(self, params: SamplingParameters) -> None:
         self._params = params
         self._warpers = logits_warpers(params)
+        # Asked for once, and not for every token.
+        self._changes_logits = params.changes_logits
+        self._is_own_softmax = params.is_own_softmax
 
     def __call__(
-        self, logits: Tensor, history: TokenHistory, choose: Callable[[Tensor], Tensor]
+        self,
+        logits: Tensor,
+        history: TokenHistory,
+        streams: "Sequence[RowStream] | None" = None,
     ) -> DrawnTokens:
         """Draw.
 
         Args:
             logits: of the model, ``[A, V]``.
             history: of each row; counted on here, where it is needed.
-            choose: draws int64 ``[A, 1]``, given the probabilities ``[A, V]``.
+            streams: of each row; torch's generator draws when not given.
         """
         params, logits = self._params, logits.float()
         log_p = self._log_probs(logits, history)
         p = log_p.exp()
-        tokens = log_p.argmax(-1, True) if params.temperature == 0 else choose(p)
+        if params.temperature == 0:
+            tokens = log_p.argmax(-1, True)
+        else:
+            tokens = p.multinomial(1) if streams is None else _choose(p, streams)
         if history.seen is not None and history.counts is not None:
             history.seen.scatter_(1, tokens, True)
             history.counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
         untempered = entropies = None
         if params.untempered_log_probs:
-            own = log_p if params.is_own_softmax else torch.log_softmax(logits, -1)
+            own = log_p if self._is_own_softmax else torch.log_softmax(logits, -1)
             untempered = own.gather(1, tokens).squeeze(1)
         if params.entropy:
             entropies = torch.special.entr(p).sum(-1)
@@ -68,7 +77,7 @@ class TokenDraw:
     def _log_probs(self, logits: Tensor, history: TokenHistory) -> Tensor:
         """Of the distribution that is drawn from, ``[A, V]``."""
         scores = logits
-        if self._params.changes_logits:
+        if self._changes_logits:
             scores = changed_logits(logits, self._params, history)
             banned = too_early(scores, self._params, history)
             scores = scores if banned is None else scores.masked_fill(banned, -torch.inf)
@@ -92,17 +101,9 @@ class RowStream:
         return self._random.getrandbits(52) * 2.0**-52
 
 
-def choose_by(streams: Sequence[RowStream]) -> Callable[[Tensor], Tensor]:
-    """Draws a row's token by the row's own stream: one number a token, by the inverse of the sum.
-
-    Args:
-        streams: one per row.
-    """
-
-    def choose(p: Tensor) -> Tensor:
-        uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
-        total = p.double().cumsum(-1)  # In single precision small probabilities would be lost.
-        at = uniform.to(p.device)[:, None] * total[:, -1:]
-        return torch.searchsorted(total, at, right=True).clamp(max=p.shape[-1] - 1)
-
-    return choose
+def _choose(p: Tensor, streams: Sequence[RowStream]) -> Tensor:
+    """A token of each row by its own stream: one number a token, by the inverse of the sum."""
+    uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
+    total = p.double().cumsum(-1)  # In single precision small probabilities would be lost.
+    at = uniform.to(p.device)[:, None] * total[:, -1:]
+    return torch.searchsorted(total, at, right=True).clamp(max=p.shape[-1] - 1)
