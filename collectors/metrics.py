@@ -36,8 +36,8 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.stop_reasons import kind_of
+from torchrl_envs.rewards.calls import LOGGED_METRICS
 from torchrl_envs.rewards.metrics import reward_metrics
-from torchrl_envs.rewards.reward_log import LOGGED_METRICS
 
 _RENAMED: Final = {
     "reward/mean": "reward",

@@ -35,7 +35,7 @@ from torchrl_envs.entries.padded import token_entries_of_row
 from torchrl_envs.entries.rewards import REWARD_ERRORS, turn_ends
 from torchrl_envs.episode.entries import EPISODE
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
+from torchrl_envs.rewards.calls import LOGGED_EXTRA, LOGGED_METRICS
 
 _NO_BATCH = torch.Size([])
 _DENSE = (

@@ -37,7 +37,7 @@ from torchrl_data.keys import (
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
 from torchrl_envs.entries.rewards import REWARD_ERRORS
-from torchrl_envs.rewards.reward_log import LOGGED_EXTRA, LOGGED_METRICS
+from torchrl_envs.rewards.calls import LOGGED_EXTRA, LOGGED_METRICS
 
 from .provenance import token_spans
 from .samples import RecordedToolCall, RolloutSample, SampleTokens

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
-from torchrl_envs.datasets.resume import Place
+from torchrl_envs.datasets.sources import Place
 from torchrl_envs.episode.async_runner import AsyncEpisodeRunner, Prompt, prompt_of
 from torchrl_envs.episode.episode import Episode
 

@@ -5,11 +5,11 @@ The folder can be copied whole into another codebase. What is where:
 * ``ratios``: log-ratios at token and sequence level;
 * ``surrogates``, ``sequence_surrogates``, ``divergence_surrogate``: the policy term of each
   algorithm, one value per token;
-* ``aggregation``: from tokens to the loss, over the whole accumulation window;
+* ``aggregation``: from tokens to the loss, over the whole accumulation window, and to metrics;
 * ``divergence``: KL estimators; ``log_probs``: log-probability and entropy from logits;
 * ``token_filters``, ``sampler_correction``: which tokens count, and how much;
-* ``advantages``, ``turn_advantages``: from rewards to advantages; ``groups``: their statistics;
-* ``supervised``: fine-tuning and distillation; ``diagnostics``: metrics to watch.
+* ``advantages``, ``turn_advantages``: from rewards to advantages;
+* ``supervised``: fine-tuning and distillation.
 
 Tokens come padded, ``[B, T]``, or packed, ``[N]`` beside ``lengths [B]``; both give the same
 numbers. Everything that does not lie in a mask is ignored, whatever it holds. Log-probabilities,
@@ -31,12 +31,13 @@ from .aggregation import (
     AGGREGATIONS,
     Aggregation,
     aggregate,
+    effective_sample_fraction,
     fixed_length_mean,
+    flag_fraction,
     mean_of_sequence_means,
     mean_of_sequence_sums,
     token_mean,
 )
-from .diagnostics import effective_sample_fraction, flag_fraction
 from .divergence import KL_ESTIMATORS, KLEstimator, kl_between, kl_estimate
 from .divergence_surrogate import (
     BINARY_DIVERGENCES,
@@ -46,7 +47,7 @@ from .divergence_surrogate import (
     binary_divergence,
     divergence_masked,
 )
-from .log_probs import LogProbs, at_least_float32, token_log_probs
+from .log_probs import LogProbs, token_log_probs
 from .ratios import (
     LOG_RATIO_LIMIT,
     RATIO_LEVELS,
@@ -64,7 +65,14 @@ from .sampler_correction import (
     off_policy_gap,
     sampler_correction,
 )
-from .segments import sequence_count, sequence_index, sequence_mean, sequence_sum, spread
+from .segments import (
+    at_least_float32,
+    sequence_count,
+    sequence_index,
+    sequence_mean,
+    sequence_sum,
+    spread,
+)
 from .sequence_surrogates import gmpo, vespo
 from .supervised import (
     KL_DIRECTIONS,

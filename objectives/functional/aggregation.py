@@ -1,4 +1,4 @@
-"""From one value per token to the loss: where the mean is taken.
+"""From one value per token to the loss, or to a metric: where the mean is taken.
 
 This is the main difference between GRPO, DAPO and Dr. GRPO. Each function divides by a count that
 belongs to the whole accumulation window: pass ``num_active_tokens`` or ``num_sequences`` of the
@@ -13,10 +13,11 @@ Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` o
 
 from typing import Final, Literal
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .segments import check_layout, masked, sequence_mean, sequence_sum
+from .segments import check_layout, flagged, masked, sequence_mean, sequence_sum
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum", "none"]
 AGGREGATIONS: Final[tuple[Aggregation, ...]] = (
@@ -192,3 +193,55 @@ def aggregate(
         )
     reduce = mean_of_sequence_means if aggregation == "sequence_mean" else mean_of_sequence_sums
     return reduce(values, mask, lengths, num_sequences=num_sequences)
+
+
+# Metrics to watch, from the same tensors as the loss; nothing is differentiated -------------------
+
+
+def effective_sample_fraction(
+    log_ratio: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"] | None = None
+) -> Float[Tensor, ""]:
+    """Effective sample size of the importance weights, as a fraction of the active tokens.
+
+    Args:
+        log_ratio: in nats, ``[B, T]`` or ``[N]``.
+        mask: True where a token counts; None for all.
+
+    Returns:
+        ``(sum r)^2 / (n sum r^2)``, in (0, 1]; 1 when all weights are equal, and when nothing is
+        active.
+
+    See Also:
+        Kong, 1992, "A note on importance sampling using standardized weights".
+    """
+    weights = masked(log_ratio.detach(), mask, -torch.inf).flatten()
+    count = masked(torch.ones_like(weights), None if mask is None else mask.flatten()).sum()
+    scaled = (weights - _finite_max(weights)).exp()
+    fraction = scaled.sum().square() / (count * scaled.square().sum())
+    return fraction.masked_fill(count == 0, 1.0)
+
+
+def _finite_max(values: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    """The largest value, finite also for no values at all."""
+    # Any low number will do, any number of times.
+    floor = values.new_full((1,), -1e30)  # mutate: equivalent (any large number)
+    return torch.cat([values, floor]).max()
+
+
+def flag_fraction(
+    flag: Bool[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
+    *,
+    num_active_tokens: Count | None = None,
+) -> Float[Tensor, ""]:
+    """Fraction of the active tokens that carry a flag, such as a clip.
+
+    Args:
+        flag: ``[B, T]`` or ``[N]``.
+        mask: True where a token counts; None for all.
+        num_active_tokens: of the whole window; None for those of this batch.
+
+    Returns:
+        A scalar in [0, 1].
+    """
+    return token_mean(flagged(flag, mask).float(), mask, num_active_tokens=num_active_tokens)

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .log_probs import at_least_float32
 from .ratios import log_ratio
-from .segments import flagged, masked
+from .segments import at_least_float32, flagged, masked
 from .surrogates import Surrogate
 
 BinaryDivergence = Literal["tv", "kl", "symmetric_kl"]

@@ -9,17 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .segments import at_least_float32
+
 
 class LogProbs(NamedTuple):
     """Per-token results, each ``[K]``, in nats."""
 
     log_prob: Tensor
     entropy: Tensor
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """The values in float32, or as they are when they are wider."""
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def token_log_probs(

@@ -8,8 +8,7 @@ from typing import Final, Literal
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .log_probs import at_least_float32
-from .segments import masked, sequence_mean, spread
+from .segments import at_least_float32, masked, sequence_mean, spread
 
 LOG_RATIO_LIMIT: Final = 20.0
 """A log-ratio is kept within plus or minus this, in nats.

@@ -167,3 +167,8 @@ def spread(
         return per_sequence.unsqueeze(-1).expand(like.shape)
     # Indices repeat: the backward of indexing would add in any order, that of this does not.
     return per_sequence.index_select(0, sequence_index(lengths, like.shape[0]))
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in float32, or as they are when they are wider."""
+    return values if values.dtype == torch.float64 else values.float()

@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .divergence import kl_between, kl_estimate
-from .log_probs import at_least_float32
 from .ratios import LOG_RATIO_LIMIT, log_ratio
-from .segments import masked
+from .segments import at_least_float32, masked
 
 KLDirection = Literal["forward", "reverse"]
 KL_DIRECTIONS: Final[tuple[KLDirection, ...]] = ("forward", "reverse")

@@ -57,8 +57,7 @@ CPU_TIME_S = 300  # a mutant that loops for ever; not wall time, which a busy ma
 # The tests that look at a file, tried before all of them.
 NEAREST = {
     "advantages.py": "golden or advantages or gdpo or pass_at_k or maxrl",
-    "aggregation.py": "golden or aggregation",
-    "diagnostics.py": "golden or diagnostics",
+    "aggregation.py": "golden or aggregation or diagnostics",
     "divergence.py": "golden or test_kl",
     "divergence_surrogate.py": "golden or dppo or kpop",
     "log_probs.py": "golden",

@@ -37,8 +37,7 @@ from .difficulty import IDS_PER_EPOCH, DifficultyPools
 from .loading import load_rows, one_of
 from .options import DataOptions
 from .prepare import BadRow, PrepareRow
-from .resume import Frontier, Place
-from .sources import Item, RowStream, open_source
+from .sources import Frontier, Item, Place, RowStream, open_source
 
 if TYPE_CHECKING:
     from torchrl_data.templates.encoder import ConversationEncoder

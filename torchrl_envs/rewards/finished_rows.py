@@ -28,7 +28,7 @@ from torchrl_envs.datasets.checks import PROMPT_COLUMNS
 from torchrl_envs.entries.rewards import REWARD_ERRORS, dense_reward
 from torchrl_envs.episode.episode import Episode
 
-from .reward_log import LOGGED_EXTRA, LOGGED_METRICS
+from .calls import LOGGED_EXTRA, LOGGED_METRICS
 
 
 class FinishedEpisode(NamedTuple):

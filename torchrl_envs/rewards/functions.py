@@ -25,6 +25,7 @@ from torchrl_envs.tools.environment_tools import EnvironmentTools
 
 from .calls import (
     RewardFunction,
+    TrainerState,
     missing_arguments,
     needs_messages,
     read_outcomes,
@@ -34,7 +35,6 @@ from .calls import (
     unique_names,
 )
 from .finished_rows import check_prompts_are_known, finished_episodes, write_finished
-from .reward_log import TrainerState
 
 if TYPE_CHECKING:
     from torchrl_envs.episode.episode_transform import EpisodeEnvironment

@@ -29,7 +29,7 @@ from torchrl_envs import (
     load_rows,
 )
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
-from torchrl_envs.datasets.resume import Frontier
+from torchrl_envs.datasets.sources import Frontier
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(7)]
 
