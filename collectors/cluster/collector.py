@@ -17,6 +17,7 @@ from collectors.base import BackgroundCollector, PostProcessing
 from collectors.composition_checks import advantages_of, check_room
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.streaming.load_cap import LoadCap
+from collectors.streaming.load_follower import together
 from collectors.streaming.updater import SnapshotUpdater, shares_memory
 from collectors.weight_update.gathering import gathered_state_dict
 from torchrl_data.validation import check_counts
@@ -104,7 +105,7 @@ class RayLLMCollector(BackgroundCollector):
             raise TypeError(f"{WHO} takes one of policy and policy_factory, or both.")
         check_counts(WHO, num_collectors=num_collectors, groups_per_step=groups_per_step)
         check_counts(WHO, total_trajectories=total_trajectories)
-        is_cap = isinstance(max_inflight_tasks, LoadCap)
+        self._follows_load = is_cap = isinstance(max_inflight_tasks, LoadCap)
         most = max_inflight_tasks.max_inflight_tasks if is_cap else max_inflight_tasks
         if most != -1:
             check_counts(WHO, max_inflight_tasks=most)
@@ -312,18 +313,22 @@ class RayLLMCollector(BackgroundCollector):
         Returns:
             ``collect/trainer_wait_fraction``, of the time; ``collect/queued_groups``, finished ones
             that wait; ``collect/num_collectors`` that serve; ``collect/driver_bytes_per_row`` that
-            this process was sent and has sent about rows, beside the rows themselves; and the
-            ledger's, see :meth:`~collectors.GroupLedger.metrics`.
+            this process was sent and has sent about rows, beside the rows themselves; with a
+            ``LoadCap`` ``collect/max_groups`` that may run and ``collect/preemptions``, of all
+            collectors, and ``collect/cache_use`` of the fullest engine; and the ledger's, see
+            :meth:`~collectors.GroupLedger.metrics`.
         """
         now_s = time.monotonic()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         waited_s, self._wait_s = self._wait_s, 0.0
         _, found = self._ledger_client.report()
+        loads = self._ask_supervisor(self._supervisor.loads()) if self._follows_load else []
         return {f"ledger/{name}": value for name, value in found.items()} | {
             "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
             "collect/queued_groups": found["in_flight/waiting"],
             "collect/num_collectors": float(sum(k.may_serve for k in self._supervisor.known)),
             "collect/driver_bytes_per_row": self._ledger_client.bytes_per_row,
+            **together(loads),
         }
 
     # The end ------------------------------------------------------------------------------------

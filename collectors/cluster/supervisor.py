@@ -196,6 +196,19 @@ class Supervisor:
             _log.warning("%s: what collector %d remembers is not saved: %s", WHO, index, error)
             return None
 
+    async def loads(self) -> list[dict[str, float]]:
+        """What collectors that serve say of the load that they follow."""
+        serving = [index for index, known in enumerate(self.known) if known.may_serve]
+        return [load for load in await asyncio.gather(*map(self._load_of, serving)) if load]
+
+    async def _load_of(self, index: int) -> dict[str, float]:
+        try:
+            return await asyncio.wait_for(_answer(self.workers[index].load.remote()), _STATE_S)
+        except Exception as error:
+            if not isinstance(error, TimeoutError) and not is_death(error):
+                raise
+            return {}  # `_tend` sees to it.
+
     async def restore(self, states: Sequence[Any]) -> None:
         """Let each collector go on where it was, before anything is collected.
 

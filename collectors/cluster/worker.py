@@ -96,6 +96,10 @@ class CollectorWorker:
         self._recompute = recomputes(serves, settings.staleness, who=WHO)
         return self._policy.version
 
+    async def load(self) -> dict[str, float]:
+        """Of its engine, see :meth:`LoadFollower.metrics`; empty where it is not followed."""
+        return {} if self._follower is None else self._follower.metrics()
+
     async def state(self) -> dict[str, Any]:
         """What it remembers, see :func:`state_of`."""
         return state_of(self._env)

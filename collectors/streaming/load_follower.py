@@ -1,6 +1,7 @@
 """Lets as many groups run as an engine has room for."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from torchrl_modules.engines.load import TellsLoad, tells_load
@@ -60,6 +61,17 @@ class LoadFollower:
             "collect/cache_use": self._cap.load.cache_use,
             "collect/preemptions": float(self._cap.load.num_preemptions),
         }
+
+
+def together(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What followers of several engines tell, as one; empty where there is none.
+
+    Args:
+        loads: of each, see :meth:`LoadFollower.metrics`.
+    """
+    reduced = {"max_groups": sum, "cache_use": max, "preemptions": sum}
+    names = [(f"collect/{name}", of) for name, of in reduced.items() if loads]
+    return {name: float(of([load[name] for load in loads])) for name, of in names}
 
 
 def follower_of(

@@ -20,7 +20,7 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import CollectorDied, Drop, RayLLMCollector, Wait
+from collectors import CollectorDied, Drop, LoadCap, RayLLMCollector, Wait
 from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
 from objectives import MCAdvantage
 from torchrl_envs import (
@@ -31,7 +31,9 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_modules import EngineFleet, TransformersWrapper, vLLMWrapper
+from torchrl_modules import EngineFleet, EngineLoad, TransformersWrapper, vLLMWrapper
+from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.blocking_engine import BlockingEngine
 from torchrl_modules.tiny_model import tiny_qwen3
 from torchrl_modules.vllm.bridges import OwnServerEngine
 from torchrl_modules.weights.state import UpdateRefused
@@ -90,6 +92,16 @@ def make_env(num_prompts=1000, seconds=0.0, num_epochs=None):
             StepCounter(max_steps=1),
         )
     )
+
+
+class FullAtFirst(BatchingEngine):
+    """Tells that its cache is full while its first episodes run."""
+
+    tells_load, num_looks = True, 0
+
+    async def measure_load(self):
+        self.num_looks += 1
+        return EngineLoad(0.95 if self.num_looks < 15 else 0.1, 3)
 
 
 def make_buffer(group_size=N):
@@ -325,6 +337,47 @@ class TestRay:
         ray.util.remove_placement_group(group)
         with pytest.raises(RuntimeError, match="shut down"):
             collector.collect()
+
+    def test_collectors_follow_the_load_of_their_engines(
+        self, ray, chatml_tokenizer, make_tiny_model
+    ):
+        model = make_tiny_model(0)
+
+        def make_policy():
+            policy = TransformersWrapper(
+                model,
+                tokenizer=chatml_tokenizer,
+                generate_kwargs={"max_new_tokens": 4},
+                write_tokens=False,
+            )
+            policy.engine = BlockingEngine(FullAtFirst(policy.engine))
+            return policy
+
+        collector = RayLLMCollector(
+            lambda: make_env(12, seconds=0.5, num_epochs=1),
+            policy_factory=make_policy,
+            replay_buffer=make_buffer(),
+            staleness=Wait(2),
+            num_collectors=2,
+            max_inflight_tasks=LoadCap(interval_s=0.02),
+            remote_config={"num_cpus": 1},
+        )
+        loads, numbers = [], Counter()
+        with collector:
+            for batch in collector:
+                numbers.update(batch["group_id"].tolist())
+                collector.replay_buffer.empty()
+                collector.update_policy_weights_(model)
+                loads.append(collector.metrics())
+            ledger = collector.ledger
+        assert list(numbers.values()) == [N] * 12
+        assert ledger.balance.dropped["load"].groups > 0
+        assert is_balanced(ledger)
+        assert all(load["collect/preemptions"] == 6 for load in loads)  # 3 of each
+        assert {load["collect/cache_use"] for load in loads} <= {0.95, 0.1}
+        most = 2 * collector.ledger.num_slots  # that two collectors may run
+        assert all(2 <= load["collect/max_groups"] <= most for load in loads)
+        assert loads[0]["collect/max_groups"] < most
 
     def test_two_engines_one_killed_then_a_refused_update_then_the_ledger(
         self, ray, chatml_tokenizer, tmp_path
