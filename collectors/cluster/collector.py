@@ -105,7 +105,7 @@ class RayLLMCollector(BackgroundCollector):
             raise TypeError(f"{WHO} takes one of policy and policy_factory, or both.")
         check_counts(WHO, num_collectors=num_collectors, groups_per_step=groups_per_step)
         check_counts(WHO, total_trajectories=total_trajectories)
-        self._follows_load = is_cap = isinstance(max_inflight_tasks, LoadCap)
+        is_cap = isinstance(max_inflight_tasks, LoadCap)
         most = max_inflight_tasks.max_inflight_tasks if is_cap else max_inflight_tasks
         if most != -1:
             check_counts(WHO, max_inflight_tasks=most)
@@ -113,6 +113,7 @@ class RayLLMCollector(BackgroundCollector):
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             ray.init(**{"include_dashboard": False, **(ray_init_config or {})})
+        self._follows_load = is_cap
         remote_config = dict(remote_config or {})
         updater = _RemoteUpdater(self, to_copies=policy_factory is None)
         super().__init__(
