@@ -20,8 +20,7 @@ import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
-from collectors import CollectorDied, Drop, LoadCap, RayLLMCollector, Wait
-from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
+from collectors import CollectorDied, LoadCap, RayLLMCollector, Wait
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -165,110 +164,6 @@ def is_balanced(ledger):
     balance = ledger.balance
     ends = (balance.trained, balance.num_dropped, balance.returned, balance.in_flight)
     return balance.offered == tuple(map(sum, zip(*ends, strict=True)))
-
-
-class TestLedgerService:
-    """The ledger's side of the messages, without Ray."""
-
-    def play(self, main, env=None, **settings):
-        settings = {"groups_per_step": GROUPS, "staleness": Wait(2)} | settings
-
-        async def with_service():
-            service = LedgerService(env or make_env(), **settings)
-            assert (await service.open())[:2] == (GROUPS, N)
-            await service.begin()
-            try:
-                return await asyncio.wait_for(main(service), timeout=60)
-            finally:
-                await service.stop()
-                assert is_balanced(service.ledger)
-
-        return asyncio.run(with_service())
-
-    async def finish(self, service, worker, ticket, versions=(0, 0)):
-        ends = [EpisodeEnd(5, versions, "answered")] * N
-        await service.finish(worker, 1, ticket, ends, Scored([f"rows of {ticket.ordinal}"], N))
-
-    def test_a_lost_collectors_groups_run_again_with_their_seeds(self):
-        async def main(service):
-            for worker in (0, 1):
-                await service.join(worker, 1)
-            asked = [await service.next_group(worker, 1) for worker in (0, 0, 0, 1)]
-            await self.finish(service, 0, asked[0][0])
-            assert await service.lose(0, 1) == 1
-            # What it says afterwards changes nothing.
-            await self.finish(service, 0, asked[1][0])
-            assert await service.next_group(0, 1) is None
-            assert service.ledger.balance.returned.groups == 3
-            again = [await service.next_group(1, 1) for _ in range(3)]
-            return asked, again
-
-        asked, again = self.play(main)
-
-        def seeds(groups):
-            return [(ticket.ordinal, ticket.seed) for ticket, _ in groups]
-
-        assert seeds(again) == seeds(asked[:3])
-        assert [prompt for _, prompt in again] == [prompt for _, prompt in asked[:3]]
-
-    def test_groups_go_to_who_has_least_to_do(self):
-        async def main(service):
-            for worker in (0, 1):
-                await service.join(worker, 1)
-            first = await service.next_group(0, 1)
-            both = await asyncio.gather(service.next_group(0, 1), service.next_group(1, 1))
-            return first[0].ordinal, [ticket.ordinal for ticket, _ in both]
-
-        assert self.play(main) == (0, [2, 1])
-
-    def test_a_batch_whose_rows_are_gone_is_put_back_and_filled_up(self):
-        async def main(service):
-            await service.join(0, 1)
-            tickets = [(await service.next_group(0, 1))[0] for _ in range(GROUPS)]
-            for ticket in tickets:
-                await self.finish(service, 0, ticket)
-            shares = await service.take()
-            assert [share.rows for share in shares] == ["rows of 0", "rows of 1"]
-            await service.put_back([tickets[0]])
-            again, _ = await service.next_group(0, 1)
-            assert (again.ordinal, again.seed) == (0, tickets[0].seed)
-            await self.finish(service, 0, again)
-            shares = await service.take()
-            step = await service.push([share.ticket for share in shares], 1)
-            await service.pulled(step)
-            return sorted(share.ticket.ordinal for share in shares), service.ledger.balance
-
-        ordinals, balance = self.play(main)
-        assert ordinals == [0, 1]
-        assert (balance.trained.groups, balance.returned.groups) == (2, 1)
-
-    def test_what_an_engine_has_no_room_for_runs_again_and_is_counted(self):
-        async def main(service):
-            await service.join(0, 1)
-            asked = [await service.next_group(0, 1) for _ in range(2)]
-            await service.give_back(0, 1, asked[1][0], "load")
-            return asked[1], await service.next_group(0, 1), service.ledger.balance
-
-        asked, again, balance = self.play(main)
-        assert (again[0].ordinal, again[0].seed, again[1]) == (1, asked[0].seed, asked[1])
-        assert balance.dropped == {"load": (1, 0)}
-
-    def test_under_drop_what_runs_too_long_is_drawn_again(self):
-        async def main(service):
-            await service.join(0, 1)
-            asked = [(await service.next_group(0, 1))[0] for _ in range(2 * GROUPS)]
-            slow, quick = asked[0], asked[1:]
-            for ticket in quick[:GROUPS]:
-                await self.finish(service, 0, ticket)
-            shares = await service.take()
-            await service.pulled(await service.push([share.ticket for share in shares], 1))
-            await self.finish(service, 0, slow)  # nobody waits for it any more
-            return service.ledger.balance.dropped, (await service.next_group(0, 1))[0], slow
-
-        dropped, again, slow = self.play(main, staleness=Drop(0, pipeline_depth=1))
-        assert dropped["stale"].groups == 2
-        assert (again.ordinal, again.attempt) == (slow.ordinal, 1)
-        assert again.seed != slow.seed
 
 
 class TestRay:
