@@ -39,18 +39,7 @@ class PendingCalls(NamedTuple):
 
 
 def drive(events: Mapping[int, Any], calls: ConcurrentCalls) -> dict[int, Exception]:
-    """Run the coroutines of events to their ends.
-
-    Args:
-        events: by number; what an event returned: a coroutine, or ``None`` where it is over.
-        calls: runs what they wait for.
-
-    Returns:
-        What was raised, by number.
-
-    Raises:
-        TypeError: an event awaits something else than calls.
-    """
+    """Run what events returned, by number, to the end; what was raised, by number."""
     errors: dict[int, Exception] = {}
     running: dict[int, EventCoroutine] = {
         number: event for number, event in events.items() if inspect.iscoroutine(event)
@@ -87,15 +76,7 @@ class LoopDriver:
         self._lanes = weakref.WeakValueDictionary()
 
     async def drive(self, event: Any) -> None:
-        """Run an event to its end.
-
-        Args:
-            event: what an event returned: a coroutine, or ``None`` where it is over.
-
-        Raises:
-            Exception: what the event raised.
-            TypeError: it awaits something else than calls.
-        """
+        """Run what an event returned, a coroutine or ``None``, to its end."""
         if not inspect.iscoroutine(event):
             return
         answer: list[Outcome] | None = None
@@ -150,15 +131,7 @@ def _checked(asked: Any) -> PendingCalls:
 def run_pending(
     asked: Mapping[int, PendingCalls], calls: ConcurrentCalls
 ) -> dict[int, list[Outcome]]:
-    """Run what several events wait for at once.
-
-    Args:
-        asked: by number of the event.
-        calls: runs them.
-
-    Returns:
-        An outcome per call, by number of the event.
-    """
+    """Run what several events wait for at once; an outcome per call, by number of the event."""
     chains: list[list[PendingCall]] = []
     lanes: dict[Hashable, int] = {}
     places: dict[int, list[tuple[int, int]]] = {}

@@ -44,11 +44,7 @@ _DATA: Final = (GROUP_ID, SEED, ROW)
 
 
 def read_episodes(batch: TensorDictBase) -> list[Episode]:
-    """The episodes of a batch, to go on from; made of its entries where it holds none.
-
-    Args:
-        batch: of B rows.
-    """
+    """The episodes of a batch, to go on from; made of its entries where it holds none."""
     held = read_objects(batch, EPISODE)
     if set(map(type, held)) == {Episode}:
         return [each.fork() for each in held]
@@ -66,11 +62,7 @@ def read_episodes(batch: TensorDictBase) -> list[Episode]:
 
 
 def read_flags(batch: TensorDictBase) -> Flags:
-    """The flags of each row; False where an entry is absent.
-
-    Args:
-        batch: of B rows.
-    """
+    """The flags of each row; False where an entry is absent."""
     columns = []
     for key in _FLAGS:
         value = batch.get(key, None)
@@ -79,21 +71,12 @@ def read_flags(batch: TensorDictBase) -> Flags:
 
 
 def flags_of(episodes: Sequence[Episode]) -> Flags:
-    """The flags of episodes.
-
-    Args:
-        episodes: any.
-    """
+    """The flags of episodes."""
     return [(e.is_terminated or e.is_truncated, e.is_terminated, e.is_truncated) for e in episodes]
 
 
 def write_flags(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
-    """Write which episodes are over, and how.
-
-    Args:
-        batch: of B rows.
-        episodes: B.
-    """
+    """Write which episodes are over, and how."""
     shape = (*batch.batch_size, 1)
     for key, values in zip(_FLAGS, zip(*flags_of(episodes), strict=True), strict=True):
         batch.set(key, torch.tensor(values).view(shape))
@@ -107,16 +90,7 @@ def write_episodes(
     has_tools: bool,
     given: TensorDictBase | None = None,
 ) -> None:
-    """Write the values of episodes, and what is seen of them in entries of their own.
-
-    Args:
-        batch: of B rows; gets ``stop_reason`` and ``max_new_tokens``, with data ``group_id``,
-            ``seed`` and ``row``, with tools ``num_tool_calls`` and ``num_tool_errors``.
-        episodes: B.
-        loads_data: whether they were drawn from data.
-        has_tools: whether there are tools.
-        given: a batch whose data entries are the same, to be taken over.
-    """
+    """Write episodes and what is seen of them; data entries as ``given`` has them, if it does."""
     write_objects(batch, EPISODE, episodes)
     write_objects(batch, STOP_REASON, [episode.stop_reason for episode in episodes])
     budgets = [NO_LIMIT if e.max_new_tokens is None else e.max_new_tokens for e in episodes]
@@ -143,14 +117,7 @@ def _write_int(batch: TensorDictBase, key: str, values: Sequence[int], *shape: i
 def write_rewards(
     batch: TensorDictBase, episodes: Sequence[Episode], names: Sequence[str], *, dense: bool
 ) -> None:
-    """Write the rewards of episodes that have just ended; what every step has, if there are none.
-
-    Args:
-        batch: ``[B]``.
-        episodes: that have just ended.
-        names: of all sources of rewards.
-        dense: whether a transform can make the reward dense.
-    """
+    """Write the rewards of episodes that just ended; what every step has, if there are none."""
     scores = [episode.score for episode in episodes]
     values = None
     if dense:
@@ -163,12 +130,7 @@ def write_rewards(
 
 
 def write_token_entries(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
-    """Write what transforms computed by token of episodes that have just ended.
-
-    Args:
-        batch: ``[B]``.
-        episodes: that have just ended.
-    """
+    """Write what transforms computed by token of episodes that have just ended."""
     for key in dict.fromkeys(key for episode in episodes for key in episode.token_entries):
         own = [episode for episode in episodes if key in episode.token_entries]
         if key != REWARD:
@@ -183,12 +145,7 @@ def _dense_reward(episode: Episode) -> Tensor:
 
 
 def last_row(episode: Episode, values: Tensor) -> Tensor:
-    """Values of all tokens of an episode at those of its last row.
-
-    Args:
-        episode: any.
-        values: ``[sum of T, ...]``.
-    """
+    """Values of all tokens of an episode, ``[sum of T, ...]``, at those of its last row."""
     if not episode.segments:
         return values
     return values[len(values) - episode.conversation.num_tokens(0) :]
@@ -223,24 +180,13 @@ class EpisodeEntries(Transform):
         episodes: Sequence[Episode],
         given: TensorDictBase | None = None,
     ) -> None:
-        """Write the values of episodes.
-
-        Args:
-            batch: of B rows.
-            episodes: B.
-            given: a batch whose data entries are the same, to be taken over.
-        """
+        """Write the values of episodes."""
         write_episodes(
             batch, episodes, loads_data=self.loads_data, has_tools=self.has_tools, given=given
         )
 
     def write_results(self, batch: TensorDictBase, ended: Sequence[Episode]) -> None:
-        """Write what sources of rewards and other transforms gave episodes.
-
-        Args:
-            batch: ``[B]``.
-            ended: those that have just ended; may be none.
-        """
+        """Write what sources of rewards and other transforms gave episodes that have just ended."""
         if self.reward_names or (ended and self.has_sources):
             write_rewards(batch, ended, self.reward_names, dense=self.dense)
         write_token_entries(batch, ended)

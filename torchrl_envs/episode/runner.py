@@ -49,11 +49,7 @@ class EpisodeRunner:
         weakref.finalize(self, close_left_open, self._open)
 
     def set_transforms(self, transforms: Sequence[EpisodeTransform]) -> None:
-        """Who takes part, in order.
-
-        Args:
-            transforms: without the dispatcher.
-        """
+        """Who takes part, in order, without the dispatcher."""
         for number, transform in enumerate(transforms):
             transform.key = f"{type(transform).__name__}.{number}"
         self._parts = {
@@ -62,41 +58,25 @@ class EpisodeRunner:
         }
 
     def taking_part(self, event: str) -> Sequence[EpisodeTransform]:
-        """The transforms that take part in an event, in order.
-
-        Args:
-            event: ``"draw"``, ``"begin"``, ``"before_turn"`` or ``"finish"``.
-        """
+        """The transforms that take part in an event, in order."""
         return self._parts[event]
 
     # Events -------------------------------------------------------------------------------------
 
     def draw(self, episodes: Sequence[Episode]) -> None:
-        """Give new episodes their examples, and keep what they will hold.
-
-        Args:
-            episodes: new ones; that there are no data for has a ``stop_reason`` afterwards.
-        """
+        """Give new episodes their examples; one without data has a ``stop_reason`` afterwards."""
         self.hold(episodes)
         for transform in self._parts["draw"]:
             transform.draw(episodes)
 
     def hold(self, episodes: Sequence[Episode]) -> None:
-        """Keep what new episodes will hold, until they are closed.
-
-        Args:
-            episodes: new ones.
-        """
+        """Keep what new episodes will hold, until they are closed."""
         for episode in episodes:
             self._open[episode.id] = episode.resources
             self._rows[episode.id] = episode.row
 
     def begin(self, episodes: Sequence[Episode]) -> None:
-        """Draw and start episodes; one that can't start gets a ``stop_reason``.
-
-        Args:
-            episodes: new ones.
-        """
+        """Draw and start episodes; one that can't start gets a ``stop_reason``."""
         self.draw(episodes)
         for transform in self._parts["begin"]:
             running = transform.concerned([e for e in episodes if not e.stop_reason])
@@ -111,11 +91,7 @@ class EpisodeRunner:
                 self.dispatcher.show_tools(episode)
 
     def before_turn(self, episodes: Sequence[Episode]) -> None:
-        """Bound the next turn of episodes that go on.
-
-        Args:
-            episodes: that a transform truncates has its ``stop_reason`` afterwards.
-        """
+        """Bound the next turn of episodes that go on; one may get a ``stop_reason`` instead."""
         for episode in episodes:
             episode.max_new_tokens = None
         for transform in self._parts["before_turn"]:
@@ -139,11 +115,7 @@ class EpisodeRunner:
             raise errors[min(errors)]
 
     def finish(self, episodes: Sequence[Episode]) -> None:
-        """Score episodes that are over; those that failed, or never began, get no reward.
-
-        Args:
-            episodes: their ``stop_reason`` says why they are over.
-        """
+        """Score episodes that are over; those that failed, or never began, get no reward."""
         for episode in episodes:
             episode.score = Score()
             episode.metrics, episode.token_entries = {}, {}
@@ -158,11 +130,7 @@ class EpisodeRunner:
                 episode.score = Score(error=episode.stop_reason if is_failed else "")
 
     def close(self, episodes: Sequence[Episode]) -> None:
-        """Give back what episodes hold, once; they are over, finished or given up.
-
-        Args:
-            episodes: those that are closed already are left out.
-        """
+        """Give back what episodes hold, once; they are over, finished or given up."""
         held = [
             (resources, episode.is_done)
             for episode in episodes
@@ -174,11 +142,7 @@ class EpisodeRunner:
             close_resources(held, self.calls)
 
     def close_rows(self, rows: Sequence[int] | None = None) -> None:
-        """Give up the episodes that run in some rows, or all.
-
-        Args:
-            rows: of the environment's batch.
-        """
+        """Give up the episodes that run in some rows of the environment's batch, or all."""
         wanted = None if rows is None else set(rows)
         ids = [i for i, row in self._rows.items() if wanted is None or row in wanted]
         held = [(self._open.pop(i), False) for i in ids]
@@ -188,20 +152,12 @@ class EpisodeRunner:
             close_resources(held, self.calls)
 
     def resources_in(self, row: int) -> Resources:
-        """What the episode holds that runs in a row; nothing if none does.
-
-        Args:
-            row: of the environment's batch.
-        """
+        """What the episode holds that runs in a row of the batch; nothing if none does."""
         found = [self._open[i] for i, own in self._rows.items() if own == row]
         return found[0] if found else Resources()
 
     def resources_of(self, episode: Episode) -> Resources:
-        """What an episode holds; nothing if it is closed.
-
-        Args:
-            episode: any.
-        """
+        """What an episode holds; nothing if it is closed."""
         held = self._open.get(episode.id)
         return Resources() if held is None else held
 
@@ -236,12 +192,7 @@ class EpisodeRunner:
 
 
 def take_over(episode: Episode, conversation: Conversations) -> None:
-    """Go on with a conversation that somebody else wrote; where it rewrites the past, in a new row.
-
-    Args:
-        episode: whose it is.
-        conversation: one.
-    """
+    """Go on with a conversation that somebody wrote; one that rewrites the past is a new row."""
     if continues(conversation, episode.conversation):
         episode.conversation = conversation
     else:
@@ -249,13 +200,7 @@ def take_over(episode: Episode, conversation: Conversations) -> None:
 
 
 def refuse_start(episode: Episode, transform: EpisodeTransform, error: Exception) -> None:
-    """An episode does not begin, because a transform raised.
-
-    Args:
-        episode: gets its ``stop_reason``.
-        transform: which.
-        error: what it raised.
-    """
+    """An episode does not begin, because a transform raised: it gets its ``stop_reason``."""
     where = error.where if isinstance(error, EpisodeStartError) else type(transform).__name__
     cause = error.__cause__ if isinstance(error, EpisodeStartError) else error
     cause = error if cause is None else cause

@@ -21,9 +21,8 @@ from torchrl_modules.sampling.token_history import TargetHistory
 
 from .chunked_head import chunked_log_prob
 from .image_rows import check_image_reading, read_with_images
-from .model_reader import Layout, ModelReader, plain_head, targets_of
+from .model_reader import Layout, ModelReader, check_packed, plain_head, targets_of
 from .packed_attention import use_packed_attention
-from .packed_checks import check_ids, check_images, check_packed
 from .ranks_in_step import check_wrapped_whole, most_of_ranks
 from .rope_factors import settle_rope_factors
 from .self_test import Difference, find_first, run_trial
@@ -158,11 +157,7 @@ class PackedScorer:
             ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
                 id is outside the vocabulary, or tokens and images do not belong together.
         """
-        check_packed(ids, lengths, target_mask)
-        check_images(self._images, ids, lengths, images)
-        table = next(self.model.get_input_embeddings().parameters())
-        check_ids(ids, lengths, table.shape[0])
-        self._check_lengths(lengths)
+        self._check(ids, lengths, target_mask, images)
         device = self.model.device
         lengths = lengths.to(device)
         ids, target_mask = ids.to(device), target_mask.to(device)
@@ -200,9 +195,7 @@ class PackedScorer:
         """The model's logits for each target: memory of K x V."""
         # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N].
         # Gives [K, V], float32, differentiable.
-        check_packed(ids, lengths, target_mask)
-        check_images(self._images, ids, lengths, images)
-        self._check_lengths(lengths)
+        self._check(ids, lengths, target_mask, images)
         device = self.model.device
         ids, lengths, target_mask = ids.to(device), lengths.to(device), target_mask.to(device)
         if not bool(target_mask.any()):
@@ -316,7 +309,15 @@ class PackedScorer:
             compute_dtype=self._head_dtype,
         )
 
-    def _check_lengths(self, lengths: Tensor) -> None:
+    def _check(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        images: Sequence[Sequence[str]] | None,
+    ) -> None:
+        table = next(self.model.get_input_embeddings().parameters())
+        check_packed(ids, lengths, target_mask, table.shape[0], self._images, images)
         if self._longest is None or not len(lengths):
             return
         longest = int(lengths.max())
