@@ -121,7 +121,7 @@ def _make_task(
         cfg.task.level = settings["level"] = "easy"
     task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
     if made_easy:
-        _LOG.info("for the embedded model reasoning-gym's questions are easy: task.level=easy")
+        _LOG.info("what the embedded model is asked is easy: task.level=easy")
     defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained)
     if cfg.policy.model is None:
         defaults["policy.max_new_tokens"] = task.max_new_tokens

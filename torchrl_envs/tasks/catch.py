@@ -4,12 +4,14 @@ The demonstrations move at random; where the ball is, is for the policy to see.
 """
 
 import random
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
 
 from .games.catch import NUM_ROWS, CatchGame
 from .phrases import catch_phrases
+from .questions.demonstrations import Turn, played
 from .task import Row, Task
 
 PROMPT: Final = (
@@ -66,18 +68,17 @@ class Catch:
         return max(self._game.reward, 0.0)
 
 
-def _demonstration(row: Row, rng: random.Random) -> list[Message]:
-    environment = Catch()
-    board = environment.reset(**row)
-    messages: list[Message] = [{"role": "user", "content": f"{row['prompt']}\n\n{board}"}]
+def _moves(environment: Catch, rng: random.Random) -> Iterator[Turn]:
     for _ in range(NUM_MOVES):
         direction = rng.choice(["left", "right", ""])
         name, arguments = ("move", {"direction": direction}) if direction else ("stay", {})
-        answer = environment.move(direction) if direction else environment.stay()
-        call = {"function": {"name": name, "arguments": arguments}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": answer})
-    return [*messages, {"role": "assistant", "content": "done"}]
+        yield name, arguments, getattr(environment, name)(**arguments)
+
+
+def _demonstration(row: Row, rng: random.Random) -> list[Message]:
+    environment = Catch()
+    board = environment.reset(**row)
+    return played(f"{row['prompt']}\n\n{board}", _moves(environment, rng))
 
 
 def catch_task(

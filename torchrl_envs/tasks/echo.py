@@ -6,6 +6,7 @@ from typing import Any
 from torchrl_data.conversation.conversations import Message
 
 from .games.wordle import WORDS
+from .questions.demonstrations import played
 from .task import Row, Task, split_rows
 
 
@@ -37,13 +38,7 @@ class Echo:
 
 def _demonstration(row: Row, rng: random.Random) -> list[Message]:
     message = row["message"] if rng.random() < 0.3 else rng.choice(WORDS)
-    call = {"function": {"name": "echo", "arguments": {"message": message}}}
-    return [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": message},
-        {"role": "assistant", "content": "done"},
-    ]
+    return played(row["prompt"], [("echo", {"message": message}, message)])
 
 
 def echo_task(

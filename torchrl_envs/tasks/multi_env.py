@@ -23,7 +23,8 @@ def combine_tasks(
     """One task of several, whose rows say in their column ``environment`` which is theirs.
 
     An episode has the environment, tools, rewards, system prompt and limit of turns of its own
-    task. Its rows' prompts are in the column ``prompt``.
+    task. Its rows' prompts are in the column ``prompt``. The entropy bonus acts on the tokens of
+    all of them, and is the smallest that one asks for.
 
     Args:
         name: of the whole.
@@ -57,6 +58,7 @@ def combine_tasks(
     held_out = [[{**columns, **part.row(row)} for row in part.task.held_out_rows] for part in parts]
     environments = {task.name: task.environment for task in tasks if task.environment is not None}
     answers = {task.final_answer for task in tasks}
+    bonuses = [task.entropy_coeff for task in tasks if task.entropy_coeff is not None]
     return Task(
         name=name,
         environment=environments or None,  # type: ignore[arg-type]
@@ -70,6 +72,7 @@ def combine_tasks(
         system_prompt=system_prompt,
         demonstrations=_in_turn([task.demonstrations for task in tasks if task.demonstrations]),
         num_warm_steps=max(task.num_warm_steps or 0 for task in tasks) or None,
+        entropy_coeff=min(bonuses, default=None),
         max_turns=max(task.max_turns for task in tasks),
         max_new_tokens=max(task.max_new_tokens for task in tasks),
         final_answer=answers.pop() if len(answers) == 1 else None,

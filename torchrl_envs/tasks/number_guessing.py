@@ -1,14 +1,13 @@
 """Guess a number in as few guesses as bisection needs: an environment with state over many turns.
 
-The demonstrations guess any number that is still possible; bisection is for the policy to find.
+The demonstrations guess the middle of what is possible, or any number: bisection with slips.
 """
 
 import random
 from typing import Any, Final
 
-from torchrl_data.conversation.conversations import Message
-
-from .phrases import around_argument
+from .phrases import ROLES, around_argument
+from .questions.demonstrations import guesses_with_slips
 from .task import Row, Task
 
 LARGEST: Final = 15
@@ -35,33 +34,16 @@ class NumberGuessing:
         self._num_guesses += 1
         if self._num_guesses > MAX_GUESSES:
             raise ValueError("no guesses are left")
-        if n == self._number:
-            self._found = True
-            return "found"
-        return "higher" if n < self._number else "lower"
+        self._found = self._found or n == self._number
+        return _compare(n, self._number)
 
     def get_reward(self) -> float:
         """1 if the number was found."""
         return float(self._found)
 
 
-def _demonstration(row: Row, rng: random.Random) -> list[Message]:
-    low, high = 1, LARGEST
-    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
-    for _ in range(MAX_GUESSES):
-        guess = rng.randint(low, high)
-        call = {"function": {"name": "guess", "arguments": {"n": guess}}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        if guess == row["number"]:
-            messages.append({"role": "tool", "content": "found"})
-            break
-        if guess < row["number"]:
-            low = guess + 1
-            messages.append({"role": "tool", "content": "higher"})
-        else:
-            high = guess - 1
-            messages.append({"role": "tool", "content": "lower"})
-    return [*messages, {"role": "assistant", "content": "done"}]
+def _compare(n: int, number: int) -> str:
+    return "found" if n == number else "higher" if n < number else "lower"
 
 
 def number_guessing_task(
@@ -82,16 +64,25 @@ def number_guessing_task(
         return [{"prompt": prompt, "number": rng.randint(1, LARGEST)} for _ in range(count)]
 
     train, held_out = rows(num_rows), rows(num_held_out)
+    shown = [rng.choice(train) for _ in range(num_demonstrations)]
     return Task(
         name="number_guessing",
         environment=NumberGuessing,
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=[_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        demonstrations=guesses_with_slips(
+            *(NumberGuessing, shown, range(1, LARGEST + 1)),
+            secret="number",
+            argument="n",
+            compare=_compare,
+            choose=lambda possible: possible[(len(possible) - 1) // 2],
+            num_guesses=MAX_GUESSES,
+            rng=rng,
+        ),
         num_warm_steps=1200,
         entropy_coeff=0.0,
         max_turns=MAX_GUESSES + 1,
         max_new_tokens=28,
         isolated=r"\d+",
-        phrases=[prompt, *around_argument("guess", "n")],
+        phrases=[*ROLES, prompt, "done", *around_argument("guess", "n")],
     )

@@ -1,9 +1,15 @@
 """What the tokenizer of the embedded model has as one token: calls of tools, and parts of them."""
 
 import json
-from typing import Any
+from collections.abc import Iterable
+from itertools import product
+from typing import Any, Final
 
 from .games.catch import NUM_COLUMNS, NUM_ROWS
+from .games.wordle import NUM_LETTERS
+
+ROLES: Final = ("user", "assistant")
+"""As the template writes them; what a tool answers is the user's, too."""
 
 
 def call_text(tool: str, arguments: dict[str, Any]) -> str:
@@ -37,3 +43,15 @@ def catch_phrases() -> list[str]:
     ]
     empty = ["\n".join([nothing] * count) for count in range(1, NUM_ROWS)]
     return [*moves, call_text("stay", {}), *marked, *empty]
+
+
+def wordle_phrases(words: Iterable[str]) -> list[str]:
+    """What stands around a guess; of a short list each word, and what is marked in it.
+
+    Args:
+        words: of the list, few; none where words are read letter by letter.
+    """
+    around = [*ROLES, "done", "found", *around_argument("guess", "word")]
+    whole = [text for word in words for text in (word, " ".join(word.upper()))]
+    marks = [" ".join(each) for each in product("GXY", repeat=NUM_LETTERS)] if whole else []
+    return [*around, *whole, *marks]

@@ -16,6 +16,7 @@ from typing import Any, Final
 from torchrl_data.conversation.conversations import Message
 from torchrl_envs.concurrency.own_random import OwnRandom
 
+from .questions.demonstrations import played
 from .task import Row, Task
 
 PREFIX: Final = "textarena/"
@@ -184,10 +185,4 @@ def textarena_task(
 
 def _demonstration(prompt: str, opening: str, rng: random.Random) -> list[Message]:
     numbers = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(1, 3)))
-    call = {"function": {"name": "act", "arguments": {"action": f"[{numbers}]"}}}
-    return [
-        {"role": "user", "content": f"{prompt}\n\n{opening}"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "ok"},
-        {"role": "assistant", "content": "done"},
-    ]
+    return played(f"{prompt}\n\n{opening}", [("act", {"action": f"[{numbers}]"}, "ok")])

@@ -1,20 +1,24 @@
 """Wordle: find a word of five letters in six guesses.
 
-The demonstrations guess random words; to use what a guess says is for the policy to find.
+The demonstrations guess a word that all marks so far allow, or any word: the skill with slips.
 """
 
 import random
 from typing import Any, Final
 
-from torchrl_data.conversation.conversations import Message
+from torchrl_data.validation import one_of
 
-from .games.wordle import NUM_GUESSES, WORDS, WordleGame
-from .task import Row, Task
+from .games.wordle import NUM_GUESSES, WORDS, WordleGame, guess_feedback
+from .phrases import wordle_phrases
+from .questions.demonstrations import guesses_with_slips
+from .task import Task
 
 PROMPT: Final = (
     f"Find the word of five letters in {NUM_GUESSES} guesses. After a guess, G marks a letter in "
     "its right place, Y a letter that is elsewhere in the word, X one that is not in it."
 )
+EASY: Final = WORDS[::27]
+"""So few that the embedded model can learn what each says of the others."""
 
 
 class Wordle:
@@ -47,49 +51,60 @@ class Wordle:
         return float(self._game.is_won)
 
 
-def _demonstration(row: Row, rng: random.Random) -> list[Message]:
-    environment = Wordle()
-    environment.reset(**row)
-    messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
-    for word in rng.sample(WORDS, NUM_GUESSES):
-        call = {"function": {"name": "guess", "arguments": {"word": word}}}
-        answer = environment.guess(word)
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": answer})
-        if environment.get_reward():
-            break
-    return [*messages, {"role": "assistant", "content": "done"}]
-
-
 def wordle_task(
-    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 2048, seed: int = 0
+    *,
+    level: str | None = None,
+    num_rows: int = 4096,
+    num_held_out: int = 256,
+    num_demonstrations: int = 8192,
+    seed: int = 0,
 ) -> Task:
-    """Words to be found; no held-out word is ever the secret of a training row.
+    """Words to be found.
 
     Args:
+        level: easy, a list of 24 words, which the embedded model can learn: each is trained and
+            tested; or own, all 632, and no word of the test is ever the secret of a training row;
+            easy for the embedded model and own for others when not given.
         num_rows: training rows; words come again.
-        num_held_out: words held out.
+        num_held_out: rows of the test.
         num_demonstrations: conversations for the warm start.
         seed: of everything.
 
     Raises:
-        ValueError: so many held-out words would leave none to train on.
+        ValueError: there is no such level, or so many held-out words would leave none to train on.
     """
-    if not 0 <= num_held_out < len(WORDS):
+    rng = random.Random(seed)
+    words = WORDS if one_of("level", level or "own", ["own", "easy"]) == "own" else EASY
+    if level == "easy":
+        train_words, held_out = words, rng.choices(words, k=num_held_out)
+    elif 0 <= num_held_out < len(words):
+        shuffled = rng.sample(words, len(words))
+        train_words, held_out = shuffled[num_held_out:], shuffled[:num_held_out]
+    else:
         raise ValueError(
-            f"wordle_task: num_held_out must be below the {len(WORDS)} words there are, got "
+            f"wordle_task: num_held_out must be below the {len(words)} words there are, got "
             f"{num_held_out}."
         )
-    rng = random.Random(seed)
-    words = rng.sample(WORDS, len(WORDS))
-    held_out, train_words = words[:num_held_out], words[num_held_out:]
     train = [{"prompt": PROMPT, "word": rng.choice(train_words)} for _ in range(num_rows)]
+    shown = [rng.choice(train) for _ in range(num_demonstrations)]
     return Task(
         name="wordle",
         environment=Wordle,
         train_rows=train,
         held_out_rows=[{"prompt": PROMPT, "word": word} for word in held_out],
-        demonstrations=[_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        demonstrations=guesses_with_slips(
+            *(Wordle, shown, words),
+            secret="word",
+            argument="word",
+            compare=guess_feedback,
+            choose=rng.choice,
+            num_guesses=NUM_GUESSES,
+            rng=rng,
+        ),
+        num_warm_steps=2000,
+        entropy_coeff=0.0,
         max_turns=NUM_GUESSES + 1,
         max_new_tokens=40,
+        isolated="[a-z]| ?[A-Z]",
+        phrases=[PROMPT, *wordle_phrases(words if level == "easy" else ())],
     )

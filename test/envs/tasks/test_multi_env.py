@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, pairwise
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from collectors import LLMCollector, rollout_metrics
 from torchrl_envs import RewardFunctions
-from torchrl_envs.tasks.multi_env import draw_schedule
+from torchrl_envs.tasks.multi_env import combine_tasks, draw_schedule
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
 
@@ -119,6 +120,24 @@ def test_what_is_measured_of_one_task_is_not_asked_of_others(scripted, play):
         measured = ends[i]["rewards", "chose_right_tool"][i]
         assert measured.isnan().all() == (row["environment"] == "number_guessing")
     env.close()
+
+
+@pytest.mark.parametrize(
+    ("coeffs", "expected"),
+    [
+        pytest.param((0.01, 0.01), 0.01, id="as all say"),
+        pytest.param((0.01, 0.0), 0.0, id="one can't bear it"),
+        pytest.param((None, 0.002), 0.002, id="one leaves it to the recipe"),
+        pytest.param((None, None), None, id="all do"),
+    ],
+)
+def test_the_entropy_bonus_of_several_tasks_is_the_smallest(coeffs, expected):
+    one = make_task("echo", num_rows=40, num_held_out=4, num_demonstrations=4)
+    tasks = [
+        replace(one, name=name, entropy_coeff=coeff)
+        for name, coeff in zip("ab", coeffs, strict=True)
+    ]
+    assert combine_tasks("both", tasks).entropy_coeff == expected
 
 
 def test_a_resumed_run_goes_on_in_the_schedule(scripted):

@@ -16,17 +16,26 @@ def inside_calls(tokens):
     return [tokens[begin + 1 : tokens.index("</tool_call>", begin)] for begin in begins]
 
 
+def tokenizer_of(task):
+    """As the embedded model has it, and what it was made from."""
+    texts, _ = render_jinja_template(task.demonstrations, chat_template=builtin_template("chatml"))
+    return train_tokenizer(texts, isolated=task.isolated, phrases=task.phrases), texts
+
+
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
         pytest.param("catch", 1, id="each move is a token"),
         pytest.param("number_guessing", 4, id="what varies is the number"),
+        pytest.param("nim", 4, id="and here how many"),
+        pytest.param("wordle", 4 + 5, id="a word is its letters, between quotes"),
+        pytest.param("wordle/easy", 4 + 1, id="a word of a short list is one token"),
     ],
 )
 def test_what_does_not_vary_in_a_call_is_one_token(name, num_tokens):
-    task = make_task(name, **SMALL)
-    texts, _ = render_jinja_template(task.demonstrations, chat_template=builtin_template("chatml"))
-    tokenizer = train_tokenizer(texts, isolated=task.isolated, phrases=task.phrases)
+    name, _, level = name.partition("/")
+    task = make_task(name, **SMALL, **({"level": level} if level else {}))
+    tokenizer, texts = tokenizer_of(task)
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text
@@ -34,6 +43,18 @@ def test_what_does_not_vary_in_a_call_is_one_token(name, num_tokens):
         assert {len(call) for call in calls} == {num_tokens}
         prompt = task.train_rows[0]["prompt"]
         assert tokenizer.encode(prompt, add_special_tokens=False)[1:] == []
+
+
+def test_letters_and_marks_are_tokens():
+    """One each; of a short list of words all five."""
+    answer = "C L O C K\nX Y G X X"
+    for level, pieces in (
+        ("own", ["C", " L", " O", " C", " K", "\n", "X", " Y", " G", " X", " X"]),
+        ("easy", ["C L O C K", "\n", "X Y G X X"]),
+    ):
+        task = make_task("wordle", **SMALL, level=level)
+        tokenizer, _ = tokenizer_of(task)
+        assert [tokenizer.decode([i]) for i in tokenizer.encode(answer)] == pieces
 
 
 @pytest.mark.parametrize("ball", ["o....", "..o..", "....o"])

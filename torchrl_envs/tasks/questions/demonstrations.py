@@ -1,14 +1,16 @@
-"""What a model made here is warmed up with: questions, and answers with slips in them."""
+"""What a model made here is warmed up with: questions, and answers with slips in them; games."""
 
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
 from torchrl_envs.tasks.task import Row
 
+Turn = tuple[str, Mapping[str, Any], str]
+"""A call: the tool, its arguments, and what it answered."""
 _KINDS: Final = (str.isdigit, str.isupper, str.islower)
 _WORD: Final = re.compile(r"\b[^\W\d_]{2,}\b")
 _RUN: Final = re.compile(r"\b[^\W\d_](?:[^\W\d_]|\s)*[^\W\d_]\b")
@@ -78,6 +80,65 @@ def demonstrations_with_slips(
         ]
         for row in drawn
     ]
+
+
+def played(opening: str, turns: Iterable[Turn]) -> list[Message]:
+    """A game that was played to its end.
+
+    Args:
+        opening: what the first prompt says.
+        turns: how it was played.
+    """
+    messages: list[Message] = [{"role": "user", "content": opening}]
+    for name, arguments, answer in turns:
+        call = {"function": {"name": name, "arguments": dict(arguments)}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": answer})
+    return [*messages, {"role": "assistant", "content": "done"}]
+
+
+def guesses_with_slips(
+    make: Callable[[], Any],
+    rows: Iterable[Row],
+    candidates: Sequence[Any],
+    *,
+    secret: str,
+    argument: str,
+    compare: Callable[[Any, Any], str],
+    choose: Callable[[Sequence[Any]], Any],
+    num_guesses: int,
+    rng: random.Random,
+    right_fraction: float = 0.4,
+) -> list[list[Message]]:
+    """Games in which a secret is guessed: with what is known of it or, a slip, without.
+
+    Args:
+        make: makes an environment with the tool ``guess``.
+        rows: with a prompt and a secret each.
+        candidates: what a secret may be.
+        secret: the column with it.
+        argument: of the tool.
+        compare: what a guess says of a secret.
+        choose: from the candidates that all answers so far allow, in their order.
+        num_guesses: most guesses.
+        rng: draws them.
+        right_fraction: the probability that a guess is chosen so; a slip is any candidate.
+    """
+
+    def guesses(row: Row) -> Iterator[Turn]:
+        environment = make()
+        environment.reset(**row)
+        possible = candidates
+        for _ in range(num_guesses):
+            is_right = rng.random() < right_fraction
+            guess = choose(possible) if is_right else rng.choice(candidates)
+            yield "guess", {argument: guess}, environment.guess(guess)
+            if guess == row[secret]:
+                return
+            said = compare(guess, row[secret])
+            possible = [each for each in possible if compare(guess, each) == said]
+
+    return [played(row["prompt"], guesses(row)) for row in rows]
 
 
 def common_phrases(rows: Sequence[Mapping[str, str]]) -> tuple[str, ...]:

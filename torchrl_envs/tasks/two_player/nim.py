@@ -4,12 +4,14 @@ The demonstrations make any moves that are allowed.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
 from torchrl_data.validation import check_counts, one_of
 from torchrl_envs.tasks.games.nim import NimGame, is_won, perfect_move, random_move
+from torchrl_envs.tasks.phrases import ROLES, around_argument
+from torchrl_envs.tasks.questions.demonstrations import Turn, played
 from torchrl_envs.tasks.task import Row, Task
 
 PROMPT: Final = "Take 1, 2 or 3 from the heap in turn. Who takes the last one wins."
@@ -129,6 +131,7 @@ def nim_task(
         max_turns=largest // 2 + 1,
         max_new_tokens=28,
         isolated=r"\d+",
+        phrases=[*ROLES, PROMPT, "The heap has", "done", *around_argument("take", "n")],
     )
 
 
@@ -144,11 +147,11 @@ def _demonstration(rng: random.Random, largest: int) -> list[Message]:
     environment = Nim()
     row = _row(rng, largest, "random", begins=rng.random() < 0.5)
     view = environment.reset(**row, seed=rng.randrange(2**31))
-    messages: list[Message] = [{"role": "user", "content": f"{PROMPT}\n\n{view}"}]
+    return played(f"{PROMPT}\n\n{view}", _moves(environment, view, rng))
+
+
+def _moves(environment: Nim, view: str, rng: random.Random) -> Iterator[Turn]:
     while view.startswith("The heap"):
         n = random_move(int(view.split()[-1].rstrip(".")), rng)
-        call = {"function": {"name": "take", "arguments": {"n": n}}}
         view = environment.take(n)
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": view})
-    return [*messages, {"role": "assistant", "content": "done"}]
+        yield "take", {"n": n}, view
