@@ -1,6 +1,6 @@
 """Wordle: find a word of five letters in six guesses.
 
-The demonstrations guess a word that all marks so far allow, or any word: the skill with slips.
+The demonstrations guess the first word that all marks so far allow, or any: the skill with slips.
 """
 
 import random
@@ -11,23 +11,24 @@ from torchrl_data.validation import one_of
 from .games.wordle import NUM_GUESSES, WORDS, WordleGame, guess_feedback
 from .phrases import wordle_phrases
 from .questions.demonstrations import guesses_with_slips
-from .task import Task
+from .task import Row, Task
 
 PROMPT: Final = (
-    f"Find the word of five letters in {NUM_GUESSES} guesses. After a guess, G marks a letter in "
+    "Find the word of five letters in {} guesses. After a guess, G marks a letter in "
     "its right place, Y a letter that is elsewhere in the word, X one that is not in it."
 )
-EASY: Final = WORDS[::27]
+EASY: Final = WORDS[::40]
 """So few that the embedded model can learn what each says of the others."""
+EASY_GUESSES: Final = 4
 
 
 class Wordle:
     """A secret word and a tool to guess it; the reward is 1 if the word was found."""
 
-    def reset(self, *, word: str, **row: Any) -> None:
+    def reset(self, *, word: str, num_guesses: int = NUM_GUESSES, **row: Any) -> None:
         """Take the word of a row."""
         del row
-        self._game = WordleGame(word)
+        self._game = WordleGame(word, num_guesses=num_guesses)
 
     def guess(self, word: str) -> str:
         """Guess a word.
@@ -56,15 +57,15 @@ def wordle_task(
     level: str | None = None,
     num_rows: int = 4096,
     num_held_out: int = 256,
-    num_demonstrations: int = 8192,
+    num_demonstrations: int = 4096,
     seed: int = 0,
 ) -> Task:
     """Words to be found.
 
     Args:
-        level: easy, a list of 24 words, which the embedded model can learn: each is trained and
-            tested; or own, all 632, and no word of the test is ever the secret of a training row;
-            easy for the embedded model and own for others when not given.
+        level: easy, 16 words and 4 guesses, which the embedded model can learn: each word is
+            trained and tested; or own, all 632 words, and none of the test is ever the secret of a
+            training row; easy for the embedded model and own for others when not given.
         num_rows: training rows; words come again.
         num_held_out: rows of the test.
         num_demonstrations: conversations for the warm start.
@@ -74,8 +75,9 @@ def wordle_task(
         ValueError: there is no such level, or so many held-out words would leave none to train on.
     """
     rng = random.Random(seed)
-    words = WORDS if one_of("level", level or "own", ["own", "easy"]) == "own" else EASY
-    if level == "easy":
+    easy = one_of("level", level or "own", ["own", "easy"]) == "easy"
+    words, num_guesses = (EASY, EASY_GUESSES) if easy else (WORDS, NUM_GUESSES)
+    if easy:
         train_words, held_out = words, rng.choices(words, k=num_held_out)
     elif 0 <= num_held_out < len(words):
         shuffled = rng.sample(words, len(words))
@@ -85,26 +87,31 @@ def wordle_task(
             f"wordle_task: num_held_out must be below the {len(words)} words there are, got "
             f"{num_held_out}."
         )
-    train = [{"prompt": PROMPT, "word": rng.choice(train_words)} for _ in range(num_rows)]
+    prompt = PROMPT.format(num_guesses)
+
+    def row(word: str) -> Row:
+        return {"prompt": prompt, "word": word, "num_guesses": num_guesses}
+
+    train = [row(rng.choice(train_words)) for _ in range(num_rows)]
     shown = [rng.choice(train) for _ in range(num_demonstrations)]
     return Task(
         name="wordle",
         environment=Wordle,
         train_rows=train,
-        held_out_rows=[{"prompt": PROMPT, "word": word} for word in held_out],
+        held_out_rows=[row(word) for word in held_out],
         demonstrations=guesses_with_slips(
             *(Wordle, shown, words),
             secret="word",
             argument="word",
             compare=guess_feedback,
-            choose=rng.choice,
-            num_guesses=NUM_GUESSES,
+            choose=min,
+            num_guesses=num_guesses,
             rng=rng,
         ),
-        num_warm_steps=2000,
+        num_warm_steps=1200,
         entropy_coeff=0.0,
-        max_turns=NUM_GUESSES + 1,
+        max_turns=num_guesses + 1,
         max_new_tokens=40,
         isolated="[a-z]| ?[A-Z]",
-        phrases=[PROMPT, *wordle_phrases(words if level == "easy" else ())],
+        phrases=[prompt, *wordle_phrases(words if easy else ())],
     )

@@ -4,6 +4,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 from torchrl_data.conversation.conversations import Message
@@ -124,6 +125,7 @@ def guesses_with_slips(
         rng: draws them.
         right_fraction: the probability that a guess is chosen so; a slip is any candidate.
     """
+    compare = cache(compare)
 
     def guesses(row: Row) -> Iterator[Turn]:
         environment = make()
