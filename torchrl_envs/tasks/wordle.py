@@ -106,6 +106,7 @@ def wordle_task(
             compare=guess_feedback,
             choose=min,
             num_guesses=num_guesses,
+            right_fraction=0.2,
             rng=rng,
         ),
         num_warm_steps=1200,
