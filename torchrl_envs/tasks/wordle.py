@@ -11,15 +11,14 @@ from torchrl_data.validation import one_of
 from .games.wordle import NUM_GUESSES, WORDS, WordleGame, guess_feedback
 from .phrases import wordle_phrases
 from .questions.demonstrations import guesses_with_slips
-from .task import Row, Task
+from .task import Task
 
 PROMPT: Final = (
-    "Find the word of five letters in {} guesses. After a guess, G marks a letter in "
-    "its right place, Y a letter that is elsewhere in the word, X one that is not in it."
+    "Find the word of five letters in {} guesses. After a guess, G marks a letter in its right "
+    "place, Y a letter that is elsewhere in the word, X one that is not in it."
 )
-EASY: Final = WORDS[::40]
-"""So few that the embedded model can learn what each says of the others."""
-EASY_GUESSES: Final = 4
+EASY: Final = (WORDS[::40], 4)
+"""Words and guesses: so few that the embedded model can learn what each word says of others."""
 
 
 class Wordle:
@@ -76,29 +75,23 @@ def wordle_task(
     """
     rng = random.Random(seed)
     easy = one_of("level", level or "own", ["own", "easy"]) == "easy"
-    words, num_guesses = (EASY, EASY_GUESSES) if easy else (WORDS, NUM_GUESSES)
+    words, num_guesses = EASY if easy else (WORDS, NUM_GUESSES)
     if easy:
         train_words, held_out = words, rng.choices(words, k=num_held_out)
     elif 0 <= num_held_out < len(words):
         shuffled = rng.sample(words, len(words))
         train_words, held_out = shuffled[num_held_out:], shuffled[:num_held_out]
     else:
-        raise ValueError(
-            f"wordle_task: num_held_out must be below the {len(words)} words there are, got "
-            f"{num_held_out}."
-        )
+        raise ValueError(f"wordle: num_held_out must be below {len(words)}, got {num_held_out}.")
     prompt = PROMPT.format(num_guesses)
-
-    def row(word: str) -> Row:
-        return {"prompt": prompt, "word": word, "num_guesses": num_guesses}
-
-    train = [row(rng.choice(train_words)) for _ in range(num_rows)]
+    common = {"prompt": prompt, "num_guesses": num_guesses}
+    train = [{**common, "word": rng.choice(train_words)} for _ in range(num_rows)]
     shown = [rng.choice(train) for _ in range(num_demonstrations)]
     return Task(
         name="wordle",
         environment=Wordle,
         train_rows=train,
-        held_out_rows=[row(word) for word in held_out],
+        held_out_rows=[{**common, "word": word} for word in held_out],
         demonstrations=guesses_with_slips(
             *(Wordle, shown, words),
             secret="word",
