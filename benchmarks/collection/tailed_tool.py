@@ -1,6 +1,6 @@
 """Training with a tool that is ten times slower for one call in fourteen: streaming beside batches.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/tailed_tool.py [--steps 40]
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/collection/tailed_tool.py [--steps 140]
 
 A small model has three turns, and a tool answers after each: after 0.1 s, and for 7 % of the calls
 after 1 s, decided by the call alone. It is trained with GRPO to answer with digits; a step is 4
@@ -115,10 +115,10 @@ def train(kind: str, num_steps: int, seed: int, lr: float) -> Run:
 def main() -> None:
     """Run it, and print what came of it."""
     parser = argparse.ArgumentParser(description="Training with a tool whose latency has a tail.")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--goal", type=float, default=0.5)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
     args = parser.parse_args()
     kinds = ("LLMCollector", *STALENESS)
     for kind in kinds:
