@@ -4,7 +4,7 @@
 
 One model of 9.7 million parameters, in float32 on a CPU; a step draws 2 prompts x 8 completions and
 takes one step of AdamW on all. With one turn, 64 tokens each, none of which ends before. With more,
-each turn but the last calls a tool (48 tokens), whose latency is log-normal (sigma 0.8, the median
+each turn but the last calls a tool (45 tokens), whose latency is log-normal (sigma 0.8, the median
 is ``--tool-s``). In turns, in one process: a loop written by hand around Transformers'
 ``generate`` and one padded forward pass (tools at the same time), `LLMCollector` and
 `StreamingCollector` with `GRPOLoss`, and the trainers of peers. Seconds of CPU and of wall time of

@@ -57,6 +57,24 @@ def _rewards(completions: list, **_: Any) -> list[float]:
     return completion_rewards(completions)
 
 
+def _settings(num_steps: int, work: Work) -> dict[str, Any]:
+    """Of both trainers."""
+    return {
+        "per_device_train_batch_size": ROWS,
+        "num_generations": N,
+        "max_steps": num_steps,
+        "learning_rate": LR,
+        "temperature": work.temperature,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
 # TRL ----------------------------------------------------------------------------------------------
 
 
@@ -74,9 +92,11 @@ def trl(clock: Clock, num_steps: int, work: Work) -> None:
             return super()._compute_loss(model, inputs)
 
     is_single = work.turns == 1
-    options: dict[str, Any] = {"max_completion_length": work.max_new_tokens}
     if is_single:
-        options["generation_kwargs"] = {"min_new_tokens": work.max_new_tokens}
+        options: dict[str, Any] = {
+            "max_completion_length": work.max_new_tokens,
+            "generation_kwargs": {"min_new_tokens": work.max_new_tokens},
+        }
     else:
         options = {
             "max_completion_length": work.max_new_tokens * 2 * work.turns,
@@ -85,19 +105,8 @@ def trl(clock: Clock, num_steps: int, work: Work) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=ROWS,
-            num_generations=N,
-            max_steps=num_steps,
-            learning_rate=LR,
             beta=0.0,
-            temperature=work.temperature,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
+            **_settings(num_steps, work),
             **options,
         )
         trainer = Trainer(
@@ -247,22 +256,11 @@ def trl_async(clock: Clock, num_steps: int, work: Work) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = AsyncGRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=ROWS,
             gradient_accumulation_steps=1,
             token_budget=0,
-            num_generations=N,
             max_staleness=work.staleness,
-            temperature=work.temperature,
-            max_steps=num_steps,
-            learning_rate=LR,
             dtype="float32",
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
+            **_settings(num_steps, work),
         )
         trainer = Trainer(
             model=model_folder(work),
