@@ -18,7 +18,7 @@ from torchrl_data.conversation.conversations import (
     Position,
     Source,
 )
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_data.keys import PROMPT
 from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_data.stop_reasons import ANSWERED, NO_DATA, ROLLOUT_TRUNCATED
@@ -27,7 +27,7 @@ from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.entries import write_episodes, write_flags, write_rewards
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner
-from torchrl_envs.episode.tool_dispatcher import ToolDispatcher
+from torchrl_envs.episode.tool_source import ToolDispatcher
 from torchrl_envs.rewards.calls import RewardFunction
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase

@@ -31,8 +31,7 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.layout.conversation_io import row_tensordicts, write_conversations
-from torchrl_envs.entries.padded import token_entries_of_row
-from torchrl_envs.entries.rewards import REWARD_ERRORS, turn_ends
+from torchrl_envs.entries.rewards import REWARD_ERRORS, token_entries_of_row, turn_ends
 from torchrl_envs.episode.entries import EPISODE
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.rewards.calls import LOGGED_EXTRA, LOGGED_METRICS

@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from objectives.losses.base import Window
+
     from .advantages.estimators import (
         AdvantageEstimator,
         DecoupledSources,
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from .advantages.ray_mc_advantage import RayMCAdvantage
     from .advantages.role_baseline import RoleBaseline
     from .advantages.top_k import TopKRewardSelector
-    from .batching.accumulation import Window
     from .batching.non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
     from .batching.packed_batch import MaskingStrategy, PackedBatch
     from .batching.ranks import RankFailedError, Ranks
@@ -120,7 +121,7 @@ _HOME = {
     "TopKRewardSelector": "advantages.top_k",
     "VESPO": "losses.presets",
     "VespoSurrogate": "losses.surrogate_options",
-    "Window": "batching.accumulation",
+    "Window": "losses.base",
 }
 
 __all__ = [

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from . import keys
     from .conversation.content import ContentBase
     from .conversation.conversations import Conversations
-    from .conversation.messages import check_messages
     from .conversation.record import (
         ConversationRecord,
         EncodedMessages,
         Position,
         Source,
         Turn,
+        check_messages,
     )
     from .display.html_page import conversation_html, messages_html
     from .display.terminal import show_conversation, show_messages
@@ -70,7 +70,7 @@ _HOME = {
     "ToolsNotShownError": "templates.tools_shown",
     "add_chat_template": "templates.registry",
     "builtin_template": "templates.registry",
-    "check_messages": "conversation.messages",
+    "check_messages": "conversation.record",
     "check_same_rendering": "templates.rendering_identity",
     "conversation_html": "display.html_page",
     "conversation_tokens": "layout.conversion",

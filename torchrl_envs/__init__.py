@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from .entries.stacking import as_nested_tensor, as_padded_tensor
     from .episode.chat_env import ChatEnv
     from .episode.episode import Episode
-    from .episode.episode_env import EpisodeEnv
+    from .episode.episode_env import EpisodeEnv, RewardErrorLimit, TooManyRewardErrors
     from .episode.episode_transform import EpisodeStartError, EpisodeTransform
-    from .episode.error_limit import RewardErrorLimit, TooManyRewardErrors
     from .episode.tool_source import Answer, Job, ToolSource
     from .errors import EpisodeLostError
     from .graders.judges import ChatCompletions, PolicyAnswers
@@ -98,7 +97,7 @@ _HOMES = {
     "PythonInterpreter": "torchrl_envs.tools.python_interpreter",
     "RetrieveKL": "torchrl_envs.rewards.kl",
     "RetrieveLogProb": "torchrl_envs.rewards.kl",
-    "RewardErrorLimit": "torchrl_envs.episode.error_limit",
+    "RewardErrorLimit": "torchrl_envs.episode.episode_env",
     "RewardFunctions": "torchrl_envs.rewards.functions",
     "RepetitionPenalty": "torchrl_envs.graders.repetition",
     "RewardModel": "torchrl_envs.graders.reward_model",
@@ -111,7 +110,7 @@ _HOMES = {
     "TemplateTransform": "torchrl_envs.transforms.tokenizer",
     "TokenBudget": "torchrl_envs.transforms.token_budget",
     "Tokenizer": "torchrl_envs.transforms.tokenizer",
-    "TooManyRewardErrors": "torchrl_envs.episode.error_limit",
+    "TooManyRewardErrors": "torchrl_envs.episode.episode_env",
     "ToolSource": "torchrl_envs.episode.tool_source",
     "as_nested_tensor": "torchrl_envs.entries.stacking",
     "as_padded_tensor": "torchrl_envs.entries.stacking",

@@ -23,7 +23,7 @@ from torchrl_data.stop_reasons import ANSWERED, ERROR, RESPONSE_LENGTH
 from torchrl_envs.concurrency.calls import ConcurrentCalls
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.runner import EpisodeRunner
-from torchrl_envs.episode.tool_dispatcher import ToolDispatcher
+from torchrl_envs.episode.tool_source import ToolDispatcher
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.protocol import Engine
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from objectives.keys import TokenKeys
 from torchrl_data.errors import MissingEntryError, require_entries
-from torchrl_data.ragged.packed import sequence_index
-from torchrl_data.ragged.reading import Rows, first_entries, read_images, read_rows
+from torchrl_data.ragged.packed import Rows, first_entries, read_images, read_rows, sequence_index
 
 MaskingStrategy = Literal["assistant", "response", "all"]
 MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")

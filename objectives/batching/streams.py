@@ -15,8 +15,7 @@ from torch import Tensor
 
 from objectives.keys import TokenKeys
 from torchrl_data.errors import MissingEntryError
-from torchrl_data.ragged.packed import sequence_index
-from torchrl_data.ragged.reading import read_rows
+from torchrl_data.ragged.packed import read_rows, sequence_index
 from torchrl_data.validation import check_numbers, one_of
 
 from .packed_batch import PackedBatch, pack_batch

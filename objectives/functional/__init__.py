@@ -2,9 +2,8 @@
 
 The folder can be copied whole into another codebase. What is where:
 
-* ``ratios``: log-ratios at token and sequence level;
-* ``surrogates``, ``sequence_surrogates``, ``divergence_surrogate``: the policy term of each
-  algorithm, one value per token;
+* ``surrogates``, ``sequence_surrogates``, ``divergence_surrogate``: log-ratios at token and
+  sequence level, and the policy term of each algorithm, one value per token;
 * ``aggregation``: from tokens to the loss, over the whole accumulation window, and to metrics;
 * ``divergence``: KL estimators; ``log_probs``: log-probability and entropy from logits;
 * ``token_filters``, ``sampler_correction``: which tokens count, and how much;
@@ -48,14 +47,6 @@ from .divergence_surrogate import (
     divergence_masked,
 )
 from .log_probs import LogProbs, token_log_probs
-from .ratios import (
-    LOG_RATIO_LIMIT,
-    RATIO_LEVELS,
-    RatioLevel,
-    leveled_log_ratio,
-    log_ratio,
-    sequence_log_ratio,
-)
 from .sampler_correction import (
     CORRECTION_LEVELS,
     CORRECTION_MODES,
@@ -83,7 +74,18 @@ from .supervised import (
     negative_log_likelihood,
     sampled_distillation,
 )
-from .surrogates import Surrogate, cispo, clipped_surrogate, sapo
+from .surrogates import (
+    LOG_RATIO_LIMIT,
+    RATIO_LEVELS,
+    RatioLevel,
+    Surrogate,
+    cispo,
+    clipped_surrogate,
+    leveled_log_ratio,
+    log_ratio,
+    sapo,
+    sequence_log_ratio,
+)
 from .token_filters import (
     entropy_threshold,
     high_entropy_mask,

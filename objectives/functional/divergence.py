@@ -8,8 +8,8 @@ from typing import Final, Literal
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .ratios import LOG_RATIO_LIMIT
 from .segments import at_least_float32, masked
+from .surrogates import LOG_RATIO_LIMIT
 
 KLEstimator = Literal["k1", "k2", "k3"]
 KL_ESTIMATORS: Final[tuple[KLEstimator, ...]] = ("k1", "k2", "k3")

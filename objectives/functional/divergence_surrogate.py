@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .ratios import log_ratio
 from .segments import at_least_float32, flagged, masked
-from .surrogates import Surrogate
+from .surrogates import Surrogate, log_ratio
 
 BinaryDivergence = Literal["tv", "kl", "symmetric_kl"]
 BINARY_DIVERGENCES: Final[tuple[BinaryDivergence, ...]] = ("tv", "kl", "symmetric_kl")

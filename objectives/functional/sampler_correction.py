@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .aggregation import token_mean
-from .ratios import log_ratio, sequence_log_ratio
 from .segments import flagged, masked, sequence_mean, spread
+from .surrogates import log_ratio, sequence_log_ratio
 
 CorrectionLevel = Literal["token", "sequence", "k3"]
 CorrectionMode = Literal["truncate", "mask"]

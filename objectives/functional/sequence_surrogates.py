@@ -1,6 +1,6 @@
 """Policy objectives whose ratio belongs to a whole sequence: VESPO and GMPO.
 
-(GSPO is the clipped surrogate on :func:`~.ratios.sequence_log_ratio`.)
+(GSPO is the clipped surrogate on :func:`~.surrogates.sequence_log_ratio`.)
 
 Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` or ``[N]``.
 """
@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .ratios import LOG_RATIO_LIMIT
 from .segments import masked, sequence_mean, sequence_sum, spread
-from .surrogates import Surrogate
+from .surrogates import LOG_RATIO_LIMIT, Surrogate
 
 VESPO_LOG_WEIGHT_FLOOR: Final = math.log(1e-8)
 """The log of VESPO's sequence weight is kept above this, in nats."""

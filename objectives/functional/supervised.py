@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .divergence import kl_between, kl_estimate
-from .ratios import LOG_RATIO_LIMIT, log_ratio
 from .segments import at_least_float32, masked
+from .surrogates import LOG_RATIO_LIMIT, log_ratio
 
 KLDirection = Literal["forward", "reverse"]
 KL_DIRECTIONS: Final[tuple[KLDirection, ...]] = ("forward", "reverse")
@@ -113,7 +113,7 @@ def distillation_advantage(
         mask: True where the token counts; None for all. Elsewhere 0.
 
     Returns:
-        In nats, within plus or minus :data:`~.ratios.LOG_RATIO_LIMIT`.
+        In nats, within plus or minus :data:`~.surrogates.LOG_RATIO_LIMIT`.
 
     See Also:
         Lu et al., 2025, "On-policy distillation", https://thinkingmachines.ai/blog.

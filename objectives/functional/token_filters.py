@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .ratios import log_ratio
 from .segments import flagged, masked, sequence_mean, spread
+from .surrogates import log_ratio
 
 
 def entropy_threshold(

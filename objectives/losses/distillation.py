@@ -8,9 +8,9 @@ from __future__ import annotations
 from tensordict import TensorDictBase
 
 from objectives import functional as F
-from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.keys import DistillationLossKeys
+from objectives.losses.base import Window
 from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_data.validation import one_of
 

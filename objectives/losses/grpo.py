@@ -14,10 +14,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.batching.ranks import Ranks, gathered_rows
 from objectives.keys import GRPOLossKeys
+from objectives.losses.base import Window
 from torchrl_data.protocols import TokenScorer, TokenScores
 
 from .base import TokenLoss

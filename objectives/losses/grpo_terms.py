@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
+from objectives.losses.base import Window
 from torchrl_data.protocols import TokenScores
 from torchrl_data.ragged.packed import sequence_index
 

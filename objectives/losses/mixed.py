@@ -14,7 +14,6 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.batching.ranks import Ranks
 from objectives.batching.streams import (
@@ -24,6 +23,7 @@ from objectives.batching.streams import (
     pack_streams,
     stream_part,
 )
+from objectives.losses.base import Window
 from torchrl_data.protocols import TokenScores
 from torchrl_data.validation import check_type
 

@@ -11,9 +11,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.accumulation import Window
 from objectives.batching.packed_batch import PackedBatch
 from objectives.keys import SFTLossKeys
+from objectives.losses.base import Window
 from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_data.validation import NOT_NEGATIVE, POSITIVE, check_numbers, one_of
 

@@ -1,7 +1,7 @@
 """Mutation test of ``objectives``: change the code in small ways, see the tests fail.
 
     python test/objectives/mutate.py               # all mutants of objectives/functional
-    python test/objectives/mutate.py ratios.py     # those of one file
+    python test/objectives/mutate.py segments.py   # those of one file
     python test/objectives/mutate.py packed_batch.py:_targets   # of one function or method
 
 Files of ``batching`` and ``advantages`` are tested when they are named.
@@ -61,12 +61,11 @@ NEAREST = {
     "divergence.py": "golden or test_kl",
     "divergence_surrogate.py": "golden or dppo or kpop",
     "log_probs.py": "golden",
-    "ratios.py": "golden or clipped or gspo",
     "sampler_correction.py": "golden or sampler_correction",
     "segments.py": "golden or aggregation",
     "sequence_surrogates.py": "golden or vespo or gmpo",
     "supervised.py": "golden or supervised or distillation",
-    "surrogates.py": "golden or clipped or clip or cispo or sapo",
+    "surrogates.py": "golden or clip or gspo or cispo or sapo",
     "token_filters.py": "golden or filters",
     "turn_advantages.py": "turn",
 }

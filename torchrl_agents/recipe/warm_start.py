@@ -8,7 +8,7 @@ from tensordict import lazy_stack
 
 from objectives import SFTLoss
 from torchrl_data import encode_demonstrations, row_tensordicts
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_modules import TransformersWrapper
 
 

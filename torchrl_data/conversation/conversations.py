@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from .images import images_of, with_plain_images
-from .messages import Message
 from .record import (
     ConversationRecord,
     EncodedMessages,
+    Message,
     Position,
     Source,
     Turn,

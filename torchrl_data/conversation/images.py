@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from .messages import Message
+from .record import Message
 
 _SOURCES: Final = ("image", "data", "url")
 

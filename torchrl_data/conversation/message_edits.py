@@ -4,7 +4,7 @@ import re
 import secrets
 from typing import Any, Final
 
-from .messages import Message
+from .record import Message
 
 _REASONING = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 _END_MARK: Final = f"\ua789{secrets.token_hex(8)}|"

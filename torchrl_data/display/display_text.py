@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from torchrl_data.conversation.images import image_label, is_image
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations, Source
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 from .display_text import message_text, message_title, rewards_of_rows, token_texts
 

@@ -9,7 +9,7 @@ from rich.text import Text as RichText
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations, Source
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 from .display_text import message_text, message_title, token_texts
 

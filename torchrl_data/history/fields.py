@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from torchrl_data.conversation.content import ContentBase
 from torchrl_data.conversation.images import with_plain_images
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 OPTIONAL: Final = (
     "tool_calls",

@@ -21,10 +21,10 @@ from tensordict import (
 )
 
 from torchrl_data.conversation.content import ContentBase
-from torchrl_data.conversation.messages import Message, check_messages
+from torchrl_data.conversation.record import Message, check_messages
 from torchrl_data.conversation.tensorclass_utils import documented
 from torchrl_data.ragged.groups import value_stack
-from torchrl_data.ragged.reading import entries_of
+from torchrl_data.ragged.packed import entries_of
 
 from .fields import FIELDS, OPTIONAL, message_fields, plain, to_message, with_plain_parts
 

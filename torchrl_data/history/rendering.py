@@ -14,7 +14,7 @@ from tensordict import TensorDict, lazy_stack
 
 from torchrl_data.conversation.conversations import EncodedMessages, Source
 from torchrl_data.conversation.message_edits import cut_at_end_mark, with_end_mark
-from torchrl_data.conversation.messages import Message, check_messages
+from torchrl_data.conversation.record import Message, check_messages
 from torchrl_data.ragged.packed import pad
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.registry import resolve_template

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations, EncodedMessages, Source
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_data.keys import FULL, PROMPT, RESPONSE
 from torchrl_data.ragged.packed import pad
 

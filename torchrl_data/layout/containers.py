@@ -24,7 +24,7 @@ from torchrl_data.history.history import History
 from torchrl_data.history.rendering import encoder_for
 from torchrl_data.keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TOKENS
 from torchrl_data.ragged.groups import value_stack
-from torchrl_data.ragged.reading import entries_of
+from torchrl_data.ragged.packed import entries_of
 
 from .columns import (
     PARTS,

@@ -26,7 +26,7 @@ from torchrl_data.conversation.record import ConversationRecord, Position, Sourc
 from torchrl_data.conversation.views import ConversationView
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import DONE, HISTORY, IMAGES, INPUT_MODES, STEP_MASK, TEXT
-from torchrl_data.ragged.reading import first_entries
+from torchrl_data.ragged.packed import first_entries
 
 from .containers import TOKEN_GROUPS, ChatHistory, Text, Tokens
 from .export import HistoryView

@@ -10,7 +10,7 @@ from typing import Any
 from tensordict import lazy_stack
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.messages import PLACEHOLDER_ROLE, Message
+from torchrl_data.conversation.record import PLACEHOLDER_ROLE, Message
 from torchrl_data.history.history import History
 from torchrl_data.keys import RESPONSE
 

@@ -13,12 +13,11 @@ from tensordict import NonTensorData, TensorDictBase, is_non_tensor
 
 from torchrl_data.conversation.batched_object import objects_of_leaf, snapshot_of
 from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.messages import check_messages
-from torchrl_data.conversation.record import Turn
+from torchrl_data.conversation.record import Turn, check_messages
 from torchrl_data.errors import missing_part
 from torchrl_data.history.history import History
 from torchrl_data.keys import ASSISTANT_MASK, FULL, HISTORY, LOG_PROBS_FULL, PROMPT, TEXT
-from torchrl_data.ragged.reading import entries_of, first_entries
+from torchrl_data.ragged.packed import entries_of, first_entries
 
 from .conversation_io import stored_conversations
 from .token_entries import TokenEntries

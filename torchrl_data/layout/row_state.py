@@ -16,7 +16,7 @@ from torchrl_data.conversation.batched_object import BatchedObject, snapshot_of,
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.record_state import conversation_states, conversations_from_states
 from torchrl_data.history.history import History
-from torchrl_data.ragged.reading import entries_of
+from torchrl_data.ragged.packed import entries_of
 
 from .containers import ChatHistory, LogProbs, Masks, Text, Tokens
 from .export import HistoryView

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_data.errors import missing_part
 from torchrl_data.keys import ATTENTION_MASK, TOKENS
-from torchrl_data.ragged.reading import Rows, read_rows
+from torchrl_data.ragged.packed import Rows, read_rows
 
 from .token_rows import is_padded
 

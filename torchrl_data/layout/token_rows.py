@@ -11,8 +11,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, is_non_tensor
 from torch import Tensor
 
 from torchrl_data.ragged.groups import ragged_entries
-from torchrl_data.ragged.packed import cumulative_lengths, pad
-from torchrl_data.ragged.reading import Rows, first_entries, read_rows
+from torchrl_data.ragged.packed import Rows, cumulative_lengths, first_entries, pad, read_rows
 
 _RAGGED: Final = NonTensorData(False)
 

@@ -10,8 +10,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from torchrl_data.keys import FULL, MASKS, PROMPT, RESPONSE, TOKENS
 
-from .packed import pad
-from .reading import entries_of
+from .packed import entries_of, pad
 
 _FILL = {"policy_versions": -1}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 Render = Callable[[Sequence[Message], bool], str]
 """Renders escaped messages, with or without a generation prompt."""

@@ -12,7 +12,7 @@ from torchrl_data.conversation.conversations import (
     Source,
 )
 from torchrl_data.conversation.images import with_plain_images
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 from .encoder import ConversationEncoder
 

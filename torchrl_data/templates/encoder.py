@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torchrl_data.conversation.conversations import Conversations, EncodedMessages, waiting_rows
 from torchrl_data.conversation.images import images_of, without_data
-from torchrl_data.conversation.messages import Message, check_messages
-from torchrl_data.conversation.record import Source, Waiting
+from torchrl_data.conversation.record import Message, Source, Waiting, check_messages
 
-from .image_processor import ImageProcessor, with_image_runs
-from .renderer import TemplateRenderer, Tools
-from .runs import (
+from .control_tokens import (
     ROW_ERRORS,
     Run,
     encode_runs,
     encoded_or_raise,
     label_pieces,
 )
+from .image_processor import ImageProcessor, with_image_runs
+from .renderer import TemplateRenderer, Tools
 from .template_cache import CompiledShapes
 from .tools_shown import ToolsNotShownError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_data.conversation.images import decoded
 from torchrl_data.conversation.record import Source
 
-from .runs import Run
+from .control_tokens import Run
 
 MAX_KEPT_BYTES: Final = 1 << 28
 """Of the pixels of images that were processed last."""

@@ -8,14 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torchrl_data.conversation.message_edits import cut_at_end_mark, split_reasoning, with_end_mark
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 from .assistant_spans import ANSWER, QUESTION, TurnShape, find_spans, turn_shape
-from .control_tokens import ControlTokenGuard, TextPiece
+from .control_tokens import ControlTokenGuard, Run, TextPiece, label_pieces
 from .registry import is_generation_marked, resolve_template
 from .rendering import Rendered, render_template
 from .rendering_identity import RenderingIdentity, rendering_identity
-from .runs import Run, label_pieces
 from .tools_shown import check_tools_are_named, shows_tools
 
 if TYPE_CHECKING:

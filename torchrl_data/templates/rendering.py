@@ -17,7 +17,7 @@ import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchrl_data.conversation.messages import PLACEHOLDER_ROLE, Message
+from torchrl_data.conversation.record import PLACEHOLDER_ROLE, Message
 
 # Nobody can guess the marks, so no content can spell them.
 _SECRET: Final = secrets.token_hex(8)

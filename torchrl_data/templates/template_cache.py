@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from torchrl_data.conversation.conversations import Source
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
-from .control_tokens import ControlTokenGuard, RunStart, TextPiece
-from .runs import Run
+from .control_tokens import ControlTokenGuard, Run, RunStart, TextPiece
 
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 """Role and entries of each message."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 _TOOL: Final[dict[str, Any]] = {
     "type": "function",

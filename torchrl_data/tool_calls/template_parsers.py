@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from torchrl_data.conversation.message_edits import split_reasoning
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_data.templates.registry import (
     ALIASES,
     DEFAULT_TEMPLATE,

@@ -16,9 +16,8 @@ from torchrl_data.keys import PROMPT, TEXT, TOKENS
 from torchrl_data.layout.conversation_io import read_conversations
 from torchrl_data.layout.ingest import encode_texts, prompt_of_tokens
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.episode.chat_env import ChatEnv
+from torchrl_envs.episode.chat_env import ChatEnv, QueryReader
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.prompts import QueryReader
 
 
 class LLMEnv(ChatEnv):

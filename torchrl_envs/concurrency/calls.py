@@ -1,4 +1,7 @@
-"""Many calls at once, sync and async, each with a deadline, results in order."""
+"""Users' functions get the arguments that they name, and run many at once, each with a deadline.
+
+Sync and async; results in order.
+"""
 
 import asyncio
 import contextlib
@@ -9,7 +12,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final, NamedTuple
 
@@ -369,3 +372,16 @@ async def _guarded_async(call: Call) -> Outcome:
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # by this side, not by the call itself
         return Outcome(error=error)
+
+
+def accepted_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, drop: str = ""
+) -> dict[str, Any]:
+    """The arguments that a function names, or all but ``drop`` if it takes ``**kwargs``."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name in parameters or (takes_any and name != drop)
+    }

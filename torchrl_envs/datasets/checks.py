@@ -11,7 +11,7 @@ import numpy as np
 
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.images import images_of, with_plain_images
-from torchrl_data.conversation.messages import check_messages
+from torchrl_data.conversation.record import check_messages
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.validation import check_counts, check_not_none
 

@@ -19,8 +19,8 @@ from torchrl_envs.tool_calls.results import error_line
 from .driving import LoopDriver
 from .entries import EpisodeEntries, write_flags
 from .episode import Episode
+from .episode_env import RewardErrorLimit
 from .episode_transform import EpisodeTransform, overrides
-from .error_limit import RewardErrorLimit
 from .resources import close_resources_async
 from .runner import refuse_start
 

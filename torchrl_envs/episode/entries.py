@@ -29,8 +29,13 @@ from torchrl_data.keys import (
     TERMINATED,
     TRUNCATED,
 )
-from torchrl_envs.entries.padded import TOKEN_ENTRIES, write_token_entry
-from torchrl_envs.entries.rewards import REWARD_ERRORS, dense_reward, write_scores
+from torchrl_envs.entries.rewards import (
+    REWARD_ERRORS,
+    TOKEN_ENTRIES,
+    dense_reward,
+    write_scores,
+    write_token_entry,
+)
 
 from .episode import Episode
 from .episode_transform import EpisodeTransform

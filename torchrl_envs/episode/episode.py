@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_data.stop_reasons import (
     ANSWERED,
     CUT_REASONS,

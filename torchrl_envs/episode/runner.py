@@ -18,7 +18,7 @@ from .driving import drive
 from .episode import Episode
 from .episode_transform import EpisodeStartError, EpisodeTransform, overrides
 from .resources import Resources, close_left_open, close_resources
-from .tool_dispatcher import ToolDispatcher
+from .tool_source import ToolDispatcher
 
 _EVENTS: Final = {
     "draw": ("draw",),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl_data.errors import MissingEntryError
 from torchrl_data.keys import ASSISTANT_MASK, FULL, LOG_PROBS_FULL, REWARD
 from torchrl_data.layout.token_entries import TokenEntries
-from torchrl_data.ragged.reading import read_images
+from torchrl_data.ragged.packed import read_images
 from torchrl_envs.entries.rewards import RowReward, dense_reward
 from torchrl_envs.entries.trajectory_batches import copied_rows, joined_rows
 

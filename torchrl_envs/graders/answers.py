@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
 _THINK: Final = re.compile(r"<think>(.*?)</think>", re.DOTALL)

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_envs.concurrency.calls import CallTimeoutError
 from torchrl_envs.processes import ToolProcesses
 

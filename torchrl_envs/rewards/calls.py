@@ -10,12 +10,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from torchrl_data.conversation.messages import Message
-from torchrl_envs.concurrency.calls import Call, Outcome
+from torchrl_data.conversation.record import Message
+from torchrl_envs.concurrency.calls import Call, Outcome, accepted_arguments
 from torchrl_envs.entries.rewards import RowReward, number_or_error, raised_text, turn_ends
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.graders.answers import message_text
-from torchrl_envs.tool_calls.signatures import accepted_arguments
 
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=RewardFunction)

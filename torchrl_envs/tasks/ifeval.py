@@ -16,11 +16,11 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, Unbounded
 
 from torchrl_data.keys import REWARD
+from torchrl_envs.concurrency.calls import accepted_arguments
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.graders.answers import read_blocks
 from torchrl_envs.graders.instructions import INSTRUCTIONS, follows, loose_variants
 from torchrl_envs.rewards.answer import AnswerReward
-from torchrl_envs.tool_calls.signatures import accepted_arguments
 
 from .task import Task, TaskEnv, load_task_rows
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchrl_data.tool_calls.parse import ToolCall
-from torchrl_envs.concurrency.calls import ConcurrentCalls
+from torchrl_envs.concurrency.calls import ConcurrentCalls, accepted_arguments
 from torchrl_envs.concurrency.cleanup import close_all
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.observations import with_observation
@@ -17,7 +17,6 @@ from torchrl_envs.episode.episode_transform import EpisodeStartError, EpisodeTra
 from torchrl_envs.episode.tool_source import Job, ToolSource
 from torchrl_envs.tool_calls.results import MAX_RESULT_BYTES
 from torchrl_envs.tool_calls.schemas import Tool, environment_tools
-from torchrl_envs.tool_calls.signatures import accepted_arguments
 
 from .instances import Factory, Instance, start_instance
 

@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from torchrl_envs.concurrency.calls import Call, run_call
+from torchrl_envs.concurrency.calls import Call, accepted_arguments, run_call
 from torchrl_envs.concurrency.cleanup import log_close_error
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeStartError, EpisodeTransform
-from torchrl_envs.tool_calls.signatures import accepted_arguments
 
 Factory = Callable[[], Any]
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from torchrl_envs.datasets.primer import DataLoadingPrimer
     from torchrl_envs.entries.stacking import as_nested_tensor, as_padded_tensor
+    from torchrl_envs.episode.episode_env import RewardErrorLimit
     from torchrl_envs.episode.episode_transform import EpisodeTransform
-    from torchrl_envs.episode.error_limit import RewardErrorLimit
     from torchrl_envs.episode.tool_source import ToolSource
     from torchrl_envs.graders.llm_judge import LLMJudge
     from torchrl_envs.graders.math_verify_reward import MathVerifyReward
@@ -53,7 +53,7 @@ _HOMES = {
     "PythonInterpreter": "torchrl_envs.tools.python_interpreter",
     "RetrieveKL": "torchrl_envs.rewards.kl",
     "RetrieveLogProb": "torchrl_envs.rewards.kl",
-    "RewardErrorLimit": "torchrl_envs.episode.error_limit",
+    "RewardErrorLimit": "torchrl_envs.episode.episode_env",
     "RewardFunctions": "torchrl_envs.rewards.functions",
     "RewardModel": "torchrl_envs.graders.reward_model",
     "StepCounter": "torchrl.envs.transforms",

@@ -1,7 +1,7 @@
 """Reasoning of earlier turns is left out of what the policy sees next, as Qwen3's template does."""
 
 from torchrl_data.conversation.message_edits import split_reasoning
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_transform import EpisodeTransform
 

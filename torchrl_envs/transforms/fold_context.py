@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
 from torchrl_envs.entries.observations import with_observation
 from torchrl_envs.episode.episode import Episode

@@ -33,8 +33,7 @@ from torchrl_modules.sampling.params import SamplingParameters, requested_sampli
 from torchrl_modules.weights.adapters import AdapterWeights
 from torchrl_modules.weights.lazy import LazyWeights
 
-from .inputs import PolicyInput
-from .outputs import PolicyOutput
+from .batches import PolicyInput, PolicyOutput
 
 
 class LLMWrapperBase(TensorDictModuleBase):

@@ -21,8 +21,8 @@ from torchrl_modules.scoring.packed_attention import PACKED_SDPA
 from torchrl_modules.scoring.token_scoring import PackedScorer
 
 from .base import LLMWrapperBase
+from .batches import write_scores
 from .model_loading import Loading
-from .outputs import write_scores
 
 
 class TransformersWrapper(LLMWrapperBase):

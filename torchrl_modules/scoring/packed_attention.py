@@ -19,8 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .prefix_trie import PrefixTrie
-from .trie_attention import has_trie_attention, trie_attention
+from .prefix_trie import PrefixTrie, has_trie_attention, trie_attention
 from .wrapped_models import draws_dropout
 
 PACKED_SDPA: Final = "packed_sdpa"

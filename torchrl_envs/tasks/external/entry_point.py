@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import Any, Final
 
 from torchrl_data.validation import check_counts
+from torchrl_envs.concurrency.calls import accepted_arguments
 from torchrl_envs.concurrency.own_random import OwnRandom
 from torchrl_envs.tasks.task import Task, load_task_rows
-from torchrl_envs.tool_calls.signatures import accepted_arguments
 from torchrl_envs.tools.step_environments import StepEnvironments, protocol_of
 
 PROMPT: Final = "Act in the environment: each of your messages is one action."

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_data.conversation.messages import Message
+from torchrl_data.conversation.record import Message
 
 Metrics = Mapping[str, float]
 ScoreOf = Callable[[Metrics, Metrics], float]
