@@ -73,6 +73,10 @@ def write_conversations(
     Raises:
         ValueError: the number of rows differs, or an encoder is needed and not given.
     """
+    if len(conversations) != batch.numel():
+        raise ValueError(
+            f"A batch of {batch.numel()} rows can't hold {len(conversations)} conversations."
+        )
     codec: Any = encoder
     if mode is None:
         stored = _newest(batch, which)
@@ -89,20 +93,16 @@ def write_parts(
     mode: str = HISTORY,
     encoder: "ConversationEncoder | None" = None,
 ) -> None:
-    """Put snapshots at ``(mode, which)``; see :func:`write_conversations`."""
-    size, num_rows = batch.batch_size, batch.numel()
+    """Put snapshots of the batch's rows at ``(mode, which)``; see :func:`write_conversations`."""
+    size = batch.batch_size
+    rows = torch.arange(batch.numel()).view(size)
     leaves = {}
     for which, conversations in parts.items():
-        if len(conversations) != num_rows:
-            raise ValueError(
-                f"A batch of {num_rows} rows can't hold {len(conversations)} conversations."
-            )
         view: Any = HistoryView(which)
         if mode != HISTORY:
             if encoder is None:
                 raise ValueError(f"Conversations are spelled out as {mode} by an encoder: give it.")
             view = ConversationView(mode, which, encoder)
-        rows = torch.arange(num_rows).view(size)
         leaves[which] = BatchedObject.of(conversations, size, rows, rows, view)
     group = _group(batch, mode)
     if group is None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.weights.state import UpdateRefused
 
 from .decoding.continuous import ContinuousDecoding
+from .decoding.decode_loop import RowStream, TokenDraw
 from .decoding.kept_caches import KeptCaches
 from .decoding.requests import Request, distribution_of
-from .decoding.token_draw import RowStream
 from .engine_thread import EngineThread
 from .protocol import Generation
 from .transformers_engine import TransformersEngine
@@ -75,6 +76,8 @@ class AsyncTransformersEngine:
             kept=KeptCaches(max_cached_tokens),
             is_own=copy_model,
         )
+        # Of each distribution that is drawn from now.
+        self._draws: WeakValueDictionary[Hashable, TokenDraw] = WeakValueDictionary()
         self._thread = EngineThread(
             self._decoding,
             who=who,
@@ -143,7 +146,7 @@ class AsyncTransformersEngine:
             session=session,
             loop=loop,
             future=loop.create_future(),
-            alike=distribution_of(params),
+            draw=self._draws.setdefault(distribution_of(params), TokenDraw(params)),
         )
         self._thread.put(
             lambda: self._decoding.waiting.append(request),

@@ -24,11 +24,10 @@ from torchrl_modules.scoring.wrapped_models import (
 from torchrl_modules.weights.lazy import LazyWeights
 from torchrl_modules.weights.state import ExpectedWeights, next_version, weights_fingerprint
 
-from .decoding.decode_loop import DecodeLoop
+from .decoding.decode_loop import DecodeLoop, PromptReader
 from .decoding.image_reader import find_image_reader
 from .decoding.kept_caches import KeptCaches
-from .decoding.prompt_readers import PromptReader
-from .decoding.reader_choice import find_prompt_reader, group_rows, num_positions
+from .decoding.prompt_readers import find_prompt_reader, group_rows, num_positions
 from .decoding.slot_reader import SlotReader
 from .protocol import Generation
 

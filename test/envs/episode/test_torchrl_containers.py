@@ -18,9 +18,9 @@ with warnings.catch_warnings():
 @pytest.fixture
 def policy(chatml_tokenizer):
     model = tiny_qwen3(len(chatml_tokenizer), num_layers=1)
-    return TransformersWrapper(
-        model, tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 6}
-    )
+    # TorchRL stacks steps, which takes turns of one length.
+    sampling = {"min_tokens": 6, "max_new_tokens": 6}
+    return TransformersWrapper(model, tokenizer=chatml_tokenizer, generate_kwargs=sampling)
 
 
 def make_env():

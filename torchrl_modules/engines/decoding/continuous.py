@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from torchrl_modules.engines.protocol import Generation
 from torchrl_modules.scoring.wrapped_models import evaluation_mode
 
+from .decode_loop import PromptReader, TokenDraw
 from .kept_caches import KeptCaches
-from .prompt_readers import PromptReader
 from .requests import Request, draw_alike
 from .running_rows import MergedRows, RowGroups, RunningRows
 from .slot_reader import SlotReader
@@ -165,9 +165,9 @@ class ContinuousDecoding:
         return [self.waiting.popleft() for _ in range(room)]
 
     def _draw(self, rows: list[Request], logits: Tensor) -> None:
-        groups: dict[Hashable, list[int]] = defaultdict(list)
+        groups: dict[TokenDraw, list[int]] = defaultdict(list)
         for at, request in enumerate(rows):
-            groups[request.alike].append(at)
+            groups[request.draw].append(at)
         for group in groups.values():
             own = logits if len(group) == len(rows) else logits[group]
             draw_alike([rows[at] for at in group], own, self._version())

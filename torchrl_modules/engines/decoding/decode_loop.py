@@ -1,27 +1,163 @@
 """Drawing tokens from a Transformers model, one step for the whole batch at a time.
 
-Beside what ``generate`` does, a prompt that many rows share is read once, rows that have ended cost
-nothing where the model's cache can leave them out, and the log-probability of each sampled token is
-kept without keeping any logits.
+A step is a :class:`TokenDraw` (the distribution, the draw, and what is reported of it) and a
+:class:`PromptReader` that goes on. Beside what ``generate`` does, a prompt that many rows share is
+read once, rows that have ended cost nothing where the model's cache can leave them out, and the
+log-probability of each sampled token is kept without keeping any logits.
 
 Shape legend: A rows that still run, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from torchrl_modules.engines.protocol import Generation
+from torchrl_modules.sampling.logit_warping import logits_warpers
 from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.sampling.token_history import TokenHistory
-
-from .prompt_readers import PromptReader
-from .slot_reader import SlotReader
-from .token_draw import RowStream, TokenDraw
+from torchrl_modules.sampling.token_history import TokenHistory, changed_logits, too_early
 
 _COMPACT_BELOW = 0.75
 """Rows that have ended are dropped from the batch once fewer than this fraction still run."""
+
+
+class DrawnTokens(NamedTuple):
+    """The next tokens of some rows."""
+
+    ids: Tensor
+    """int64 ``[A]``."""
+    log_probs: Tensor
+    """float32 ``[A]``, in nats, of the distribution that they were drawn from."""
+    untempered_log_probs: Tensor | None
+    """float32 ``[A]``, of the model's own softmax; only when asked for."""
+    entropies: Tensor | None
+    """float32 ``[A]``, in nats; only when asked for."""
+
+
+class TokenDraw:
+    """Draws the next tokens of rows that share their sampling parameters.
+
+    Args:
+        params: the distribution, and what to report.
+    """
+
+    def __init__(self, params: SamplingParameters) -> None:
+        self._params = params
+        self._warpers = logits_warpers(params)
+        # Asked for once, and not for every token.
+        self._changes_logits = params.changes_logits
+        self._is_own_softmax = params.is_own_softmax
+
+    def __call__(
+        self,
+        logits: Tensor,
+        history: TokenHistory,
+        streams: "Sequence[RowStream] | None" = None,
+    ) -> DrawnTokens:
+        """Draw.
+
+        Args:
+            logits: of the model, ``[A, V]``.
+            history: of each row; counted on here, where it is needed.
+            streams: of each row; torch's generator draws when not given.
+        """
+        params, logits = self._params, logits.float()
+        log_p = self._log_probs(logits, history)
+        p = log_p.exp()
+        if params.temperature == 0:
+            tokens = log_p.argmax(-1, True)
+        else:
+            tokens = p.multinomial(1) if streams is None else _choose(p, streams)
+        if history.seen is not None and history.counts is not None:
+            history.seen.scatter_(1, tokens, True)
+            history.counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
+        untempered = entropies = None
+        if params.untempered_log_probs:
+            own = log_p if self._is_own_softmax else torch.log_softmax(logits, -1)
+            untempered = own.gather(1, tokens).squeeze(1)
+        if params.entropy:
+            entropies = torch.special.entr(p).sum(-1)
+        log_probs = log_p.gather(1, tokens).squeeze(1)
+        return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies)
+
+    def _log_probs(self, logits: Tensor, history: TokenHistory) -> Tensor:
+        """Of the distribution that is drawn from, ``[A, V]``."""
+        scores = logits
+        if self._changes_logits:
+            scores = changed_logits(logits, self._params, history)
+            banned = too_early(scores, self._params, history)
+            scores = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+        for warper in self._warpers:
+            scores = warper(None, scores)  # type: ignore[arg-type]
+        return torch.log_softmax(scores, -1)
+
+
+class RowStream:
+    """Random numbers of one row: what is drawn with them depends on no other row.
+
+    Args:
+        seed: the same numbers each time.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def next(self) -> float:
+        """Uniform, at least 0 and below 1 by at least 2**-52."""
+        return self._random.getrandbits(52) * 2.0**-52
+
+
+def _choose(p: Tensor, streams: Sequence[RowStream]) -> Tensor:
+    """A token of each row by its own stream: one number a token, by the inverse of the sum."""
+    uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
+    total = p.double().cumsum(-1)  # In single precision small probabilities would be lost.
+    at = uniform.to(p.device)[:, None] * total[:, -1:]
+    return torch.searchsorted(total, at, right=True).clamp(max=p.shape[-1] - 1)
+
+
+class PromptReader(ABC):
+    """Reads prompts, and then one token of each row at a time.
+
+    Args:
+        model: a causal language model in evaluation mode.
+    """
+
+    needs_one_length: ClassVar[bool]
+    """Its prompts have to be of one length."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @abstractmethod
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts; logits of the next token, ``[A, V]``."""
+
+    @abstractmethod
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Read one more token of each row, int64 ``[A]``; logits of the next, ``[A, V]``."""
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether rows can be left out."""
+        return True
+
+    @abstractmethod
+    def keep(self, index: Tensor) -> None:
+        """Go on with some of the rows, int64 ``[A']``."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether what was read of a row that leaves may serve a later turn."""
+        return False
+
+    def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
+        """Keep what was read of a row, where :attr:`keeps_rows`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing of row {row}.")
 
 
 class DecodeLoop:
@@ -86,7 +222,7 @@ class DecodeLoop:
 
     def _leave_behind(self, elements: Iterable[int]) -> None:
         """Rows leave; what was read of them may serve the next turn."""
-        if not isinstance(self._reader, SlotReader):
+        if not self._reader.keeps_rows:
             return
         for element in elements:
             row = int(self._rows[element])

@@ -22,7 +22,8 @@ from torchrl_modules.scoring.image_rows import (
 )
 from torchrl_modules.scoring.self_test import find_first
 
-from .prompt_readers import PromptReader, WholeRowReader
+from .decode_loop import PromptReader
+from .prompt_readers import WholeRowReader
 
 _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[ImageRows]]]" = (
     WeakKeyDictionary()

@@ -1,52 +1,34 @@
 """How a model continues rows: what it keeps of the tokens that it has read.
 
+The usual way is a :class:`~.slot_reader.SlotReader`; here are the others, and which of them all
+gives a model's own log-probs.
+
 Shape legend: A rows, T tokens so far, V vocabulary.
 """
 
 import inspect
-from abc import ABC, abstractmethod
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad as pad_columns
 from transformers import DynamicCache, PreTrainedModel
 
 from torchrl_data.ragged.packed import pad
+from torchrl_modules.scoring.packed_attention import cap_attention
+from torchrl_modules.scoring.self_test import Trial, find_first, run_trial
+
+from .decode_loop import PromptReader
+from .kept_caches import KeptCaches
+from .slot_reader import SlotReader, has_plain_cache
 
 _CACHES = ("past_key_values", "cache_params", "state")
-
-
-class PromptReader(ABC):
-    """Reads prompts, and then one token of each row at a time.
-
-    Args:
-        model: a causal language model in evaluation mode.
-    """
-
-    needs_one_length: ClassVar[bool]
-    """Its prompts have to be of one length."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    @abstractmethod
-    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts; logits of the next token, ``[A, V]``."""
-
-    @abstractmethod
-    def advance(self, tokens: Tensor) -> Tensor:
-        """Read one more token of each row, int64 ``[A]``; logits of the next, ``[A, V]``."""
-
-    @property
-    def can_drop(self) -> bool:
-        """Whether rows can be left out."""
-        return True
-
-    @abstractmethod
-    def keep(self, index: Tensor) -> None:
-        """Go on with some of the rows, int64 ``[A']``."""
+_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]" = (
+    WeakKeyDictionary()
+)
 
 
 class PaddedReader(PromptReader):
@@ -187,3 +169,153 @@ def _different(
     places = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     index = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=device)
     return [torch.tensor(prompt, device=device) for prompt in places], index
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Most tokens that a model has positions for; ``None`` where it names no limit.
+
+    Args:
+        model: a causal language model.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        # Learnt positions that begin behind the padding index have that many fewer.
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            behind = 0 if module.padding_idx is None else module.padding_idx + 1
+            limit = module.num_embeddings - behind
+    return limit
+
+
+def group_rows(
+    prompts: Sequence[Sequence[int]], rows: Sequence[int], *, by_length: bool
+) -> list[list[int]]:
+    """Rows that are drawn together.
+
+    Args:
+        prompts: of all rows.
+        rows: those that are drawn.
+        by_length: only prompts of one length go together.
+    """
+    if not by_length:
+        return [list(rows)]
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(len(prompts[row]), []).append(row)
+    return list(groups.values())
+
+
+def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
+    """The fastest way to continue rows that gives the model's own log-probs; tried once per model.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    cap_attention(model)
+    state = (model.dtype, model.device, model.config._attn_implementation)
+    earlier = _found.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
+    trial = run_trial(model, who="TransformersEngine")
+    readers: list[type[PromptReader]] = [
+        *([SlotReader] if has_plain_cache(model) else []),
+        PaddedReader,
+        OwnCacheReader,
+        OwnCachePositionsReader,
+        WholeRowReader,
+    ]
+    if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
+        readers = [reader for reader in readers if reader.needs_one_length]
+    at, _, wrong = find_first(
+        model,
+        trial,
+        [
+            (reader.__name__, lambda reader=reader: _tried(reader, model, trial))
+            for reader in readers
+        ],
+    )
+    if at is None:
+        raise ValueError(
+            f"TransformersEngine: {type(model).__name__} can't be sampled from: no way to continue "
+            f"rows gives what its forward says of a whole row ({'; '.join(wrong)}). Sample with "
+            "vLLM."
+        )
+    if readers[at] is WholeRowReader:
+        warnings.warn(
+            f"TransformersEngine: what {type(model).__name__} keeps of a row does not give the "
+            f"log-probs of its own forward ({'; '.join(wrong)}), so every token reads its whole "
+            "row again. That is slow for long rows: sample with vLLM where it knows the model.",
+            stacklevel=2,
+        )
+    _found[model] = (state, readers[at])
+    return readers[at]
+
+
+def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> list[Tensor]:
+    """What a reader says of rows, in the first way of using it that is wrong, if one is."""
+    continued = _continued(cls, model, trial.rows)
+    if not issubclass(cls, SlotReader) or not trial.tolerance.allows(trial.difference(continued)):
+        return continued
+    return _joined(cls, model, trial.rows)
+
+
+def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probs of the last tokens of rows that join one by one, and go on from what was kept."""
+    kept = KeptCaches(max_tokens=None)
+    first, begin = cls(model, kept), rows[0][: len(rows[0]) // 2 + 1].tolist()
+    first.read([begin])
+    first.leave_behind(0, begin, "trial")
+    reader, results = cls(model, kept), [[] for _ in rows]
+    num_read = [max(1, len(row) - 3) for row in rows]
+    here = [len(rows) - 1]
+
+    def join(joining: list[int]) -> Tensor:
+        return reader.join([rows[i][: num_read[i]].tolist() for i in joining])
+
+    def advance() -> Tensor:
+        drawn = torch.stack([rows[i][num_read[i]] for i in here])
+        for i in here:
+            num_read[i] += 1
+        return reader.advance(drawn)
+
+    logits = join(here)
+    while here:
+        for row, i in zip(logits.double().log_softmax(-1), here, strict=True):
+            results[i].append(row[rows[i][num_read[i]]])
+        left = [k for k, i in enumerate(here) if num_read[i] + 1 < len(rows[i])]
+        here = [here[k] for k in left]
+        reader.keep(torch.tensor(left, dtype=torch.int64, device=logits.device))
+        logits = advance() if here else logits[:0]
+        if joining := [i for i in range(len(rows)) if not results[i] and i not in here]:
+            logits = torch.cat([logits, join(joining)])
+            here += joining
+    return [torch.stack(values) for values in results]
+
+
+def _continued(
+    cls: type[PromptReader], model: PreTrainedModel, rows: Sequence[Tensor]
+) -> list[Tensor]:
+    """Log-probs of the last tokens of rows, read one by one; rows leave on the way."""
+    prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]
+    results: list[list[Tensor]] = [[] for _ in rows]
+    for group in group_rows(prompts, range(len(rows)), by_length=cls.needs_one_length):
+        reader, here = cls(model), list(group)
+        logits = reader.read([prompts[i] for i in here])
+        for step in range(max(len(rows[i]) - len(prompts[i]) for i in group)):
+            tokens = [rows[i][min(len(prompts[i]) + step, len(rows[i]) - 1)] for i in here]
+            drawn = torch.stack(tokens)
+            log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
+            for i, value in zip(here, log_p, strict=True):
+                if len(prompts[i]) + step < len(rows[i]):
+                    results[i].append(value)
+            left = [k for k, i in enumerate(here) if len(prompts[i]) + step + 1 < len(rows[i])]
+            if not left:
+                break
+            if len(left) < len(here) and reader.can_drop:
+                at = torch.tensor(left, device=drawn.device)
+                reader.keep(at)
+                drawn, here = drawn[at], [here[k] for k in left]
+            logits = reader.advance(drawn)
+    return [torch.stack(values) for values in results]

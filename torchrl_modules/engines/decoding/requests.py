@@ -14,7 +14,7 @@ from torchrl_modules.engines.protocol import Generation, VersionSpan
 from torchrl_modules.sampling.params import SamplingParameters
 from torchrl_modules.sampling.token_history import TokenHistory
 
-from .token_draw import RowStream, TokenDraw
+from .decode_loop import RowStream, TokenDraw
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +28,7 @@ class Request:
     session: Hashable
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[Generation]"
-    alike: Hashable
+    draw: TokenDraw
     """Requests with the same are drawn from one distribution."""
     num_prompt: int = 0
     log_probs: list[float] = field(default_factory=list)
@@ -77,13 +77,12 @@ def draw_alike(rows: Sequence[Request], logits: Tensor, version: int) -> None:
     """Draw the next token of requests that are alike, and write it down.
 
     Args:
-        rows: the requests.
+        rows: the requests, of one :class:`TokenDraw`.
         logits: of their next tokens, ``[A, V]``.
         version: of the weights.
     """
     history = _history(rows, logits)
-    draw = TokenDraw(rows[0].params)
-    drawn = draw(logits, history, [row.stream for row in rows])
+    drawn = rows[0].draw(logits, history, [row.stream for row in rows])
     columns = {
         "log_probs": drawn.log_probs,
         "untempered_log_probs": drawn.untempered_log_probs,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .prompt_readers import PromptReader
-from .reader_choice import group_rows
+from .decode_loop import PromptReader
+from .prompt_readers import group_rows
 from .slot_reader import SlotReader
 
 

@@ -17,8 +17,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from torchrl_data.ragged.packed import pad
 
+from .decode_loop import PromptReader
 from .kept_caches import Found, KeptCaches
-from .prompt_readers import PromptReader
 
 _WINDOW: Final = re.compile("window|chunk|local")
 _MIN_COLUMNS = 64
@@ -147,6 +147,11 @@ class SlotReader(PromptReader):
                     assert buffer is not None
                     buffer[new, :, : self.longest] = buffer[old, :, : self.longest]
         self._count([self._counts[old] for old in order])
+
+    @property
+    def keeps_rows(self) -> bool:
+        """See :class:`PromptReader`."""
+        return self._kept is not None
 
     def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
         """Keep what was read of a row.
