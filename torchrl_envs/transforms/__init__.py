@@ -36,35 +36,6 @@ if TYPE_CHECKING:
     from .token_budget import TokenBudget
     from .tokenizer import TemplateTransform, Tokenizer
 
-_HOMES = {
-    "AddThinkingPrompt": "torchrl_envs.transforms.thinking_prompt",
-    "AnswerReward": "torchrl_envs.rewards.answer",
-    "BrowserTransform": "torchrl_envs.tools.browser",
-    "DataLoadingPrimer": "torchrl_envs.datasets.primer",
-    "EnvironmentTools": "torchrl_envs.tools.environment_tools",
-    "EpisodeTransform": "torchrl_envs.episode.episode_transform",
-    "FunctionTools": "torchrl_envs.tools.function_tools",
-    "KLComputation": "torchrl_envs.rewards.kl",
-    "KLRewardTransform": "torchrl_envs.rewards.kl",
-    "LLMJudge": "torchrl_envs.graders.llm_judge",
-    "MCPToolTransform": "torchrl_envs.tools.mcp_tools",
-    "MathVerifyReward": "torchrl_envs.graders.math_verify_reward",
-    "PolicyVersion": "torchrl_envs.transforms.policy_version",
-    "PythonInterpreter": "torchrl_envs.tools.python_interpreter",
-    "RetrieveKL": "torchrl_envs.rewards.kl",
-    "RetrieveLogProb": "torchrl_envs.rewards.kl",
-    "RewardErrorLimit": "torchrl_envs.episode.episode_env",
-    "RewardFunctions": "torchrl_envs.rewards.functions",
-    "RewardModel": "torchrl_envs.graders.reward_model",
-    "StepCounter": "torchrl.envs.transforms",
-    "TemplateTransform": "torchrl_envs.transforms.tokenizer",
-    "TokenBudget": "torchrl_envs.transforms.token_budget",
-    "Tokenizer": "torchrl_envs.transforms.tokenizer",
-    "ToolSource": "torchrl_envs.episode.tool_source",
-    "as_nested_tensor": "torchrl_envs.entries.stacking",
-    "as_padded_tensor": "torchrl_envs.entries.stacking",
-}
-
 __all__ = [
     "AddThinkingPrompt",
     "AnswerReward",
@@ -96,6 +67,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module("torchrl_envs"), name)

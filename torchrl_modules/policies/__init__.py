@@ -10,17 +10,6 @@ if TYPE_CHECKING:
     from .transformers_wrapper import TransformersWrapper
     from .vllm_wrapper import vLLMWrapper
 
-_HOMES = {
-    "ChatHistory": "torchrl_data",
-    "LLMWrapperBase": "torchrl_modules.policies.base",
-    "LogProbs": "torchrl_data",
-    "Masks": "torchrl_data",
-    "Text": "torchrl_data",
-    "Tokens": "torchrl_data",
-    "TransformersWrapper": "torchrl_modules.policies.transformers_wrapper",
-    "vLLMWrapper": "torchrl_modules.policies.vllm_wrapper",
-}
-
 __all__ = [
     "ChatHistory",
     "LLMWrapperBase",
@@ -34,6 +23,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module("torchrl_modules"), name)
