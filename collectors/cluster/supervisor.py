@@ -188,26 +188,24 @@ class Supervisor:
     async def _state_of(self, index: int) -> Any:
         if not self.known[index].may_serve:
             return None
-        try:
-            return await asyncio.wait_for(_answer(self.workers[index].state.remote()), _STATE_S)
-        except Exception as error:
-            if not isinstance(error, TimeoutError) and not is_death(error):
-                raise
-            _log.warning("%s: what collector %d remembers is not saved: %s", WHO, index, error)
-            return None
+        return await self._ask(index, "state")
 
     async def loads(self) -> list[dict[str, float]]:
         """What collectors that serve say of the load that they follow."""
         serving = [index for index, known in enumerate(self.known) if known.may_serve]
-        return [load for load in await asyncio.gather(*map(self._load_of, serving)) if load]
+        told = await asyncio.gather(*(self._ask(index, "load") for index in serving))
+        return [load for load in told if load]
 
-    async def _load_of(self, index: int) -> dict[str, float]:
+    async def _ask(self, index: int, what: str) -> Any:
+        """What a collector tells; ``None`` of one that is gone or late: `_tend` sees to it."""
         try:
-            return await asyncio.wait_for(_answer(self.workers[index].load.remote()), _STATE_S)
+            answer = getattr(self.workers[index], what).remote()
+            return await asyncio.wait_for(_answer(answer), _STATE_S)
         except Exception as error:
             if not isinstance(error, TimeoutError) and not is_death(error):
                 raise
-            return {}  # `_tend` sees to it.
+            _log.warning("%s: collector %d did not tell its %s: %s", WHO, index, what, error)
+            return None
 
     async def restore(self, states: Sequence[Any]) -> None:
         """Let each collector go on where it was, before anything is collected.

@@ -160,14 +160,10 @@ def train_forever(collector):
         collector.update_policy_weights_(state_dict=WEIGHTS)
 
 
-def is_balanced(ledger):
-    balance = ledger.balance
-    ends = (balance.trained, balance.num_dropped, balance.returned, balance.in_flight)
-    return balance.offered == tuple(map(sum, zip(*ends, strict=True)))
-
-
 class TestRay:
-    def test_two_collectors_one_killed_in_the_midst(self, ray, chatml_tokenizer, make_tiny_model):
+    def test_two_collectors_one_killed_in_the_midst(
+        self, ray, chatml_tokenizer, make_tiny_model, check_balance
+    ):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         model = make_tiny_model(0)
@@ -221,7 +217,7 @@ class TestRay:
             with pytest.raises(DataExhaustedError):
                 collector.collect()
             ledger = collector.ledger
-            assert is_balanced(ledger)
+            check_balance(ledger)
         # Every prompt was trained once, none twice, and none is too old.
         assert list(numbers.values()) == [N] * 12
         assert ledger.balance.trained.groups == 12
@@ -234,7 +230,7 @@ class TestRay:
             collector.collect()
 
     def test_collectors_follow_the_load_of_their_engines(
-        self, ray, chatml_tokenizer, make_tiny_model
+        self, ray, chatml_tokenizer, make_tiny_model, check_balance
     ):
         model = make_tiny_model(0)
 
@@ -267,7 +263,7 @@ class TestRay:
             ledger = collector.ledger
         assert list(numbers.values()) == [N] * 12
         assert ledger.balance.dropped["load"].groups > 0
-        assert is_balanced(ledger)
+        check_balance(ledger)
         assert all(load["collect/preemptions"] == 6 for load in loads)  # 3 of each
         assert {load["collect/cache_use"] for load in loads} <= {0.95, 0.1}
         most = 2 * collector.ledger.num_slots  # that two collectors may run
@@ -275,7 +271,7 @@ class TestRay:
         assert loads[0]["collect/max_groups"] < most
 
     def test_two_engines_one_killed_then_a_refused_update_then_the_ledger(
-        self, ray, chatml_tokenizer, tmp_path
+        self, ray, chatml_tokenizer, tmp_path, check_balance
     ):
         def make_policy():
             folder = tmp_path / str(os.getpid())
@@ -316,7 +312,7 @@ class TestRay:
             while len(set(engines()) - {before[0]}) < 2:
                 time.sleep(0.05)
             assert [known.incarnation for known in supervisor.known] == [1, 1]
-            assert is_balanced(collector.ledger)
+            check_balance(collector.ledger)
 
             version = collector.policy_version
             collector.collect()
@@ -339,7 +335,7 @@ class TestRay:
             time.sleep(0.1)
 
     def test_ctrl_c_in_a_collection_is_one_and_loses_nothing(
-        self, ray, chatml_tokenizer, monkeypatch
+        self, ray, chatml_tokenizer, monkeypatch, check_balance
     ):
         """Ray's native code would make another error of it, which nobody expects."""
 
@@ -373,7 +369,7 @@ class TestRay:
                         collector.collect()
                 numbers.update(collector.collect()["group_id"].tolist())
                 collector.update_policy_weights_(model, wait=True)
-            assert is_balanced(collector.ledger)
+            check_balance(collector.ledger)
         assert list(numbers.values()) == [N] * 2 * GROUPS
 
     def test_rows_that_wait_are_in_nobodys_memory_but_rays(self, ray, chatml_tokenizer):

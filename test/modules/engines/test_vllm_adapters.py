@@ -45,7 +45,6 @@ def adapted(model, seed, *, rank=8, **settings):
 
 @pytest.fixture(scope="module")
 def engine(model_directory):
-    pytest.importorskip("vllm")
     settings = {"max_lora_rank": 8, "max_loras": 3, "max_model_len": 256}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own, while it is imported and built

