@@ -296,8 +296,10 @@ class StreamingCollector(BackgroundCollector):
     def evaluate(self, env: EpisodeEnv, *, wait: bool = False) -> EvaluationPoint | None:
         """Evaluate the weights that serve now, beside training; they stay until it is over.
 
-        Pushes wait meanwhile, and no group begins. A point that is asked for while another runs is
-        skipped, and says so. What is over waits for :meth:`take_evaluations`.
+        Pushes wait meanwhile, and no group begins. A point that is asked for while another runs
+        comes after it with ``wait``, and else is skipped, and says so. What is over waits for
+        :meth:`take_evaluations`; what broke a point that nobody waited for is raised there, or
+        here by the next one.
 
         Args:
             env: with held-out data, of which one batch is taken from the beginning.
@@ -310,13 +312,15 @@ class StreamingCollector(BackgroundCollector):
             ValueError: environment and policy don't fit together.
         """
         self._open()
-        point = self._evaluations.ask(env, self.ledger.version)
-        return point.result() if wait or point.done() else None
+        return self._evaluations.ask(env, self.ledger.version, wait=wait)
 
     def take_evaluations(self) -> list[EvaluationPoint]:
-        """The points that are over, in order, skipped ones too; given once, then forgotten."""
-        points = self._evaluations.points
-        return [points.popleft() for _ in range(len(points))]
+        """The points that are over, in order, skipped ones too; given once, then forgotten.
+
+        Raises whatever broke one that nobody waited for, such as
+        :class:`~torchrl_modules.EngineDied`.
+        """
+        return self._evaluations.take()
 
     # What it was like ---------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from typing import NamedTuple
 
 from tensordict import TensorDictBase, lazy_stack
@@ -107,25 +107,44 @@ class Evaluations:
         self._producer = producer
         self._policy = policy
         self._timeline = timeline
-        self._running: Future[EvaluationPoint] | None = None
-        self.points: deque[EvaluationPoint] = deque()
-        """Those that are over and that nobody has asked for, in order."""
+        self._running: futures.Future[EvaluationPoint] | None = None
+        self._points: deque[EvaluationPoint] = deque()
 
-    def ask(self, env: EpisodeEnv, step: int) -> "Future[EvaluationPoint]":
-        """Evaluate the weights that serve now; while another point runs, it is skipped.
+    def ask(self, env: EpisodeEnv, step: int, *, wait: bool) -> EvaluationPoint | None:
+        """Evaluate the weights that serve now.
 
         Args:
             env: with held-out data.
             step: of the training.
+            wait: until it is over, and before for one that runs; else this one is skipped then.
         """
-        if self._running is not None and not self._running.done():
-            skipped: Future[EvaluationPoint] = Future()
-            skipped.set_result(EvaluationPoint(step, self._policy.version, None, "one was running"))
-            self.points.append(skipped.result())
-            return skipped
-        evaluator = Evaluator(env, self._policy)
-        self._running = self._producer.submit(self._run(evaluator, step))
-        return self._running
+        if wait or self._is_idle:
+            self._settle()
+            evaluator = Evaluator(env, self._policy)
+            self._running = self._producer.submit(self._run(evaluator, step))
+            return self._settle() if wait else None
+        skipped = EvaluationPoint(step, self._policy.version, None, "one was running")
+        self._points.append(skipped)
+        return skipped
+
+    def take(self) -> list[EvaluationPoint]:
+        """The points that are over, in order; given once."""
+        if self._is_idle:
+            self._settle()
+        return [self._points.popleft() for _ in range(len(self._points))]
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._running is None or self._running.done()
+
+    def _settle(self) -> EvaluationPoint | None:
+        """Wait for the point that runs; what broke it is raised, once."""
+        running = self._running
+        if running is None:
+            return None
+        futures.wait([running])
+        self._running = None
+        return None if running.cancelled() else running.result()
 
     async def _run(self, evaluator: Evaluator, step: int) -> EvaluationPoint:
         self._producer.hold()
@@ -135,7 +154,7 @@ class Evaluations:
                     point = await evaluator.run(step)
         finally:
             self._producer.release()
-        self.points.append(point)
+        self._points.append(point)
         return point
 
 

@@ -122,6 +122,14 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
     points = lines_of(out / "evaluations.jsonl")
     assert any("reward" in point for point in points)
     assert all("reward" in point or point["skipped"] for point in points)
+    steps = [point["step"] for point in points]
+    assert (steps[0], steps[-1]) == (0, 4)
+    assert steps == sorted(set(steps)), "each once, those that end late too"
+    tests = [point for point in points if "reward" in point]
+    assert tests[0]["reward"] == result["held_out_before"]
+    assert tests[-1]["rewards/Calculator"] == result["after/rewards/Calculator"]
+    told = (out / "csv/scalars/held_out/reward.csv").read_text().splitlines()
+    assert [int(line.split(",")[0]) for line in told] == [point["step"] for point in tests]
     told = Counter(event["name"] for event in RunRecord(out).events())
     assert told["trained"] == 8
     assert told["offered"] == 8 + told["dropped"] + told["returned"]
@@ -143,6 +151,9 @@ def test_a_run_on_ray_tells_of_every_group_and_goes_on(result_of, tmp_path):
     out = Path(result["output_dir"])
     again = result_of(f"resume={out}", "train.num_steps=3", cwd=tmp_path)
     assert again["held_out_before"] == result["held_out_before"]
+    points = lines_of(out / "evaluations.jsonl")
+    assert [point["step"] for point in points] == [0, 2, 3]
+    assert points[0]["reward"] == result["held_out_before"]
     metrics = lines_of(out / "metrics.jsonl")
     assert [line["ledger/groups/trained"] for line in metrics] == [2.0, 4.0, 6.0]
     assert [line["policy_version"] for line in metrics] == sorted(

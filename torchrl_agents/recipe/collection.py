@@ -1,6 +1,5 @@
 """How rollouts are collected: in batches between the steps, or beside training."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from collectors import (
     RayLLMCollector,
     StreamingCollector,
     Wait,
-    rollout_metrics,
 )
 from collectors.base import PostProcessing
 from collectors.ledger import StalenessPolicy
@@ -91,8 +89,8 @@ def evaluate(collector: AnyCollector, env: TaskEnv, policy: LLMWrapperBase) -> T
     """
     if isinstance(collector, StreamingCollector):
         point = collector.evaluate(env, wait=True)
-        while point is None or point.trajectories is None:  # one from before was running
-            point = collector.evaluate(env, wait=True)
+        assert point is not None
+        assert point.trajectories is not None
         return point.trajectories
     for data in env.transforms_of(DataLoadingPrimer):
         data.rewind()
@@ -104,14 +102,14 @@ def evaluate(collector: AnyCollector, env: TaskEnv, policy: LLMWrapperBase) -> T
 
 
 class HeldOut:
-    """Evaluates every so many steps, beside training where that goes on.
+    """Evaluates before, after and every so many steps, then beside training where that goes on.
 
     Args:
         collector: of the run.
         env: with held-out data.
         policy: what is evaluated.
         every: steps; ``None``: never.
-        path: of a JSONL file, a line for each point.
+        last: the number of the last step, after which it is evaluated anyway.
     """
 
     def __init__(
@@ -121,43 +119,37 @@ class HeldOut:
         policy: LLMWrapperBase,
         *,
         every: int | None,
-        path: Path,
+        last: int,
     ) -> None:
         self._collector = collector
         self._env = env
         self._policy = policy
         self._every = every
-        self._path = path
+        self._last = last
+        self._points: list[EvaluationPoint] = []
+
+    def now(self, step: int) -> TensorDictBase:
+        """Evaluate, and wait for it."""
+        rows = evaluate(self._collector, self._env, self._policy)
+        if not isinstance(self._collector, StreamingCollector):  # which has the point itself
+            self._points.append(EvaluationPoint(step, self._collector.policy_version, rows))
+        return rows
 
     def after(self, step: int) -> None:
-        """A step is over: begin a point if it is time, and write those that are over."""
-        collector = self._collector
-        is_time = self._every is not None and step > 0 and step % self._every == 0
-        if isinstance(collector, StreamingCollector):
-            if is_time:
-                collector.evaluate(self._env)
-            for point in collector.take_evaluations():
-                self._write(point, now=step)
-        elif is_time:
-            rows = evaluate(collector, self._env, self._policy)
-            self._write(EvaluationPoint(step, collector.policy_version, rows), now=step)
-
-    def _write(self, point: EvaluationPoint, now: int) -> None:
-        if now == 0:
-            return  # the first and the last evaluation are in the result
-        record: dict[str, Any] = {
-            "step": point.step,
-            "version": point.version,
-            "lag_steps": now - point.step,
-        }
-        if point.trajectories is None:
-            record["skipped"] = point.skipped
+        """A step is over: begin a point if it is time."""
+        if self._every is None or step % self._every or step == self._last:
+            return
+        if isinstance(self._collector, StreamingCollector):
+            self._collector.evaluate(self._env)
         else:
-            metrics = rollout_metrics(point.trajectories)
-            record |= {k: v for k, v in metrics.items() if k.rpartition("/")[2] == "reward"}
-        if self._every is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            self.now(step)
+
+    def take(self) -> list[EvaluationPoint]:
+        """The points that are over, in order; given once."""
+        points, self._points = self._points, []
+        if isinstance(self._collector, StreamingCollector):
+            points = self._collector.take_evaluations()
+        return points
 
 
 def collection_metrics(collector: AnyCollector) -> dict[str, float]:

@@ -22,19 +22,17 @@ def plot_learning_curve(
     path: Path,
     history: Sequence[Mapping[str, float]],
     *,
-    before: float,
-    after: float | None,
+    held_out: Mapping[int, float],
     title: str,
     further: Mapping[str, str],
     beside: Mapping[str, str] = REWARD_CURVES,
 ) -> None:
-    """Draw the reward of each step, the test before and after, and what explains them.
+    """Draw the reward of each step, of the tests before, after and between, and what explains them.
 
     Args:
         path: of the PNG.
         history: the metrics of each step.
-        before: mean reward on the held-out prompts before training.
-        after: the same after it, if there was a test.
+        held_out: mean reward on the held-out prompts, by the step after which it was measured.
         title: above the plot.
         further: more curves beside the reward: the metric of each, by what to call it.
         beside: metrics with small plots of their own, and what to call them.
@@ -46,7 +44,7 @@ def plot_learning_curve(
         layout="constrained",
     )
     figure.suptitle(title, fontsize=11)
-    _draw_reward(axes["reward"], history, before, after, further)
+    _draw_reward(axes["reward"], history, held_out, further)
     for name, label in beside.items():
         told = [(i, metrics[name]) for i, metrics in enumerate(history, 1) if name in metrics]
         values = [value for _, value in told]
@@ -66,8 +64,7 @@ def plot_learning_curve(
 def _draw_reward(
     axes: Axes,
     history: Sequence[Mapping[str, float]],
-    before: float,
-    after: float | None,
+    held_out: Mapping[int, float],
     further: Mapping[str, str],
 ) -> None:
     rewards = [metrics["reward"] for metrics in history if "reward" in metrics]
@@ -75,7 +72,8 @@ def _draw_reward(
     if rewards:
         axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
         axes.plot(steps, smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
-    shown = [*rewards, before]
+    points = sorted(held_out.items())
+    shown = [*rewards, *held_out.values()]
     colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
     for (label, name), color in zip(further.items(), colors, strict=False):
         told = [metrics.get(name, math.nan) for metrics in history if "reward" in metrics]
@@ -83,11 +81,10 @@ def _draw_reward(
         if any(math.isfinite(value) for value in told):
             axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
             shown += values
-    ends = [(0, before)] + ([] if after is None else [(len(history), after)])
-    shown += [] if after is None else [after]
-    axes.plot(*zip(*ends, strict=True), "o", color="tab:green", ms=8, label="held-out prompts")
+    style = "o-" if len(points) > 2 else "o"
+    axes.plot(*zip(*points, strict=True), style, color="tab:green", ms=7, label="held-out prompts")
     low, high = _limits(shown)
-    for x, y in ends:
+    for x, y in {points[0], points[-1]}:
         above = y < low + 0.85 * (high - low)
         axes.annotate(
             f"{y:.2f}",

@@ -1,6 +1,7 @@
 """What a run leaves: metrics, rollouts, the result."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.rule import Rule
 from tensordict import TensorDictBase
 
-from collectors import StreamingCollector, rollout_metrics
+from collectors import EvaluationPoint, StreamingCollector, rollout_metrics
 from collectors.record import RolloutRecorder
 from objectives import MixedLoss
 from objectives.losses.base import TokenLoss
@@ -22,6 +23,7 @@ from torchrl_data.display.terminal import show_conversation
 from torchrl_data.keys import FULL, REWARD
 from torchrl_envs.graders.answers import final_text
 
+_LOG: Final = logging.getLogger("torchrl_agents")
 METRICS: Final = "metrics.jsonl"
 EVALUATIONS: Final = "evaluations.jsonl"
 
@@ -63,10 +65,13 @@ class Recorder:
             for line in lines_until(folder / METRICS, after)
         ]
         """The metrics of the steps before."""
-        lines_until(folder / EVALUATIONS, after)
+        told = lines_until(folder / EVALUATIONS, after)
+        self.held_out = {line["step"]: line["reward"] for line in told if "reward" in line}
+        """The mean reward on held-out prompts, by the step after which it was measured."""
         for path in folder.glob("csv/scalars/**/*.csv"):
             _csv_until(path, after)
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self._evaluations = folder / EVALUATIONS
 
     def __enter__(self) -> "Recorder":
         return self
@@ -84,6 +89,28 @@ class Recorder:
         self._metrics.flush()
         for logger in self._loggers:
             logger.log_metrics(record.metrics, record.step)
+
+    def write_tests(self, points: Sequence[EvaluationPoint], *, now: int) -> None:
+        """Write what came of tests on held-out prompts.
+
+        Args:
+            points: the tests.
+            now: the step after which they are told.
+        """
+        for point in points:
+            step = point.step
+            line: dict[str, Any] = {"step": step, "version": point.version, "lag_steps": now - step}
+            if point.trajectories is None:
+                line["skipped"] = point.skipped
+            else:
+                scores = scores_of(point.trajectories)
+                line |= finite(scores)
+                self.held_out[step] = scores["reward"]
+                _LOG.info("held-out reward after step %d: %.3f", step, scores["reward"])
+                for logger in self._loggers:
+                    logger.log_metrics({f"held_out/{k}": v for k, v in scores.items()}, step)
+            with self._evaluations.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
@@ -171,6 +198,16 @@ def _conversation(row: TensorDictBase) -> Any:
     return read_conversations(row, FULL, who="The recipe")
 
 
+def scores_of(trajectories: TensorDictBase) -> dict[str, float]:
+    """Of a test: its mean ``reward``, and that of each source and of each task of several."""
+    return {
+        name.removesuffix("/mean"): value
+        for name, value in rollout_metrics(trajectories).items()
+        if (name.startswith("rewards/") and name.endswith("/mean"))
+        or name.rpartition("/")[2] == "reward"
+    }
+
+
 def result_of(
     cfg: RecipeConfig,
     history: Sequence[Mapping[str, float]],
@@ -185,14 +222,14 @@ def result_of(
         before: the test before training.
         after: the test after it, if there was one.
     """
-    tests = {"before": rollout_metrics(before)}
+    tests = {"before": scores_of(before)}
     if after is not None:
-        tests["after"] = rollout_metrics(after)
+        tests["after"] = scores_of(after)
     sources = {
-        f"{when}/{name.removesuffix('/mean')}": value
+        f"{when}/{name}": value
         for when, test in tests.items()
         for name, value in test.items()
-        if (name.startswith("rewards/") and name.endswith("/mean")) or name.endswith("/reward")
+        if name != "reward"
     }
     return {
         "task": cfg.task.id,

@@ -180,11 +180,12 @@ class WarmStartConfig:
 
 @dataclass
 class EvaluateConfig:
-    """The test on prompts that are never trained on, before and after."""
+    """The test on prompts that are never trained on, before and after training."""
 
     num_prompts: int = 256
     every: int | None = None
-    """Also every so many steps, into evaluations.jsonl; beside training where collection is."""
+    """Also every so many steps, beside training where collection is; all tests are in
+    evaluations.jsonl, and as held_out/ where metrics go."""
     num_shown: int = 3
     """Conversations that are shown before and after."""
 

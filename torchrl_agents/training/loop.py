@@ -2,18 +2,17 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 
-from torchrl_agents.recipe.collection import AnyCollector, HeldOut, end_collection, evaluate
+from torchrl_agents.recipe.collection import AnyCollector, HeldOut, end_collection
 from torchrl_agents.recipe.plot import REWARD_CURVES, plot_learning_curve
 from torchrl_agents.recipe.policies import set_generation
 from torchrl_agents.recipe.report import NoSignal, RunLog
 from torchrl_agents.recipe.results import (
-    EVALUATIONS,
     Recorder,
     record_rollouts,
     result_of,
@@ -94,21 +93,16 @@ def _learn(
         _LOG.info("going on after step %d", done)
     trainer.push()
     before, pending = saved.get("before"), saved.get("pending")
+    held_out = HeldOut(
+        collector, held_out_env, trainer.policy, every=cfg.evaluate.every, last=num_steps
+    )
+    is_new = before is None
     if before is None:
         with log.phase("first evaluation"):
-            before = evaluate(collector, held_out_env, trainer.policy)
+            before = held_out.now(0)
     step = None if pending is None else Step.from_state(pending, trainer.timer)
     trainer.timer.reset()
 
-    held_out = HeldOut(
-        collector,
-        held_out_env,
-        trainer.policy,
-        every=cfg.evaluate.every,
-        path=run.folder / EVALUATIONS,
-    )
-    if not done:
-        held_out.after(0)
     loggers = build_loggers(cfg.logger, run.folder, recipe.name)
     rollouts = None
     if isinstance(cfg, RolloutsConfig):
@@ -120,10 +114,11 @@ def _learn(
     with (
         stop.held(),
         keep,
-        Recorder(run.folder, loggers, rollouts, after=done) as recorder,
+        Recorder(run.folder, loggers, rollouts, after=-1 if is_new else done) as recorder,
         log.steps(recipe.name, num_steps) as steps,
     ):
         history = recorder.history
+        recorder.write_tests(held_out.take(), now=done)
         try:
             while done < num_steps:
                 step = step or trainer.draw(done + 1, stop)
@@ -136,6 +131,7 @@ def _learn(
                     no_signal.tell(record.metrics)
                 with stop.breaking():
                     held_out.after(done)
+                recorder.write_tests(held_out.take(), now=done)
                 keep.after(done, record.metrics, {"before": before})
                 stop.check()
         except StopRequested:
@@ -146,11 +142,12 @@ def _learn(
 
         after = None
         with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
-            after = evaluate(collector, held_out_env, trainer.policy)
+            after = held_out.now(done)
+        recorder.write_tests(held_out.take(), now=done)
         end_collection(collector, run.folder, last)
         if rollouts is not None:
             rollouts.close()
-        result = _leave(recipe, trainer, task, history, (before, after), curves)
+        result = _leave(recipe, trainer, task, recorder, (before, after), curves)
     trainer.crew.end()
     return result
 
@@ -159,12 +156,12 @@ def _leave(
     recipe: Recipe,
     trainer: Trainer,
     task: Task,
-    history: Sequence[Mapping[str, float]],
+    recorder: Recorder,
     tests: tuple[TensorDictBase, TensorDictBase | None],
     curves: Mapping[str, str],
 ) -> dict[str, Any]:
     """The model, the curve and the numbers of a run that is over."""
-    cfg, run = trainer.cfg, trainer.run
+    cfg, run, history = trainer.cfg, trainer.run, recorder.history
     if history:
         actor = set_generation(cfg.policy, trainer.whole_actor())
         save_model(run.folder, cfg.policy, actor, trainer.whole_weights())
@@ -175,8 +172,7 @@ def _leave(
     plot_learning_curve(
         run.folder / "learning_curve.png",
         history,
-        before=result["held_out_before"],
-        after=result["held_out_after"],
+        held_out={0: result["held_out_before"], **recorder.held_out},
         title=f"{recipe.title} on {cfg.task.id}, seed {cfg.seed}",
         further=further | {name: f"{name}/reward" for name in task.parts},
         beside=curves,

@@ -325,6 +325,35 @@ def test_every_token_of_an_evaluation_is_of_one_version(make_policy, make_tiny_m
     held_out.close()
 
 
+def test_an_evaluation_that_breaks_is_told_once(make_policy):
+    class Broken(EpisodeTransform):
+        def finish_batch(self, episodes):
+            raise OSError("the disk is gone")
+
+    def finished(collector):
+        while not (points := collector.take_evaluations()):
+            time.sleep(0.01)
+        return points
+
+    held_out, faulty = make_env(8, groups=1), make_env(8, groups=1)
+    faulty.append_transform(Broken())
+    with streaming(make_env(), make_policy()) as collector:
+        assert collector.evaluate(faulty) is None
+        with pytest.raises(OSError, match="the disk is gone"):
+            finished(collector)
+        assert collector.take_evaluations() == []
+        assert collector.evaluate(faulty) is None
+        with pytest.raises(OSError, match="the disk is gone"):
+            collector.evaluate(held_out, wait=True)
+        assert len(collector.evaluate(held_out, wait=True).trajectories) == N
+        # Who waits comes after one that runs, and is not skipped.
+        assert collector.evaluate(held_out) is None
+        assert len(collector.evaluate(held_out, wait=True).trajectories) == N
+        assert [point.skipped for point in finished(collector)] == [""] * 3
+    for env in (held_out, faulty):
+        env.close()
+
+
 def test_a_pause_draws_nothing(make_policy, make_tiny_model):
     policy = make_policy()
     with streaming(make_env(1000), policy, staleness=Wait(8, pipeline_depth=8)) as collector:
