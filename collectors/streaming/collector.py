@@ -315,7 +315,7 @@ class StreamingCollector(BackgroundCollector):
         return self._evaluations.ask(env, self.ledger.version, wait=wait)
 
     def take_evaluations(self) -> list[EvaluationPoint]:
-        """The points that are over, in order, skipped ones too; given once, then forgotten.
+        """The points that are over, as they ended, skipped ones too; given once, then forgotten.
 
         Raises whatever broke one that nobody waited for, such as
         :class:`~torchrl_modules.EngineDied`.

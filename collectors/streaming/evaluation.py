@@ -128,7 +128,7 @@ class Evaluations:
         return skipped
 
     def take(self) -> list[EvaluationPoint]:
-        """The points that are over, in order; given once."""
+        """The points that are over, as they ended; given once."""
         if self._is_idle:
             self._settle()
         return [self._points.popleft() for _ in range(len(self._points))]

@@ -145,7 +145,7 @@ class HeldOut:
             self.now(step)
 
     def take(self) -> list[EvaluationPoint]:
-        """The points that are over, in order; given once."""
+        """The points that are over, as they ended; given once."""
         points, self._points = self._points, []
         if isinstance(self._collector, StreamingCollector):
             points = self._collector.take_evaluations()
