@@ -22,6 +22,7 @@ from torchrl_agents.recipe.report import RunLog
 from torchrl_agents.recipe.results import finite
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.stop import StopSignals
+from torchrl_agents.recipe.trackers import open_loggers
 from torchrl_agents.resume.earlier_run import plain_settings, with_recorded
 from torchrl_agents.settings.command_line import prepare, task_settings
 from torchrl_agents.settings.errors import SettingsError
@@ -104,6 +105,8 @@ def _run(
             run.set_status("checked")
             print(config)
             return
+        if isinstance(cfg, TrainingConfig):
+            run.loggers = stack.enter_context(open_loggers(cfg, run, recipe.name))
         result = train(cfg, setup, run, log, stop)
         run.set_status("interrupted" if stop.received else "finished")
         sys.stdout.flush()

@@ -8,6 +8,7 @@ from typing import Any, Final
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .results import finite
@@ -47,7 +48,7 @@ class MultirunSummary:
             table.add_column(name, justify="left" if name == "overrides" else "right")
         for number, run in enumerate(self.runs):
             scores = [_score(run.get(f"held_out_{when}")) for when in ("before", "after")]
-            table.add_row(str(number), " ".join(run["overrides"]), *scores)
+            table.add_row(str(number), escape(" ".join(run["overrides"])), *scores)
         Console(stderr=True).print(table)
 
 

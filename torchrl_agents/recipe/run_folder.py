@@ -9,14 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Final
+from uuid import uuid4
 
 from omegaconf import DictConfig, OmegaConf
+from torchrl.record.loggers import Logger
 
 from objectives import Ranks
 from torchrl_agents.resume.earlier_run import (
@@ -39,6 +41,7 @@ LEFT_BY_A_RUN: Final = (
     "base",
     "config.yaml",
     "csv",
+    "evaluations.jsonl",
     "learning_curve.png",
     "metrics.jsonl",
     "model",
@@ -46,6 +49,8 @@ LEFT_BY_A_RUN: Final = (
     "not_finite",
     "rollouts",
     "tensorboard",
+    "timeline.json",
+    "wandb",
 )
 _PACKAGES: Final = (
     "torchrl-agents",
@@ -144,6 +149,7 @@ class Run:
         """The processes that train."""
         self._record: dict[str, Any] = {
             "status": "running",
+            "id": uuid4().hex[:8],
             "command": sys.argv,
             "started": _now(),
             "ended": None,
@@ -157,6 +163,8 @@ class Run:
         """Whether an earlier run goes on."""
         self.had_finished = False
         """Whether it had come to its end."""
+        self.loggers: Sequence[Logger] = ()
+        """TorchRL's, where its metrics go."""
         if self.goes_on:
             if not has_checkpoint(folder):
                 raise SettingsError(
@@ -183,6 +191,22 @@ class Run:
             for left in (*(folder / name for name in LEFT_BY_A_RUN), *folder.glob("*.log")):
                 remove(left)
         self.set_status("running")
+
+    @property
+    def id(self) -> str:
+        """Of this run and no other, also where it goes on; trackers know it by that."""
+        return self._record["id"]
+
+    @property
+    def label(self) -> str:
+        """What trackers call it: its folder, of one that --multirun has numbered the sweep, too."""
+        name = self.folder.name
+        return f"{self.folder.parent.name}-{name}" if name.isdecimal() else name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the run, by the setting's path."""
+        return self._record["settings"]
 
     def set_status(self, status: str) -> None:
         """Write down how the run is.

@@ -1,41 +1,125 @@
 """Where metrics go: TorchRL's loggers, by name."""
 
-from importlib import import_module
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
-from torchrl_agents.settings.schema import LoggerConfig
+from omegaconf import OmegaConf
+from torchrl.record.loggers import Logger
 
-LOGGERS: Final = {
-    "csv": ("torchrl.record.loggers.csv", "CSVLogger", None),
-    "tensorboard": ("torchrl.record.loggers.tensorboard", "TensorboardLogger", "tensorboard"),
-    "wandb": ("torchrl.record.loggers.wandb", "WandbLogger", "wandb"),
-    "trackio": ("torchrl.record.loggers.trackio", "TrackioLogger", "trackio"),
-}
-"""Module, class, and the package that it needs."""
+from torchrl_agents.settings.schema import TrainingConfig
+
+from .run_folder import Run
+
+_RUN_TAG: Final = "torchrl_agents.run"
 
 
-def build_loggers(cfg: LoggerConfig, folder: Path, project: str) -> list[Any]:
-    """TorchRL's loggers, by name.
+@contextmanager
+def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Logger]]:
+    """TorchRL's loggers of a run, which get its settings and are closed with it.
+
+    A run that goes on goes on in its trackers, too.
 
     Args:
-        cfg: their names.
-        folder: of the run.
-        project: what the runs of a recipe are filed under, unless the settings say it.
+        cfg: the settings.
+        run: has an id of its own.
+        recipe: the project of its runs, unless the settings say another one.
     """
-    loggers = []
-    for name in cfg.backends:
-        module, kind, _ = LOGGERS[name]
-        make = getattr(import_module(module), kind)
-        if name in ("csv", "tensorboard"):
-            loggers.append(make(name, str(folder)))
-        else:
-            loggers.append(make(exp_name=folder.name, project=cfg.project or project))
-    return loggers
+    project = cfg.logger.project or recipe
+    settings: Any = OmegaConf.to_container(OmegaConf.structured(cfg))
+    with ExitStack() as stack:
+        loggers = []
+        for name in cfg.logger.backends:
+            logger, end = _OPEN[name](run, project, settings)
+            stack.push(partial(_end, end))
+            loggers.append(logger)
+        yield loggers
 
 
 def missing_package(logger: str) -> str | None:
     """The package that a logger needs and that is not installed."""
-    package = LOGGERS[logger][2]
+    package = LOGGERS[logger]
     return None if package is None or find_spec(package) else package
+
+
+_Opened = tuple[Logger, Callable[[bool], None]]
+"""And what ends it; it is told whether the run failed."""
+
+
+def _end(
+    end: Callable[[bool], None],
+    kind: type[BaseException] | None,
+    _error: BaseException | None,
+    _traceback: TracebackType | None,
+) -> None:
+    end(kind is not None and not issubclass(kind, SystemExit))
+
+
+def _csv(run: Run, *_: Any) -> _Opened:
+    from torchrl.record.loggers.csv import CSVLogger
+
+    logger = CSVLogger("csv", str(run.folder))
+    return logger, lambda _: logger.close()
+
+
+def _tensorboard(run: Run, *_: Any) -> _Opened:
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger("tensorboard", str(run.folder))
+    return logger, lambda _: logger.close()
+
+
+def _wandb(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    folder = str(run.folder)
+    logger = WandbLogger(run.label, id=run.id, project=project, save_dir=folder, config=settings)
+    return logger, lambda failed: logger.experiment.finish(exit_code=int(failed))
+
+
+def _trackio(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
+    from torchrl.record.loggers.trackio import TrackioLogger
+
+    # It knows a run by its name alone.
+    logger = TrackioLogger(f"{run.label}-{run.id}", project=project, config=settings)
+    return logger, lambda _: logger.close()
+
+
+def _mlflow(run: Run, project: str, *_: Any) -> _Opened:
+    import mlflow
+    from torchrl.record.loggers.mlflow import MLFlowLogger
+
+    uri = mlflow.get_tracking_uri()  # MLFLOW_TRACKING_URI, or MLflow's default
+    found = mlflow.search_runs(
+        experiment_names=[project],
+        filter_string=f"tags.`{_RUN_TAG}` = '{run.id}'",
+        output_format="list",
+    )
+    if found:
+        os.environ["MLFLOW_RUN_ID"] = found[0].info.run_id  # which the logger starts again
+    logger = MLFlowLogger(project, uri)
+    if not found:
+        mlflow.set_tags({_RUN_TAG: run.id, "mlflow.runName": run.label})
+    mlflow.log_params(run.settings)
+    return logger, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+_OPEN: Final[Mapping[str, Callable[[Run, str, Mapping[str, Any]], _Opened]]] = {
+    "csv": _csv,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
+}
+LOGGERS: Final = {
+    "csv": None,
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
+"""The package that each needs."""

@@ -142,9 +142,9 @@ class LoggerConfig:
     """Where metrics go, beside metrics.jsonl."""
 
     backends: list[str] = field(default_factory=lambda: ["csv", "tensorboard"])
-    """csv, tensorboard, wandb, trackio."""
+    """csv, tensorboard, wandb, trackio, mlflow."""
     project: str | None = None
-    """Of wandb and trackio; none: the recipe's name."""
+    """Of wandb and trackio, the experiment of mlflow; none: the recipe's name."""
 
 
 @dataclass
@@ -280,7 +280,7 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
     "logger": {
         "files": LoggerConfig(),
         "none": LoggerConfig(backends=[]),
-        **{name: LoggerConfig(backends=["csv", name]) for name in ("wandb", "trackio")},
+        **{name: LoggerConfig(backends=["csv", name]) for name in ("wandb", "trackio", "mlflow")},
     },
 }
 """The choices of each group, by name."""

@@ -19,7 +19,6 @@ from torchrl_agents.recipe.results import (
     show_rollouts,
 )
 from torchrl_agents.recipe.stop import StopRequested, StopSignals
-from torchrl_agents.recipe.trackers import build_loggers
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.settings.schema import RolloutsConfig
@@ -103,7 +102,6 @@ def _learn(
     step = None if pending is None else Step.from_state(pending, trainer.timer)
     trainer.timer.reset()
 
-    loggers = build_loggers(cfg.logger, run.folder, recipe.name)
     rollouts = None
     if isinstance(cfg, RolloutsConfig):
         loss = trainer.updates.loss
@@ -114,7 +112,7 @@ def _learn(
     with (
         stop.held(),
         keep,
-        Recorder(run.folder, loggers, rollouts, after=-1 if is_new else done) as recorder,
+        Recorder(run.folder, run.loggers, rollouts, after=-1 if is_new else done) as recorder,
         log.steps(recipe.name, num_steps) as steps,
     ):
         history = recorder.history

@@ -1,0 +1,107 @@
+"""Runs in real trackers: each is one of its own, goes on, and ends with the recipe's run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+
+from torchrl_agents.recipe.trackers import open_loggers
+from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    # MLflow's and Weights & Biases' own.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens one tracker for a run."""
+
+    def opened(backend, number):
+        folder = tmp_path / f"seed{number}-001"
+        folder.mkdir(exist_ok=True)
+        settings = {"task.id": "nim", "seed": number}
+        run = SimpleNamespace(
+            folder=folder, label=folder.name, id=f"{number}" * 8, settings=settings
+        )
+        cfg = replace(TrainingConfig(), logger=LoggerConfig(backends=[backend]))
+        return open_loggers(cfg, run, "self_play")
+
+    return opened
+
+
+@pytest.fixture
+def tracked(tmp_path, monkeypatch):
+    """MLflow's client, of a store of its own."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    yield mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.set_tracking_uri(None)
+
+
+def runs_of(client, project):
+    (experiment,) = [each for each in client.search_experiments() if each.name == project]
+    runs = client.search_runs([experiment.experiment_id], order_by=["attribute.start_time"])
+    return {run.info.run_name: run for run in runs}
+
+
+def history_of(client, run, metric):
+    return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, metric)]
+
+
+def test_mlflow(opened, tracked):
+    with opened("mlflow", 1) as (logger,):
+        logger.log_metrics({"reward": 0.25, "rewards/win/mean": 0.5}, 1)
+    with opened("mlflow", 1) as (logger,):
+        logger.log_metrics({"reward": 0.75}, 2)
+    with pytest.raises(ZeroDivisionError), opened("mlflow", 2) as (logger,):
+        logger.log_metrics({"reward": 1 / 0}, 1)
+    with pytest.raises(SystemExit), opened("mlflow", 3):
+        raise SystemExit(130)
+    runs = runs_of(tracked, "self_play")
+    assert {name: run.info.status for name, run in runs.items()} == {
+        "seed1-001": "FINISHED",
+        "seed2-001": "FAILED",
+        "seed3-001": "FINISHED",
+    }
+    first = runs["seed1-001"]
+    assert history_of(tracked, first, "reward") == [(1, 0.25), (2, 0.75)]
+    assert history_of(tracked, first, "rewards/win/mean") == [(1, 0.5)]
+    assert first.data.params == {"task.id": "nim", "seed": "1"}
+
+
+def test_wandb(opened, tmp_path, monkeypatch):
+    """One run after the other in one process, as in --multirun: two runs."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for number in (1, 2, 1):
+        with opened("wandb", number) as (logger,):
+            logger.log_metrics({"reward": 0.5}, 1)
+            assert logger.experiment.id == f"{number}" * 8
+            assert logger.experiment.config["seed"] == 0
+    for number, count in ((1, 2), (2, 1)):
+        files = list(tmp_path.glob(f"seed{number}-001/wandb/offline-run-*/run-*.wandb"))
+        assert [path.name for path in files] == [f"run-{number * 11111111}.wandb"] * count
+
+
+def test_what_a_run_tells_mlflow(run_recipe, tracked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quick = ("debug=tiny", "warm_start.num_steps=2", "task.num_demonstrations=64")
+    quick += ("evaluate.num_prompts=4", "evaluate.num_shown=0", "evaluate.every=1")
+    result = run_recipe("grpo", *quick, "logger=mlflow", "name=told", "logger.project=mine")
+    ((name, run),) = runs_of(tracked, "mine").items()
+    assert (name, run.info.status) == ("told-001", "FINISHED")
+    assert [step for step, _ in history_of(tracked, run, "reward")] == [1, 2]
+    held_out = history_of(tracked, run, "held_out/reward")
+    assert [step for step, _ in held_out] == [0, 1, 2]
+    assert (held_out[0][1], held_out[-1][1]) == (
+        result["held_out_before"],
+        result["held_out_after"],
+    )
+    assert run.data.params["task.id"] == "calculator"
+    record = json.loads((Path(result["output_dir"]) / "run.json").read_text())
+    assert run.data.tags["torchrl_agents.run"] == record["id"]
