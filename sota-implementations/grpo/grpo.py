@@ -26,7 +26,6 @@ from training import (
     build_loss,
     build_pools,
     build_postproc,
-    build_reference,
     check_correction,
     policy_output,
 )
@@ -40,7 +39,8 @@ from torchrl_agents.settings.recipe import Recipe
 from torchrl_agents.start import run_recipe
 from torchrl_agents.training.crew import Crew
 from torchrl_agents.training.loop import Tests, learn
-from torchrl_agents.training.parallel import parallel_kind, share_model
+from torchrl_agents.training.parallel import share_model
+from torchrl_agents.training.reference import freeze_reference
 from torchrl_agents.training.trainer import Rollouts, Trainer
 from torchrl_agents.training.updates import Updates
 from torchrl_envs import RewardFunctions
@@ -85,11 +85,9 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
     """Train as the settings say; gives the result."""
     task, env, held_out_env = setup
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
-    is_sharded = parallel_kind(cfg, run.ranks) == "fsdp2"
-    reference = build_reference(cfg, actor, is_sharded=is_sharded)
-    frozen = {}
-    if isinstance(reference, TransformersWrapper):  # otherwise it is the actor, adapters off
-        frozen["reference"] = reference.model
+    reference, frozen = None, {}
+    if cfg.loss.kl_to_ref_coeff:
+        reference, frozen = freeze_reference(cfg, run.ranks, actor)
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     # A_i = (r_i - mean of the group) / (deviation of the group), for each of the G rollouts of one

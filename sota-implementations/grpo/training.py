@@ -1,7 +1,6 @@
 """What trains, from the settings: loss, advantages, and what happens to rollouts before them."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -37,13 +36,11 @@ from objectives import (
     write_streams,
 )
 from objectives.losses.surrogate_options import SURROGATES, TokenFilters
-from torchrl_agents.recipe.adapters import WithoutAdapters, is_adapted
 from torchrl_agents.recipe.collection import shuffle_rewards
 from torchrl_agents.training.updates import whole_output
 from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
 from torchrl_envs.rewards.kl import RetrieveLogProb
-from torchrl_modules import TransformersWrapper
 
 PRESETS: Final = {
     "bnpo": BNPO,
@@ -221,30 +218,6 @@ def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPoo
     return pools
 
 
-def build_reference(
-    cfg: GRPOConfig, actor: TransformersWrapper, *, is_sharded: bool = False
-) -> TokenScorer | None:
-    """The reference that a KL term needs: a copy of the actor as it is now, or its adapters off.
-
-    Args:
-        cfg: the settings.
-        actor: is trained.
-        is_sharded: its model will be in shards, with which one rank can score nothing.
-    """
-    if not cfg.loss.kl_to_ref_coeff:
-        return None
-    adapted = is_adapted(actor.model)
-    if adapted and not is_sharded:
-        return WithoutAdapters(actor)
-    model: Any = deepcopy(actor.model)
-    return TransformersWrapper(
-        (model.unload() if adapted else model).eval().requires_grad_(False),
-        tokenizer=actor.tokenizer,
-        generate_kwargs=actor.sampling,
-        generate=False,
-    )
-
-
 def build_postproc(
     cfg: GRPOConfig,
     reference: TokenScorer | None,
@@ -254,7 +227,7 @@ def build_postproc(
 
     Args:
         cfg: the settings.
-        reference: see :func:`build_reference`.
+        reference: the model that a KL term compares with, if there is one.
         pools: are told of the rollouts; by the collector itself, where it collects beside training.
     """
     steps: list[Callable[[TensorDictBase], TensorDictBase]] = []

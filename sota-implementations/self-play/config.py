@@ -15,6 +15,9 @@ class SelfPlayTrainConfig(TrainConfig):
     """Passes over the games of a step, an optimizer step each."""
     baseline_decay: float = 0.95
     """Of the running mean of each seat's rewards, which is its baseline."""
+    kl_to_ref_coeff: float | None = None
+    """Weight of the KL to the model that it started from; without one early games decide for
+    good which moves are tried at all."""
     shuffle_rewards: bool = False
     """A control: rewards are dealt out at random, so nothing can be learnt."""
 

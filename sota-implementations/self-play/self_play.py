@@ -6,6 +6,7 @@ torchrl-agents self-play experiment=control           # a control: shuffled rewa
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 # Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
@@ -29,8 +30,11 @@ from torchrl_agents.start import run_recipe
 from torchrl_agents.training.crew import Crew
 from torchrl_agents.training.loop import Tests, learn
 from torchrl_agents.training.parallel import share_model
+from torchrl_agents.training.reference import freeze_reference
 from torchrl_agents.training.trainer import Rollouts, Trainer
 from torchrl_agents.training.updates import Updates
+from torchrl_data.protocols import TokenScorer
+from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import TransformersWrapper
 
 
@@ -38,9 +42,10 @@ def build_updates(
     cfg: SelfPlayConfig, actor: TransformersWrapper, folder: Path, crew: Crew
 ) -> Updates:
     """The loss and its optimizer, on every rank."""
-    # L = - sum over sampled tokens of min(r A, clip(r, 0.8, 1.2) A) / number of tokens,
-    # with r = p_now(token) / p_sampled(token)
-    loss = GRPOLoss(actor, temperature=cfg.policy.temperature)
+    # L = sum over sampled tokens of (beta KL(p_now, p_start) - min(r A, clip(r, 0.8, 1.2) A))
+    #     / number of tokens, with r = p_now(token) / p_sampled(token)
+    beta = cfg.train.kl_to_ref_coeff or None
+    loss = GRPOLoss(actor, temperature=cfg.policy.temperature, kl_to_ref_coeff=beta)
     return Updates(cfg, actor, loss, folder, crew)
 
 
@@ -58,9 +63,22 @@ def check_parts(cfg: SelfPlayConfig) -> dict:
     }
 
 
-def rows_of_seats(trajectories: TensorDictBase) -> TensorDictBase:
-    """What goes into the buffer: rows that are in no group, as they are."""
-    return trajectories
+def build_postproc(
+    cfg: SelfPlayConfig, reference: TokenScorer | None
+) -> Callable[[TensorDictBase], TensorDictBase]:
+    """What happens to the rows of the games before they go into the buffer."""
+    steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
+    if cfg.train.shuffle_rewards:
+        steps.append(shuffle_rewards)
+    if reference is not None:
+        steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
+
+    def apply(rows: TensorDictBase) -> TensorDictBase:
+        for step in steps:
+            rows = step(rows)
+        return rows
+
+    return apply
 
 
 def build(recipe: Recipe, cfg: SelfPlayConfig, settings: dict) -> Setup:
@@ -82,7 +100,12 @@ RECIPE = Recipe(
     example="task=nim task.largest=20",
     script=Path(__file__),
     config=SelfPlayConfig,
-    embedded={"warm_start.num_steps": 300, "optim.learning_rate": 3e-3},
+    embedded={
+        "warm_start.num_steps": 300,
+        "optim.learning_rate": 3e-3,
+        "train.kl_to_ref_coeff": 0.02,
+    },
+    pretrained={"train.kl_to_ref_coeff": 0.0},
     updates=build_updates,
     needs_groups=False,
     parts=check_parts,
@@ -93,6 +116,9 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
     """Train as the settings say; gives the result."""
     task, env, held_out_env = setup
     actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
+    reference, frozen = None, {}
+    if cfg.train.kl_to_ref_coeff:
+        reference, frozen = freeze_reference(cfg, run.ranks, actor)
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
 
     # Past versions play a share of the games, each game from the other seat; they are not trained.
@@ -114,7 +140,7 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
         task.game,
         pool,
         replay_buffer=buffer,
-        postproc=shuffle_rewards if cfg.train.shuffle_rewards else rows_of_seats,
+        postproc=build_postproc(cfg, reference),
     )
     past = {} if pool is None else {"opponents": pool}
     trainer = Trainer(
@@ -125,7 +151,7 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
         updates=build_updates(cfg, actor, run.folder, crew),
         data=Rollouts(collector, buffer),
         num_epochs=cfg.train.num_epochs or 1,
-        parts={"advantage": advantage, **past},
+        parts={"advantage": advantage, **past, **frozen},
         measure=(lambda _: {}) if pool is None else pool.after,
     )
     # Each step: play, train on both seats, play with the new weights. The test is against others.
