@@ -216,7 +216,7 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         (["train.micro_batch_tokens=0"], "micro_batch_tokens must be at least 1"),
         (["collector.max_episode_tokens=4"], "leaves no room for a turn"),
         (["engine.url=http://x"], "are for engine=vllm"),
-        (["logger=wandb"], "pip install wandb"),
+        (["logger=trackio"], "pip install trackio"),
         (["optim.schedule=cosin"], "schedule must be one of"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
