@@ -222,3 +222,10 @@ def test_the_same_seed_draws_the_same_tokens(make_tiny_model):
 def test_wrong_sampling_parameters_are_named(settings, error, words):
     with pytest.raises(error, match=words):
         SamplingParameters.from_kwargs(settings)
+
+
+def test_a_token_that_was_drawn_is_never_left_out():
+    # The weights have moved since it was drawn: of 1, 2 and 5 parts, top-k alone would keep the 5.
+    logits = torch.tensor([[1.0, 2.0, 5.0]]).log()
+    log_p = warped_log_softmax(logits, SamplingParameters(top_k=1), torch.tensor([0]))
+    torch.testing.assert_close(log_p.exp(), torch.tensor([[1 / 6, 0.0, 5 / 6]]))
