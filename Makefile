@@ -1,6 +1,6 @@
 # `make train` runs the main job and `make test` all checks; each sets up what it needs in .venv.
 #
-#   make train ARGS="task=number_guessing seed=1"
+#   make train ARGS="task=number_guessing"
 #   make install PIP_ARGS="--index-url <an index with a CPU build of torch>"
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)

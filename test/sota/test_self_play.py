@@ -219,6 +219,7 @@ def test_a_run_of_the_recipe(run_recipe, tmp_path, monkeypatch):
     assert result["steps"] == 2
     assert result["optimizer_steps"] == 8
     lines = (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["kl_to_ref"] > 0, "it is held near the model that it started from"
     # One seat of each game wins; a seat that never moved is not scored.
     assert all(json.loads(line)["reward"] >= 0.5 for line in lines)
     assert {"before/rewards/against_random", "after/rewards/against_perfect"} <= result.keys()
