@@ -85,11 +85,12 @@ def _draw_reward(
     axes.plot(*zip(*points, strict=True), style, color="tab:green", ms=7, label="held-out prompts")
     low, high = _limits(shown)
     for x, y in {points[0], points[-1]}:
-        above = y < low + 0.85 * (high - low)
+        # Beside the first, where a line rises from it; above the last, or below at the top.
+        at_end = (0, 9 if y < low + 0.85 * (high - low) else -16)
         axes.annotate(
             f"{y:.2f}",
             (x, y),
-            xytext=(0, 9 if above else -16),
+            xytext=(9, -4) if x == 0 else at_end,
             textcoords="offset points",
             ha="left" if x == 0 else "right",
         )

@@ -66,7 +66,7 @@ class Recorder:
         ]
         """The metrics of the steps before."""
         told = lines_until(folder / EVALUATIONS, after)
-        self.held_out = {line["step"]: line["reward"] for line in told if "reward" in line}
+        self.held_out = {x["step"]: x["reward"] for x in told if x.get("reward") is not None}
         """The mean reward on held-out prompts, by the step after which it was measured."""
         for path in folder.glob("csv/scalars/**/*.csv"):
             _csv_until(path, after)
@@ -105,7 +105,8 @@ class Recorder:
             else:
                 scores = scores_of(point.trajectories)
                 line |= finite(scores)
-                self.held_out[step] = scores["reward"]
+                if not math.isnan(scores["reward"]):  # nothing could be scored
+                    self.held_out[step] = scores["reward"]
                 _LOG.info("held-out reward after step %d: %.3f", step, scores["reward"])
                 for logger in self._loggers:
                     logger.log_metrics({f"held_out/{k}": v for k, v in scores.items()}, step)
