@@ -54,6 +54,7 @@ ARGUMENTS = (
 )
 PREPARATION = "torchrl_agents.recipe.preparation"
 LOOP = "torchrl_agents.training.loop"
+HELD_OUT = "torchrl_agents.recipe.collection.HeldOut"
 DRAW = "torchrl_agents.training.trainer.Rollouts.draw"
 GENERATE = "torchrl_modules.TransformersEngine.generate"
 
@@ -91,15 +92,13 @@ POINTS = {
     "saving on a thread": Point(
         "collectors.checkpoint.writing.StagedCheckpoint.publish", takes_s=1.0
     ),
-    "periodic evaluation": Point(
-        GENERATE, "torchrl_agents.recipe.collection.HeldOut.after", 2, hangs=True
-    ),
+    "periodic evaluation": Point(GENERATE, f"{HELD_OUT}.after", hangs=True),
     "recording": Point("collectors.record.RolloutRecorder.write"),
     "saving at the end": Point(
         "collectors.checkpoint.writing.StagedCheckpoint.publish",
         "torchrl_agents.resume.checkpoints.Checkpoints.save",
     ),
-    "last evaluation": Point(GENERATE, f"{LOOP}.evaluate", 2, hangs=True),
+    "last evaluation": Point(GENERATE, f"{HELD_OUT}.now", 2, hangs=True),
     "saving the model": Point("transformers.PreTrainedModel.save_pretrained", f"{LOOP}.save_model"),
     "drawing the plot": Point(f"{LOOP}.plot_learning_curve"),
     "restoring": Point("collectors.RunState._go_to"),
@@ -121,10 +120,10 @@ POINTS = {
         "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
     ),
     "streaming, first evaluation": Point(
-        "torchrl_envs.tasks.calculator.Calculator.add", f"{LOOP}.evaluate", hangs=True
+        "torchrl_envs.tasks.calculator.Calculator.add", f"{HELD_OUT}.now", hangs=True
     ),
     "streaming, last evaluation": Point(
-        "torchrl_envs.tasks.calculator.Calculator.add", f"{LOOP}.evaluate", 2, hangs=True
+        "torchrl_envs.tasks.calculator.Calculator.add", f"{HELD_OUT}.now", 2, hangs=True
     ),
     "streaming, at the end": Point("collectors.streaming.producer.Producer.stop"),
     "on Ray, in take": Point("collectors.cluster.ledger_client.LedgerClient._take", DRAW, 2),
