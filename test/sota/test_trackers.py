@@ -1,6 +1,9 @@
 """Runs in real trackers: each is one of its own, goes on, and ends with the recipe's run."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +89,19 @@ def test_wandb(opened, tmp_path, monkeypatch):
     for number, count in ((1, 2), (2, 1)):
         files = list(tmp_path.glob(f"seed{number}-001/wandb/offline-run-*/run-*.wandb"))
         assert [path.name for path in files] == [f"run-{number * 11111111}.wandb"] * count
+
+
+def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("WANDB_MODE", "WANDB_API_KEY")}
+    environment |= {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "torchrl_agents", "grpo", "debug=tiny", "logger=wandb"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True
+    )
+    told = done.stderr.decode()
+    assert done.returncode == 1
+    assert "grpo.py: logger.backends: wandb can't be opened: UsageError: No API key" in told
+    assert "loading the model" not in told
 
 
 def test_what_a_run_tells_mlflow(run_recipe, tracked, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any, Final
 from omegaconf import OmegaConf
 from torchrl.record.loggers import Logger
 
+from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import TrainingConfig
 
 from .run_folder import Run
@@ -28,13 +29,21 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
         cfg: the settings.
         run: has an id of its own.
         recipe: the project of its runs, unless the settings say another one.
+
+    Raises:
+        SettingsError: a tracker can't be opened.
     """
     project = cfg.logger.project or recipe
     settings: Any = OmegaConf.to_container(OmegaConf.structured(cfg))
     with ExitStack() as stack:
         loggers = []
         for name in cfg.logger.backends:
-            logger, end = _OPEN[name](run, project, settings)
+            try:
+                logger, end = _OPEN[name](run, project, settings)
+            except Exception as error:  # the tracker's own: no key, no server
+                raise SettingsError(
+                    f"logger.backends: {name} can't be opened: {type(error).__name__}: {error}"
+                ) from error
             stack.push(partial(_end, end))
             loggers.append(logger)
         yield loggers
