@@ -119,6 +119,7 @@ def _write_run(run: RunRecord, number: int, folder: Path) -> None:
         "name": run.name,
         "about": {name: about.get(name) for name in ("status", "started", "ended", "commit")},
         "metrics": metrics,
+        "tests": _curves(run),
         "columns": _COLUMNS,
         "steps": steps,
         "stops": [visible(stop) for stop in stops],
@@ -127,6 +128,15 @@ def _write_run(run: RunRecord, number: int, folder: Path) -> None:
         "damage": run.damage,
     }
     _write_script(folder / "run.js", f"RECORD.run({number},", values)
+
+
+def _curves(run: RunRecord) -> list[tuple[str, list[tuple[int, float]]]]:
+    """The tests on held-out prompts: of each score its points."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for step, scores in run.tests():
+        for name, value in scores.items():
+            curves.setdefault(f"held_out/{name}", []).append((step, value))
+    return list(curves.items())
 
 
 def _group(group: Any) -> dict[str, Any]:

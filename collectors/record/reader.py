@@ -123,6 +123,29 @@ class RunRecord:
             return {}
         return about if isinstance(about, dict) else {}
 
+    def tests(self) -> list[tuple[int, dict[str, float]]]:
+        """What the script left in ``evaluations.jsonl``, if it did: tests on held-out prompts.
+
+        Returns:
+            Of each the step after which it was made and its scores, ``reward`` among them, in the
+            order of the steps.
+        """
+        path, found = self.run_folder / "evaluations.jsonl", []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                told = json.loads(line)
+                scores = {k: float(v) for k, v in told.items() if _is_score(k, v)}
+                found.append((int(told["step"]), scores))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self.damage.append(f"{path.name}: line {number} is torn or no test ({error})")
+        return sorted(found, key=lambda test: test[0])
+
+
+def _is_score(name: str, value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and name not in ("step", "version", "lag_steps")
+
 
 def _check_format(line: Any, path: Path) -> None:
     found = line.get("format") if isinstance(line, dict) else None

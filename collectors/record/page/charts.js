@@ -1,7 +1,7 @@
 // Curves as small multiples: one metric each, the same steps below each other.
 
 const MAIN = [
-  ["reward", "reward"], ["groups/without_signal_fraction", "groups without signal"],
+  ["reward", "reward"], ["held_out/reward", "held-out reward"], ["groups/without_signal_fraction", "groups without signal"],
   ["sampled_tokens", "sampled tokens"], ["truncated_fraction", "truncated"],
   ["tool_errors", "tool errors"], ["entropy", "entropy, nats"],
   ["kl_approx", "log π_old − log π"], ["ESS", "effective samples"],
@@ -11,6 +11,7 @@ const MAIN = [
 ];
 
 function series(run, name) {
+  if (run.tests.has(name)) return run.tests.get(name);
   const at = run.metrics.indexOf(name);
   if (at < 0) return [];
   return run.steps.map((step) => [step.step, step.values[at]]).filter(([, value]) => value !== null);
@@ -54,11 +55,11 @@ function chart(name, label) {
       : `step ${step}: ${curves.map(of).join(" · ")}`;
     if (step !== null) { at.setAttribute("x1", x(step)); at.setAttribute("x2", x(step)); }
   };
-  card.stepAt = (event) => {
+  card.stepAt = (event, known = steps) => {
     const bounds = box.getBoundingClientRect();
     const part = (event.clientX - bounds.left) / bounds.width;
     const wanted = first + part * (last - first);
-    return steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]);
+    return known.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), known[0]);
   };
   card.show(null);
   return card;
@@ -70,7 +71,7 @@ function charts(names) {
     const box = card.querySelector("svg");
     box.addEventListener("mousemove", (event) => { const step = card.stepAt(event); cards.forEach((each) => each.show(step)); });
     box.addEventListener("mouseleave", () => cards.forEach((each) => each.show(null)));
-    box.addEventListener("click", (event) => go(`step/${card.stepAt(event)}`));
+    box.addEventListener("click", (event) => go(`step/${card.stepAt(event, [...RUNS[state.run].byStep.keys()])}`));
   }
   return h("div", { class: "cards" }, cards);
 }

@@ -23,6 +23,7 @@ function prepared(run, number) {
   run.number = number;
   run.byStep = new Map(run.steps.map((step) => [step.step, step]));
   run.byPrompt = new Map();
+  run.tests = new Map(run.tests);
   for (const step of run.steps) {
     step.groups.forEach((group, place) => {
       group.place = place;

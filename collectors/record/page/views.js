@@ -65,7 +65,7 @@ function runView() {
   const total = run.steps.reduce((sum, step) => sum + step.samples.length, 0);
   const about = run.about;
   const known = new Set(MAIN.map(([name]) => name));
-  const others = run.metrics.filter((name) => !known.has(name)).map((name) => [name, name]);
+  const others = [...run.metrics, ...run.tests.keys()].filter((name) => !known.has(name)).map((name) => [name, name]);
   const heads = [["step", "num"], ["rewards", ""], ["mean", "num"], ["groups", "num"], ["with a signal", "num"], ["tokens", "num"], ["tool errors", "num"], ["truncated", "num"], ["recorded", "num"]];
   const rows = run.steps.map((step) => {
     const rewards = step.groups.flatMap((group) => group.rewards);

@@ -1,5 +1,6 @@
 """The page of a run in a real Chromium: what it shows, and that content runs nothing (A17)."""
 
+import json
 import os
 import re
 
@@ -129,6 +130,14 @@ def made_page(tmp_path):
     events = [event("offered", 2), event("dropped", 2, reason="stale", at=2.0)]
     events += [event("offered", 2, 1, attempt=1, at=3.0), event("trained", 2, 2, attempt=1, at=4.0)]
     one = RunRecord(write_record(tmp_path / "a/one", steps, events=events))
+    tests = [
+        {"step": 3, "version": 4, "lag_steps": 0, "reward": 0.5, "rewards/won": 1},
+        {"step": 0, "version": 1, "lag_steps": 0, "reward": 0.125},
+        {"step": 2, "version": 3, "lag_steps": 0, "skipped": "one was running"},
+        {"step": 1, "version": 2, "lag_steps": 0, "reward": None},
+    ]
+    lines = "".join(json.dumps(test) + "\n" for test in tests)
+    (tmp_path / "a/one/evaluations.jsonl").write_text(lines)
     other = RunRecord(write_record(tmp_path / "a/two", steps[:2]))
     return write_html([one, other], tmp_path / "out")
 
@@ -143,6 +152,12 @@ def test_one_goes_from_the_run_to_a_sample_by_keys_and_loads_what_is_looked_at(
     page = open_page(made_page)
     assert page.inner_text("main h1") == "a/one"
     assert page.inner_text("[data-metric=reward] b") == "0.75 · 0.5"
+    assert page.inner_text("[data-metric='held_out/reward'] b") == "0.5 · –"
+    assert "steps 0–3" in page.inner_text("[data-metric='held_out/reward'] .ends")
+    page.locator("[data-metric='held_out/reward'] svg").click(position={"x": 1, "y": 5})
+    page.wait_for_selector("h1:text('Step 1')")  # there is no step 0
+    page.keyboard.press("Escape")
+    page.wait_for_selector("h1:text('a/one')")
     assert rows(page).count() == 3
     page.keyboard.press("j")
     page.keyboard.press("Enter")

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 
+import made_records
 import pytest
 import torch
 from hypothesis import given
@@ -342,3 +343,21 @@ def test_what_the_ledger_told_after_a_step_was_written_is_in_its_checkpoint(
         recorder.write(2, batch)
     told = [(e["name"], e["attempt"]) for e in RunRecord(folder).events()]
     assert told == [("offered", 0), ("dropped", 0), ("offered", 1), ("started", 1)]
+
+
+def test_tests_on_held_out_prompts_are_read_in_order_and_torn_lines_named(tmp_path):
+    run = made_records.write_record(tmp_path / "run", [[[made_records.sample(1, 0, 0)]]])
+    record = RunRecord(run)
+    assert record.tests() == []
+    lines = [
+        {"step": 2, "version": 3, "lag_steps": 1, "reward": 0.5, "rewards/won": 1},
+        {"step": 0, "version": 1, "lag_steps": 0, "reward": None},
+        {"step": 1, "version": 2, "lag_steps": 0, "skipped": "one was running"},
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (run / "evaluations.jsonl").write_text(f'{text}[1]\n{{"step": 3, "rew')
+    assert record.tests() == [(0, {}), (1, {}), (2, {"reward": 0.5, "rewards/won": 1.0})]
+    assert [words.partition(" is torn")[0] for words in record.damage] == [
+        "evaluations.jsonl: line 4",
+        "evaluations.jsonl: line 5",
+    ]
