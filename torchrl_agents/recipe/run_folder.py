@@ -175,7 +175,7 @@ class Run:
             before = read_record(folder)
             self.had_finished = before["status"] == FINISHED
             again = {"command": sys.argv, "at": _now()}
-            self._record = before | {"resumed": [*before.get("resumed", []), again]}
+            self._record |= before | {"resumed": [*before.get("resumed", []), again]}
         elif existed and not overwrite:
             raise SettingsError(
                 f"{folder} holds a run already. Choose another name=..., leave hydra.run.dir out, "
