@@ -8,12 +8,13 @@ from itertools import groupby
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers_for_tests import EXAMPLES, FORGERY_EXAMPLES, TEMPLATE_TOKENIZERS
 
 from torchrl_data import ConversationEncoder, Conversations, Source, builtin_template
 from torchrl_data.conversation.record import Turn
+from torchrl_data.templates import encoder as encoder_module
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
 
@@ -239,3 +240,43 @@ def test_delta_is_what_the_whole_conversation_would_add(template):
         assert state.ids(0) == hf_ids(encoder, [*chat, new], add_generation_prompt=True)
 
     holds()
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_row_has_the_tokens_that_it_has_alone(template):
+    """Whatever its neighbours sampled, and whether they ended their turn."""
+    encoder = encoder_of(template)
+    end = encoder.end_of_turn_id
+    turn = st.tuples(
+        st.lists(st.integers(0, len(encoder.tokenizer) - 1), max_size=3), st.booleans()
+    )
+
+    def grow(turns):
+        state = encoder.encode_waiting(Conversations.from_messages([QUESTION] * len(turns)))
+        sampled = [[*ids, end] if closes or not ids else ids for ids, closes in turns]
+        answer = {"role": "assistant", "content": "x"}
+        state = state.append_turns([Turn(ids, [-0.5] * len(ids), answer) for ids in sampled])
+        state = encoder.encode_waiting(state.append_messages([QUESTION] * len(turns)))
+        return [state.ids(i) for i in range(len(turns))]
+
+    @EXAMPLES
+    @given(st.lists(turn, min_size=2, max_size=3))
+    @example([([end], False), ([0], False)])
+    @example([([0], False), ([end], False)])
+    def holds(turns):
+        assert grow(turns) == [grow([turn])[0] for turn in turns]
+
+    holds()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_an_answer_that_was_given_is_not_trained(template, compiled, monkeypatch):
+    """An example of an assistant's turn in the prompt was not sampled, however it is rendered."""
+    if not compiled:
+        monkeypatch.setattr(encoder_module, "MAX_OPENINGS", 0)
+    encoder = ConversationEncoder(encoder_of(template).tokenizer)
+    shown = [*QUESTION, {"role": "assistant", "content": "y"}, *QUESTION]
+    state = encoder.encode_waiting(Conversations.from_messages([shown]))
+    assert state.ids(0) == hf_ids(encoder, shown, add_generation_prompt=True)
+    assert not state.assistant_mask(0).any()

@@ -28,6 +28,7 @@ from transformers import (
 from torchrl_data.ragged.packed import pack
 from torchrl_modules import TransformersEngine, chunked_log_prob
 from torchrl_modules.scoring import chunked_head
+from torchrl_modules.scoring.model_reader import Layout
 from torchrl_modules.scoring.token_scoring import PackedScorer
 
 VOCABULARY = 64
@@ -58,6 +59,19 @@ BERT = {
 
 def mistral(**changes):
     return MistralForCausalLM(MistralConfig(**SMALL | {"sliding_window": None} | changes))
+
+
+def refuse_padding(_, args, inputs):
+    mask = inputs.get("attention_mask")
+    if mask is not None and not mask.all():
+        raise ValueError("no padding")
+
+
+def unpadded():
+    """Takes rows of one length only, as code that comes with a checkpoint may."""
+    model = NemotronForCausalLM(NemotronConfig(**SMALL))
+    model.model.register_forward_pre_hook(refuse_padding, with_kwargs=True)
+    return model
 
 
 MODELS = {
@@ -107,6 +121,7 @@ MODELS = {
     ),
     "a layer before the head": lambda: BertLMHeadModel(BertConfig(**BERT, is_decoder=True)),
     "attention is not told": lambda: NemotronForCausalLM(NemotronConfig(**SMALL)),
+    "padding is refused": unpadded,
 }
 
 
@@ -165,7 +180,8 @@ def test_values_and_gradients_are_those_of_one_row_at_a_time(name):
 
 def test_a_model_is_packed_unless_more_than_plain_attention_joins_its_tokens(scorers):
     padded = {name for name, scorer in scorers.items() if not scorer.packed}
-    assert padded == {"convolutions", "attention is not told"}
+    assert padded == {"convolutions", "attention is not told", "padding is refused"}
+    assert scorers["padding is refused"].reading.layout is Layout.BY_LENGTH
 
 
 @pytest.mark.parametrize(
