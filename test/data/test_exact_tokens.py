@@ -280,3 +280,28 @@ def test_an_answer_that_was_given_is_not_trained(template, compiled, monkeypatch
     state = encoder.encode_waiting(Conversations.from_messages([shown]))
     assert state.ids(0) == hf_ids(encoder, shown, add_generation_prompt=True)
     assert not state.assistant_mask(0).any()
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_turn_that_comes_as_text_has_its_end_once(template):
+    encoder = encoder_of(template)
+    end = encoder.end_of_turn_id
+    spelled = encoder.tokenizer.convert_ids_to_tokens(end)
+    plain = encoder.guard.encode_texts(["it is 4."])[0]
+
+    assert encoder.encode_turn("it is 4.") == (plain, "it is 4.")
+    closed = ([*plain, end], "it is 4.")
+    assert encoder.encode_turn("it is 4.", close=True) == closed
+    assert encoder.encode_turn(f"it is 4.{spelled}") == closed
+    assert encoder.encode_turn(f"it is 4.{spelled}", close=True) == closed
+    assert encoder.encode_turn("", close=True) == ([end], "")
+    inside = encoder.encode_turn(f"it{spelled}is", close=True)[0]
+    assert inside.index(end) == len(inside) - 1  # within the text it is text
+
+    assert encoder.decode_responses([[*plain, end], plain, [end, *plain], [end], []]) == [
+        encoder.decode([plain])[0],
+        encoder.decode([plain])[0],
+        encoder.decode([[end, *plain]])[0],
+        "",
+        "",
+    ]
