@@ -54,11 +54,15 @@ class FoldsEntries(EpisodeTransform):
 
 
 class Recorded:
-    """An engine that notes what it sampled."""
+    """An engine that notes what it sampled, and has other weights at every turn, by its version."""
 
     def __init__(self, engine):
         self._engine = engine
         self.sampled = []
+
+    @property
+    def version(self):
+        return len(self.sampled)
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
@@ -130,6 +134,9 @@ def test_each_sampled_token_is_trained_once_and_rows_share_reward_and_advantage(
     for own, turns in zip(episodes.values(), drawn, strict=True):
         assert [int(row["segment"]) for row in own] == list(range(len(own)))
         assert list(chain(*map(sampled_ids, own))) == list(chain(*turns))
+        versions = torch.cat([row["policy_versions", "full"] for row in own])
+        assert versions[versions >= 0].tolist() == [i for i, ids in enumerate(turns) for _ in ids]
+        assert {int(row["policy_version"]) for row in own} == {0}  # the one that it began with
         assert len({float(row["reward"]) for row in own}) == 1
         assert float(own[0]["reward"]) == num_answers + 1 == int(own[0]["num_turns"])
         if max_turns == 1 and keep_last < 2:  # folded before every turn but the first

@@ -127,7 +127,12 @@ def test_padded_rows_are_the_ragged_ones_where_the_mask_is_true(rows):
         assert (
             padded["tokens", "prompt"][i].tolist()[width - p :] == row["tokens", "prompt"].tolist()
         )
-        assert padded["tokens", "response"][i].tolist()[:r] == row["tokens", "response"].tolist()
+        parts = {"tokens": (20, 1, 7), "log_probs": (-0.5, -1, 0), "entropy": (1.0, 1, 0)}
+        for group, (first, step, fill) in parts.items():
+            drawn = [first + step * k for k in range(r)]
+            assert row[group, "response"].tolist() == drawn
+            missing = max(n for _, n in rows) - r
+            assert padded[group, "response"][i].tolist() == drawn + [fill] * missing
         gap = ~real
         assert (padded["tokens", "full"][i][gap] == 7).all()
         assert not padded["masks", "all_assistant_mask"][i][gap].any()

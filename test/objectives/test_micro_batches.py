@@ -234,6 +234,39 @@ def test_a_batch_without_rows_has_loss_0(make_scorer, make_batch, loss, ragged):
         assert all(value.isfinite().all() for value in output.values() if value is not None)
 
 
+def is_trained(strategy, mask, at):
+    """By hand: whether a token is trained, in a row of whose tokens some were sampled."""
+    begun = {"assistant": mask[at], "response": any(mask[: at + 1]), "all": True}
+    return at > 0 and begun[strategy]  # nothing stands before the first one to predict it
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    given_rows=st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.booleans(), max_size=6), st.integers(0, 2)),
+        min_size=1,
+        max_size=5,
+    ),
+    strategy=st.sampled_from(["assistant", "response", "all"]),
+)
+def test_each_strategy_trains_its_tokens_of_every_row(given_rows, strategy):
+    """Whatever a row begins with, and whatever the mask says of the padding on its sides."""
+    rows, trained, sampled = [], [], []
+    for left, mask, right in given_rows:
+        padded = torch.tensor([True] * left + mask + [True] * right, dtype=torch.bool)
+        real = torch.tensor([False] * left + [True] * len(mask) + [False] * right)
+        masks = {"all_assistant_mask": padded, "all_attention_mask": real.bool()}
+        rows.append(TensorDict({"tokens": {"full": torch.arange(len(padded))}, "masks": masks}))
+        trained.append([is_trained(strategy, mask, at) for at in range(len(mask))])
+        sampled += [mask[at] for at, is_target in enumerate(trained[-1]) if is_target]
+    packed = pack_batch(lazy_stack(rows), GRPOLossKeys(), strategy, who="test")
+    lengths = packed.lengths.tolist()
+    assert lengths == [len(row) for row in trained]
+    assert [row.tolist() for row in packed.target_mask.split(lengths)] == trained
+    assert packed.target_lengths.tolist() == [sum(row) for row in trained]
+    assert packed.sampled.tolist() == sampled
+
+
 def test_a_response_begins_with_its_first_sampled_token(make_row):
     """By hand: rows that begin with it, that sample one token, and that sample none."""
     shapes = [(0, ((2, 2),)), (2, ((1, 3),)), (3, ()), (0, ((1, 0),)), (0, ((1, 2),))]
