@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter
 
+    from .agents.agent_program import AgentProgram
+    from .agents.programs import AgentCommand, AgentEndpoint
     from .compat.hashing_env import LLMHashingEnv
     from .compat.llm_env import LLMEnv
     from .datasets.checks import PromptLimit
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AddThinkingPrompt": "torchrl_envs.transforms.thinking_prompt",
+    "AgentCommand": "torchrl_envs.agents.programs",
+    "AgentEndpoint": "torchrl_envs.agents.programs",
+    "AgentProgram": "torchrl_envs.agents.agent_program",
     "Answer": "torchrl_envs.episode.tool_source",
     "AnswerReward": "torchrl_envs.rewards.answer",
     "BrowserTransform": "torchrl_envs.tools.browser",
@@ -124,6 +129,9 @@ _HOMES = {
 
 __all__ = [
     "AddThinkingPrompt",
+    "AgentCommand",
+    "AgentEndpoint",
+    "AgentProgram",
     "Answer",
     "AnswerReward",
     "BrowserTransform",

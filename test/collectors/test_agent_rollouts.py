@@ -1,0 +1,78 @@
+"""Programs that own their loop, collected and trained: each sampled token once, with ratio 1."""
+
+import functools
+import threading
+from itertools import chain
+
+import openai
+import pytest
+import torch
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs.transforms import Compose
+
+from collectors import LLMCollector, StreamingCollector
+from objectives import GRPOLoss, MCAdvantage
+from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer
+from torchrl_modules import TransformersWrapper
+
+GROUP, SIZE = 2, 4
+
+
+def two_agents(told, lock, endpoint, *, prompt, seed):
+    """One plans and one solves, by turns; of the planner's history a part is left out once."""
+    del seed
+    with openai.OpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+    ) as client:
+
+        def ask(chat):
+            reply = client.chat.completions.create(model=endpoint.model, messages=chat)
+            chat.append(reply.choices[0].message)
+            with lock:
+                told.append(reply.usage.completion_tokens)
+
+        planner = [{"role": "user", "content": f"plan {prompt}"}]
+        solver = [{"role": "user", "content": f"solve {prompt}"}]
+        for _ in range(2):
+            ask(planner)
+            planner.append({"role": "user", "content": "go on"})
+            ask(solver)
+            solver.append({"role": "user", "content": "go on"})
+        ask([planner[0], planner[-1]])
+        return float(len(solver[1].content) > 3)
+
+
+@pytest.mark.parametrize("kind", ["batch", "streaming"])
+def test_each_sampled_token_is_trained_once_with_ratio_one(kind, make_tiny_model, chatml_tokenizer):
+    torch.manual_seed(0)
+    model, told = make_tiny_model(), []
+    policy = TransformersWrapper(
+        model, tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 5}
+    )
+    rows = [{"prompt": f"What is {i} + 2?"} for i in range(SIZE)]
+    program = functools.partial(two_agents, told, threading.Lock())
+    env = ChatEnv(batch_size=SIZE, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(rows, group_size=GROUP), AgentProgram(program, timeout_s=60))
+    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=MCAdvantage(GROUP))
+    make = LLMCollector if kind == "batch" else StreamingCollector
+    with make(env, policy, replay_buffer=buffer) as collector:
+        batch = collector.collect()
+    episodes: dict[int, list] = {}
+    for row in batch.unbind(0):
+        episodes.setdefault(int(row["episode_id"]), []).append(row)
+    assert len(episodes) >= GROUP
+    for own in episodes.values():
+        # Two conversations of two turns each, and the one that left something out.
+        assert sorted(int(row["num_turns"]) for row in own) == [5, 5, 5]
+        assert len({float(row["reward"]) for row in own}) == 1
+        assert {row["stop_reason"] for row in own} == {"environment_done"}
+    masks = [row["masks", "all_assistant_mask"] for row in chain(*episodes.values())]
+    if kind == "batch":
+        assert sum(int(mask.sum()) for mask in masks) == sum(told)
+        assert len(told) == 5 * SIZE
+    loss = GRPOLoss(TransformersWrapper(model, tokenizer=chatml_tokenizer, generate=False))
+    with torch.no_grad():
+        output = loss(buffer[:])
+    assert int(output.num_tokens) == sum(int(mask.sum()) for mask in masks)
+    torch.testing.assert_close(output.ratio_mean, torch.ones(()), rtol=0, atol=1e-4)

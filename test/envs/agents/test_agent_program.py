@@ -1,0 +1,474 @@
+"""Programs that own their loop, asking with OpenAI's own client: what they get, what is trained."""
+
+import asyncio
+import json
+import pickle
+import sys
+import threading
+import time
+
+import openai
+import pytest
+from tensordict import TensorDictBase
+from torchrl.envs.transforms import Compose
+
+from torchrl_data import ConversationEncoder, read_conversations
+from torchrl_data.keys import PROMPT
+from torchrl_envs import (
+    AgentCommand,
+    AgentProgram,
+    ChatEnv,
+    DataLoadingPrimer,
+    FunctionTools,
+    StepCounter,
+)
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
+
+ROWS = [{"prompt": "unused", "question": "What is 2 + 3?", "answer": "5"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+
+
+def client_of(endpoint):
+    return openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+def async_client_of(endpoint):
+    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+def play(tokenizer, program, turns, *transforms, rows=ROWS, steps=9, **options):
+    """The last step of a rollout in one row, in which the policy says some turns."""
+    agent = AgentProgram(program, **{"timeout_s": 20.0, **options})
+    env = ChatEnv(batch_size=1, tokenizer=tokenizer).append_transform(
+        Compose(DataLoadingPrimer(rows, group_size=1), agent, *transforms)
+    )
+    env.check()
+    policy = ScriptedTurns(tokenizer, turns)
+    try:
+        rollout = env.rollout(steps, policy, break_when_any_done=True)
+    finally:
+        env.close()
+    return rollout[..., -1]["next"]
+
+
+def reason_of(last):
+    return last["stop_reason"][0]
+
+
+def said(last):
+    (row,) = read_conversations(last, PROMPT, who="test")
+    return [(m["role"], m["content"]) for m in row.messages(0)]
+
+
+def sampled_texts(last, tokenizer):
+    (episode,) = last["episode"]
+    return [
+        tokenizer.decode(row.token_ids(0)[row.assistant_mask(0)], skip_special_tokens=True)
+        for row in episode.rows
+    ]
+
+
+def uses_a_tool(endpoint, *, question, answer):
+    """A loop as the tutorials have it; the SDK's own message goes back as it came."""
+    chat = [{"role": "developer", "content": "Use tools."}, {"role": "user", "content": question}]
+    while True:
+        with client_of(endpoint) as client:
+            choice = client.chat.completions.create(
+                model=endpoint.model, messages=chat, tools=[ADD], max_completion_tokens=50
+            ).choices[0]
+        chat.append(choice.message)
+        if choice.finish_reason != "tool_calls":
+            return float(choice.message.content == answer)
+        for call in choice.message.tool_calls:
+            result = sum(json.loads(call.function.arguments).values())
+            chat.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+
+
+def test_an_agents_loop_is_one_conversation_token_by_token(chatml_tokenizer):
+    last = play(chatml_tokenizer, uses_a_tool, [f"I add.{CALL}", "5"])
+    assert said(last) == [
+        ("system", "Use tools."),
+        ("user", "What is 2 + 3?"),
+        ("assistant", f"I add.{CALL}"),
+        ("tool", "5"),
+        ("assistant", "5"),
+    ]
+    assert last["reward"].item() == 1.0
+    assert last["rewards", "agent"].item() == 1.0
+    assert reason_of(last) == "environment_done"
+    assert last["terminated"].item()
+    assert last["num_tool_calls"].item() == 1
+    # The tokens are what the template makes of the conversation: nothing came twice or got lost.
+    (episode,) = last["episode"]
+    assert len(episode.rows) == 1
+    chat = [{"role": role, "content": content} for role, content in said(last)]
+    encoder = ConversationEncoder(chatml_tokenizer)
+    expected = encoder.encode_chats([chat], tools=[ADD])[0].ids
+    assert episode.conversation.ids(0) == expected[: len(episode.conversation.ids(0))]
+    assert sampled_texts(last, chatml_tokenizer) == [f"I add.{CALL}5"]
+
+
+def test_what_a_reply_says(chatml_tokenizer):
+    seen = []
+
+    async def program(endpoint):
+        client = async_client_of(endpoint)
+        chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        seen.append([model.id async for model in await client.models.list()])
+        reply = await client.chat.completions.create(model="any", messages=chat, tools=[ADD])
+        seen.append(reply)
+        chat += [reply.choices[0].message, {"role": "user", "content": "y"}]
+        stream = await client.chat.completions.create(
+            model="any",
+            messages=chat,
+            stream=True,
+            stream_options={"include_usage": True},
+            tools=[ADD],
+        )
+        seen.append([chunk async for chunk in stream])
+        await client.close()
+
+    last = play(chatml_tokenizer, program, ["<tool_call>\n{broken\n</tool_call>", f"so{CALL}"])
+    models, reply, chunks = seen
+    assert models == ["policy"]
+    # A call that can't be read is text, for the agent to deal with.
+    assert reply.choices[0].message.content == "<tool_call>\n{broken\n</tool_call>"
+    assert reply.choices[0].message.tool_calls is None
+    assert reply.choices[0].finish_reason == "stop"
+    (episode,) = last["episode"]
+    mask = episode.conversation.assistant_mask(0).tolist()
+    assert reply.usage.prompt_tokens == mask.index(True)
+    assert reply.usage.completion_tokens == mask[mask.index(True) :].index(False)
+    delta = chunks[0].choices[0].delta
+    assert delta.content == "so"
+    assert json.loads(delta.tool_calls[0].function.arguments) == {"a": 2, "b": 3}
+    assert chunks[1].choices[0].finish_reason == "tool_calls"
+    assert chunks[2].usage.total_tokens == episode.conversation.num_tokens(0)
+    # No reward of its own, and nobody else scores.
+    assert not last["scorable"].item()
+
+
+def test_requests_that_begin_anew_are_rows_of_their_own(chatml_tokenizer):
+    def program(endpoint):
+        def ask(*chat):
+            return {"role": "assistant", "content": asks_once(endpoint, messages=list(chat))}
+
+        planner = [{"role": "system", "content": "Plan."}, {"role": "user", "content": "go"}]
+        solver = [{"role": "system", "content": "Solve."}, {"role": "user", "content": "go"}]
+        planner.append(ask(*planner))  # one
+        solver.append(ask(*solver))  # two
+        planner.append({"role": "user", "content": "more"})
+        planner.append(ask(*planner))  # three, in the row of one
+        solver.append({"role": "user", "content": "more"})
+        solver.append(ask(*solver))  # four, in the row of two
+        ask(*planner[:2])  # five: the same question again
+        changed = [*planner[:2], {"role": "assistant", "content": "ONE"}, planner[3]]
+        ask(*changed)  # six: what was said is not what it was told
+        return 2
+
+    turns = ["one", "two", "three", "four", "five", "six"]
+    last = play(chatml_tokenizer, program, turns)
+    assert sampled_texts(last, chatml_tokenizer) == ["onethree", "twofour", "five", "six"]
+    assert said(last)[2] == ("assistant", "ONE")
+    assert last["reward"].item() == 2.0
+
+
+def test_requests_at_the_same_time_are_answered_one_after_the_other(chatml_tokenizer):
+    told = []
+
+    async def program(endpoint):
+        client = async_client_of(endpoint)
+
+        async def ask(name):
+            chat = [{"role": "user", "content": name}]
+            reply = await client.chat.completions.create(model="any", messages=chat)
+            told.append(reply.choices[0].message.content)
+
+        await asyncio.gather(*[ask(f"question {i}") for i in range(3)])
+        await client.close()
+        return 1.0
+
+    last = play(chatml_tokenizer, program, ["one", "two", "three"])
+    assert sorted(told) == ["one", "three", "two"]
+    assert sampled_texts(last, chatml_tokenizer) == ["one", "two", "three"]
+
+
+def asks_once(endpoint, **parameters):
+    chat = [{"role": "user", "content": "x"}]
+    options = {"model": "any", "messages": chat, **parameters}
+    with client_of(endpoint) as client:
+        return client.chat.completions.create(**options).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"temperature": 0.2}, "temperature=0.2: tokens are drawn as the policy"),
+        ({"stop": ["\n"]}, "stop=.*ignored_parameters"),
+        ({"n": 2}, "n=2"),
+        ({"logprobs": True}, "logprobs=True"),
+        ({"extra_body": {"top_k": 3}}, "top_k=3"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing is left to be answered"),
+        ({"tools": [{"type": "web_search"}]}, "tools is a list of"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "text alone is taken",
+        ),
+    ],
+)
+def test_what_can_not_take_effect_is_refused_and_said(chatml_tokenizer, parameters, words):
+    def program(endpoint):
+        with pytest.raises(openai.BadRequestError, match=words):
+            asks_once(endpoint, **parameters)
+        return float(asks_once(endpoint) == "one")
+
+    assert play(chatml_tokenizer, program, ["one"])["reward"].item() == 1.0
+
+
+def test_parameters_that_are_ignored_may_say_anything(chatml_tokenizer):
+    def program(endpoint):
+        return float(asks_once(endpoint, temperature=0.2, seed=3, user="me") == "one")
+
+    options = {"ignored_parameters": ["temperature", "seed"]}
+    assert play(chatml_tokenizer, program, ["one"], **options)["reward"].item() == 1.0
+
+
+def test_a_turn_is_bounded_as_the_program_asks(chatml_tokenizer):
+    bounds = []
+
+    class Notes(ScriptedTurns):
+        def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+            bounds.append(batch["max_new_tokens"].tolist())
+            return super().__call__(batch)
+
+    def program(endpoint):
+        asks_once(endpoint, max_tokens=7)
+        asks_once(endpoint)
+        return 1
+
+    agent = AgentProgram(program)
+    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(ROWS, group_size=1), agent)
+    )
+    env.rollout(3, Notes(chatml_tokenizer, ["one", "two"]))
+    env.close()
+    assert bounds[0] == [7]
+
+
+def fails(endpoint, *, before):
+    if not before:
+        asks_once(endpoint)
+    raise KeyError("lost")
+
+
+def asks_for_ever(endpoint):
+    while True:
+        asks_once(endpoint)
+
+
+def asks_three_times(endpoint):
+    for number in range(3):
+        try:
+            asks_once(endpoint)
+        except openai.PermissionDeniedError as error:
+            return 0.25 * number if "the episode is over: max_steps" in str(error) else None
+    return None
+
+
+def sleeps(endpoint):
+    asks_once(endpoint)
+    time.sleep(30)
+
+
+ROW_BEFORE = [{"prompt": "x", "before": True}]
+ROW_AFTER = [{"prompt": "x", "before": False}]
+
+
+@pytest.mark.parametrize(
+    ("program", "rows", "options", "reason", "reward"),
+    [
+        (fails, ROW_BEFORE, {}, "environment_error: agent: KeyError", None),
+        (fails, ROW_AFTER, {}, "environment_error: agent: KeyError", None),
+        (fails, ROW_AFTER, {"error_reward": -1.0}, "environment_done", -1.0),
+        (lambda _: 1.0, ROWS, {}, "environment_error: agent: RuntimeError: it ended", None),
+        (asks_for_ever, ROWS, {}, "max_steps", 0.0),
+        (asks_for_ever, ROWS, {"cut_reward": -0.5}, "max_steps", -0.5),
+        (asks_for_ever, ROWS, {"cut_reward": None}, "max_steps", None),
+        (asks_three_times, ROWS, {}, "max_steps", 0.5),
+        (sleeps, ROWS, {"timeout_s": 0.3}, "environment_error: agent: CallTimeout", None),
+        (lambda e: asks_once(e) and "much", ROWS, {}, "environment_done", None),
+    ],
+)
+def test_how_an_episode_ends(chatml_tokenizer, program, rows, options, reason, reward):
+    agent = AgentProgram(program, **{"timeout_s": 20.0, "end_timeout_s": 5.0, **options})
+    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(rows, group_size=1), agent, StepCounter(max_steps=2))
+    )
+    try:
+        last = env.rollout(9, ScriptedTurns(chatml_tokenizer, ["one"]))[..., -1]["next"]
+    finally:
+        env.close()
+    assert reason_of(last).startswith(reason)
+    assert last["scorable"].item() == (reward is not None)
+    if reward is not None:
+        assert last["reward"].item() == reward
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+row = json.loads(sys.stdin.readline())
+chat = [{"role": "user", "content": row["question"]}]
+body = {"model": os.environ["OPENAI_MODEL"], "messages": chat}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+said = json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
+print("thinking")
+print(json.dumps({"reward": float(said == row["answer"])}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "reward"),
+    [
+        (COMMAND, "environment_done", 1.0),
+        (COMMAND + "\nprint('bye')", "environment_error: agent: AgentProgramError: python", None),
+        (COMMAND + "\nsys.exit('no luck')", "environment_error: agent: AgentProgramError", None),
+    ],
+)
+def test_a_command_is_a_program(chatml_tokenizer, script, reason, reward):
+    last = play(chatml_tokenizer, AgentCommand([sys.executable, "-c", script]), ["5"])
+    assert reason_of(last).startswith(reason)
+    assert last["scorable"].item() == (reward is not None)
+    assert said(last) == [("user", "What is 2 + 3?"), ("assistant", "5")]
+    if "no luck" in script:
+        assert "ended with status 1: no luck" in reason_of(last)
+
+
+def test_a_command_is_killed_with_what_it_started(chatml_tokenizer, tmp_path):
+    pids = tmp_path / "pids"
+    script = COMMAND.replace(
+        'print("thinking")',
+        f"""
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"])
+open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(600)
+""",
+    )
+    command = AgentCommand([sys.executable, "-c", script])
+    last = play(chatml_tokenizer, command, ["5"], timeout_s=3.0)
+    assert reason_of(last).startswith("environment_error: agent: CallTimeout")
+    import psutil
+
+    deadline = time.monotonic() + 20
+    for pid in map(int, pids.read_text().split()):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_keys_are_of_their_episodes_alone(chatml_tokenizer):
+    urls = []
+
+    def program(endpoint):
+        urls.append(endpoint)
+        with pytest.raises(openai.AuthenticationError, match="no episode that runs"):
+            asks_once(endpoint._replace(api_key="other"))
+        with client_of(endpoint) as client, pytest.raises(openai.NotFoundError, match="embeddings"):
+            client.embeddings.create(model="m", input="x")
+        asks_once(endpoint)
+        return 1
+
+    last = play(chatml_tokenizer, program, ["one"])
+    assert last["reward"].item() == 1.0
+    with pytest.raises(openai.APIConnectionError):  # the environment is closed
+        asks_once(urls[0])
+
+
+def test_a_program_that_hangs_up_is_not_waited_for(chatml_tokenizer):
+    """Its request is withdrawn while another one is answered."""
+    gone = threading.Event()
+
+    async def program(endpoint):
+        client = async_client_of(endpoint)
+        chat = [{"role": "user", "content": "x"}]
+        first = asyncio.create_task(client.chat.completions.create(model="m", messages=chat))
+        await asyncio.sleep(0.5)
+        other = [{"role": "user", "content": "late"}]
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.2).chat.completions.create(
+                model="m", messages=other
+            )
+        await asyncio.sleep(0.5)
+        gone.set()
+        await first
+        await client.close()
+        return 1
+
+    class Waits(ScriptedTurns):
+        def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+            assert gone.wait(10)
+            return super().__call__(batch)
+
+    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(ROWS, group_size=1), AgentProgram(program))
+    )
+    last = env.rollout(3, Waits(chatml_tokenizer, ["one"]))[..., -1]["next"]
+    env.close()
+    assert last["reward"].item() == 1.0
+    assert said(last) == [("user", "x"), ("assistant", "one")]
+
+
+def test_what_does_not_go_together_is_refused(chatml_tokenizer):
+    def compose(*parts, **options):
+        env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer, **options)
+        return env.append_transform(Compose(DataLoadingPrimer(ROWS, group_size=1), *parts))
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+            b: other.
+        """
+        return a + b
+
+    with pytest.raises(ValueError, match="has a system_prompt"):
+        compose(AgentProgram(asks_once), system_prompt="Be brief.").check()
+    with pytest.raises(ValueError, match="has \\['FunctionTools'\\]"):
+        compose(AgentProgram(asks_once), FunctionTools([add])).check()
+    with pytest.raises(TypeError, match="takes a function"):
+        AgentProgram("agent.py")
+    with pytest.raises(TypeError, match="list of names"):
+        AgentProgram(asks_once, ignored_parameters="temperature")
+    with pytest.raises(ValueError, match="timeout_s"):
+        AgentProgram(asks_once, timeout_s=0)
+    with pytest.raises(TypeError, match="list of strings"):
+        AgentCommand("python agent.py")
+    with pytest.raises(ValueError, match="empty"):
+        AgentCommand([])
+
+
+def test_a_copy_has_a_server_of_its_own():
+    agent = AgentProgram(asks_once)
+    assert agent.server.url != ""
+    copy = pickle.loads(pickle.dumps(agent))
+    assert copy.__dict__["_server"] is None
+    assert copy.server.url != agent.server.url
+    agent.close()
+    copy.close()

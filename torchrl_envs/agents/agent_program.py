@@ -1,0 +1,288 @@
+"""An agent that owns its loop is trained as it is: its requests are the episode's turns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
+from torchrl_data.validation import check_numbers
+from torchrl_envs.concurrency.calls import Outcome
+from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.episode.episode import Episode, ToolCallRecord
+from torchrl_envs.episode.episode_transform import (
+    EpisodeEnvironment,
+    EpisodeStartError,
+)
+from torchrl_envs.episode.tool_source import ToolSource
+from torchrl_envs.tool_calls.results import error_line
+
+from .branches import Branches
+from .chat_protocol import TurnRequest, reply_to
+from .programs import AgentEndpoint, Program, RunningProgram
+from .server import AgentServer
+from .session import AgentSession, ProgramEnd
+
+
+class AgentProgram(ToolSource, RewardSource):
+    """Runs a program for every episode, and trains what it asks the policy for.
+
+    The program is an agent as somebody wrote it: it calls a model over OpenAI's protocol (chat
+    completions, streamed or not), with its own prompts, tools and loop. Here the model is the
+    policy. A server answers each request with a turn of the episode whose key it has, so the
+    tokens that are trained are those that were sampled: of a request that goes on with an earlier
+    one only the new messages are encoded. One that does not (another system prompt, a history that
+    was summarised, a second agent of the program) begins a row of its own, with the episode's
+    group, reward and advantage; the program can come back to the earlier one. Requests that come
+    at the same time are answered one after the other.
+
+    The program gets ``AgentEndpoint(base_url, api_key, model)``, and by name the columns of the
+    data and the group's ``seed``. What it returns is the reward: a number, or ``None`` where other
+    parts score. The episode ends when the program does.
+
+    What can't take effect is refused, and the program told so: a ``temperature`` that is not the
+    policy's, stop strings, log-probs, several choices, images.
+
+    Args:
+        program: a function, sync or ``async``, or an :class:`AgentCommand`. Each episode's has a
+            thread to itself.
+        name: of the reward.
+        error_reward: what an episode is given whose program raised; ``None`` leaves it out of
+            training.
+        cut_reward: the same where a limit cut the episode (turns, tokens) and the program came to
+            nothing without further answers.
+        ignored_parameters: of requests, such as ``["temperature"]``: these may say anything, and
+            the policy's own count.
+        model: the name that the policy goes by.
+        host: where the server listens; another one than this machine's own lets programs on other
+            machines in.
+        port: of the server; any that is free when 0.
+        timeout_s: longest time between an answer and the program's next request, or its end.
+        end_timeout_s: how long a program whose episode was cut may take to end.
+
+    Raises:
+        TypeError: the program can't be called.
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> async def agent(endpoint, *, question, answer):
+        ...     client = openai.AsyncOpenAI(
+        ...         base_url=endpoint.base_url, api_key=endpoint.api_key
+        ...     )
+        ...     chat = [{"role": "user", "content": question}]
+        ...     said = await client.chat.completions.create(model=endpoint.model, messages=chat)
+        ...     return float(answer in said.choices[0].message.content)
+        >>> part = AgentProgram(agent)
+        >>> part.reward_names
+        ['agent']
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        name: str = "agent",
+        error_reward: float | None = None,
+        cut_reward: float | None = 0.0,
+        ignored_parameters: Sequence[str] = (),
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        timeout_s: float = 300.0,
+        end_timeout_s: float = 10.0,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s)
+        if not callable(program):
+            raise TypeError(f"AgentProgram takes a function or AgentCommand, got {program!r:.80}.")
+        if isinstance(ignored_parameters, str):
+            raise TypeError("AgentProgram: ignored_parameters is a list of names, not one string.")
+        check_numbers("AgentProgram", "(0, inf)", end_timeout_s=end_timeout_s)
+        given = {"error_reward": error_reward, "cut_reward": cut_reward}
+        rewards = {name: value for name, value in given.items() if value is not None}
+        check_numbers("AgentProgram", "(-inf, inf)", **rewards)
+        self.program = program
+        self.name = name
+        self.error_reward = error_reward
+        self.cut_reward = cut_reward
+        self.ignored_parameters = tuple(ignored_parameters)
+        self.model = model
+        self.host, self.port = host, port
+        self.end_timeout_s = end_timeout_s
+        self._allowed: dict[str, Any] = {}
+        self._server: AgentServer | None = None
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The program's reward."""
+        return [self.name]
+
+    @property
+    def server(self) -> AgentServer:
+        """Answers the programs; started when it is first needed.
+
+        Raises:
+            ImportError: ``starlette`` or ``uvicorn`` is missing.
+            OSError: it can't listen there.
+        """
+        if self._server is None:
+            self._server = AgentServer(
+                host=self.host,
+                port=self.port,
+                model=self.model,
+                allowed=lambda allowed=self._allowed: allowed,
+                ignored=self.ignored_parameters,
+            )
+        return self._server
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has a server of its own."""
+        return {**super().__getstate__(), "_server": None}
+
+    def close(self) -> None:
+        """Stop the server."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    # What goes with it --------------------------------------------------------------------------
+
+    def check(self, env: EpisodeEnvironment) -> None:
+        """Nothing else speaks in a conversation that is the program's, and the server can start.
+
+        Raises:
+            ValueError: the environment has a system prompt, or tools.
+        """
+        if env.base_env.system_prompt is not None:
+            raise ValueError(
+                "AgentProgram: the prompts are the program's, and the environment has a "
+                "system_prompt."
+            )
+        others = [source for source in env.transforms_of(ToolSource) if source is not self]
+        tools = [type(source).__name__ for source in others]
+        if tools and self.only_for is None:
+            raise ValueError(
+                f"AgentProgram: the program runs its tools itself, and the environment has {tools}."
+            )
+        _ = self.server
+
+    def check_policy(self, policy: Any) -> None:
+        """Requests may ask for what the policy does anyway."""
+        sampling = getattr(policy, "sampling", None)
+        for name in ("temperature", "top_p"):
+            if sampling is not None:
+                self._allowed[name] = getattr(sampling, name)
+
+    # Events -------------------------------------------------------------------------------------
+
+    async def begin(self, episode: Episode) -> None:
+        """Start the program; its first request opens the conversation.
+
+        Raises:
+            EpisodeStartError: it ended, or let its time pass, before it asked for anything.
+        """
+        server = self.server
+        session = server.open()
+        endpoint = AgentEndpoint(server.url, session.key, self.model)
+        columns = {**(episode.example or {}), "seed": episode.seed}
+        agent = _Agent(RunningProgram(self.program, endpoint, columns, session), session)
+        episode.resources.add(self, agent, closing=agent.closing(server), name=self.name)
+        (outcome,) = await self.call(session.next_event, timeout_s=self.timeout_s)
+        event = outcome.value
+        if isinstance(event, TurnRequest):
+            agent.asked = event
+            agent.branches.begin(event)
+            episode.query, episode.tools = event.messages, event.tools
+            return
+        error = outcome.error if event is None else event.error
+        cause = error or RuntimeError("it ended before it asked the policy for anything")
+        raise EpisodeStartError(self.name) from cause
+
+    def before_turn(self, episode: Episode) -> None:
+        """Bound the turn as the program asks."""
+        agent: _Agent | None = episode.resources.get(self)
+        if agent is not None and agent.asked is not None and agent.asked.max_new_tokens:
+            episode.limit_turn(agent.asked.max_new_tokens)
+
+    async def after_turn(self, episode: Episode) -> None:
+        """Answer the program, and wait for what it asks next, or for its end."""
+        agent: _Agent | None = episode.resources.get(self)
+        if agent is None or agent.asked is None or not episode.awaits_answer:
+            return
+        self._answer(episode, agent, agent.asked)
+        if episode.is_done or episode.stop_reason:
+            return
+        (outcome,) = await self.call(agent.session.next_event, timeout_s=self.timeout_s)
+        event = outcome.value
+        if outcome.error is not None:
+            self._fail(episode, outcome.error)
+        elif isinstance(event, ProgramEnd):
+            agent.end = event
+            if event.error is not None and self.error_reward is None:
+                self._fail(episode, event.error)
+            else:
+                episode.terminate(ENVIRONMENT_DONE)
+        else:
+            agent.asked = event
+            agent.branches.go_on(episode, event)
+
+    async def finish(self, episode: Episode) -> None:
+        """The reward is what the program returned; one that still runs is told that it is over."""
+        agent: _Agent | None = episode.resources.get(self)
+        if agent is None:
+            return
+        end = agent.end
+        if end is None:
+            agent.session.refuse(episode.stop_reason)
+            (outcome,) = await self.call(agent.session.wait_for_end, timeout_s=self.end_timeout_s)
+            end = outcome.value or ProgramEnd(None, outcome.error)
+        value = end.value
+        if end.error is not None:
+            value = self.error_reward if agent.end else self.cut_reward
+        episode.score.add_outcome(self.name, Outcome(value), who=self.name)
+
+    # How ----------------------------------------------------------------------------------------
+
+    def _answer(self, episode: Episode, agent: "_Agent", asked: TurnRequest) -> None:
+        base: Any = self._environment().base_env
+        conversation = episode.conversation
+        num_tokens = conversation.num_tokens(0)
+        start = conversation.position(0).response_start
+        reply = reply_to(
+            asked,
+            str(episode.last_message["content"]),
+            finish_reason=episode.finish_reason or "stop",
+            parse=base.parse_turn,
+            num_prompt_tokens=start,
+            num_tokens=num_tokens - start,
+        )
+        calls = reply.message.get("tool_calls") or ()
+        for call in calls:
+            record = ToolCallRecord(call["function"]["name"], episode.num_turns, None, False)
+            episode.tool_calls = (*episode.tool_calls, record)
+        episode.num_tool_calls += len(calls)
+        agent.branches.add_reply(reply.message)
+        agent.asked = None
+        agent.session.answer(reply)
+
+    def _fail(self, episode: Episode, error: BaseException) -> None:
+        episode.truncate(f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(error)}")
+
+
+class _Agent:
+    """The program of one episode, and what it has asked for."""
+
+    def __init__(self, running: RunningProgram, session: AgentSession) -> None:
+        self.running = running
+        self.session = session
+        self.branches = Branches()
+        self.asked: TurnRequest | None = None
+        """What the next turn answers."""
+        self.end: ProgramEnd | None = None
+
+    def closing(self, server: AgentServer) -> Any:
+        """How it is given back: whatever still waits is refused, and the program stopped."""
+
+        def close(has_ended: bool) -> None:
+            self.session.refuse("it has ended" if has_ended else "it was given up")
+            server.forget(self.session)
+            self.running.stop()
+
+        return close
