@@ -6,6 +6,7 @@ from typing import Any
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.validation import check_numbers
 from torchrl_envs.concurrency.calls import Outcome
+from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
 from torchrl_envs.episode.episode_transform import (
@@ -17,7 +18,7 @@ from torchrl_envs.tool_calls.results import error_line
 
 from .branches import Branches
 from .chat_protocol import TurnRequest, reply_to
-from .programs import AgentEndpoint, Program, RunningProgram
+from .programs import AgentEndpoint, Program, RunningProgram, required_columns
 from .server import AgentServer
 from .session import AgentSession, ProgramEnd
 
@@ -148,7 +149,8 @@ class AgentProgram(ToolSource, RewardSource):
         """Nothing else speaks in a conversation that is the program's, and the server can start.
 
         Raises:
-            ValueError: the environment has a system prompt, or tools.
+            ValueError: the environment has a system prompt or tools, or the data lack a column that
+                the program asks for.
         """
         if env.base_env.system_prompt is not None:
             raise ValueError(
@@ -161,6 +163,13 @@ class AgentProgram(ToolSource, RewardSource):
             raise ValueError(
                 f"AgentProgram: the program runs its tools itself, and the environment has {tools}."
             )
+        for loader in env.transforms_of(DataLoadingPrimer):
+            missing = [c for c in required_columns(self.program) if c not in loader.columns]
+            if missing:
+                raise ValueError(
+                    f"AgentProgram: the program asks for {missing}, which the data lack; their "
+                    f"columns are {sorted(loader.columns)}."
+                )
         _ = self.server
 
     def check_policy(self, policy: Any) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import os
 import signal
@@ -125,6 +126,17 @@ def _printed_reward(text: str, who: str) -> float:
             f"{who} printed no reward: its last line is {last!r:.80}, and not a number or "
             '{"reward": number}. AgentCommand(prints_reward=False) leaves the reward to others'
         ) from None
+
+
+def required_columns(program: Program) -> list[str]:
+    """The columns of the data without which a program can't be called.
+
+    Args:
+        program: a function, or an :class:`AgentCommand`.
+    """
+    _, *others = inspect.signature(program).parameters.values()
+    named = [p for p in others if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return [p.name for p in named if p.default is p.empty and p.name != "seed"]
 
 
 class RunningProgram:

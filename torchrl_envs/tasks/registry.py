@@ -8,9 +8,11 @@ from inspect import signature
 from typing import Any, Final
 
 from .calculator import calculator_task
+from .calculator_agent import calculator_agent_task
 from .catch import catch_task
 from .countdown import countdown_task
 from .echo import echo_task
+from .external.agent import agent_task
 from .external.entry_point import environment_task
 from .gsm8k import gsm8k_task
 from .ifeval import ifeval_task
@@ -82,7 +84,9 @@ def _part_settings(name: str, given: Any) -> dict[str, Any]:
 
 
 TASKS: Final[dict[str, Callable[..., Task]]] = {
+    "agent": agent_task,
     "calculator": calculator_task,
+    "calculator_agent": calculator_agent_task,
     "catch": catch_task,
     "countdown": countdown_task,
     "echo": echo_task,

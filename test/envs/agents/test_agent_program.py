@@ -472,3 +472,13 @@ def test_a_copy_has_a_server_of_its_own():
     assert copy.server.url != agent.server.url
     agent.close()
     copy.close()
+
+
+def test_columns_that_the_program_asks_for_are_there(chatml_tokenizer):
+    def program(endpoint, question, *, answer, level, seed, hint=""):
+        pass
+
+    part = Compose(DataLoadingPrimer(ROWS, group_size=1), AgentProgram(program))
+    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(part)
+    with pytest.raises(ValueError, match=r"asks for \['level'\], which the data lack"):
+        env.check()

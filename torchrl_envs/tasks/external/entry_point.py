@@ -62,7 +62,7 @@ def environment_task(
         TypeError: what it makes follows no known protocol.
     """
     check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
-    given, make = _arguments(arguments), _found(factory)
+    given, make = _arguments(arguments), found("factory", factory)
     rows: Any = [{"prompt": prompt}] * num_rows, [{"prompt": prompt}] * num_held_out
     if dataset is not None:
         splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
@@ -100,17 +100,26 @@ def _arguments(given: Any) -> dict[str, Any]:
     return {str(name): value for name, value in given.items()}
 
 
-def _found(factory: str) -> Callable[..., Any]:
-    module, colon, path = factory.partition(":")
-    if not (module and colon and path):
-        raise ValueError(f"factory must be package.module:name, got {factory!r}.")
+def found(setting: str, path: str) -> Callable[..., Any]:
+    """What ``package.module:name`` names.
+
+    Args:
+        setting: that has it.
+        path: its value.
+
+    Raises:
+        ValueError: there is no such thing, or it can't be called.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{setting} must be package.module:name, got {path!r}.")
     try:
-        found = functools.reduce(getattr, path.split("."), import_module(module))
+        named = functools.reduce(getattr, name.split("."), import_module(module))
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"factory={factory!r} can't be found: {error}") from error
-    if not callable(found):
-        raise ValueError(f"factory={factory!r} can't be called: it is {found!r:.80}.")
-    return found
+        raise ValueError(f"{setting}={path!r} can't be found: {error}") from error
+    if not callable(named):
+        raise ValueError(f"{setting}={path!r} can't be called: it is {named!r:.80}.")
+    return named
 
 
 def _from_row(
