@@ -17,23 +17,23 @@ from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.tool_calls.results import error_line
 
 from .branches import Branches
-from .chat_protocol import TurnRequest, reply_to
 from .programs import AgentEndpoint, Program, RunningProgram, required_columns
 from .server import AgentServer
 from .session import AgentSession, ProgramEnd
+from .turns import Accepted, TurnRequest, reply_to
 
 
 class AgentProgram(ToolSource, RewardSource):
     """Runs a program for every episode, and trains what it asks the policy for.
 
-    The program is an agent as somebody wrote it: it calls a model over OpenAI's protocol (chat
-    completions, streamed or not), with its own prompts, tools and loop. Here the model is the
-    policy. A server answers each request with a turn of the episode whose key it has, so the
-    tokens that are trained are those that were sampled: of a request that goes on with an earlier
-    one only the new messages are encoded. One that does not (another system prompt, a history that
-    was summarised, a second agent of the program) begins a row of its own, with the episode's
-    group, reward and advantage; the program can come back to the earlier one. Requests that come
-    at the same time are answered one after the other.
+    The program is an agent as somebody wrote it: it calls a model over HTTP, with its own prompts,
+    tools and loop. Here the model is the policy, behind OpenAI's protocols (chat completions,
+    responses) and Anthropic's (messages). A server answers each request with a turn of the episode
+    whose key it has, so the tokens that are trained are those that were sampled: of a request that
+    goes on with an earlier one only the new messages are encoded. One that does not (another
+    system prompt, a history that was summarised, a second agent of the program) begins a row of
+    its own, with the episode's group, reward and advantage; the program can come back to the
+    earlier one. Requests that come at the same time are answered one after the other.
 
     The program gets ``AgentEndpoint(base_url, api_key, model)``, and by name the columns of the
     data and the group's ``seed``. What it returns is the reward: a number, or ``None`` where other
@@ -107,7 +107,7 @@ class AgentProgram(ToolSource, RewardSource):
         self.model = model
         self.host, self.port = host, port
         self.end_timeout_s = end_timeout_s
-        self._allowed: dict[str, Any] = {}
+        self._accepted: dict[str, Any] = {}
         self._server: AgentServer | None = None
 
     @property
@@ -128,8 +128,7 @@ class AgentProgram(ToolSource, RewardSource):
                 host=self.host,
                 port=self.port,
                 model=self.model,
-                allowed=lambda allowed=self._allowed: allowed,
-                ignored=self.ignored_parameters,
+                accepted=Accepted(self._accepted, self.ignored_parameters),
             )
         return self._server
 
@@ -177,7 +176,7 @@ class AgentProgram(ToolSource, RewardSource):
         sampling = getattr(policy, "sampling", None)
         for name in ("temperature", "top_p"):
             if sampling is not None:
-                self._allowed[name] = getattr(sampling, name)
+                self._accepted[name] = getattr(sampling, name)
 
     # Events -------------------------------------------------------------------------------------
 
@@ -189,7 +188,7 @@ class AgentProgram(ToolSource, RewardSource):
         """
         server = self.server
         session = server.open()
-        endpoint = AgentEndpoint(server.url, session.key, self.model)
+        endpoint = AgentEndpoint(f"{server.url}/v1", session.key, self.model)
         columns = {**(episode.example or {}), "seed": episode.seed}
         agent = _Agent(RunningProgram(self.program, endpoint, columns, session), session)
         episode.resources.add(self, agent, closing=agent.closing(server), name=self.name)

@@ -4,7 +4,7 @@ from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.record import Message
 from torchrl_envs.episode.episode import Episode
 
-from .chat_protocol import TurnRequest, comparable
+from .turns import TurnRequest, comparable
 
 
 class Branches:

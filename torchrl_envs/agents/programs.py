@@ -27,6 +27,7 @@ class AgentEndpoint(NamedTuple):
     """Where a program finds the policy: ``OpenAI(base_url=..., api_key=...)``."""
 
     base_url: str
+    """Of OpenAI's clients; Anthropic's take it without the ``/v1`` at its end."""
     api_key: str
     """Of this episode alone."""
     model: str
@@ -39,10 +40,11 @@ class AgentProgramError(RuntimeError):
 class AgentCommand:
     """A command as a program: it runs as it is, as a process for each episode.
 
-    It finds the policy in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``, and the row
-    of the data, with the group's ``seed``, as one line of JSON on its standard input. Its reward
-    is the last line that it prints: a number, or an object with a ``"reward"``. It runs with the
-    rights of this process, and is killed with all that it started when its episode is over.
+    It finds the policy in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` (and in
+    ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ANTHROPIC_MODEL``), and the row of the
+    data, with the group's ``seed``, as one line of JSON on its standard input. Its reward is the
+    last line that it prints: a number, or an object with a ``"reward"``. It runs with the rights
+    of this process, and is killed with all that it started when its episode is over.
 
     Args:
         command: the program and its arguments.
@@ -84,9 +86,10 @@ class AgentCommand:
         """
         found = {
             "OPENAI_BASE_URL": endpoint.base_url,
-            "OPENAI_API_KEY": endpoint.api_key,
-            "OPENAI_MODEL": endpoint.model,
+            "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
         }
+        for company in ("OPENAI", "ANTHROPIC"):
+            found |= {f"{company}_API_KEY": endpoint.api_key, f"{company}_MODEL": endpoint.model}
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = await asyncio.create_subprocess_exec(
                 *self.command,

@@ -5,26 +5,25 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from .chat_protocol import (
-    RequestError,
-    TurnReply,
-    TurnRequest,
-    completion,
-    events,
-    read_request,
-)
+from . import anthropic_messages, chat_completions, openai_responses
 from .session import AgentSession, SessionOver
+from .turns import Accepted, RequestError, TurnReply, TurnRequest
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_PATH: Final = "/v1/chat/completions"
+_PROTOCOLS: Final[Mapping[str, Any]] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/responses": openai_responses,
+    "/v1/messages": anthropic_messages,
+}
+"""What reads requests and writes answers, by path."""
 _STOP_S: Final = 5.0
+_KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 class AgentServer:
@@ -34,23 +33,14 @@ class AgentServer:
         host: where it listens.
         port: 0 for any that is free.
         model: the name that it gives the policy.
-        allowed: see :func:`read_request`; asked for anew at each request.
-        ignored: see :func:`read_request`.
+        accepted: what requests may say about how tokens are drawn.
 
     Raises:
         ImportError: ``starlette`` or ``uvicorn`` is missing.
         OSError: it can't listen there.
     """
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        port: int,
-        model: str,
-        allowed: Callable[[], Mapping[str, Any]],
-        ignored: Sequence[str],
-    ) -> None:
+    def __init__(self, *, host: str, port: int, model: str, accepted: Accepted) -> None:
         try:
             import uvicorn
             from starlette.applications import Starlette
@@ -60,13 +50,11 @@ class AgentServer:
                 "AgentProgram needs starlette and uvicorn: pip install 'torchrl-agents[tools]'."
             ) from error
         self.model = model
-        self._allowed, self._ignored = allowed, ignored
+        self._accepted = accepted
         self._sessions: dict[str, AgentSession] = {}
-        routes = [
-            Route(_PATH, self._complete, methods=["POST"]),
-            Route("/v1/models", self._list_models, methods=["GET"]),
-            Route("/{path:path}", self._not_found, methods=["GET", "POST"]),
-        ]
+        routes = [Route(path, self._answer, methods=["POST"]) for path in _PROTOCOLS]
+        routes.append(Route("/v1/models", self._list_models, methods=["GET"]))
+        routes.append(Route("/{path:path}", self._not_found, methods=["GET", "POST"]))
         config = uvicorn.Config(
             Starlette(routes=routes), log_level="warning", lifespan="off", access_log=False
         )
@@ -74,8 +62,8 @@ class AgentServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=1024)
         port = self._socket.getsockname()[1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        """The base URL that OpenAI's clients take."""
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        """Where it listens; OpenAI's clients take it with ``/v1``."""
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="agent-server", daemon=True
         )
@@ -101,29 +89,27 @@ class AgentServer:
 
     # What it answers ----------------------------------------------------------------------------
 
-    async def _complete(self, request: "Request") -> "Response":
+    async def _answer(self, request: "Request") -> "Response":
         from starlette.responses import JSONResponse, StreamingResponse
 
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        session = self._sessions.get(key)
+        protocol = _PROTOCOLS[request.url.path]
+        session = self._sessions.get(_key_of(request))
         if session is None:
-            return _error(401, "the key is that of no episode that runs", "invalid_api_key")
+            return _error(401, "the key is that of no episode that runs")
         try:
-            body = json.loads(await request.body())
-            asked = read_request(body, allowed=self._allowed(), ignored=self._ignored)
+            asked = protocol.read_request(json.loads(await request.body()), self._accepted)
         except RequestError as error:
-            return _error(400, str(error), "invalid_request")
+            return _error(400, str(error))
         except ValueError as error:
-            return _error(400, f"the body is no JSON: {error}", "invalid_request")
+            return _error(400, f"the body is no JSON: {error}")
         try:
-            reply = await _answer(session, asked, request)
+            reply = await _reply(session, asked, request)
         except SessionOver as over:
-            return _error(403, f"the episode is over: {over}", "episode_over")
+            return _error(403, f"the episode is over: {over}")
         if asked.streams:
-            return StreamingResponse(
-                events(reply, asked, self.model), media_type="text/event-stream"
-            )
-        return JSONResponse(completion(reply, self.model))
+            stream = protocol.stream_reply(reply, asked, self.model)
+            return StreamingResponse(map(_event, stream), media_type="text/event-stream")
+        return JSONResponse(protocol.write_reply(reply, asked, self.model))
 
     async def _list_models(self, request: "Request") -> "Response":
         from starlette.responses import JSONResponse
@@ -133,13 +119,18 @@ class AgentServer:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _not_found(self, request: "Request") -> "Response":
-        return _error(404, f"there is no {request.url.path} here, only {_PATH}", "not_found")
+        return _error(404, f"there is no {request.url.path} here, only {', '.join(_PROTOCOLS)}")
 
 
-async def _answer(session: AgentSession, asked: TurnRequest, request: "Request") -> TurnReply:
+def _key_of(request: "Request") -> str:
+    """As OpenAI's clients give it, and as Anthropic's do."""
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    return request.headers.get("x-api-key", bearer)
+
+
+async def _reply(session: AgentSession, asked: TurnRequest, request: "Request") -> TurnReply:
     """The turn that a program asks for; given up when the program hangs up."""
-    future: Future[TurnReply] = session.ask(asked)
-    reply = asyncio.wrap_future(future)
+    reply = asyncio.wrap_future(session.ask(asked))
     hung_up = asyncio.ensure_future(_hung_up(request))
     await asyncio.wait({reply, hung_up}, return_when=asyncio.FIRST_COMPLETED)
     if reply.done():
@@ -156,9 +147,17 @@ async def _hung_up(request: "Request") -> None:
         pass
 
 
-def _error(status: int, message: str, code: str) -> "Response":
+def _event(event: tuple[str, Any]) -> str:
+    """A server-sent event."""
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+
+
+def _error(status: int, message: str) -> "Response":
+    """An error that the clients of both companies understand."""
     from starlette.responses import JSONResponse
 
-    kind = "invalid_request_error"
-    body = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": body}, status_code=status)
+    kind = _KINDS.get(status, "invalid_request_error")
+    body = {"message": message, "type": kind, "param": None, "code": kind}
+    return JSONResponse({"type": "error", "error": body}, status_code=status)

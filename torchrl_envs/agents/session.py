@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from .chat_protocol import TurnReply, TurnRequest
+from .turns import TurnReply, TurnRequest
 
 
 class SessionOver(Exception):

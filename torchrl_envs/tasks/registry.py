@@ -8,11 +8,11 @@ from inspect import signature
 from typing import Any, Final
 
 from .calculator import calculator_task
-from .calculator_agent import calculator_agent_task
 from .catch import catch_task
 from .countdown import countdown_task
 from .echo import echo_task
 from .external.agent import agent_task
+from .external.calculator_agent import calculator_agent_task
 from .external.entry_point import environment_task
 from .gsm8k import gsm8k_task
 from .ifeval import ifeval_task

@@ -9,11 +9,21 @@ import time
 
 import openai
 import pytest
+from agents_for_tests import (
+    ADD,
+    CALL,
+    ROWS,
+    async_client_of,
+    client_of,
+    play,
+    reason_of,
+    said,
+    sampled_texts,
+)
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose
 
-from torchrl_data import ConversationEncoder, read_conversations
-from torchrl_data.keys import PROMPT
+from torchrl_data import ConversationEncoder
 from torchrl_envs import (
     AgentCommand,
     AgentProgram,
@@ -23,60 +33,6 @@ from torchrl_envs import (
     StepCounter,
 )
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
-
-ROWS = [{"prompt": "unused", "question": "What is 2 + 3?", "answer": "5"}]
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-        },
-    },
-}
-
-
-def client_of(endpoint):
-    return openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-
-
-def async_client_of(endpoint):
-    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
-
-
-def play(tokenizer, program, turns, *transforms, rows=ROWS, steps=9, **options):
-    """The last step of a rollout in one row, in which the policy says some turns."""
-    agent = AgentProgram(program, **{"timeout_s": 20.0, **options})
-    env = ChatEnv(batch_size=1, tokenizer=tokenizer).append_transform(
-        Compose(DataLoadingPrimer(rows, group_size=1), agent, *transforms)
-    )
-    env.check()
-    policy = ScriptedTurns(tokenizer, turns)
-    try:
-        rollout = env.rollout(steps, policy, break_when_any_done=True)
-    finally:
-        env.close()
-    return rollout[..., -1]["next"]
-
-
-def reason_of(last):
-    return last["stop_reason"][0]
-
-
-def said(last):
-    (row,) = read_conversations(last, PROMPT, who="test")
-    return [(m["role"], m["content"]) for m in row.messages(0)]
-
-
-def sampled_texts(last, tokenizer):
-    (episode,) = last["episode"]
-    return [
-        tokenizer.decode(row.token_ids(0)[row.assistant_mask(0)], skip_special_tokens=True)
-        for row in episode.rows
-    ]
 
 
 def uses_a_tool(endpoint, *, question, answer):
@@ -214,16 +170,16 @@ def asks_once(endpoint, **parameters):
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ({"temperature": 0.2}, "temperature=0.2: tokens are drawn as the policy"),
+        ({"temperature": 0.2}, "temperature=0.2 can't take effect: tokens are drawn"),
         ({"stop": ["\n"]}, "stop=.*ignored_parameters"),
         ({"n": 2}, "n=2"),
         ({"logprobs": True}, "logprobs=True"),
         ({"extra_body": {"top_k": 3}}, "top_k=3"),
-        ({"max_tokens": 0}, "max_tokens must be"),
-        ({"messages": []}, "messages must be a list"),
+        ({"max_tokens": 0}, "most tokens are a whole number"),
+        ({"messages": []}, "there is no message"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing is left to be answered"),
-        ({"tools": [{"type": "web_search"}]}, "tools is a list of"),
+        ({"tools": [{"type": "web_search"}]}, "a tool is a function with a name"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "text alone is taken",

@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.programs import AgentEndpoint
-
-from .calculator import TOOLS, calculator_task
-from .questions.reasoning_gym import score_answer
-from .task import Task
+from torchrl_envs.tasks.calculator import TOOLS, calculator_task
+from torchrl_envs.tasks.questions.reasoning_gym import score_answer
+from torchrl_envs.tasks.task import Task
 
 MAX_REQUESTS: Final = 4
 _CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -67,13 +66,26 @@ def _result(text: str) -> str:
         return f"error: {type(error).__name__}: {error}"
 
 
-def calculator_agent_task(**settings: Any) -> Task:
+def calculator_agent_task(
+    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 8192, seed: int = 0
+) -> Task:
     """The task ``calculator``, by an agent.
 
     Args:
-        **settings: see :func:`~torchrl_envs.tasks.calculator.calculator_task`.
+        num_rows: most rows; as many for each tool.
+        num_held_out: rows held out.
+        num_demonstrations: conversations for the warm start.
+        seed: of everything.
+
+    Raises:
+        ValueError: too few different questions to hold so many out.
     """
-    task = calculator_task(**settings)
+    task = calculator_task(
+        num_rows=num_rows,
+        num_held_out=num_held_out,
+        num_demonstrations=num_demonstrations,
+        seed=seed,
+    )
     return replace(
         task,
         name="calculator_agent",

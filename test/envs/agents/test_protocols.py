@@ -1,0 +1,211 @@
+"""Three protocols, each with its own client: the same loop, the same tokens."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+from agents_for_tests import ADD, CALL, client_of, play, reason_of, said, sampled_texts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_envs.agents import anthropic_messages, chat_completions, openai_responses
+from torchrl_envs.agents.turns import Accepted, TurnReply, TurnRequest, comparable
+
+FUNCTION = ADD["function"]
+NOTHING = Accepted({}, ())
+
+
+def add(arguments):
+    return str(sum(arguments.values()))
+
+
+def by_chat_completions(endpoint, *, question, streamed=False):
+    chat = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": question}]
+    with client_of(endpoint) as client:
+        while True:
+            options = {"model": "any", "messages": chat, "tools": [ADD]}
+            if streamed:
+                message, reason = read_chunks(
+                    client.chat.completions.create(**options, stream=True)
+                )
+            else:
+                choice = client.chat.completions.create(**options).choices[0]
+                message, reason = choice.message.model_dump(), choice.finish_reason
+            chat.append(message)
+            if reason != "tool_calls":
+                return float(message["content"] == "5")
+            for call in message["tool_calls"]:
+                result = add(json.loads(call["function"]["arguments"]))
+                chat.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+def read_chunks(chunks):
+    message, reason = {"role": "assistant", "content": "", "tool_calls": []}, None
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        message["content"] += choice.delta.content or ""
+        message["tool_calls"] += [call.model_dump() for call in choice.delta.tool_calls or ()]
+        reason = choice.finish_reason or reason
+    return message, reason
+
+
+def by_responses(endpoint, *, question):
+    items = [{"role": "user", "content": question}]
+    tool = {"type": "function", **FUNCTION}
+    with client_of(endpoint) as client:
+        while True:
+            response = client.responses.create(
+                model="any", instructions="Use tools.", input=items, tools=[tool]
+            )
+            items += response.output
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls:
+                return float(response.output_text == "5")
+            for call in calls:
+                result = add(json.loads(call.arguments))
+                output = {"type": "function_call_output", "call_id": call.call_id}
+                items.append({**output, "output": result})
+
+
+def by_messages(endpoint, *, question, streamed=False):
+    tool = {k: FUNCTION[k] for k in ("name", "description")}
+    tool["input_schema"] = FUNCTION["parameters"]
+    chat = [{"role": "user", "content": question}]
+    options = {"model": "any", "system": "Use tools.", "tools": [tool], "max_tokens": 50}
+    url = endpoint.base_url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key=endpoint.api_key, max_retries=0) as client:
+        while True:
+            if streamed:
+                with client.messages.stream(messages=chat, **options) as stream:
+                    message = stream.get_final_message()
+            else:
+                message = client.messages.create(messages=chat, **options)
+            chat.append({"role": "assistant", "content": message.content})
+            if message.stop_reason != "tool_use":
+                return float(message.content[0].text == "5")
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": add(block.input)}
+                for block in message.content
+                if block.type == "tool_use"
+            ]
+            chat.append({"role": "user", "content": results})
+
+
+def streamed(program):
+    return lambda endpoint, *, question: program(endpoint, question=question, streamed=True)
+
+
+@pytest.mark.parametrize("text", ["I add.", ""])
+@pytest.mark.parametrize(
+    "program",
+    [
+        by_chat_completions,
+        streamed(by_chat_completions),
+        by_responses,
+        by_messages,
+        streamed(by_messages),
+    ],
+)
+def test_a_loop_is_one_conversation_in_each_protocol(chatml_tokenizer, program, text):
+    last = play(chatml_tokenizer, program, [f"{text}{CALL}", "5"])
+    assert reason_of(last) == "environment_done"
+    assert last["reward"].item() == 1.0
+    assert said(last) == [
+        ("system", "Use tools."),
+        ("user", "What is 2 + 3?"),
+        ("assistant", f"{text}{CALL}"),
+        ("tool", "5"),
+        ("assistant", "5"),
+    ]
+    assert sampled_texts(last, chatml_tokenizer) == [f"{text}{CALL}5"]
+    (tool,) = last["episode"][0].conversation.tools(0)
+    assert tool == ADD
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "words"),
+    [
+        (chat_completions, {"messages": "x"}, "messages and tools are lists"),
+        (openai_responses, {"input": 3}, "input is a string or a list"),
+        (openai_responses, {"input": "x", "previous_response_id": "r"}, "whole conversation"),
+        (openai_responses, {"input": "x", "tools": [{"type": "web_search"}]}, "a tool is"),
+        (openai_responses, {"input": [{"type": "reasoning"}]}, "messages, function calls and"),
+        (openai_responses, {"input": "x", "stream": True}, "stream=True can't take effect"),
+        (anthropic_messages, {"messages": [{"role": "system", "content": "x"}]}, "of no user"),
+        (anthropic_messages, {"messages": [{"role": "user"}]}, "has no content"),
+        (anthropic_messages, {"messages": [], "top_k": 5}, "top_k=5 can't take effect"),
+        (
+            anthropic_messages,
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "text alone is taken",
+        ),
+        (anthropic_messages, [], "the body is a JSON object"),
+    ],
+)
+def test_what_a_protocol_can_not_have_is_refused(read, body, words):
+    with pytest.raises(ValueError, match=words):
+        read.read_request(body, NOTHING)
+
+
+TEXTS = st.text(max_size=8)
+CALLS = st.lists(
+    st.dictionaries(st.sampled_from("abc"), st.integers() | TEXTS, max_size=2), max_size=2
+)
+
+
+@given(TEXTS, CALLS)
+def test_what_comes_back_is_what_was_told(text, calls):
+    """A client that sends an answer back as it got it goes on with the same conversation."""
+    message = {"role": "assistant", "content": text}
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": "f", "arguments": json.dumps(arguments)},
+            }
+            for number, arguments in enumerate(calls)
+        ]
+    reply = TurnReply(message, "stop", 1, 1)
+    asked = TurnRequest([], None, None)
+    user = {"role": "user", "content": "x"}
+
+    def back(protocol, name, items):
+        body = {name: [user, *items, user]}
+        _, *said, _ = protocol.read_request(body, NOTHING).messages
+        (one,) = said
+        return comparable(one)
+
+    choice = chat_completions.write_reply(reply, asked, "m")["choices"][0]
+    assert back(chat_completions, "messages", [choice["message"]]) == comparable(message)
+    output = openai_responses.write_reply(reply, asked, "m")["output"]
+    assert back(openai_responses, "input", output) == comparable(message)
+    content = anthropic_messages.write_reply(reply, asked, "m")["content"]
+    given_back = [{"role": "assistant", "content": content}]
+    assert back(anthropic_messages, "messages", given_back) == comparable(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "ask"),
+    [
+        (
+            anthropic.BadRequestError,
+            lambda e: anthropic.Anthropic(
+                base_url=e.base_url.removesuffix("/v1"), api_key=e.api_key, max_retries=0
+            ).messages.create(model="m", max_tokens=5, messages=[], stop_sequences=["a"]),
+        ),
+        (
+            openai.BadRequestError,
+            lambda e: client_of(e).responses.create(model="m", input="x", temperature=0.1),
+        ),
+    ],
+)
+def test_errors_are_those_of_the_client(chatml_tokenizer, error, ask):
+    def program(endpoint):
+        with pytest.raises(error, match="can't take effect"):
+            ask(endpoint)
+        return by_chat_completions(endpoint, question="x")
+
+    assert play(chatml_tokenizer, program, ["5"])["reward"].item() == 1.0

@@ -1,0 +1,242 @@
+"""What a program asks for and what it is told, whatever the protocol."""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from torchrl_data.conversation.record import Message, check_messages
+from torchrl_data.tool_calls.parse import TurnParser
+from torchrl_data.tool_calls.records import ToolCall
+from torchrl_envs.tool_calls.schemas import schema_tool
+
+LENGTH: Final = "length"
+TOOL_CALLS: Final = "tool_calls"
+_KEPT: Final = ("role", "name", "tool_call_id", "reasoning_content")
+
+
+class RequestError(ValueError):
+    """A request that can't be answered as it is; the program is told so."""
+
+
+class TurnRequest(NamedTuple):
+    """What a program asks for: a turn of the policy."""
+
+    messages: list[Message]
+    """The whole conversation, as a chat template takes it."""
+    tools: list[dict[str, Any]] | None
+    """Their schemas, as OpenAI's chat completions have them."""
+    max_new_tokens: int | None
+    """Most tokens of the turn."""
+    streams: bool = False
+    with_usage: bool = False
+    """A stream of chat completions ends with the numbers of tokens."""
+
+
+class TurnReply(NamedTuple):
+    """A turn of the policy, as the program is told of it."""
+
+    message: Message
+    """With ``content``, ``tool_calls`` or both, as OpenAI's chat completions have them."""
+    finish_reason: str
+    """``"stop"``, ``"length"`` or ``"tool_calls"``."""
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+class Accepted(NamedTuple):
+    """What requests may say about how tokens are drawn."""
+
+    values: Mapping[str, Any]
+    """What happens anyway, by parameter."""
+    ignored: Sequence[str]
+    """Parameters that may say anything."""
+
+
+# What is asked ------------------------------------------------------------------------------------
+
+
+def check_parameters(
+    body: Any, accepted: Accepted, *, known: frozenset[str], usual: Mapping[str, Sequence[Any]]
+) -> None:
+    """Nothing is asked for that would not happen.
+
+    Args:
+        body: of a request.
+        accepted: by the policy and whoever runs the program.
+        known: parameters that are read, or say nothing about how tokens are drawn.
+        usual: values of others that ask for what happens anyway.
+
+    Raises:
+        RequestError: it is no object, or asks for tokens that are drawn in another way.
+    """
+    if not isinstance(body, Mapping):
+        raise RequestError(f"the body is a JSON object, got {type(body).__name__}")
+    for name, value in body.items():
+        if name in known or name in accepted.ignored or value is None:
+            continue
+        fine = [*usual.get(name, ()), *([accepted.values[name]] if name in accepted.values else [])]
+        if value not in fine:
+            raise RequestError(
+                f"{name}={value!r:.80} can't take effect: tokens are drawn as the policy that is "
+                "trained draws them, so that their log-probs are known. Leave it out, or let "
+                f"AgentProgram(ignored_parameters=[{name!r}]) ignore it"
+            )
+
+
+def turn_request(
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    limits: Sequence[Any],
+    *,
+    streams: bool = False,
+) -> TurnRequest:
+    """What is asked for, checked.
+
+    Args:
+        messages: the conversation.
+        tools: schemas.
+        limits: most tokens of the turn; ``None`` where none is given.
+        streams: whether the answer is to be streamed.
+
+    Raises:
+        RequestError: there is nothing to answer, or no such role or limit.
+    """
+    if not messages:
+        raise RequestError("there is no message")
+    try:
+        check_messages(messages)
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error)) from error
+    if messages[-1]["role"] == "assistant":
+        raise RequestError("the last message is the assistant's: nothing is left to be answered")
+    given = [limit for limit in limits if limit is not None]
+    if any(type(limit) is not int or limit < 1 for limit in given):
+        raise RequestError(f"the most tokens are a whole number from 1 on, got {given!r:.80}")
+    return TurnRequest(messages, tools or None, min(given, default=None), streams)
+
+
+def text_of(where: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a content, which is a string or parts.
+
+    Args:
+        where: it stands, for the error.
+        content: of a message.
+        kinds: of parts that are text.
+
+    Raises:
+        RequestError: a part of it is none.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or part.get("type") not in kinds:
+            raise RequestError(f"{where}: text alone is taken, got {part!r:.80}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def read_call(where: str, call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    """A call of an earlier turn, as a chat template takes it.
+
+    Args:
+        where: it stands, for the error.
+        call_id: its name.
+        name: of the tool.
+        arguments: an object, or the JSON of one.
+
+    Raises:
+        RequestError: that can't be read.
+    """
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments or {})
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{where}: the call's arguments can't be read: {error}") from error
+    function = {"name": str(name), "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def tool_schema(tool: Any, name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool, as OpenAI's chat completions have it.
+
+    Args:
+        tool: as it was given, for the error.
+        name: of the tool.
+        description: of what it does.
+        parameters: JSON schema of its arguments.
+
+    Raises:
+        RequestError: it is no function with a name and parameters.
+    """
+    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
+    if not (isinstance(name, str) and name and isinstance(parameters, Mapping)):
+        raise RequestError(f"a tool is a function with a name and parameters, got {tool!r:.80}")
+    function = {"name": name, "description": str(description or ""), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+# What is answered ---------------------------------------------------------------------------------
+
+
+def reply_to(
+    request: TurnRequest,
+    text: str,
+    *,
+    finish_reason: str,
+    parse: TurnParser,
+    num_prompt_tokens: int,
+    num_tokens: int,
+) -> TurnReply:
+    """A turn of the policy, with its tool calls.
+
+    Tool calls are read where the request has tools; a turn in which one of them can't be read is
+    text, all of it.
+
+    Args:
+        request: what it answers.
+        text: what the policy wrote.
+        finish_reason: ``"stop"`` or ``"length"``.
+        parse: finds the calls of a turn.
+        num_prompt_tokens: what the policy read.
+        num_tokens: what it wrote.
+    """
+    message: Message = {"role": "assistant", "content": text}
+    parsed = parse(text) if request.tools else None
+    if parsed is not None and parsed.calls:
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        if len(calls) == len(parsed.calls):
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [_written_call(call, request.tools or []) for call in calls]
+            finish_reason = finish_reason if finish_reason == LENGTH else TOOL_CALLS
+    return TurnReply(message, finish_reason, num_prompt_tokens, num_tokens)
+
+
+def _written_call(call: ToolCall, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    arguments = call.arguments
+    schema = next((t for t in tools if t["function"]["name"] == call.name), None)
+    if call.is_text and schema is not None:
+        arguments = schema_tool(schema).typed(arguments)
+    function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def comparable(message: Message) -> tuple[Any, ...]:
+    """What is the same in two spellings of one message.
+
+    Args:
+        message: of a request, or of a reply.
+    """
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        calls.append(
+            (call.get("id"), call["function"]["name"], json.dumps(arguments, sort_keys=True))
+        )
+    others = [message.get(name) for name in _KEPT]
+    return (*others, message.get("content") or "", tuple(calls))
