@@ -27,20 +27,6 @@ ROLLOUT_TRUNCATED: Final = "truncated"
 """A user's own rollout function says that it cut the rollout: truncated."""
 NO_DATA: Final = "no_data"
 """The data ended before this row of the batch: it is no trajectory, and nobody gets it."""
-
-STOP_REASONS: Final = (
-    ANSWERED,
-    MAX_STEPS,
-    RESPONSE_LENGTH,
-    TOKEN_BUDGET,
-    CONTEXT_LENGTH,
-    ERROR,
-    ENVIRONMENT_ERROR,
-    ENVIRONMENT_DONE,
-    ROLLOUT_TRUNCATED,
-    NO_DATA,
-)
-"""All of them."""
 CUT_REASONS: Final = frozenset({RESPONSE_LENGTH, TOKEN_BUDGET, CONTEXT_LENGTH})
 """Of episodes in which a limit of tokens cut a turn or left none."""
 UNSCORABLE_REASONS: Final = frozenset({ERROR, ENVIRONMENT_ERROR})

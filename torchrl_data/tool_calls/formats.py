@@ -237,7 +237,7 @@ def _mistral_list(text: str, start: int, body: int, end: int) -> Iterator[Found]
 
 
 _DS_OPEN, _DS_SEP, _DS_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_DS_BLOCK = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
+_DS_FIRST, _DS_LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _FENCE = re.compile(r"\s*+([^\n`]{1,256})\n```(?:json)?\s*+")
 
 
@@ -246,10 +246,12 @@ def find_deepseek(text: str, position: int = 0) -> Iterator[Found]:
     while (start := text.find(_DS_OPEN, position)) >= 0:
         head = start + len(_DS_OPEN)
         end = _deepseek_end(text, head)
-        position = end
+        # What is around all calls belongs to the first one and to the last one.
+        start -= len(_DS_FIRST) * text.endswith(_DS_FIRST, position, start)
+        position = end + len(_DS_LAST) * text.startswith(_DS_LAST, end)
         sep = text.find(_DS_SEP, head, end)
         if sep < 0:
-            yield Found(start, end, MalformedCall(f"the call has no {_DS_SEP}"))
+            yield Found(start, position, MalformedCall(f"the call has no {_DS_SEP}"))
             continue
         name = text[head:sep].strip()
         body = _skip_space(text, sep + len(_DS_SEP))
@@ -258,11 +260,11 @@ def find_deepseek(text: str, position: int = 0) -> Iterator[Found]:
             name, body = fence[1].strip(), fence.end()
         last = value_end(text, body) if text.startswith("{", body) else -1
         if last < 0 or last > end:
-            yield Found(start, end, MalformedCall("the call has no JSON arguments"))
+            yield Found(start, position, MalformedCall("the call has no JSON arguments"))
         elif not text.startswith(_DS_CLOSE, end - len(_DS_CLOSE)):
-            yield Found(start, end, MalformedCall(f"the call is not closed with {_DS_CLOSE}"))
+            yield Found(start, position, MalformedCall(f"the call is not closed with {_DS_CLOSE}"))
         else:
-            yield Found(start, end, _read_arguments(name, text[body:last]))
+            yield Found(start, position, _read_arguments(name, text[body:last]))
 
 
 def _deepseek_end(text: str, head: int) -> int:
