@@ -3,9 +3,12 @@
 import asyncio
 import json
 import pickle
+import re
 import sys
 import threading
 import time
+from dataclasses import replace
+from types import ModuleType
 
 import openai
 import pytest
@@ -32,6 +35,8 @@ from torchrl_envs import (
     FunctionTools,
     StepCounter,
 )
+from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.task import TaskEnv
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
 
 
@@ -438,3 +443,69 @@ def test_columns_that_the_program_asks_for_are_there(chatml_tokenizer):
     env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(part)
     with pytest.raises(ValueError, match=r"asks for \['level'\], which the data lack"):
         env.check()
+
+
+DATA = [{"prompt": f"q{i}", "question": f"{i} + 1?", "answer": str(i + 1)} for i in range(12)]
+
+
+def solve(endpoint, *, question, answer):
+    chat = [{"role": "user", "content": question}]
+    return float(asks_once(endpoint, messages=chat) == answer)
+
+
+class TestTask:
+    def rollout(self, tokenizer, task, turns):
+        env = TaskEnv(task, num_envs=1, tokenizer=tokenizer)
+        try:
+            return env.rollout(9, ScriptedTurns(tokenizer, turns))[..., -1]["next"]
+        finally:
+            env.close()
+
+    def test_a_function_by_its_name(self, chatml_tokenizer, monkeypatch):
+        module = ModuleType("agents_of_somebody")
+        module.solve = solve
+        monkeypatch.setitem(sys.modules, "agents_of_somebody", module)
+        program = "agents_of_somebody:solve"
+        task = make_task("agent", program=program, dataset=DATA, num_held_out=2)
+        assert len(task.held_out_rows) == 2
+        right = [row["answer"] for row in task.train_rows]
+        last = self.rollout(chatml_tokenizer, task, ["none"])
+        assert last["reward"].item() == 0.0
+        assert reason_of(last) == "environment_done"
+        last = self.rollout(chatml_tokenizer, replace(task, train_rows=task.train_rows[:1]), right)
+        assert last["rewards", "agent"].item() == 1.0
+
+    def test_a_command(self, chatml_tokenizer):
+        command = [sys.executable, "-c", COMMAND]
+        task = make_task("agent", command=command, dataset=DATA[:1], num_held_out=0)
+        last = self.rollout(chatml_tokenizer, task, ["1"])
+        assert last["reward"].item() == 1.0
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"dataset": DATA}, "takes one of program"),
+            ({"dataset": DATA, "program": "a:b", "command": ["c"]}, "takes one of program"),
+            ({"program": "json:loads"}, "needs a dataset"),
+            ({"program": "json", "dataset": DATA}, "must be package.module:name"),
+            ({"program": "json:nothing", "dataset": DATA}, "can't be found"),
+            ({"command": [], "dataset": DATA}, "the command is empty"),
+        ],
+    )
+    def test_settings_that_can_not_work_are_refused(self, settings, words):
+        with pytest.raises(ValueError, match=words):
+            make_task("agent", num_held_out=2, **settings)
+
+    def test_the_agent_to_copy_answers_the_calculators_questions(self, chatml_tokenizer):
+        task = make_task("calculator_agent", num_rows=64, num_held_out=8, num_demonstrations=4)
+        row = next(row for row in task.train_rows if row["tool"] == "multiply")
+        a, b = map(int, re.findall(r"\d+", row["prompt"])[:2])
+        call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
+        wrong = json.dumps({"name": "divide", "arguments": {}})
+        calls = [f"<tool_call>{text}</tool_call>" for text in ("{", wrong, call)]
+        last = self.rollout(chatml_tokenizer, replace(task, train_rows=[row]), [*calls, str(a * b)])
+        results = [content for role, content in said(last) if role == "tool"]
+        assert results[0].startswith("error: JSONDecodeError")
+        assert results[1:] == ["error: KeyError: 'divide'", str(a * b)]
+        assert last["reward"].item() == 1.0
+        assert last["rewards", "chose_right_tool"].item() == 0.0  # its first call was none

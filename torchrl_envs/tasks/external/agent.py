@@ -61,14 +61,11 @@ def agent_task(
         )
     if dataset is None:
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
-    splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
-    train_rows, held_out_rows = load_task_rows(
-        dataset, name=name, num_held_out=num_held_out, prompt_column=prompt_column, **splits
+    run: Any = (
+        AgentCommand(list(command or ()), prints_reward=prints_reward)
+        if program is None
+        else found("program", program)
     )
-    if program is not None:
-        run: Any = found("program", program)
-    else:
-        run = AgentCommand(list(command or ()), prints_reward=prints_reward)
     part = partial(
         AgentProgram,
         run,
@@ -76,6 +73,10 @@ def agent_task(
         cut_reward=cut_reward,
         ignored_parameters=list(ignored_parameters),
         timeout_s=timeout_s,
+    )
+    splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
+    train_rows, held_out_rows = load_task_rows(
+        dataset, name=name, num_held_out=num_held_out, prompt_column=prompt_column, **splits
     )
     return Task(
         name="agent",
