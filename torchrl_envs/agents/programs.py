@@ -107,8 +107,9 @@ class AgentCommand:
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
             if process.returncode:
+                last = _tail(err).rpartition("\n")[2]  # of a traceback, what was raised
                 raise AgentProgramError(
-                    f"{self.__name__} ended with status {process.returncode}: {_tail(err)[-500:]}"
+                    f"{self.__name__} ended with status {process.returncode}: {last[-500:]}"
                 )
             return _printed_reward(_tail(out), self.__name__) if self.prints_reward else None
 
