@@ -1,7 +1,8 @@
 """Recipes with tools learn small tasks, and their controls do not.
 
-A search agent learns what to look up, one model learns two tasks at once, and self-play learns a
-game by playing. All go on from a model that was shown the format, and little of the skill.
+A search agent learns what to look up, one model learns that and what a program asks that owns its
+loop, and self-play learns a game by playing. All go on from a model that was shown the format, and
+little of the skill.
 """
 
 import json
@@ -26,6 +27,21 @@ BOTH = (
     "task=multi_env",
     f"task.tasks={{where: {{task: search, {SEARCH}}}, say: {{task: gsm8k, {SAY}}}}}",
 )
+ASKS = "task: agent, program: 'asks:ask', dataset: say.jsonl, prompt_column: question"
+WITH_AGENT = (
+    "task=multi_env",
+    f"task.tasks={{where: {{task: search, {SEARCH}}}, say: {{{ASKS}}}}}",
+)
+AGENT = """
+import openai
+
+def ask(endpoint, question, answer):
+    with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        chat = [{"role": "user", "content": question}]
+        said = client.chat.completions.create(model=endpoint.model, messages=chat)
+    digit = answer.removeprefix("#### ")
+    return float(f"<answer>{digit}</answer>" == said.choices[0].message.content)
+"""
 FAST = ("logger=none", "evaluate.num_shown=0", "engine=transformers")
 WARM = (
     *("policy.max_new_tokens=28", "policy.show_tool_schemas=false", "optim.max_grad_norm=0.1"),
@@ -64,6 +80,7 @@ def say(rng):
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("agents")
     rng = random.Random(0)
+    (path / "asks.py").write_text(AGENT)
     write(path / "pages.jsonl", [{"title": t, "text": p} for t, p in WHERE.items()])
     questions = [
         {"question": text.format(t), "answer": p} for text in QUESTIONS for t, p in WHERE.items()
@@ -84,6 +101,7 @@ def folder(tmp_path_factory):
 def run(run_recipe, folder, monkeypatch):
     """Runs a recipe; the models that know the format are made once."""
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
 
     def model(name, *arguments):
         if not (folder / f"outputs/sft/{name}").exists():
@@ -123,8 +141,8 @@ def test_search_agent(run):
 
 @pytest.mark.slow
 def test_multi_environment(run):
-    """Each of its tasks is learnt, one with a tool and one without."""
-    task = (*BOTH, "optim.learning_rate=1.4e-3", "evaluate.num_prompts=32")
+    """Each of its tasks is learnt, one with a tool and one by a program that owns its loop."""
+    task = (*WITH_AGENT, "optim.learning_rate=1.4e-3", "evaluate.num_prompts=32")
     task += ("collector.num_prompts=14", "collector.group_size=8")
     learnt = run("grpo", *task, "train.num_steps=16", "name=learnt")
     control = run("grpo", *task, "train.num_steps=6", "experiment=control")
