@@ -123,7 +123,7 @@ def _object(value: Any) -> NonTensorData:
 
 def _first_version(episode: Episode) -> int:
     versions = episode.sampled_versions
-    return int(versions[0]) if len(versions) else -1
+    return int(versions.min()) if len(versions) else -1
 
 
 def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[TensorDict]:
