@@ -22,7 +22,8 @@ _PROTOCOLS: Final[Mapping[str, Any]] = {
     "/v1/messages": anthropic_messages,
 }
 """What reads requests and writes answers, by path."""
-_STOP_S: Final = 5.0
+_KEEP_ALIVE_S: Final = 3600
+_STOP_S: Final = 5
 _KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -56,7 +57,15 @@ class AgentServer:
         routes.append(Route("/v1/models", self._list_models, methods=["GET"]))
         routes.append(Route("/{path:path}", self._not_found, methods=["GET", "POST"]))
         config = uvicorn.Config(
-            Starlette(routes=routes), log_level="warning", lifespan="off", access_log=False
+            Starlette(routes=routes),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            # A tool of the program may take its time; whoever closes first, the other one fails.
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_STOP_S,
         )
         self._server = uvicorn.Server(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -509,3 +509,10 @@ class TestTask:
         assert results[1:] == ["error: KeyError: 'divide'", str(a * b)]
         assert last["reward"].item() == 1.0
         assert last["rewards", "chose_right_tool"].item() == 0.0  # its first call was none
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "starlette.applications"])
+def test_what_is_not_installed_is_said(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'torchrl-agents\[tools\]'"):
+        _ = AgentProgram(asks_once).server

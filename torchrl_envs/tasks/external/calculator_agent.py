@@ -23,13 +23,17 @@ _CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @functools.cache
 def _client(base_url: str) -> Any:
+    return _openai().OpenAI(base_url=base_url, api_key="that of each episode", max_retries=0)
+
+
+def _openai() -> Any:
     try:
         import openai
     except ImportError as error:
         raise ImportError(
             "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
         ) from error
-    return openai.OpenAI(base_url=base_url, api_key="that of each episode", max_retries=0)
+    return openai
 
 
 def answer(endpoint: AgentEndpoint, *, prompt: str, entry: dict[str, Any], generator: str) -> float:
@@ -79,7 +83,9 @@ def calculator_agent_task(
 
     Raises:
         ValueError: too few different questions to hold so many out.
+        ImportError: the package ``openai`` is not installed.
     """
+    _openai()
     task = calculator_task(
         num_rows=num_rows,
         num_held_out=num_held_out,
