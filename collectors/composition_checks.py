@@ -58,8 +58,7 @@ def check_composition(
     check_policy(env, policy, who=who)
     check_data(env, who=who)
     env.check()
-    for transform in env.episode_transforms():
-        transform.check_policy(policy)
+    check_parts(env, policy)
     loaders = list(env.transforms_of(DataLoadingPrimer))
     if not has_postproc:
         check_groups(loaders, buffer, who=who)
@@ -104,6 +103,20 @@ def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
             f"{who}: the policy reads input_mode={policy.input_mode!r}, and the environment writes "
             f"{mode!r}. Give both the same."
         )
+
+
+def check_parts(env: EpisodeEnv, policy: Any) -> None:
+    """Let every transform see whose turns it will get.
+
+    Args:
+        env: of the transforms.
+        policy: what acts in it.
+
+    Raises:
+        ValueError: a transform does not go with it.
+    """
+    for transform in env.episode_transforms():
+        transform.check_policy(policy)
 
 
 def check_data(env: EpisodeEnv, *, who: str) -> None:

@@ -42,6 +42,35 @@ def two_agents(told, lock, endpoint, *, prompt, seed):
         return float(len(solver[1].content) > 3)
 
 
+def test_held_out_programs_may_ask_for_the_policys_own_temperature(
+    make_tiny_model, chatml_tokenizer
+):
+    def program(endpoint, *, prompt):
+        with openai.OpenAI(
+            base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+        ) as client:
+            chat = [{"role": "user", "content": prompt}]
+            client.chat.completions.create(model="m", messages=chat, temperature=0.5)
+        return 1.0
+
+    def make_env(**options):
+        rows = [{"prompt": f"What is {i} + 2?"} for i in range(2)]
+        loader = DataLoadingPrimer(rows, group_size=1, **options)
+        env = ChatEnv(batch_size=2, tokenizer=chatml_tokenizer)
+        return env.append_transform(Compose(loader, AgentProgram(program, timeout_s=60)))
+
+    torch.manual_seed(0)
+    policy = TransformersWrapper(
+        make_tiny_model(),
+        tokenizer=chatml_tokenizer,
+        generate_kwargs={"max_new_tokens": 3, "temperature": 0.5},
+    )
+    with StreamingCollector(make_env(), policy) as collector:
+        assert set(collector.collect()["stop_reason"]) == {"environment_done"}
+        point = collector.evaluate(make_env(num_epochs=1), wait=True)
+    assert point.trajectories["reward"].flatten().tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("kind", ["batch", "streaming"])
 def test_each_sampled_token_is_trained_once_with_ratio_one(kind, make_tiny_model, chatml_tokenizer):
     torch.manual_seed(0)

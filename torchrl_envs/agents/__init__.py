@@ -1,1 +1,1 @@
-"""Agents that own their loop: programs that ask a model over OpenAI's protocol."""
+"""Agents that own their loop: programs that ask a model over HTTP, as they ask a hosted one."""

@@ -1,7 +1,8 @@
 """An agent that owns its loop is trained as it is: its requests are the episode's turns."""
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.validation import check_numbers
@@ -15,12 +16,25 @@ from torchrl_envs.episode.episode_transform import (
 )
 from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.tool_calls.results import error_line
+from torchrl_envs.transforms.fold_context import FoldContext
+from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
+from torchrl_envs.transforms.token_budget import TokenBudget
 
 from .branches import Branches
-from .programs import AgentEndpoint, Program, RunningProgram, required_columns
+from .programs import (
+    AgentEndpoint,
+    Program,
+    RunningProgram,
+    first_argument,
+    required_columns,
+)
+from .prompts import PromptChecker
 from .server import AgentServer
 from .session import AgentSession, ProgramEnd
-from .turns import Accepted, TurnRequest, reply_to
+from .turns import Accepted, RequestError, TurnRequest, reply_to
+
+_SPEAKERS: Final = (ToolSource, FoldContext, AddThinkingPrompt)
+"""What else writes into a conversation."""
 
 
 class AgentProgram(ToolSource, RewardSource):
@@ -60,7 +74,7 @@ class AgentProgram(ToolSource, RewardSource):
         end_timeout_s: how long a program whose episode was cut may take to end.
 
     Raises:
-        TypeError: the program can't be called.
+        TypeError: the program can't be called, or not with an endpoint.
         ValueError: a number is out of range.
 
     Examples:
@@ -93,6 +107,7 @@ class AgentProgram(ToolSource, RewardSource):
         super().__init__(timeout_s=timeout_s)
         if not callable(program):
             raise TypeError(f"AgentProgram takes a function or AgentCommand, got {program!r:.80}.")
+        first_argument(program)
         if isinstance(ignored_parameters, str):
             raise TypeError("AgentProgram: ignored_parameters is a list of names, not one string.")
         check_numbers("AgentProgram", "(0, inf)", end_timeout_s=end_timeout_s)
@@ -108,6 +123,7 @@ class AgentProgram(ToolSource, RewardSource):
         self.host, self.port = host, port
         self.end_timeout_s = end_timeout_s
         self._accepted: dict[str, Any] = {}
+        self._prompts = PromptChecker()
         self._server: AgentServer | None = None
 
     @property
@@ -130,6 +146,7 @@ class AgentProgram(ToolSource, RewardSource):
                 model=self.model,
                 accepted=Accepted(self._accepted, self.ignored_parameters),
             )
+            weakref.finalize(self, self._server.close).atexit = False
         return self._server
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,20 +165,24 @@ class AgentProgram(ToolSource, RewardSource):
         """Nothing else speaks in a conversation that is the program's, and the server can start.
 
         Raises:
-            ValueError: the environment has a system prompt or tools, or the data lack a column that
-                the program asks for.
+            ValueError: the environment has a system prompt, tools or another part that speaks, or
+                the data lack a column that the program asks for.
         """
         if env.base_env.system_prompt is not None:
             raise ValueError(
                 "AgentProgram: the prompts are the program's, and the environment has a "
                 "system_prompt."
             )
-        others = [source for source in env.transforms_of(ToolSource) if source is not self]
-        tools = [type(source).__name__ for source in others]
-        if tools and self.only_for is None:
+        others = [part for kind in _SPEAKERS for part in env.transforms_of(kind)]
+        speaking = [type(p).__name__ for p in others if p is not self and p.only_for is None]
+        if speaking:
             raise ValueError(
-                f"AgentProgram: the program runs its tools itself, and the environment has {tools}."
+                "AgentProgram: all that is said is the program's, which runs its tools itself; the "
+                f"environment has {speaking} for its episodes, too."
             )
+        for budget in env.transforms_of(TokenBudget):
+            if budget.max_model_len is not None:
+                self._prompts.leave_room(budget.max_model_len - budget.min_turn_tokens)
         for loader in env.transforms_of(DataLoadingPrimer):
             missing = [c for c in required_columns(self.program) if c not in loader.columns]
             if missing:
@@ -172,11 +193,12 @@ class AgentProgram(ToolSource, RewardSource):
         _ = self.server
 
     def check_policy(self, policy: Any) -> None:
-        """Requests may ask for what the policy does anyway."""
+        """Requests may ask for what the policy does anyway, and prompts are its own."""
         sampling = getattr(policy, "sampling", None)
         for name in ("temperature", "top_p"):
             if sampling is not None:
                 self._accepted[name] = getattr(sampling, name)
+        self._prompts.read_policy(policy)
 
     # Events -------------------------------------------------------------------------------------
 
@@ -189,14 +211,13 @@ class AgentProgram(ToolSource, RewardSource):
         server = self.server
         session = server.open()
         endpoint = AgentEndpoint(f"{server.url}/v1", session.key, self.model)
-        columns = {**(episode.example or {}), "seed": episode.seed}
-        agent = _Agent(RunningProgram(self.program, endpoint, columns, session), session)
+        columns = {"seed": episode.seed, **(episode.example or {})}
+        agent = _Agent(session, self._prompts)
         episode.resources.add(self, agent, closing=agent.closing(server), name=self.name)
-        (outcome,) = await self.call(session.next_event, timeout_s=self.timeout_s)
+        agent.running = RunningProgram(self.program, endpoint, columns, session)
+        outcome = await self._next(agent, lambda asked: agent.branches.begin(asked))
         event = outcome.value
         if isinstance(event, TurnRequest):
-            agent.asked = event
-            agent.branches.begin(event)
             episode.query, episode.tools = event.messages, event.tools
             return
         error = outcome.error if event is None else event.error
@@ -217,7 +238,7 @@ class AgentProgram(ToolSource, RewardSource):
         self._answer(episode, agent, agent.asked)
         if episode.is_done or episode.stop_reason:
             return
-        (outcome,) = await self.call(agent.session.next_event, timeout_s=self.timeout_s)
+        outcome = await self._next(agent, lambda asked: agent.branches.go_on(episode, asked))
         event = outcome.value
         if outcome.error is not None:
             self._fail(episode, outcome.error)
@@ -227,9 +248,6 @@ class AgentProgram(ToolSource, RewardSource):
                 self._fail(episode, event.error)
             else:
                 episode.terminate(ENVIRONMENT_DONE)
-        else:
-            agent.asked = event
-            agent.branches.go_on(episode, event)
 
     async def finish(self, episode: Episode) -> None:
         """The reward is what the program returned; one that still runs is told that it is over."""
@@ -247,6 +265,19 @@ class AgentProgram(ToolSource, RewardSource):
         episode.score.add_outcome(self.name, Outcome(value), who=self.name)
 
     # How ----------------------------------------------------------------------------------------
+
+    async def _next(self, agent: "_Agent", take: Callable[[TurnRequest], None]) -> Outcome:
+        """The next request that can be taken, or the program's end, as an outcome's value."""
+        while True:
+            (outcome,) = await self.call(agent.session.next_event, timeout_s=self.timeout_s)
+            if isinstance(outcome.value, TurnRequest):
+                try:
+                    take(outcome.value)
+                except RequestError as error:
+                    agent.session.answer(error)
+                    continue
+                agent.asked = outcome.value
+            return outcome
 
     def _answer(self, episode: Episode, agent: "_Agent", asked: TurnRequest) -> None:
         base: Any = self._environment().base_env
@@ -277,10 +308,10 @@ class AgentProgram(ToolSource, RewardSource):
 class _Agent:
     """The program of one episode, and what it has asked for."""
 
-    def __init__(self, running: RunningProgram, session: AgentSession) -> None:
-        self.running = running
+    def __init__(self, session: AgentSession, prompts: PromptChecker) -> None:
+        self.running: RunningProgram | None = None
         self.session = session
-        self.branches = Branches()
+        self.branches = Branches(prompts.encode)
         self.asked: TurnRequest | None = None
         """What the next turn answers."""
         self.end: ProgramEnd | None = None
@@ -288,9 +319,10 @@ class _Agent:
     def closing(self, server: AgentServer) -> Any:
         """How it is given back: whatever still waits is refused, and the program stopped."""
 
-        def close(has_ended: bool) -> None:
-            self.session.refuse("it has ended" if has_ended else "it was given up")
+        def close(reason: str) -> None:
+            self.session.refuse(reason or "it was given up")
             server.forget(self.session)
-            self.running.stop()
+            if self.running is not None:
+                self.running.stop()
 
         return close

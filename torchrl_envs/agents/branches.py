@@ -1,5 +1,8 @@
 """Which conversation of an episode a request goes on with."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from torchrl_data.conversation.conversations import Conversations
 from torchrl_data.conversation.record import Message
 from torchrl_envs.episode.episode import Episode
@@ -13,9 +16,13 @@ class Branches:
     A request whose messages begin as one of them did, with the same tools, goes on with it: only
     what is new is encoded. Any other one begins a conversation of its own, in a row of its own;
     what the policy has sampled in the others stays as it is, and none of it is trained again.
+
+    Args:
+        encode: gives the policy's prompt, or raises where it can't be one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, encode: Callable[[Conversations], Conversations]) -> None:
+        self._encode = encode
         self._known: list[_Branch] = []
         """The one that the episode is in comes last."""
 
@@ -24,8 +31,12 @@ class Branches:
 
         Args:
             request: the program's first one.
+
+        Raises:
+            RequestError: it can't be a prompt; as if it had not come.
         """
-        self._known.append(_Branch(request))
+        self._encode(Conversations.from_messages([request.messages], [request.tools]))
+        self._known.append(_Branch(request, _shown(request)))
 
     def go_on(self, episode: Episode, request: TurnRequest) -> None:
         """Take an episode to where a request wants it.
@@ -33,24 +44,34 @@ class Branches:
         Args:
             episode: the policy has answered the request before this one.
             request: the program's next one.
+
+        Raises:
+            RequestError: it can't be a prompt; as if it had not come.
         """
+        shown = _shown(request)
         current = self._known[-1]
         found = max(
-            (b for b in self._known if b.is_begun_by(request)),
+            (b for b in self._known if b.is_begun_by(request.tools, shown)),
             key=lambda b: len(b.told),
             default=None,
         )
-        if found is not current:
-            current.left_at = episode.conversation
         if found is None:
-            found = _Branch(request)
             conversation = Conversations.from_messages([request.messages], [request.tools])
-            _leave_for(episode, conversation, current.left_at)
+        else:
+            before = episode.conversation if found is current else found.left_at
+            assert before is not None
+            conversation = before.append_messages([request.messages[len(found.told) :]])
+        conversation = self._encode(conversation)  # nothing has changed if that raises
+        if found is current:
+            episode.conversation = conversation
+        else:
+            _leave(episode, current, None if found is None else found.left_at)
+            episode.conversation = conversation
+        if found is None:
+            found = _Branch(request, shown)
         else:
             self._known.remove(found)
-            if found is not current:
-                _leave_for(episode, found.left_at, current.left_at)
-            episode.say(*found.add(request))
+            found.told = shown
         self._known.append(found)
 
     def add_reply(self, message: Message) -> None:
@@ -65,30 +86,23 @@ class Branches:
 class _Branch:
     """One conversation of an episode, as its program was told of it."""
 
-    def __init__(self, request: TurnRequest) -> None:
+    def __init__(self, request: TurnRequest, shown: list[Any]) -> None:
         self.tools = request.tools
-        self.told = [comparable(message) for message in request.messages]
+        self.told = shown
         self.left_at: Conversations | None = None
         """Where the episode left it for another one."""
 
-    def is_begun_by(self, request: TurnRequest) -> bool:
-        if self.tools != request.tools or len(self.told) >= len(request.messages):
-            return False
-        shown = request.messages[: len(self.told)]
-        return all(comparable(m) == told for m, told in zip(shown, self.told, strict=True))
-
-    def add(self, request: TurnRequest) -> list[Message]:
-        """The messages that are new."""
-        new = request.messages[len(self.told) :]
-        self.told += [comparable(message) for message in new]
-        return new
+    def is_begun_by(self, tools: Sequence[Any] | None, shown: Sequence[Any]) -> bool:
+        n = len(self.told)
+        return self.tools == tools and n < len(shown) and self.told == shown[:n]
 
 
-def _leave_for(
-    episode: Episode, conversation: Conversations | None, left: Conversations | None
-) -> None:
-    """Go on with another conversation; the one that is left is a row of its own."""
-    assert conversation is not None
-    assert left is not None
-    episode.segments = (*(s for s in episode.segments if s is not conversation), left)
-    episode.conversation = conversation
+def _shown(request: TurnRequest) -> list[Any]:
+    return [comparable(message) for message in request.messages]
+
+
+def _leave(episode: Episode, current: _Branch, entered: Conversations | None) -> None:
+    """The conversation that is left is a row of its own, and the one that is entered is none."""
+    current.left_at = episode.conversation
+    others = (s for s in episode.segments if s is not entered)
+    episode.segments = (*others, current.left_at)

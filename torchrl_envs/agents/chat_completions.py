@@ -8,6 +8,7 @@ from typing import Any, Final
 from torchrl_data.conversation.record import Message
 
 from .turns import (
+    KEPT,
     Accepted,
     RequestError,
     TurnReply,
@@ -34,12 +35,13 @@ _USUAL: Final[Mapping[str, Sequence[Any]]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
+    "top_k": (-1, 0),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-_COPIED: Final = ("role", "name", "tool_call_id", "reasoning_content")
 
 
 def read_request(body: Any, accepted: Accepted) -> TurnRequest:
@@ -78,12 +80,14 @@ def _read_message(number: int, message: Any) -> Message:
     where = f"message {number}"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is no object: {message!r:.80}")
-    read: Message = {name: message[name] for name in _COPIED if message.get(name) is not None}
+    read: Message = {name: message[name] for name in KEPT if message.get(name) is not None}
     if read.get("role") == "developer":
         read["role"] = "system"
     read["content"] = text_of(where, message.get("content"))
     calls = message.get("tool_calls")
     if calls:
+        if not isinstance(calls, list):
+            raise RequestError(f"{where}: tool_calls are a list, got {calls!r:.80}")
         read["tool_calls"] = [_read_call(where, call) for call in calls]
     return read
 

@@ -33,7 +33,8 @@ _USUAL: Final[Mapping[str, Sequence[Any]]] = {
     "top_logprobs": (0,),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
-    "text": ({"format": {"type": "text"}},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
     "truncation": ("disabled",),
 }
 _TEXTS: Final = ("input_text", "output_text", "text")

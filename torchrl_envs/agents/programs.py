@@ -6,20 +6,20 @@ import functools
 import inspect
 import json
 import os
-import signal
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
-from torchrl_envs.concurrency.calls import accepted_arguments, is_async, run_call
-from torchrl_envs.concurrency.event_loop import LoopThread
+from torchrl_envs.concurrency.calls import accepted_arguments
+from torchrl_envs.processes.process import kept_command
 
 from .session import AgentSession
 
 _TAIL_BYTES: Final = 4096
+_KILL_S: Final = 5.0
 Program = Callable[..., Any]
 
 
@@ -41,10 +41,11 @@ class AgentCommand:
     """A command as a program: it runs as it is, as a process for each episode.
 
     It finds the policy in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL`` (and in
-    ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ANTHROPIC_MODEL``), and the row of the
-    data, with the group's ``seed``, as one line of JSON on its standard input. Its reward is the
-    last line that it prints: a number, or an object with a ``"reward"``. It runs with the rights
-    of this process, and is killed with all that it started when its episode is over.
+    ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ANTHROPIC_MODEL``), which no proxy is asked
+    for, and the row of the data, with the group's ``seed``, as one line of JSON on its standard
+    input. Its reward is the last line that it prints: a number, or an object with a ``"reward"``.
+    It runs with the rights of this process, and is killed with all that it started when its episode
+    is over, or this process.
 
     Args:
         command: the program and its arguments.
@@ -82,36 +83,67 @@ class AgentCommand:
         """Run it for one episode.
 
         Raises:
-            AgentProgramError: it ended with an error, or printed no reward.
+            AgentProgramError: it ended with an error, printed no reward, or a column of the row is
+                no JSON.
         """
-        found = {
-            "OPENAI_BASE_URL": endpoint.base_url,
-            "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
-        }
-        for company in ("OPENAI", "ANTHROPIC"):
-            found |= {f"{company}_API_KEY": endpoint.api_key, f"{company}_MODEL": endpoint.model}
+        line = self._written(row)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             process = await asyncio.create_subprocess_exec(
-                *self.command,
+                *kept_command(self.command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, **found, **self.environment},
+                env={**os.environ, **_variables(endpoint), **self.environment},
                 cwd=self.folder,
                 start_new_session=True,
             )
             try:
-                await process.communicate(json.dumps(row).encode() + b"\n")
+                await process.communicate(line)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await _end(process)
             if process.returncode:
                 last = _tail(err).rpartition("\n")[2]  # of a traceback, what was raised
                 raise AgentProgramError(
                     f"{self.__name__} ended with status {process.returncode}: {last[-500:]}"
                 )
             return _printed_reward(_tail(out), self.__name__) if self.prints_reward else None
+
+    def _written(self, row: Mapping[str, Any]) -> bytes:
+        for name, value in row.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise AgentProgramError(
+                    f"{self.__name__} gets its row as JSON, which the column {name!r} is not: "
+                    f"{error}"
+                ) from error
+        return json.dumps(row).encode() + b"\n"
+
+
+def _variables(endpoint: AgentEndpoint) -> dict[str, str]:
+    """Where a process finds the policy."""
+    found = {
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
+    }
+    for company in ("OPENAI", "ANTHROPIC"):
+        found |= {f"{company}_API_KEY": endpoint.api_key, f"{company}_MODEL": endpoint.model}
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [os.environ.get(name, ""), urlsplit(endpoint.base_url).hostname or ""]
+        found[name] = ",".join(filter(None, hosts))
+    return found
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill it, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()  # the keeper kills the others first
+    try:
+        async with asyncio.timeout(_KILL_S):
+            await process.wait()
+    except TimeoutError:  # somebody stopped the keeper
+        process.kill()
+        await process.wait()
 
 
 def _tail(file: IO[bytes]) -> str:
@@ -130,6 +162,22 @@ def _printed_reward(text: str, who: str) -> float:
             f"{who} printed no reward: its last line is {last!r:.80}, and not a number or "
             '{"reward": number}. AgentCommand(prints_reward=False) leaves the reward to others'
         ) from None
+
+
+def first_argument(program: Program) -> str:
+    """What a program calls its endpoint.
+
+    Args:
+        program: a function, or an :class:`AgentCommand`.
+
+    Raises:
+        TypeError: it takes no positional argument.
+    """
+    for parameter in inspect.signature(program).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            return parameter.name
+        break
+    raise TypeError(f"AgentProgram: the first argument of {program!r:.80} is to be the endpoint.")
 
 
 def required_columns(program: Program) -> list[str]:
@@ -153,6 +201,8 @@ class RunningProgram:
         session: is told of its end.
     """
 
+    # An event loop of its own, too: an agent that blocks its loop holds up no other one.
+
     def __init__(
         self,
         program: Program,
@@ -161,30 +211,46 @@ class RunningProgram:
         session: AgentSession,
     ) -> None:
         self.session = session
-        call = functools.partial(program, endpoint, **accepted_arguments(program, columns))
-        self._loop = LoopThread()
-        self._task: Future[Any] | None = None
-        if is_async(program):
-            # A loop of its own: an agent that blocks it holds up no other one.
-            self._task = self._loop.submit_apart(call())
-            self._task.add_done_callback(self._end_task)
-        else:
-            thread = threading.Thread(target=self._run, args=(call,), name="agent", daemon=True)
-            thread.start()
+        first = first_argument(program)
+        others = {name: value for name, value in columns.items() if name != first}
+        call = functools.partial(program, endpoint, **accepted_arguments(program, others))
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        threading.Thread(target=self._run, args=(call,), name="agent", daemon=True).start()
 
     def _run(self, call: Callable[[], Any]) -> None:
-        outcome = run_call(call)
-        self.session.end(outcome.value, outcome.error)
-
-    def _end_task(self, task: Future[Any]) -> None:
-        if task.cancelled():
-            self.session.end(error=asyncio.CancelledError())
-        elif (error := task.exception()) is not None:
+        # SystemExit and KeyboardInterrupt that a program raises are its own errors.
+        try:
+            value = call()
+            if inspect.isawaitable(value):
+                asyncio.run(self._await(value))
+            else:
+                self.session.end(value)
+        except BaseException as error:
             self.session.end(error=error)
-        else:
-            self.session.end(task.result())
+
+    async def _await(self, value: Awaitable[Any]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            self._running = asyncio.get_running_loop(), task
+            if self._is_stopped:
+                task.cancel()
+        # Told at once: a loop that ends waits for the threads that were begun on it.
+        try:
+            self.session.end(await value)
+        except BaseException as error:
+            self.session.end(error=error)
+            raise
+        finally:
+            with self._lock:
+                self._running = None
 
     def stop(self) -> None:
         """Cancel it where it is ``async``; a function that is not ends when it asks again."""
-        if self._task is not None:
-            self._task.cancel()
+        with self._lock:
+            self._is_stopped = True
+            if self._running is not None:
+                loop, task = self._running
+                loop.call_soon_threadsafe(task.cancel)

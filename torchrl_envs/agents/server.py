@@ -1,8 +1,9 @@
-"""The HTTP server that programs ask: OpenAI's chat completions, a session for each key."""
+"""The HTTP server that programs ask: protocols of two companies, a session for each key."""
 
 import asyncio
 import contextlib
 import json
+import resource
 import socket
 import threading
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ _PROTOCOLS: Final[Mapping[str, Any]] = {
     "/v1/messages": anthropic_messages,
 }
 """What reads requests and writes answers, by path."""
+_EVERYWHERE: Final = ("", "0.0.0.0", "::")
+_OPEN_FILES: Final = 65536
 _KEEP_ALIVE_S: Final = 3600
 _STOP_S: Final = 5
 _KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -68,9 +71,9 @@ class AgentServer:
             timeout_graceful_shutdown=_STOP_S,
         )
         self._server = uvicorn.Server(config)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
-        port = self._socket.getsockname()[1]
+        self._socket = _listen(host, port)
+        _allow_open_files()
+        port, host = self._socket.getsockname()[1], _address(host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """Where it listens; OpenAI's clients take it with ``/v1``."""
         self._thread = threading.Thread(
@@ -107,12 +110,11 @@ class AgentServer:
             return _error(401, "the key is that of no episode that runs")
         try:
             asked = protocol.read_request(json.loads(await request.body()), self._accepted)
-        except RequestError as error:
-            return _error(400, str(error))
-        except ValueError as error:
-            return _error(400, f"the body is no JSON: {error}")
-        try:
             reply = await _reply(session, asked, request)
+        except RequestError as error:
+            return _error(400, str(error), error.code)
+        except (ValueError, RecursionError) as error:
+            return _error(400, f"the body is no JSON: {error}")
         except SessionOver as over:
             return _error(403, f"the episode is over: {over}")
         if asked.streams:
@@ -131,6 +133,39 @@ class AgentServer:
         return _error(404, f"there is no {request.url.path} here, only {', '.join(_PROTOCOLS)}")
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"AgentProgram can't listen at {host}:{port} ({error.strerror}). Each environment has "
+            "a server of its own: port=0 finds each a port",
+        ) from error
+
+
+def _address(host: str) -> str:
+    """Where programs find a server that listens at a host."""
+    if host not in _EVERYWHERE:
+        return host
+    # By which address this machine would write to another one; nothing is sent.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:  # it knows no other machine
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _allow_open_files() -> None:
+    """Each program has a connection or more, and an event loop of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _key_of(request: "Request") -> str:
     """As OpenAI's clients give it, and as Anthropic's do."""
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -139,7 +174,8 @@ def _key_of(request: "Request") -> str:
 
 async def _reply(session: AgentSession, asked: TurnRequest, request: "Request") -> TurnReply:
     """The turn that a program asks for; given up when the program hangs up."""
-    reply = asyncio.wrap_future(session.ask(asked))
+    waiting = session.ask(asked)
+    reply = asyncio.wrap_future(waiting.reply)
     hung_up = asyncio.ensure_future(_hung_up(request))
     await asyncio.wait({reply, hung_up}, return_when=asyncio.FIRST_COMPLETED)
     if reply.done():
@@ -147,7 +183,7 @@ async def _reply(session: AgentSession, asked: TurnRequest, request: "Request") 
         with contextlib.suppress(asyncio.CancelledError):
             await hung_up
         return reply.result()
-    reply.cancel()
+    session.give_up(waiting)
     raise SessionOver("the program hung up")
 
 
@@ -163,10 +199,10 @@ def _event(event: tuple[str, Any]) -> str:
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
 
 
-def _error(status: int, message: str) -> "Response":
+def _error(status: int, message: str, code: str = "") -> "Response":
     """An error that the clients of both companies understand."""
     from starlette.responses import JSONResponse
 
     kind = _KINDS.get(status, "invalid_request_error")
-    body = {"message": message, "type": kind, "param": None, "code": kind}
+    body = {"message": message, "type": kind, "param": None, "code": code or kind}
     return JSONResponse({"type": "error", "error": body}, status_code=status)

@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from .turns import TurnReply, TurnRequest
+from .turns import RequestError, TurnReply, TurnRequest
 
 
 class SessionOver(Exception):
@@ -22,6 +22,16 @@ class ProgramEnd(NamedTuple):
     error: BaseException | None
 
 
+class Asked:
+    """A request, and what becomes of it."""
+
+    def __init__(self, request: TurnRequest) -> None:
+        self.request = request
+        self.reply: Future[TurnReply] = Future()
+        """Holds a ``RequestError`` where it can't be answered as it is."""
+        self.is_awaited = True
+
+
 class AgentSession:
     """The requests of one program, answered one after the other."""
 
@@ -31,46 +41,56 @@ class AgentSession:
     def __init__(self) -> None:
         self.key = secrets.token_urlsafe(24)
         """Who knows it is this session's program."""
-        self.refusal = ""
-        """Why nothing is answered any more."""
-        self.was_refused = False
-        """Whether something has been asked since."""
+        self._refusal = ""
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[TurnRequest, Future[TurnReply]]] = deque()
-        self._asked: Future[TurnReply] | None = None
+        self._waiting: deque[Asked] = deque()
+        self._asked: Asked | None = None
+        self._unheard: Asked | None = None
+        """The newest that was answered when nobody waited for it any more."""
         self._end: ProgramEnd | None = None
         self._listener: Future[None] | None = None
 
     # The program's side -------------------------------------------------------------------------
 
-    def ask(self, request: TurnRequest) -> Future[TurnReply]:
-        """Ask for a turn; cancel what is returned when nobody waits for it any more.
+    def ask(self, request: TurnRequest) -> Asked:
+        """Ask for a turn.
 
         Args:
-            request: what is asked.
+            request: what is asked; one that was given up in the midst of its answer gets that.
 
         Raises:
             SessionOver: the episode answers no more.
         """
-        reply: Future[TurnReply] = Future()
+        asked = Asked(request)
         with self._lock:
-            if self.refusal:
-                self.was_refused = True
-                raise SessionOver(self.refusal)
-            self._waiting.append((request, reply))
+            if self._refusal:
+                raise SessionOver(self._refusal)
+            self._waiting.append(asked)
             self._notify()
-        return reply
+        return asked
+
+    def give_up(self, asked: Asked) -> None:
+        """Nobody waits for an answer any more.
+
+        Args:
+            asked: what :meth:`ask` gave.
+        """
+        with self._lock:
+            asked.is_awaited = False
+            asked.reply.cancel()
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
-        """The program has come to its end.
+        """The program has come to its end; what else it does is of no account.
 
         Args:
             value: what it gave.
             error: what it raised.
         """
         with self._lock:
-            self._end = ProgramEnd(value, error)
+            if self._end is None:
+                self._end = ProgramEnd(value, error)
             self._notify()
+        self.refuse("its program has ended")
 
     # The episode's side -------------------------------------------------------------------------
 
@@ -78,15 +98,26 @@ class AgentSession:
         """What the program asks next, or that it has ended; waits for it."""
         while True:
             with self._lock:
-                while self._waiting:
-                    request, reply = self._waiting.popleft()
-                    if reply.set_running_or_notify_cancel():
-                        self._asked = reply
-                        return request
                 if self._end is not None:
                     return self._end
+                asked = self._next()
+                if asked is not None:
+                    return asked.request
                 self._listener = listener = Future()
             await asyncio.wrap_future(listener)
+
+    def _next(self) -> Asked | None:
+        while self._waiting:
+            asked = self._waiting.popleft()
+            if not asked.reply.set_running_or_notify_cancel():
+                continue
+            unheard, self._unheard = self._unheard, None
+            if unheard is not None and unheard.request == asked.request:
+                asked.reply.set_result(unheard.reply.result())  # a client that tries again
+                continue
+            self._asked = asked
+            return asked
+        return None
 
     async def wait_for_end(self) -> ProgramEnd:
         """That the program has ended, once nothing that it asks is answered; waits for it."""
@@ -94,16 +125,22 @@ class AgentSession:
         assert isinstance(event, ProgramEnd)
         return event
 
-    def answer(self, reply: TurnReply) -> None:
+    def answer(self, reply: TurnReply | RequestError) -> None:
         """Answer what :meth:`next_event` gave.
 
         Args:
-            reply: the policy's turn.
+            reply: the policy's turn, or why there is none.
         """
         with self._lock:
             asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.set_result(reply)
+            if asked is not None and not asked.is_awaited and isinstance(reply, TurnReply):
+                self._unheard = asked
+        if asked is None:
+            return
+        if isinstance(reply, RequestError):
+            asked.reply.set_exception(reply)
+        else:
+            asked.reply.set_result(reply)
 
     def refuse(self, reason: str) -> None:
         """Answer nothing any more: what is asked now, or later, fails.
@@ -112,12 +149,11 @@ class AgentSession:
             reason: what the program is told.
         """
         with self._lock:
-            self.refusal = self.refusal or reason
-            refused = [reply for _, reply in self._waiting if reply.set_running_or_notify_cancel()]
-            refused += [] if self._asked is None else [self._asked]
+            self._refusal = self._refusal or reason
+            waiting = [a.reply for a in self._waiting if a.reply.set_running_or_notify_cancel()]
+            refused = waiting + ([] if self._asked is None else [self._asked.reply])
             self._waiting.clear()
             self._asked = None
-            self.was_refused |= bool(refused)
         for reply in refused:
             reply.set_exception(SessionOver(reason))
 

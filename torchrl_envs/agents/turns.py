@@ -12,11 +12,31 @@ from torchrl_envs.tool_calls.schemas import schema_tool
 
 LENGTH: Final = "length"
 TOOL_CALLS: Final = "tool_calls"
-_KEPT: Final = ("role", "name", "tool_call_id", "reasoning_content")
+KEPT: Final = ("role", "name", "tool_call_id", "reasoning_content")
+"""What a message says beside its content and its calls."""
+_OF_TOOLS: Final = ("tool_choice", "parallel_tool_calls")
+MOST_TOKENS: Final = 1 << 30
+"""No turn is longer; whoever asks for more asks for no bound."""
 
 
 class RequestError(ValueError):
     """A request that can't be answered as it is; the program is told so."""
+
+    code = "invalid_request_error"
+
+
+class PromptTooLongError(RequestError):
+    """A prompt that leaves the model no room for a turn: the program may shorten it."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        # Clients and frameworks look for these words of the two companies.
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens with room for an answer, and "
+            f"the messages have {num_tokens} (prompt is too long: {num_tokens} tokens > {limit} "
+            "maximum)"
+        )
 
 
 class TurnRequest(NamedTuple):
@@ -68,19 +88,20 @@ def check_parameters(
         usual: values of others that ask for what happens anyway.
 
     Raises:
-        RequestError: it is no object, or asks for tokens that are drawn in another way.
+        RequestError: it is no object, or asks for what can't take effect.
     """
     if not isinstance(body, Mapping):
         raise RequestError(f"the body is a JSON object, got {type(body).__name__}")
+    passed = {*known, *accepted.ignored, *(() if body.get("tools") else _OF_TOOLS)}
     for name, value in body.items():
-        if name in known or name in accepted.ignored or value is None:
+        if name in passed or value is None:
             continue
         fine = [*usual.get(name, ()), *([accepted.values[name]] if name in accepted.values else [])]
         if value not in fine:
             raise RequestError(
-                f"{name}={value!r:.80} can't take effect: tokens are drawn as the policy that is "
-                "trained draws them, so that their log-probs are known. Leave it out, or let "
-                f"AgentProgram(ignored_parameters=[{name!r}]) ignore it"
+                f"{name}={value!r:.80} can't take effect: turns are drawn as the policy that is "
+                "trained draws them, as plain text, so that their log-probs are known. Leave it "
+                f"out, or let AgentProgram(ignored_parameters=[{name!r}]) ignore it"
             )
 
 
@@ -106,14 +127,20 @@ def turn_request(
         raise RequestError("there is no message")
     try:
         check_messages(messages)
+        json.dumps([messages, tools], ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(f"messages or tools: {error}") from error
     if messages[-1]["role"] == "assistant":
         raise RequestError("the last message is the assistant's: nothing is left to be answered")
-    given = [limit for limit in limits if limit is not None]
-    if any(type(limit) is not int or limit < 1 for limit in given):
-        raise RequestError(f"the most tokens are a whole number from 1 on, got {given!r:.80}")
-    return TurnRequest(messages, tools or None, min(given, default=None), streams)
+    given = []
+    for limit in limits:
+        whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+        if whole is not None and (type(whole) is not int or whole < 1):
+            raise RequestError(f"the most tokens are a whole number from 1 on, got {limit!r:.80}")
+        given += [] if whole is None else [whole]
+    bound = min(given, default=None)
+    bound = None if bound is None else min(bound, MOST_TOKENS)
+    return TurnRequest(messages, tools or None, bound, streams)
 
 
 def text_of(where: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
@@ -153,7 +180,8 @@ def read_call(where: str, call_id: Any, name: Any, arguments: Any) -> dict[str, 
         RequestError: that can't be read.
     """
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments or {})
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        arguments = dict(arguments or {})
     except (TypeError, ValueError) as error:
         raise RequestError(f"{where}: the call's arguments can't be read: {error}") from error
     function = {"name": str(name), "arguments": arguments}
@@ -220,7 +248,7 @@ def _written_call(call: ToolCall, tools: Sequence[dict[str, Any]]) -> dict[str, 
     schema = next((t for t in tools if t["function"]["name"] == call.name), None)
     if call.is_text and schema is not None:
         arguments = schema_tool(schema).typed(arguments)
-    function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    function = {"name": call.name, "arguments": json.dumps(arguments)}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
@@ -238,5 +266,7 @@ def comparable(message: Message) -> tuple[Any, ...]:
         calls.append(
             (call.get("id"), call["function"]["name"], json.dumps(arguments, sort_keys=True))
         )
-    others = [message.get(name) for name in _KEPT]
+    others = [message.get(name) or None for name in KEPT]
+    if message["role"] == "assistant":
+        others[KEPT.index("name")] = None  # whose agent it is, which the policy did not write
     return (*others, message.get("content") or "", tuple(calls))

@@ -335,8 +335,8 @@ class DataLoadingPrimer(EpisodeTransform):
         """Note how the rollout of a draw ends, when it is over."""
         frontier = self._frontier  # that of now: after a restart nobody waits for it any more
 
-        def close(has_ended: bool) -> None:
-            frontier.close(place, "ended" if has_ended else "abandoned")
+        def close(reason: str) -> None:
+            frontier.close(place, "ended" if reason else "abandoned")
 
         episode.resources.add(self, place, closing=close)
 

@@ -171,8 +171,8 @@ class AsyncEpisodeRunner:
                 await self._driver.drive(transform.begin(episode))
             except Exception as error:
                 refuse_start(episode, transform, error)
-                calls = self._env.calls
-                await close_resources_async(episode.resources, False, calls, owner=transform)
+                calls, reason = self._env.calls, episode.stop_reason
+                await close_resources_async(episode.resources, reason, calls, owner=transform)
                 break
         else:
             self._runner.dispatcher.show_tools(episode)

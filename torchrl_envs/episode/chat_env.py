@@ -166,6 +166,13 @@ def _is_ids(query: Any) -> bool:
 _EXAMPLE = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
 
 
+def _is_unanswered(full: Conversations, row: int) -> bool:
+    at = full.position(row)
+    if at.awaits_response or not at.num_messages:
+        return True
+    return full.last_message(row)["role"] != "assistant"
+
+
 class _PartSpec(NonTensor):
     """A part of conversations, in whatever form; the ids of a single row are a tensor."""
 
@@ -331,8 +338,8 @@ class ChatEnv(EnvBase):
         active = active_rows(tensordict)
         if not bool(active.all()):
             full = self._keep_prompts(tensordict, full, ~active)
-        # A row that still awaits a response could not be generated.
-        failed = torch.tensor([position.awaits_response for position in full.positions])
+        # A row that nobody answered could not be generated, or its messages not be encoded.
+        failed = torch.tensor([_is_unanswered(full, row) for row in range(len(full))])
         failed = (failed & active).view(*self.batch_size, 1)
         flags = {DONE: failed, TERMINATED: torch.zeros_like(failed), TRUNCATED: failed.clone()}
         out = TensorDict(flags, batch_size=self.batch_size)

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from torchrl_envs.concurrency.calls import Call, ConcurrentCalls, run_call
 
-Closing = Callable[[bool], Call | None]
-"""Gets whether the episode has ended (or was given up), and says what has to be called, if anything
-has to; sync or ``async``."""
+Closing = Callable[[str], Call | None]
+"""Gets why the episode has ended (empty where it was given up), and says what has to be called, if
+anything has to; sync or ``async``."""
 
 _EXIT_GRACE_S: Final = 5.0
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Resources:
 
 
 def close_resources(
-    episodes: Sequence[tuple[Resources, bool]], calls: ConcurrentCalls, *, owner: Any = None
+    episodes: Sequence[tuple[Resources, str]], calls: ConcurrentCalls, *, owner: Any = None
 ) -> None:
     """Give back what some episodes hold, all episodes at once, each in reverse order.
 
@@ -100,18 +100,16 @@ def close_resources(
     something back has nothing to repair.
 
     Args:
-        episodes: what each holds, and whether it has ended.
+        episodes: what each holds, and why it has ended.
         calls: runs the calls.
         owner: give back only what this one added; everything when not given.
     """
-    stacks = [
-        [(held, has_ended) for held in resources._take(owner)] for resources, has_ended in episodes
-    ]
+    stacks = [[(held, reason) for held in resources._take(owner)] for resources, reason in episodes]
     for depth in range(max(map(len, stacks), default=0)):
         level = [stack[depth] for stack in stacks if depth < len(stack)]
         pending: list[tuple[_Held, Call]] = []
-        for held, has_ended in level:
-            call = _asked(held, has_ended)
+        for held, reason in level:
+            call = _asked(held, reason)
             if call is not None:
                 pending.append((held, call))
         if not pending:
@@ -123,33 +121,33 @@ def close_resources(
 
 
 async def close_resources_async(
-    resources: Resources, has_ended: bool, calls: ConcurrentCalls, *, owner: Any = None
+    resources: Resources, reason: str, calls: ConcurrentCalls, *, owner: Any = None
 ) -> None:
     """Give back what one episode holds, as :func:`close_resources` does, awaited in an event loop.
 
     Args:
         resources: of the episode.
-        has_ended: whether it has, or was given up.
+        reason: why it has ended; empty where it was given up.
         calls: runs the calls.
         owner: give back only what this one added; everything when not given.
     """
     for held in resources._take(owner):
-        call = _asked(held, has_ended)
+        call = _asked(held, reason)
         if call is not None:
             limit = calls.timeout_s if held.timeout_s is None else held.timeout_s
             ((outcome,),) = await calls.run_async([[call]], [[limit]])
             _log_error(held, outcome.error)
 
 
-def _always(call: Call, has_ended: bool) -> Call:
-    del has_ended
+def _always(call: Call, reason: str) -> Call:
+    del reason
     return call
 
 
-def _asked(held: _Held, has_ended: bool) -> Call | None:
+def _asked(held: _Held, reason: str) -> Call | None:
     assert held.closing is not None
     try:
-        return held.closing(has_ended)
+        return held.closing(reason)
     except Exception as error:
         _log_error(held, error)
         return None
@@ -171,7 +169,7 @@ def close_left_open(table: Mapping[Any, Resources]) -> None:
     waiting: list[threading.Thread] = []
     for resources in list(table.values()):
         for held in resources._take():
-            call = _asked(held, False)
+            call = _asked(held, "")
             if call is None:
                 continue
             thread = threading.Thread(

@@ -84,7 +84,7 @@ class EpisodeRunner:
             for number, error in errors.items():
                 refuse_start(running[number], transform, error)
             # What it holds of others stays until its first step, which ends it.
-            failed = [(running[number].resources, False) for number in errors]
+            failed = [(running[n].resources, running[n].stop_reason) for n in errors]
             close_resources(failed, self.calls, owner=transform)
         for episode in episodes:
             if not episode.stop_reason:
@@ -132,7 +132,7 @@ class EpisodeRunner:
     def close(self, episodes: Sequence[Episode]) -> None:
         """Give back what episodes hold, once; they are over, finished or given up."""
         held = [
-            (resources, episode.is_done)
+            (resources, episode.stop_reason if episode.is_done else "")
             for episode in episodes
             if (resources := self._open.pop(episode.id, None)) is not None
         ]
@@ -145,7 +145,7 @@ class EpisodeRunner:
         """Give up the episodes that run in some rows of the environment's batch, or all."""
         wanted = None if rows is None else set(rows)
         ids = [i for i, row in self._rows.items() if wanted is None or row in wanted]
-        held = [(self._open.pop(i), False) for i in ids]
+        held = [(self._open.pop(i), "") for i in ids]
         for i in ids:
             del self._rows[i]
         if any(len(resources) for resources, _ in held):

@@ -53,9 +53,9 @@ class Instance:
         result: Coroutine[Any, Any, Any] = self.environment.reset(**self._arguments(columns))
         return await result
 
-    def closing(self, has_ended: bool) -> Call | None:
+    def closing(self, reason: str) -> Call | None:
         """Nobody needs it any more: how it is closed, if it has been made and can be."""
-        del has_ended
+        del reason
         with self._lock:
             self._abandoned = True
         return getattr(self.environment, "close", None)

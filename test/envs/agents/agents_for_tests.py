@@ -23,12 +23,33 @@ ADD = {
 }
 
 
+COMMAND = """
+import json, os, sys, urllib.request
+row = json.loads(sys.stdin.readline())
+chat = [{"role": "user", "content": row["question"]}]
+body = {"model": os.environ["OPENAI_MODEL"], "messages": chat}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+said = json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
+print("thinking")
+print(json.dumps({"reward": float(said == row["answer"])}))
+"""
+
+
 def client_of(endpoint):
     return openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
 
 
 def async_client_of(endpoint):
     return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+
+
+def asks_once(endpoint, **parameters):
+    chat = [{"role": "user", "content": "x"}]
+    options = {"model": "any", "messages": chat, **parameters}
+    with client_of(endpoint) as client:
+        return client.chat.completions.create(**options).choices[0].message.content
 
 
 def play(tokenizer, program, turns, *transforms, rows=ROWS, steps=9, **options):

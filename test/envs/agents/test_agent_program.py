@@ -1,12 +1,13 @@
 """Programs that own their loop, asking with OpenAI's own client: what they get, what is trained."""
 
 import asyncio
+import gc
 import json
 import pickle
 import re
+import socket
 import sys
 import threading
-import time
 from dataclasses import replace
 from types import ModuleType
 
@@ -15,7 +16,9 @@ import pytest
 from agents_for_tests import (
     ADD,
     CALL,
+    COMMAND,
     ROWS,
+    asks_once,
     async_client_of,
     client_of,
     play,
@@ -28,12 +31,13 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_data import ConversationEncoder
 from torchrl_envs import (
+    AddThinkingPrompt,
     AgentCommand,
     AgentProgram,
     ChatEnv,
     DataLoadingPrimer,
+    FoldContext,
     FunctionTools,
-    StepCounter,
 )
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
@@ -165,184 +169,6 @@ def test_requests_at_the_same_time_are_answered_one_after_the_other(chatml_token
     assert sampled_texts(last, chatml_tokenizer) == ["one", "two", "three"]
 
 
-def asks_once(endpoint, **parameters):
-    chat = [{"role": "user", "content": "x"}]
-    options = {"model": "any", "messages": chat, **parameters}
-    with client_of(endpoint) as client:
-        return client.chat.completions.create(**options).choices[0].message.content
-
-
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ({"temperature": 0.2}, "temperature=0.2 can't take effect: tokens are drawn"),
-        ({"stop": ["\n"]}, "stop=.*ignored_parameters"),
-        ({"n": 2}, "n=2"),
-        ({"logprobs": True}, "logprobs=True"),
-        ({"extra_body": {"top_k": 3}}, "top_k=3"),
-        ({"max_tokens": 0}, "most tokens are a whole number"),
-        ({"messages": []}, "there is no message"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing is left to be answered"),
-        ({"tools": [{"type": "web_search"}]}, "a tool is a function with a name"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "text alone is taken",
-        ),
-    ],
-)
-def test_what_can_not_take_effect_is_refused_and_said(chatml_tokenizer, parameters, words):
-    def program(endpoint):
-        with pytest.raises(openai.BadRequestError, match=words):
-            asks_once(endpoint, **parameters)
-        return float(asks_once(endpoint) == "one")
-
-    assert play(chatml_tokenizer, program, ["one"])["reward"].item() == 1.0
-
-
-def test_parameters_that_are_ignored_may_say_anything(chatml_tokenizer):
-    def program(endpoint):
-        return float(asks_once(endpoint, temperature=0.2, seed=3, user="me") == "one")
-
-    options = {"ignored_parameters": ["temperature", "seed"]}
-    assert play(chatml_tokenizer, program, ["one"], **options)["reward"].item() == 1.0
-
-
-def test_a_turn_is_bounded_as_the_program_asks(chatml_tokenizer):
-    bounds = []
-
-    class Notes(ScriptedTurns):
-        def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-            bounds.append(batch["max_new_tokens"].tolist())
-            return super().__call__(batch)
-
-    def program(endpoint):
-        asks_once(endpoint, max_tokens=7)
-        asks_once(endpoint)
-        return 1
-
-    agent = AgentProgram(program)
-    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
-        Compose(DataLoadingPrimer(ROWS, group_size=1), agent)
-    )
-    env.rollout(3, Notes(chatml_tokenizer, ["one", "two"]))
-    env.close()
-    assert bounds[0] == [7]
-
-
-def fails(endpoint, *, before):
-    if not before:
-        asks_once(endpoint)
-    raise KeyError("lost")
-
-
-def asks_for_ever(endpoint):
-    while True:
-        asks_once(endpoint)
-
-
-def asks_three_times(endpoint):
-    for number in range(3):
-        try:
-            asks_once(endpoint)
-        except openai.PermissionDeniedError as error:
-            return 0.25 * number if "the episode is over: max_steps" in str(error) else None
-    return None
-
-
-def sleeps(endpoint):
-    asks_once(endpoint)
-    time.sleep(30)
-
-
-ROW_BEFORE = [{"prompt": "x", "before": True}]
-ROW_AFTER = [{"prompt": "x", "before": False}]
-
-
-@pytest.mark.parametrize(
-    ("program", "rows", "options", "reason", "reward"),
-    [
-        (fails, ROW_BEFORE, {}, "environment_error: agent: KeyError", None),
-        (fails, ROW_AFTER, {}, "environment_error: agent: KeyError", None),
-        (fails, ROW_AFTER, {"error_reward": -1.0}, "environment_done", -1.0),
-        (lambda _: 1.0, ROWS, {}, "environment_error: agent: RuntimeError: it ended", None),
-        (asks_for_ever, ROWS, {}, "max_steps", 0.0),
-        (asks_for_ever, ROWS, {"cut_reward": -0.5}, "max_steps", -0.5),
-        (asks_for_ever, ROWS, {"cut_reward": None}, "max_steps", None),
-        (asks_three_times, ROWS, {}, "max_steps", 0.5),
-        (sleeps, ROWS, {"timeout_s": 0.3}, "environment_error: agent: CallTimeout", None),
-        (lambda e: asks_once(e) and "much", ROWS, {}, "environment_done", None),
-    ],
-)
-def test_how_an_episode_ends(chatml_tokenizer, program, rows, options, reason, reward):
-    agent = AgentProgram(program, **{"timeout_s": 20.0, "end_timeout_s": 5.0, **options})
-    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
-        Compose(DataLoadingPrimer(rows, group_size=1), agent, StepCounter(max_steps=2))
-    )
-    try:
-        last = env.rollout(9, ScriptedTurns(chatml_tokenizer, ["one"]))[..., -1]["next"]
-    finally:
-        env.close()
-    assert reason_of(last).startswith(reason)
-    assert last["scorable"].item() == (reward is not None)
-    if reward is not None:
-        assert last["reward"].item() == reward
-
-
-COMMAND = """
-import json, os, sys, urllib.request
-row = json.loads(sys.stdin.readline())
-chat = [{"role": "user", "content": row["question"]}]
-body = {"model": os.environ["OPENAI_MODEL"], "messages": chat}
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
-    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
-said = json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
-print("thinking")
-print(json.dumps({"reward": float(said == row["answer"])}))
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "reason", "reward"),
-    [
-        (COMMAND, "environment_done", 1.0),
-        (COMMAND + "\nprint('bye')", "environment_error: agent: AgentProgramError: python", None),
-        (COMMAND + "\nsys.exit('no luck')", "environment_error: agent: AgentProgramError", None),
-    ],
-)
-def test_a_command_is_a_program(chatml_tokenizer, script, reason, reward):
-    last = play(chatml_tokenizer, AgentCommand([sys.executable, "-c", script]), ["5"])
-    assert reason_of(last).startswith(reason)
-    assert last["scorable"].item() == (reward is not None)
-    assert said(last) == [("user", "What is 2 + 3?"), ("assistant", "5")]
-    if "no luck" in script:
-        assert "ended with status 1: no luck" in reason_of(last)
-
-
-def test_a_command_is_killed_with_what_it_started(chatml_tokenizer, tmp_path):
-    pids = tmp_path / "pids"
-    script = COMMAND.replace(
-        'print("thinking")',
-        f"""
-import subprocess, time
-child = subprocess.Popen(["sleep", "600"])
-open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
-time.sleep(600)
-""",
-    )
-    command = AgentCommand([sys.executable, "-c", script])
-    last = play(chatml_tokenizer, command, ["5"], timeout_s=3.0)
-    assert reason_of(last).startswith("environment_error: agent: CallTimeout")
-    import psutil
-
-    deadline = time.monotonic() + 20
-    for pid in map(int, pids.read_text().split()):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
 def test_keys_are_of_their_episodes_alone(chatml_tokenizer):
     urls = []
 
@@ -411,8 +237,17 @@ def test_what_does_not_go_together_is_refused(chatml_tokenizer):
 
     with pytest.raises(ValueError, match="has a system_prompt"):
         compose(AgentProgram(asks_once), system_prompt="Be brief.").check()
-    with pytest.raises(ValueError, match="has \\['FunctionTools'\\]"):
-        compose(AgentProgram(asks_once), FunctionTools([add])).check()
+    own = AgentProgram(asks_once)
+    own.only_for = lambda _: True
+    for agent in (AgentProgram(asks_once), own):
+        with pytest.raises(ValueError, match="has \\['FunctionTools'\\] for its episodes"):
+            compose(agent, FunctionTools([add])).check()
+    with pytest.raises(ValueError, match="has \\['FoldContext'\\]"):
+        compose(AgentProgram(asks_once), FoldContext(str, max_turns=1)).check()
+    with pytest.raises(ValueError, match="has \\['AddThinkingPrompt'\\]"):
+        compose(AgentProgram(asks_once), AddThinkingPrompt(bool)).check()
+    with pytest.raises(TypeError, match=r"first argument of .* is to be the endpoint"):
+        AgentProgram(lambda: 1.0)
     with pytest.raises(TypeError, match="takes a function"):
         AgentProgram("agent.py")
     with pytest.raises(TypeError, match="list of names"):
@@ -433,6 +268,30 @@ def test_a_copy_has_a_server_of_its_own():
     assert copy.server.url != agent.server.url
     agent.close()
     copy.close()
+
+
+def test_a_server_ends_with_its_environment(chatml_tokenizer):
+    agent = AgentProgram(asks_once, port=free_port())
+    server = agent.server
+    with pytest.raises(OSError, match=f"can't listen at 127.0.0.1:{agent.port}.*port=0 finds"):
+        _ = AgentProgram(asks_once, port=agent.port).server
+    assert server._thread.is_alive()
+    del agent
+    gc.collect()
+    assert not server._thread.is_alive()
+
+
+def test_programs_on_other_machines_are_told_an_address():
+    agent = AgentProgram(asks_once, host="0.0.0.0")
+    host, _, port = agent.server.url.removeprefix("http://").rpartition(":")
+    socket.create_connection((host, int(port)), timeout=10).close()
+    assert host not in ("0.0.0.0", "localhost")
+    agent.close()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return held.getsockname()[1]
 
 
 def test_columns_that_the_program_asks_for_are_there(chatml_tokenizer):

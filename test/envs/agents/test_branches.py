@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -10,8 +11,9 @@ from torchrl_data import ConversationEncoder, Conversations
 from torchrl_data.conversation.record import Turn
 from torchrl_envs import Episode
 from torchrl_envs.agents.branches import Branches
-from torchrl_envs.agents.turns import TurnRequest, comparable
+from torchrl_envs.agents.turns import RequestError, TurnRequest, comparable
 
+REFUSED = "not this"
 TOOLS = [
     [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}]
     for name in ("look", "go")
@@ -59,10 +61,20 @@ def reference_rows(requests):
 @given(seed=st.integers(0, 10**6), answers=st.lists(st.sampled_from("xy"), min_size=1, max_size=12))
 def test_each_answer_is_in_one_row_and_what_fits_goes_on(chatml_tokenizer, seed, answers):
     encoder = ConversationEncoder(chatml_tokenizer)
-    episode, branches = Episode(), Branches()
+
+    def encode(conversation):
+        if conversation.last_message(0)["content"] == REFUSED:
+            raise RequestError("no prompt")
+        # With tokens or without them, as who looks at prompts early has it.
+        return encoder.encode_waiting(conversation) if seed % 2 else conversation
+
+    episode, branches = Episode(), Branches(encode)
     requests = list(requests_of(seed, answers))
     for number, (messages, tools, answer) in enumerate(requests):
         request = TurnRequest(messages, tools, None)
+        refused = TurnRequest([*messages, {"role": "user", "content": REFUSED}], tools, None)
+        with pytest.raises(RequestError):  # as if it had not come
+            branches.go_on(episode, refused) if number else branches.begin(refused)
         if number == 0:
             branches.begin(request)
             episode.conversation = Conversations.from_messages([messages], [tools])

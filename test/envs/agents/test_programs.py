@@ -1,0 +1,213 @@
+"""How programs run, and how they and their episodes end."""
+
+import asyncio
+import sys
+import threading
+import time
+
+import openai
+import psutil
+import pytest
+from agents_for_tests import (
+    COMMAND,
+    ROWS,
+    asks_once,
+    async_client_of,
+    play,
+    reason_of,
+    said,
+)
+from torchrl.envs.transforms import Compose
+
+from torchrl_envs import AgentCommand, AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
+
+
+def fails(endpoint, *, before):
+    if not before:
+        asks_once(endpoint)
+    raise KeyError("lost")
+
+
+def asks_for_ever(endpoint):
+    while True:
+        asks_once(endpoint)
+
+
+def asks_three_times(endpoint):
+    for number in range(3):
+        try:
+            asks_once(endpoint)
+        except openai.PermissionDeniedError as error:
+            return 0.25 * number if "the episode is over: max_steps" in str(error) else None
+    return None
+
+
+def sleeps(endpoint):
+    asks_once(endpoint)
+    time.sleep(30)
+
+
+ROW_BEFORE = [{"prompt": "x", "before": True}]
+ROW_AFTER = [{"prompt": "x", "before": False}]
+
+
+@pytest.mark.parametrize(
+    ("program", "rows", "options", "reason", "reward"),
+    [
+        (fails, ROW_BEFORE, {}, "environment_error: agent: KeyError", None),
+        (fails, ROW_AFTER, {}, "environment_error: agent: KeyError", None),
+        (fails, ROW_AFTER, {"error_reward": -1.0}, "environment_done", -1.0),
+        (lambda _: 1.0, ROWS, {}, "environment_error: agent: RuntimeError: it ended", None),
+        (asks_for_ever, ROWS, {}, "max_steps", 0.0),
+        (asks_for_ever, ROWS, {"cut_reward": -0.5}, "max_steps", -0.5),
+        (asks_for_ever, ROWS, {"cut_reward": None}, "max_steps", None),
+        (asks_three_times, ROWS, {}, "max_steps", 0.5),
+        (sleeps, ROWS, {"timeout_s": 0.3}, "environment_error: agent: CallTimeout", None),
+        (lambda e: asks_once(e) and "much", ROWS, {}, "environment_done", None),
+    ],
+)
+def test_how_an_episode_ends(chatml_tokenizer, program, rows, options, reason, reward):
+    agent = AgentProgram(program, **{"timeout_s": 20.0, "end_timeout_s": 5.0, **options})
+    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(rows, group_size=1), agent, StepCounter(max_steps=2))
+    )
+    try:
+        last = env.rollout(9, ScriptedTurns(chatml_tokenizer, ["one"]))[..., -1]["next"]
+    finally:
+        env.close()
+    assert reason_of(last).startswith(reason)
+    assert last["scorable"].item() == (reward is not None)
+    if reward is not None:
+        assert last["reward"].item() == reward
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "reward"),
+    [
+        (COMMAND, "environment_done", 1.0),
+        (COMMAND + "\nprint('bye')", "environment_error: agent: AgentProgramError: python", None),
+        (COMMAND + "\nsys.exit('no luck')", "environment_error: agent: AgentProgramError", None),
+    ],
+)
+def test_a_command_is_a_program(chatml_tokenizer, script, reason, reward):
+    last = play(chatml_tokenizer, AgentCommand([sys.executable, "-c", script]), ["5"])
+    assert reason_of(last).startswith(reason)
+    assert last["scorable"].item() == (reward is not None)
+    assert said(last) == [("user", "What is 2 + 3?"), ("assistant", "5")]
+    if "no luck" in script:
+        assert "ended with status 1: no luck" in reason_of(last)
+
+
+def test_a_command_is_killed_with_what_it_started(chatml_tokenizer, tmp_path):
+    pids = tmp_path / "pids"
+    script = COMMAND.replace(
+        'print("thinking")',
+        f"""
+import subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # hides
+open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(600)
+""",
+    )
+    command = AgentCommand([sys.executable, "-c", script])
+    last = play(chatml_tokenizer, command, ["5"], timeout_s=3.0)
+    assert reason_of(last).startswith("environment_error: agent: CallTimeout")
+    deadline = time.monotonic() + 20
+    for pid in map(int, pids.read_text().split()):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+LEAVES = threading.Event()
+
+
+async def raises_at_once(endpoint):
+    raise KeyError("its bug")
+
+
+async def returns_at_once(endpoint):
+    return 1.0
+
+
+async def exits(endpoint):
+    async with async_client_of(endpoint) as client:
+        chat = [{"role": "user", "content": "x"}]
+        await client.chat.completions.create(model="any", messages=chat)
+    sys.exit("enough")
+
+
+def gives_a_coroutine(endpoint):
+    return asks(endpoint)
+
+
+async def asks(endpoint):
+    async with async_client_of(endpoint) as client:
+        chat = [{"role": "user", "content": "x"}]
+        reply = await client.chat.completions.create(model="any", messages=chat)
+    asyncio.get_running_loop().run_in_executor(None, LEAVES.wait, 60)  # nobody waits for that
+    return float(reply.choices[0].message.content == "one")
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "reward"),
+    [
+        (raises_at_once, "environment_error: agent: KeyError: 'its bug'", None),
+        (returns_at_once, "environment_error: agent: RuntimeError: it ended before", None),
+        (exits, "environment_error: agent: SystemExit: enough", None),
+        (gives_a_coroutine, "environment_done", 1.0),
+    ],
+)
+def test_the_end_of_an_async_program_is_heard_at_once(chatml_tokenizer, program, reason, reward):
+    LEAVES.clear()
+    last = play(chatml_tokenizer, program, ["one"])  # and not by a deadline
+    LEAVES.set()
+    assert reason_of(last).startswith(reason)
+    assert last["scorable"].item() == (reward is not None)
+
+
+def test_an_async_program_that_is_given_up_is_cancelled(chatml_tokenizer):
+    ended = threading.Event()
+
+    async def program(endpoint):
+        async with async_client_of(endpoint) as client:
+            chat = [{"role": "user", "content": "x"}]
+            await client.chat.completions.create(model="any", messages=chat)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    last = play(chatml_tokenizer, program, ["one"], timeout_s=0.5)
+    assert reason_of(last).startswith("environment_error: agent: CallTimeout")
+    assert ended.wait(20)
+
+
+def test_columns_may_be_called_as_arguments_are(chatml_tokenizer):
+    seen = []
+
+    def program(policy, *, endpoint, seed):
+        seen.append((endpoint, seed))
+        return float(asks_once(policy) == "one")
+
+    rows = [{"prompt": "x", "endpoint": "column", "policy": "of the data", "seed": 12}]
+    assert play(chatml_tokenizer, program, ["one"], rows=rows)["reward"].item() == 1.0
+    assert seen == [("column", 12)]
+
+
+def test_what_a_command_is_given(chatml_tokenizer, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
+    script = COMMAND + "\nsys.exit(os.environ['NO_PROXY'])"
+    last = play(chatml_tokenizer, AgentCommand([sys.executable, "-c", script]), ["5"])
+    assert reason_of(last).endswith("ended with status 1: example.org,127.0.0.1")
+
+
+def test_a_column_that_is_no_json_is_named(chatml_tokenizer):
+    command = AgentCommand([sys.executable, "-c", COMMAND])
+    rows = [{"prompt": "x", "question": "q", "answer": {1, 2}}]
+    last = play(chatml_tokenizer, command, ["5"], rows=rows)
+    assert "the column 'answer' is not" in reason_of(last)
+    missing = play(chatml_tokenizer, AgentCommand(["./no-such-agent"]), ["5"])
+    assert "ended with status 127: ./no-such-agent: No such file" in reason_of(missing)

@@ -1,0 +1,241 @@
+"""What a program may not ask for, and how it is told."""
+
+import copy
+import json
+import threading
+
+import httpx
+import openai
+import pytest
+import torch
+from agents_for_tests import ADD, ROWS, asks_once, play
+from tensordict import TensorDictBase
+from torchrl.envs.transforms import Compose
+
+from collectors import LLMCollector
+from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
+from torchrl_envs.testing.scripted_turns import ScriptedTurns
+from torchrl_modules import TransformersWrapper
+
+USER = {"role": "user", "content": "x"}
+
+
+def call(name, arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"id": "call_1", "type": "function", "function": function}
+
+
+def asks(told, endpoint, **parameters):
+    try:
+        told.append(asks_once(endpoint, **parameters))
+    except openai.APIStatusError as error:
+        told.append(error)
+    return 1.0
+
+
+@pytest.fixture
+def small_policy(make_tiny_model, chatml_tokenizer):
+    torch.manual_seed(0)
+    return TransformersWrapper(
+        make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 5}
+    )
+
+
+def collect(policy, tokenizer, program, *parts):
+    """One episode, with a policy that encodes."""
+    agent = AgentProgram(program, timeout_s=20.0)
+    env = ChatEnv(batch_size=1, tokenizer=tokenizer).append_transform(
+        Compose(DataLoadingPrimer(ROWS, group_size=1), agent, *parts)
+    )
+    with LLMCollector(env, policy) as collector:
+        return collector.collect()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"temperature": 0.2}, "temperature=0.2 can't take effect: turns are drawn"),
+        ({"stop": ["\n"]}, "stop=.*ignored_parameters"),
+        ({"n": 2}, "n=2"),
+        ({"logprobs": True}, "logprobs=True"),
+        ({"extra_body": {"top_k": 3}}, "top_k=3"),
+        ({"max_tokens": 0}, "most tokens are a whole number"),
+        ({"max_tokens": 1.5}, "most tokens are a whole number"),
+        ({"tools": [ADD], "tool_choice": "none"}, "tool_choice='none' can't take effect"),
+        ({"messages": []}, "there is no message"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing is left to be answered"),
+        ({"tools": [{"type": "web_search"}]}, "a tool is a function with a name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "text alone is taken",
+        ),
+    ],
+)
+def test_what_can_not_take_effect_is_refused_and_said(chatml_tokenizer, parameters, words):
+    def program(endpoint):
+        with pytest.raises(openai.BadRequestError, match=words):
+            asks_once(endpoint, **parameters)
+        return float(asks_once(endpoint) == "one")
+
+    assert play(chatml_tokenizer, program, ["one"])["reward"].item() == 1.0
+
+
+def test_parameters_that_are_ignored_may_say_anything(chatml_tokenizer):
+    def program(endpoint):
+        return float(asks_once(endpoint, temperature=0.2, seed=3, user="me") == "one")
+
+    options = {"ignored_parameters": ["temperature", "seed"]}
+    assert play(chatml_tokenizer, program, ["one"], **options)["reward"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"max_tokens": 10**30},
+        {"extra_body": {"max_tokens": 16.0}},
+        {"tool_choice": "none", "parallel_tool_calls": False},
+        {"extra_body": {"top_k": -1, "reasoning_effort": "none"}},
+    ],
+)
+def test_what_happens_anyway_may_be_asked_for(small_policy, chatml_tokenizer, parameters):
+    told = []
+    trajectories = collect(small_policy, chatml_tokenizer, lambda e: asks(told, e, **parameters))
+    assert trajectories["stop_reason"] == ["environment_done"]
+    assert len(told) == 1
+
+
+BODIES = [
+    b"{",
+    b"[]",
+    b"\xff\xfe",
+    b'{"messages": ' + b"[" * 100_000,
+    {"messages": [{"role": "assistant", "tool_calls": True}, USER]},
+    {"messages": [{"role": "assistant", "tool_calls": [True]}, USER]},
+    {"messages": [{"role": ["user"], "content": "x"}]},
+    {"messages": [{**USER, "content": 5}]},
+    {"messages": [{**USER, "content": "\ud800"}]},
+    {"messages": [{**USER, "content": [["a"]]}]},
+    {"messages": [USER], "tools": [None]},
+    {"messages": [{"role": "assistant", "tool_calls": [call("f", "[1, 2]")]}, USER]},
+    {"messages": [{"role": "assistant", "tool_calls": [call("f", "5")]}, USER]},
+]
+
+
+def test_nothing_that_is_sent_breaks_the_server(chatml_tokenizer):
+    told = []
+
+    def program(endpoint):
+        for body in BODIES:
+            for path in ("chat/completions", "responses", "messages"):
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                key = {"authorization": f"Bearer {endpoint.api_key}"}
+                said = httpx.post(f"{endpoint.base_url}/{path}", content=data, headers=key)
+                told.append((said.status_code, said.json()["error"]["type"]))
+        return float(asks_once(endpoint) == "one")
+
+    assert play(chatml_tokenizer, program, ["one"])["reward"].item() == 1.0
+    assert set(told) == {(400, "invalid_request_error")}
+
+
+def test_a_turn_is_bounded_as_the_program_asks(chatml_tokenizer):
+    bounds = []
+
+    class Notes(ScriptedTurns):
+        def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+            bounds.append(batch["max_new_tokens"].tolist())
+            return super().__call__(batch)
+
+    def program(endpoint):
+        asks_once(endpoint, max_tokens=7)
+        asks_once(endpoint)
+        return 1
+
+    agent = AgentProgram(program)
+    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(ROWS, group_size=1), agent)
+    )
+    env.rollout(3, Notes(chatml_tokenizer, ["one", "two"]))
+    env.close()
+    assert bounds[0] == [7]
+
+
+def test_a_prompt_that_can_not_be_one_is_refused_and_the_program_goes_on(
+    make_tiny_model, chatml_tokenizer
+):
+    chatml_tokenizer = copy.deepcopy(chatml_tokenizer)
+    chatml_tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
+        "{{ raise_exception('the system speaks first') }}{% endif %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    policy = TransformersWrapper(
+        make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 5}
+    )
+    told = []
+    late = [USER, {"role": "system", "content": "Now be brief."}]
+    called = {"role": "assistant", "content": "", "tool_calls": [call("add", "{}")]}
+
+    def program(endpoint):
+        asks(told, endpoint, messages=late)
+        asks(told, endpoint, tools=[ADD])
+        asks(told, endpoint)
+        asks(told, endpoint, messages=late)
+        asks(told, endpoint, messages=[USER, called, USER])
+        return asks(told, endpoint)
+
+    trajectories = collect(policy, chatml_tokenizer, program)
+    refused = [told[number] for number in (0, 1, 3, 4)]
+    assert [type(error) for error in refused] == [openai.BadRequestError] * 4
+    assert "the system speaks first" in str(refused[0])
+    assert "does not show tools" in str(refused[1])
+    assert "leaves out the calls of ['add']" in str(refused[3])
+    assert isinstance(told[2], str)
+    assert isinstance(told[5], str)
+    assert trajectories["stop_reason"] == ["environment_done"] * 2
+    assert trajectories["num_turns"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("bound", ["the engine's", "the environment's"])
+def test_a_prompt_that_is_too_long_can_be_shortened(make_tiny_model, chatml_tokenizer, bound):
+    is_engines = bound == "the engine's"
+    policy = TransformersWrapper(
+        make_tiny_model(),
+        tokenizer=chatml_tokenizer,
+        generate_kwargs={"max_new_tokens": 5},
+        max_model_len=60 if is_engines else None,
+    )
+    parts = [] if is_engines else [TokenBudget(max_model_len=60, min_turn_tokens=1)]
+    told = []
+
+    def program(endpoint):
+        asks(told, endpoint, messages=[{**USER, "content": "a long story " * 30}])
+        return asks(told, endpoint)
+
+    trajectories = collect(policy, chatml_tokenizer, program, *parts)
+    assert told[0].code == "context_length_exceeded"
+    assert "maximum context length is 59 tokens" in str(told[0])
+    assert isinstance(told[1], str)
+    assert trajectories["stop_reason"] == ["environment_done"]
+
+
+def test_a_program_is_told_why_its_episode_is_over(make_tiny_model, chatml_tokenizer):
+    """A policy that was not looked at before gets every prompt; one that fails ends the episode."""
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, max_model_len=60)
+    told, is_told = [], threading.Event()
+
+    def program(endpoint):
+        asks(told, endpoint, messages=[{**USER, "content": "a long story " * 30}])
+        is_told.set()
+
+    env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
+        Compose(DataLoadingPrimer(ROWS, group_size=1), AgentProgram(program))
+    )
+    last = env.rollout(9, policy)[..., -1]["next"]
+    assert is_told.wait(20)
+    env.close()
+    reason = last["stop_reason"][0]
+    assert "takes 60" in reason
+    assert isinstance(told[0], openai.PermissionDeniedError)
+    assert f"the episode is over: {reason}" in str(told[0])

@@ -1,0 +1,75 @@
+"""Whether a conversation can be the policy's prompt; who asks with another one is told so."""
+
+from typing import Any
+
+from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.templates.tools_shown import ToolsNotShownError
+
+from .turns import MOST_TOKENS, PromptTooLongError, RequestError
+
+
+class PromptChecker:
+    """Encodes conversations as the policy does, once it has been seen; until then all may pass."""
+
+    def __init__(self) -> None:
+        self._encoder: ConversationEncoder | None = None
+        self._max_tokens = MOST_TOKENS
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was seen of a policy does not travel: a copy sees its own."""
+        return {"_encoder": None, "_max_tokens": self._max_tokens}
+
+    def leave_room(self, max_tokens: int) -> None:
+        """No prompt is longer.
+
+        Args:
+            max_tokens: of a prompt.
+        """
+        self._max_tokens = min(self._max_tokens, max_tokens)
+
+    def read_policy(self, policy: Any) -> None:
+        """How the policy encodes, and what its model takes.
+
+        Args:
+            policy: what answers; one without an encoder reads whatever there is.
+        """
+        self._encoder = getattr(policy, "encoder", None)
+        limit = getattr(getattr(policy, "engine", None), "max_model_len", None)
+        if limit is not None:
+            self.leave_room(limit - 1)
+
+    def encode(self, conversation: Conversations) -> Conversations:
+        """A conversation as a prompt.
+
+        Args:
+            conversation: one.
+
+        Raises:
+            RequestError: the chat template can't show it, or leaves some of it out.
+            PromptTooLongError: there would be no room for an answer.
+        """
+        encoder = self._encoder
+        if encoder is None:
+            return conversation
+        waiting = conversation.waiting_messages(0)
+        try:
+            encoded, errors = encoder.encode_rows(conversation)
+        except ToolsNotShownError as error:
+            raise RequestError(str(error)) from error
+        for error in errors.values():
+            raise RequestError(f"the chat template can't show the messages: {error}") from error
+        num_tokens = encoded.num_tokens(0)
+        if num_tokens > self._max_tokens:
+            raise PromptTooLongError(num_tokens, self._max_tokens)
+        called = {
+            str(call["function"]["name"])
+            for message in waiting
+            for call in message.get("tool_calls") or ()
+        }
+        if called:
+            (text,) = encoder.decode([encoded.ids(0)])
+            missing = sorted(name for name in called if name not in text)
+            if missing:
+                raise RequestError(f"the chat template leaves out the calls of {missing}")
+        return encoded
