@@ -19,10 +19,6 @@ from torchrl_modules.policies.base import LLMWrapperBase
 def check_env(env: Any, *, who: str) -> None:
     """Check that it is an environment of episodes.
 
-    Args:
-        env: any.
-        who: the component, named in errors.
-
     Raises:
         TypeError: it is none.
     """
@@ -45,7 +41,7 @@ def check_composition(
 
     Args:
         env: what the policy acts in.
-        policy: see :func:`check_policy`.
+        policy: see :func:`check_fit`.
         buffer: what is filled, if anything is.
         has_postproc: whether batches are changed on their way into the buffer; groups and rewards
             may be made there.
@@ -55,10 +51,7 @@ def check_composition(
         TypeError: the policy is a bare model.
         ValueError: they don't fit; the message says what does not.
     """
-    check_policy(env, policy, who=who)
-    check_data(env, who=who)
-    env.check()
-    check_parts(env, policy)
+    check_fit(env, policy, who=who)
     loaders = list(env.transforms_of(DataLoadingPrimer))
     if not has_postproc:
         check_groups(loaders, buffer, who=who)
@@ -67,8 +60,8 @@ def check_composition(
     return loaders
 
 
-def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
-    """Check that a policy writes one turn for each row of an environment.
+def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
+    """Check that a policy writes one turn for each row of an environment, and all parts take it.
 
     Args:
         env: what it acts in.
@@ -77,9 +70,17 @@ def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
 
     Raises:
         TypeError: it is a bare model.
-        ValueError: it scores instead of sampling, samples several responses per row, reads
-            another input mode than the environment's, or spells conversations out otherwise.
+        ValueError: nothing draws data, or the policy scores instead of sampling, samples several
+            responses per row, reads another input mode, or spells conversations out otherwise.
     """
+    _check_policy(env, policy, who=who)
+    check_data(env, who=who)
+    env.check()
+    for transform in env.episode_transforms():
+        transform.check_policy(policy)
+
+
+def _check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
     if not isinstance(policy, LLMWrapperBase):
         if not callable(policy) or hasattr(policy, "base_model_prefix"):
             raise TypeError(
@@ -103,20 +104,6 @@ def check_policy(env: EpisodeEnv, policy: Any, *, who: str) -> None:
             f"{who}: the policy reads input_mode={policy.input_mode!r}, and the environment writes "
             f"{mode!r}. Give both the same."
         )
-
-
-def check_parts(env: EpisodeEnv, policy: Any) -> None:
-    """Let every transform see whose turns it will get.
-
-    Args:
-        env: of the transforms.
-        policy: what acts in it.
-
-    Raises:
-        ValueError: a transform does not go with it.
-    """
-    for transform in env.episode_transforms():
-        transform.check_policy(policy)
 
 
 def check_data(env: EpisodeEnv, *, who: str) -> None:
@@ -149,12 +136,7 @@ def check_groups(
 
 
 def check_room(buffer: ReplayBuffer | None, num_rows: int, *, who: str) -> None:
-    """Check that the storage of a buffer takes a batch.
-
-    Args:
-        buffer: or none.
-        num_rows: of a batch.
-        who: the component, named in errors.
+    """Check that the storage of a buffer takes a batch of so many rows.
 
     Raises:
         ValueError: the later rows would take the place of the first.

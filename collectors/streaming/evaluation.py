@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tensordict import TensorDictBase, lazy_stack
 
-from collectors.composition_checks import check_data, check_parts, check_policy
+from collectors.composition_checks import check_fit
 from torchrl_data.keys import TOKEN_POLICY_VERSION
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -50,10 +50,7 @@ class Evaluator:
     """
 
     def __init__(self, env: EpisodeEnv, policy: AsyncPolicy) -> None:
-        check_policy(env, policy.policy, who="evaluate")
-        check_data(env, who="evaluate")
-        env.check()
-        check_parts(env, policy.policy)
+        check_fit(env, policy.policy, who="evaluate")
         self._env = env
         self._policy = policy
         self._runner = AsyncEpisodeRunner(env)

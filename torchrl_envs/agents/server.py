@@ -102,6 +102,7 @@ class AgentServer:
     # What it answers ----------------------------------------------------------------------------
 
     async def _answer(self, request: "Request") -> "Response":
+        from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, StreamingResponse
 
         protocol = _PROTOCOLS[request.url.path]
@@ -115,6 +116,8 @@ class AgentServer:
             return _error(400, str(error), error.code)
         except (ValueError, RecursionError) as error:
             return _error(400, f"the body is no JSON: {error}")
+        except ClientDisconnect:
+            return _error(400, "the program hung up before it had asked")  # which nobody hears
         except SessionOver as over:
             return _error(403, f"the episode is over: {over}")
         if asked.streams:
@@ -184,6 +187,7 @@ async def _reply(session: AgentSession, asked: TurnRequest, request: "Request") 
             await hung_up
         return reply.result()
     session.give_up(waiting)
+    reply.cancel()  # here; whether the turn is drawn is the session's affair
     raise SessionOver("the program hung up")
 
 

@@ -204,6 +204,8 @@ def test_a_program_that_hangs_up_is_not_waited_for(chatml_tokenizer):
         await asyncio.sleep(0.5)
         gone.set()
         await first
+        then = [{"role": "user", "content": "then"}]
+        await client.chat.completions.create(model="m", messages=then)
         await client.close()
         return 1
 
@@ -215,10 +217,11 @@ def test_a_program_that_hangs_up_is_not_waited_for(chatml_tokenizer):
     env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
         Compose(DataLoadingPrimer(ROWS, group_size=1), AgentProgram(program))
     )
-    last = env.rollout(3, Waits(chatml_tokenizer, ["one"]))[..., -1]["next"]
+    last = env.rollout(4, Waits(chatml_tokenizer, ["one", "two"]))[..., -1]["next"]
     env.close()
     assert last["reward"].item() == 1.0
-    assert said(last) == [("user", "x"), ("assistant", "one")]
+    assert said(last) == [("user", "then"), ("assistant", "two")]
+    assert sampled_texts(last, chatml_tokenizer) == ["one", "two"]
 
 
 def test_what_does_not_go_together_is_refused(chatml_tokenizer):

@@ -15,6 +15,7 @@ from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
     EnvironmentTools,
+    EpisodeTransform,
     RewardFunctions,
     StepCounter,
 )
@@ -447,6 +448,21 @@ def test_a_row_that_can_not_be_generated_ends_alone(recorder, scripted, call_tex
     assert not batch["scorable"][0]
     assert read_objects(batch, "reward_errors")[0] == "error: too long"
     assert second.events == ["reset", "echo x"]
+    env.close()
+
+
+def test_a_row_whose_messages_can_not_be_encoded_ends_alone(scripted):
+    class SaysHalfACharacter(EpisodeTransform):
+        def after_turn(self, episode):
+            content = "\ud800" if episode.row == 0 else "go on"
+            episode.say({"role": "user", "content": content})
+
+    env = make_env(make_rows(2), SaysHalfACharacter())
+    policy = scripted(["one", "two"])
+    batch = env.step(policy(env.reset()))["next"]
+    batch = env.step(policy(batch))["next"]
+    assert batch["done"].view(-1).tolist() == [True, False]
+    assert read_objects(batch, "stop_reason")[0].startswith("error: The tokenizer can't encode")
     env.close()
 
 

@@ -21,7 +21,7 @@ MAX_REQUESTS: Final = 4
 _CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _client(base_url: str) -> Any:
     return _openai().OpenAI(base_url=base_url, api_key="that of each episode", max_retries=0)
 

@@ -1,6 +1,7 @@
 """What a ledger costs, and what waiting and dropping do to slow prompts.
 
-    python benchmarks/ledger.py [--num-steps 300] [--max-tokens N] [--plot docs/img/ledger.png]
+    python benchmarks/collection/ledger.py [--num-steps 300] [--max-tokens N]
+        [--plot docs/img/ledger.png]
 
 The first table is events per second of CPU time, of one process. The second simulates a run, second
 by second but without a model: an episode's length is lognormal (sigma 1.5 in all, half of the
