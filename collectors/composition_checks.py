@@ -70,8 +70,8 @@ def check_fit(env: EpisodeEnv, policy: Any, *, who: str) -> None:
 
     Raises:
         TypeError: it is a bare model.
-        ValueError: nothing draws data, or the policy scores instead of sampling, samples several
-            responses per row, reads another input mode, or spells conversations out otherwise.
+        ValueError: nothing draws data, or the policy scores, samples several responses per row,
+            reads another input mode, or spells conversations out otherwise.
     """
     _check_policy(env, policy, who=who)
     check_data(env, who=who)

@@ -168,9 +168,8 @@ _EXAMPLE = [{"role": "user", "content": "..."}, {"role": "assistant", "content":
 
 def _is_unanswered(full: Conversations, row: int) -> bool:
     at = full.position(row)
-    if at.awaits_response or not at.num_messages:
-        return True
-    return full.last_message(row)["role"] != "assistant"
+    role = full.last_message(row)["role"] if at.num_messages else ""
+    return at.awaits_response or role != "assistant"
 
 
 class _PartSpec(NonTensor):

@@ -33,8 +33,8 @@ class TokenBudget(EpisodeTransform):
     such a row has no reward.
 
     Args:
-        max_tokens: of one episode, without its prompt; ``None`` for no bound but the model's. Where
-            an episode has several rows (a folded history, an agent's conversations) of each.
+        max_tokens: of a row of an episode (usually its only one), without the prompt; ``None`` for
+            no bound but the model's.
         max_model_len: most tokens of a row, prompt included: what the policy's engine takes.
         min_turn_tokens: no turn begins with fewer tokens left.
         encoder: spells conversations out as the policy does (``policy.encoder``); that of the
