@@ -128,8 +128,9 @@ def test_the_gap_to_the_trainer_is_flat_over_twenty_pushes(small, chatml_tokeniz
                     value.data += 0.02 * torch.randn_like(value)
                 collector.update_policy_weights_(model, wait=True)
                 models[collector.policy_version] = model
-    assert sorted(gaps) == sorted(models)
-    assert len(gaps) == 21
+    seen = sorted(gaps)
+    assert seen == sorted(models)[: len(seen)]
+    assert len(seen) >= 20  # the last push may come when all is drawn
     assert max(gaps.values()) < 1e-4
 
 
