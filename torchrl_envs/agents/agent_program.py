@@ -195,9 +195,10 @@ class AgentProgram(ToolSource, RewardSource):
     def check_policy(self, policy: Any) -> None:
         """Requests may ask for what the policy does anyway, and prompts are its own."""
         sampling = getattr(policy, "sampling", None)
-        for name in ("temperature", "top_p"):
-            if sampling is not None:
-                self._accepted[name] = getattr(sampling, name)
+        if sampling is not None:
+            texts = list(sampling.stop)
+            self._accepted |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+            self._accepted |= {"stop": texts, "stop_sequences": texts}
         self._prompts.read_policy(policy)
 
     # Events -------------------------------------------------------------------------------------
@@ -291,6 +292,7 @@ class AgentProgram(ToolSource, RewardSource):
             parse=base.parse_turn,
             num_prompt_tokens=start,
             num_tokens=num_tokens - start,
+            stops=self._accepted.get("stop", ()),
         )
         calls = reply.message.get("tool_calls") or ()
         for call in calls:

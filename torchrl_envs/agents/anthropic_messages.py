@@ -113,14 +113,15 @@ def write_reply(reply: TurnReply, request: TurnRequest, model: str) -> dict[str,
         arguments = json.loads(function["arguments"])
         block = {"id": call["id"], "name": function["name"], "input": arguments}
         content.append({"type": "tool_use", **block})
+    usual = "end_turn" if reply.stop is None else "stop_sequence"
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "model": model,
         "content": content,
-        "stop_reason": _STOP_REASONS.get(reply.finish_reason, "end_turn"),
-        "stop_sequence": None,
+        "stop_reason": _STOP_REASONS.get(reply.finish_reason, usual),
+        "stop_sequence": reply.stop,
         "usage": {"input_tokens": reply.num_prompt_tokens, "output_tokens": reply.num_tokens},
     }
 
@@ -136,7 +137,7 @@ def stream_reply(
         model: its name.
     """
     whole = write_reply(reply, request, model)
-    start = {**whole, "content": [], "stop_reason": None}
+    start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
     for index, block in enumerate(whole["content"]):
         if block["type"] == "text":
@@ -148,7 +149,7 @@ def stream_reply(
         events.append({"type": "content_block_start", "index": index, "content_block": empty})
         events.append({"type": "content_block_delta", "index": index, "delta": delta})
         events.append({"type": "content_block_stop", "index": index})
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     events.append({"type": "message_delta", "delta": end, "usage": whole["usage"]})
     events.append({"type": "message_stop"})
     for event in events:

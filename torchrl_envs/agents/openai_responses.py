@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torchrl_data.conversation.record import Message
@@ -23,12 +23,11 @@ from .turns import (
 _KNOWN: Final = frozenset(
     {
         *("model", "input", "instructions", "tools", "max_output_tokens", "user", "metadata"),
-        *("store", "service_tier", "safety_identifier", "prompt_cache_key", "include"),
-        *("prompt_cache_retention", "previous_response_id", "conversation"),
+        *("store", "service_tier", "safety_identifier", "prompt_cache_key", "include", "stream"),
+        *("prompt_cache_retention", "previous_response_id", "conversation", "stream_options"),
     }
 )
 _USUAL: Final[Mapping[str, Sequence[Any]]] = {
-    "stream": (False,),
     "background": (False,),
     "top_logprobs": (0,),
     "tool_choice": ("auto",),
@@ -64,8 +63,9 @@ def read_request(body: Any, accepted: Accepted) -> TurnRequest:
         messages.append({"role": "system", "content": str(body["instructions"])})
     for number, item in enumerate(items):
         _read_item(f"input {number}", item, messages)
+    schemas = [_read_tool(tool) for tool in tools]
     return turn_request(
-        messages, [_read_tool(tool) for tool in tools], [body.get("max_output_tokens")]
+        messages, schemas, [body.get("max_output_tokens")], streams=bool(body.get("stream"))
     )
 
 
@@ -137,6 +137,58 @@ def write_reply(reply: TurnReply, request: TurnRequest, model: str) -> dict[str,
             "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
         },
     }
+
+
+def stream_reply(
+    reply: TurnReply, request: TurnRequest, model: str
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The same as events of a stream: each item is one delta.
+
+    Args:
+        reply: the turn.
+        request: what it answers.
+        model: its name.
+    """
+    whole = write_reply(reply, request, model)
+    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": []}
+    begun["usage"] = None
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("created", {"response": begun}),
+        ("in_progress", {"response": begun}),
+    ]
+    for index, item in enumerate(whole["output"]):
+        events += _events_of(item, {"output_index": index, "item_id": item["id"]})
+    events.append((whole["status"], {"response": whole}))
+    for number, (name, values) in enumerate(events):
+        kind = f"response.{name}"
+        yield kind, {"type": kind, "sequence_number": number, **values}
+
+
+def _events_of(item: dict[str, Any], where: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    index = {"output_index": where["output_index"]}
+    if item["type"] == "message":
+        (part,) = item["content"]
+        at = {**where, "content_index": 0}
+        empty: dict[str, Any] = {"content": []}
+        inside = [
+            ("content_part.added", {**at, "part": {**part, "text": ""}}),
+            ("output_text.delta", {**at, "delta": part["text"], "logprobs": []}),
+            ("output_text.done", {**at, "text": part["text"], "logprobs": []}),
+            ("content_part.done", {**at, "part": part}),
+        ]
+    else:
+        empty = {"arguments": ""}
+        arguments = {"arguments": item["arguments"], "name": item["name"]}
+        inside = [
+            ("function_call_arguments.delta", {**where, "delta": item["arguments"]}),
+            ("function_call_arguments.done", {**where, **arguments}),
+        ]
+    added = {**index, "item": {**item, "status": "in_progress", **empty}}
+    return [
+        ("output_item.added", added),
+        *inside,
+        ("output_item.done", {**index, "item": item}),
+    ]
 
 
 def _item(kind: str, prefix: str, **values: Any) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class TurnReply(NamedTuple):
     """``"stop"``, ``"length"`` or ``"tool_calls"``."""
     num_prompt_tokens: int
     num_tokens: int
+    stop: str | None = None
+    """The text at which it ended; not in its content."""
 
 
 class Accepted(NamedTuple):
@@ -97,7 +99,8 @@ def check_parameters(
         if name in passed or value is None:
             continue
         fine = [*usual.get(name, ()), *([accepted.values[name]] if name in accepted.values else [])]
-        if value not in fine:
+        given = [value] if name == "stop" and isinstance(value, str) else value
+        if given not in fine:
             raise RequestError(
                 f"{name}={value!r:.80} can't take effect: turns are drawn as the policy that is "
                 "trained draws them, as plain text, so that their log-probs are known. Leave it "
@@ -218,6 +221,7 @@ def reply_to(
     parse: TurnParser,
     num_prompt_tokens: int,
     num_tokens: int,
+    stops: Sequence[str] = (),
 ) -> TurnReply:
     """A turn of the policy, with its tool calls.
 
@@ -231,7 +235,11 @@ def reply_to(
         parse: finds the calls of a turn.
         num_prompt_tokens: what the policy read.
         num_tokens: what it wrote.
+        stops: texts that end its turns; the program is not shown them, as usual.
     """
+    ends = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    end, stop = min(ends, default=(len(text), None))
+    text = text[:end]
     message: Message = {"role": "assistant", "content": text}
     parsed = parse(text) if request.tools else None
     if parsed is not None and parsed.calls:
@@ -240,7 +248,7 @@ def reply_to(
             message["content"] = parsed.content or None
             message["tool_calls"] = [_written_call(call, request.tools or []) for call in calls]
             finish_reason = finish_reason if finish_reason == LENGTH else TOOL_CALLS
-    return TurnReply(message, finish_reason, num_prompt_tokens, num_tokens)
+    return TurnReply(message, finish_reason, num_prompt_tokens, num_tokens, stop)
 
 
 def _written_call(call: ToolCall, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

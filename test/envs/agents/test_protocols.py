@@ -50,14 +50,24 @@ def read_chunks(chunks):
     return message, reason
 
 
-def by_responses(endpoint, *, question):
+def by_responses(endpoint, *, question, streamed=False):
     items = [{"role": "user", "content": question}]
     tool = {"type": "function", **FUNCTION}
     with client_of(endpoint) as client:
         while True:
-            response = client.responses.create(
-                model="any", instructions="Use tools.", input=items, tools=[tool]
-            )
+            options = {
+                "model": "any",
+                "instructions": "Use tools.",
+                "input": items,
+                "tools": [tool],
+            }
+            if streamed:
+                with client.responses.stream(**options) as stream:
+                    texts = [e.delta for e in stream if e.type == "response.output_text.delta"]
+                    response = stream.get_final_response()
+                assert "".join(texts) == response.output_text
+            else:
+                response = client.responses.create(**options)
             items += response.output
             calls = [item for item in response.output if item.type == "function_call"]
             if not calls:
@@ -103,6 +113,7 @@ def streamed(program):
         by_chat_completions,
         streamed(by_chat_completions),
         by_responses,
+        streamed(by_responses),
         by_messages,
         streamed(by_messages),
     ],
@@ -131,7 +142,7 @@ def test_a_loop_is_one_conversation_in_each_protocol(chatml_tokenizer, program, 
         (openai_responses, {"input": "x", "previous_response_id": "r"}, "whole conversation"),
         (openai_responses, {"input": "x", "tools": [{"type": "web_search"}]}, "a tool is"),
         (openai_responses, {"input": [{"type": "reasoning"}]}, "messages, function calls and"),
-        (openai_responses, {"input": "x", "stream": True}, "stream=True can't take effect"),
+        (openai_responses, {"input": "x", "background": True}, "background=True can't take"),
         (anthropic_messages, {"messages": [{"role": "system", "content": "x"}]}, "of no user"),
         (anthropic_messages, {"messages": [{"role": "user"}]}, "has no content"),
         (anthropic_messages, {"messages": [], "top_k": 5}, "top_k=5 can't take effect"),

@@ -4,6 +4,7 @@ import copy
 import json
 import threading
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -16,6 +17,7 @@ from collectors import LLMCollector
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
 from torchrl_modules import TransformersWrapper
+from torchrl_modules.engines.protocol import Generation
 
 USER = {"role": "user", "content": "x"}
 
@@ -37,7 +39,9 @@ def asks(told, endpoint, **parameters):
 def small_policy(make_tiny_model, chatml_tokenizer):
     torch.manual_seed(0)
     return TransformersWrapper(
-        make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 5}
+        make_tiny_model(),
+        tokenizer=chatml_tokenizer,
+        generate_kwargs={"max_new_tokens": 5, "temperature": 0.5, "stop": ["Observation:"]},
     )
 
 
@@ -95,6 +99,8 @@ def test_parameters_that_are_ignored_may_say_anything(chatml_tokenizer):
         {"max_tokens": 10**30},
         {"extra_body": {"max_tokens": 16.0}},
         {"tool_choice": "none", "parallel_tool_calls": False},
+        {"temperature": 0.5, "stop": "Observation:"},
+        {"top_p": 1, "stop": ["Observation:"]},
         {"extra_body": {"top_k": -1, "reasoning_effort": "none"}},
     ],
 )
@@ -103,6 +109,37 @@ def test_what_happens_anyway_may_be_asked_for(small_policy, chatml_tokenizer, pa
     trajectories = collect(small_policy, chatml_tokenizer, lambda e: asks(told, e, **parameters))
     assert trajectories["stop_reason"] == ["environment_done"]
     assert len(told) == 1
+
+
+def test_a_text_that_ends_a_turn_is_trained_and_not_shown(small_policy, chatml_tokenizer):
+    """The program sends back what it was shown, which goes on with the row as it was drawn."""
+    told = []
+    drawn, _ = small_policy.encoder.encode_turn("I look.Observation: it")
+
+    def generate(prompts, params, **kwargs):
+        return [Generation(drawn, [-1.0] * len(drawn), "stop") for _ in prompts]
+
+    small_policy.engine.generate = generate
+
+    def program(endpoint):
+        chat = [USER]
+        for _ in range(2):
+            asks(told, endpoint, messages=chat, stop="Observation:")
+            chat += [{"role": "assistant", "content": told[-1]}, USER]
+        url = endpoint.base_url.removesuffix("/v1")
+        with anthropic.Anthropic(base_url=url, api_key=endpoint.api_key, max_retries=0) as client:
+            options = {"stop_sequences": ["Observation:"], "max_tokens": 5}
+            told.append(client.messages.create(model="m", messages=chat, **options))
+        return 1.0
+
+    trajectories = collect(small_policy, chatml_tokenizer, program)
+    *texts, message = told
+    assert texts == ["I look."] * 2
+    assert message.content[0].text == "I look."
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Observation:")
+    (row,) = trajectories.unbind(0)
+    sampled = row["tokens", "full"][row["masks", "all_assistant_mask"]]
+    assert chatml_tokenizer.decode(sampled) == "I look.Observation: it" * 3
 
 
 BODIES = [
