@@ -3,6 +3,7 @@
 Shape legend: P prompts, N samples of each.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -183,10 +184,11 @@ def evaluation_estimates(
 
     Returns:
         ``reward`` and ``mean@n``, ``pass@k`` and ``pass^k`` for each k, and with ``answer_of``
-        ``maj@n``, each over the prompts that have enough samples; n is the most that one has.
+        ``maj@n``, each over the prompts that have enough samples that could be scored; NaN where
+        none has. n is the most that one has.
 
     Raises:
-        ValueError: k is below 1, or no prompt has so many samples.
+        ValueError: k is below 1.
     """
     groups: dict[int, list[TensorDictBase]] = defaultdict(list)
     for row in trajectories.reshape(-1).unbind(0):
@@ -211,13 +213,13 @@ def evaluation_estimates(
     found |= {f"pass^{k}": pass_hat_k(correct, valid, k=k) for k in ks}
     if answer_of is not None:
         found[f"maj@{most}"] = majority_at_n(correct, answer, valid)
-    return {name: _estimate(name, each, level, seed) for name, each in found.items()}
+    return {name: _estimate(each, level, seed) for name, each in found.items()}
 
 
-def _estimate(name: str, values: Tensor, level: float, seed: int) -> Estimate:
+def _estimate(values: Tensor, level: float, seed: int) -> Estimate:
     kept = values[~values.isnan()]
     if not len(kept):
-        raise ValueError(f"{name}: no prompt has enough samples that could be scored.")
+        return Estimate(math.nan, math.nan, math.nan, 0)
     low, high = bootstrap_interval(kept, level=level, seed=seed)
     return Estimate(float(kept.mean()), low, high, len(kept))
 

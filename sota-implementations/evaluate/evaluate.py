@@ -12,6 +12,7 @@ a batch as a step, in the run's folder.
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from collectors.record import RolloutRecorder
 from torchrl_agents.recipe.policies import build_sampler
 from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
 from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.results import last_text, show_rollouts
+from torchrl_agents.recipe.results import finite, last_text, show_rollouts
 from torchrl_agents.recipe.run_folder import Run
 from torchrl_agents.recipe.stop import StopSignals
 from torchrl_agents.settings.errors import SettingsError
@@ -112,12 +113,16 @@ def evaluate(
         "seed": cfg.seed,
         "num_prompts": len(task.held_out_rows),
         "num_samples": cfg.evaluate.num_samples,
-        "estimates": {name: each._asdict() for name, each in estimates.items()},
-        "rollouts": rollout_metrics(trajectories, solved_at=cfg.evaluate.solved_at),
+        "estimates": {name: finite(each._asdict()) for name, each in estimates.items()},
+        "rollouts": finite(rollout_metrics(trajectories, solved_at=cfg.evaluate.solved_at)),
         "seconds": round(time.monotonic() - start, 1),
         "output_dir": str(run.folder),
     }
     (run.folder / "evaluation.json").write_text(json.dumps(result, indent=2), encoding="utf-8")
+    if not estimates["reward"].num_prompts:
+        reasons = Counter(str(row["stop_reason"]) for row in trajectories.unbind(0))
+        ends = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+        raise SettingsError(f"no rollout could be scored: {ends}. All are in {run.folder}.")
     return result
 
 
@@ -128,7 +133,8 @@ def show_table(estimates: dict[str, Estimate], cfg: EvaluationConfig) -> None:
     for title in ("", "mean", f"{percent} interval", "prompts"):
         table.add_column(title, justify="right" if title else "left")
     for name, (value, low, high, count) in estimates.items():
-        table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}", str(count))
+        shown = (f"{value:.3f}", f"{low:.3f} to {high:.3f}") if count else ("-", "-")
+        table.add_row(name, *shown, str(count))
     Console(stderr=True).print(table)
 
 

@@ -39,7 +39,7 @@ def run_recipe(script, monkeypatch, capsys):
         module = script(name)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         build = {"build": module.build} if hasattr(module, "build") else {}
-        run_recipe(module.RECIPE, module.main, **build)
+        run_recipe(module.RECIPE, getattr(module, "main", None) or module.evaluate, **build)
         return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
     return run

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from collectors.record import RunRecord
 
@@ -114,3 +115,52 @@ def test_a_server_on_a_data_set(evaluate, server, tmp_path):
     request = Solver.requests[0]
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.7, 512)
     assert [m["role"] for m in request["messages"]] == ["system", "user"]
+
+
+@pytest.mark.slow
+def test_a_runs_model_is_asked_as_it_was_trained(run_recipe, evaluate, tmp_path, monkeypatch):
+    """Its prompts, its turns, and for training the settings of the model that it began with."""
+    monkeypatch.chdir(tmp_path)
+    tiny = ("collector.num_prompts=2", "collector.group_size=2", "train.num_steps=2")
+    tiny += ("evaluate.num_prompts=8", "evaluate.num_shown=0", "logger=none")
+    tiny += ("task.num_rows=64", "task.num_demonstrations=64")
+    begin = ("policy.max_new_tokens=20", "warm_start.num_steps=2", "name=first")
+    first = run_recipe("grpo", *tiny, *begin)["output_dir"]
+    second = run_recipe("grpo", *tiny, f"policy.model={first}", "name=second")["output_dir"]
+    for model in (first, f"{second}/model"):
+        options = ("evaluate.num_prompts=4", "evaluate.num_samples=2", "evaluate.num_shown=0")
+        result = run_recipe("evaluate", f"policy.model={model}", *options)
+        assert {each["num_prompts"] for each in result["estimates"].values()} == {4}
+        settings = settings_of(result["output_dir"])
+        assert settings["policy"]["show_tool_schemas"] is False
+        assert settings["policy"]["max_new_tokens"] == 20
+    settings = settings_of(second)
+    assert settings["policy"]["max_new_tokens"] == 20
+    assert settings["optim"]["learning_rate"] == 1e-3
+    assert settings["warm_start"]["num_steps"] == 0
+    # Of another task its turns are as long as that task's are, and may be as the user says.
+    options = ("task=echo", "policy.show_tool_schemas=true", "evaluate.num_prompts=2")
+    done = evaluate(f"policy.model={first}", *options, "dry_run=true")
+    assert done.returncode == 0, done.stderr
+    settings = settings_of("outputs/evaluate/echo/seed0-001")
+    assert settings["policy"]["show_tool_schemas"] is True
+    assert settings["policy"]["max_new_tokens"] != 20
+
+
+def settings_of(folder):
+    return yaml.safe_load(Path(folder, "config.yaml").read_text())
+
+
+@pytest.mark.slow
+def test_what_could_not_be_scored_is_said_and_kept(evaluate, tmp_path):
+    tiny = ("policy.max_model_len=16", "evaluate.num_prompts=4", "evaluate.num_samples=1")
+    done = evaluate("task=calculator", *tiny)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert re.search(r"no rollout could be scored: \d+ x context_length", done.stderr)
+    (file,) = tmp_path.rglob("evaluation.json")
+    found = json.loads(file.read_text())["estimates"]["reward"]
+    assert found == {"value": None, "low": None, "high": None, "num_prompts": 0}
+    assert {sample.stop_reason for sample in RunRecord(file.parent).samples(1)} == {
+        "context_length"
+    }

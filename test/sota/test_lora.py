@@ -60,7 +60,7 @@ def weights(folder):
 def test_a_run_trains_saves_and_resumes_adapters_alone(given, run):
     # At such a rate no bit changes: the model that a run begins with.
     first = run("policy.lora_rank=null", "optim.learning_rate=1e-30", "name=first")
-    more = [f"policy.model={first}", "policy.show_tool_schemas=false"] if given else []
+    more = [f"policy.model={first}"] if given else []
     whole = run(*more, "name=whole")
     cut = run(*more, "name=cut", "train.num_steps=2")
     record = json.loads((cut / "run.json").read_text())

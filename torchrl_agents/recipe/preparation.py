@@ -22,6 +22,7 @@ from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 from .adapters import add_adapters
+from .origin import origin_of
 from .policies import build_policies
 from .report import RunLog
 from .warm_start import warm_start
@@ -116,21 +117,29 @@ def _told_of(cfg: RecipeConfig) -> Iterator[None]:
 def _make_task(
     recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
 ) -> Task:
-    made_easy = cfg.policy.model is None and settings.get("level", "") is None
+    origin = origin_of(cfg.policy.model)
+    made_easy = origin.is_embedded and settings.get("level", "") is None
     if made_easy:
         cfg.task.level = settings["level"] = "easy"
     task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
     if made_easy:
         _LOG.info("what the embedded model is asked is easy: task.level=easy")
-    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained)
-    if cfg.policy.model is None:
+    is_embedded = origin.is_embedded
+    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, is_embedded=is_embedded)
+    if is_embedded:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
         if task.entropy_coeff is not None and "loss.entropy_coeff" in defaults:
             defaults["loss.entropy_coeff"] = task.entropy_coeff
         if "warm_start.num_steps" in defaults:
             own = task.num_warm_steps or defaults["warm_start.num_steps"]
-            defaults["warm_start.num_steps"] = own if task.demonstrations else 0
-    fill_in(cfg, defaults)
+            is_new = cfg.policy.model is None
+            defaults["warm_start.num_steps"] = own if is_new and task.demonstrations else 0
+    inherited = dict(origin.settings)
+    if origin.task != cfg.task.id:
+        inherited.pop("policy.max_new_tokens", None)  # its turns were as long as its task's are
+    fill_in(cfg, defaults | inherited)
+    if inherited:
+        _LOG.info("as in the run that left %s: %s", cfg.policy.model, inherited)
     return task
 
 

@@ -254,7 +254,7 @@ EMBEDDED: Final[dict[str, Any]] = {
     "optim.max_grad_norm": 0.1,
     "train.num_epochs": 4,
 }
-"""Defaults of the embedded model, which is made and warmed up here."""
+"""Defaults of the embedded model, which is made and warmed up here; of a run that left it, too."""
 PRETRAINED: Final[dict[str, Any]] = {
     "policy.show_tool_schemas": True,
     "policy.gradient_checkpointing": True,
@@ -287,7 +287,11 @@ GROUPS: Final[dict[str, dict[str, Any]]] = {
 
 
 def defaults_of(
-    cfg: RecipeConfig, embedded: Mapping[str, Any], pretrained: Mapping[str, Any]
+    cfg: RecipeConfig,
+    embedded: Mapping[str, Any],
+    pretrained: Mapping[str, Any],
+    *,
+    is_embedded: bool,
 ) -> dict[str, Any]:
     """What ``None`` stands for in the settings that there are, for the model that was chosen.
 
@@ -295,8 +299,9 @@ def defaults_of(
         cfg: the settings.
         embedded: a recipe's own defaults of the embedded model.
         pretrained: the same of a model that was given.
+        is_embedded: whether it is the embedded model, or a run's that began with it.
     """
-    shared, own = (EMBEDDED, embedded) if cfg.policy.model is None else (PRETRAINED, pretrained)
+    shared, own = (EMBEDDED, embedded) if is_embedded else (PRETRAINED, pretrained)
     return {
         key: value
         for key, value in {**shared, **own}.items()

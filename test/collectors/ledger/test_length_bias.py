@@ -9,7 +9,7 @@ import pytest
 from collectors.ledger import Drop, OnPolicy, Wait
 from collectors.ledger.statistics import LengthHistogram
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "collection"
 NUM_STEPS = 120
 
 

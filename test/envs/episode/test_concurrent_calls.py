@@ -1,6 +1,7 @@
 """Many calls at once: in order, each with a deadline, and none spoils another."""
 
 import asyncio
+import functools
 import gc
 import sys
 import threading
@@ -282,27 +283,32 @@ def test_a_call_that_waits_for_a_thread_is_not_late(make_calls, gate, kind):
 @pytest.mark.parametrize("num_stuck", [0, 2], ids=["fresh", "after two that were stuck"])
 def test_no_more_threads_run_than_allowed(gate, num_stuck):
     running, most, lock = [0], [0], threading.Lock()
-    pause, entered = threading.Event(), threading.Semaphore(0)
+    together, entered = threading.Barrier(3), threading.Semaphore(0)
 
     def get_stuck():
         entered.release()
         gate.wait()
 
-    def call():
+    def call(number):
         with lock:
             running[0] += 1
             most[0] = max(most[0], running[0])
-        pause.wait(0.01)
+        if number < 3:
+            together.wait(20)  # all that are allowed run at once
+        else:
+            time.sleep(0.005)  # a fourth one would be seen
         with lock:
             running[0] -= 1
 
     threads = DaemonThreads(3)
     stuck = [threads.submit(get_stuck) for _ in range(num_stuck)]
-    for future in stuck:
+    for _ in stuck:
         entered.acquire()
+    for future in stuck:
         threads.give_up(future)
     gate.set()
-    for future in [*stuck, *[threads.submit(call) for _ in range(20)]]:
+    calls = [threads.submit(functools.partial(call, number)) for number in range(20)]
+    for future in [*stuck, *calls]:
         future.result(timeout=20)
     assert most[0] == 3
     threads.close()
