@@ -3,11 +3,14 @@
     for t in spell_backward word_sorting; do grpo.py task=$t | tail -n 1; done > results.jsonl
     python sota-implementations/grpo/curves.py results.jsonl curves.png
 
-A line of the file is the last line of a run's output. Lines are the rollouts of the steps, points
-the held-out prompts before and after; runs of one task share a plot.
+A line of the file is the last line of a run's output, of any recipe. Lines are the rollouts of the
+steps, points the held-out prompts, with a line through them where rollouts have none: fine-tuning
+samples nothing, and in self-play one seat of each game wins, whatever is learnt. Runs that differ
+in their seeds share a plot; of a run with several tasks each has one.
 """
 
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -25,27 +28,44 @@ NUM_COLUMNS = 4
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
 
 
-def rewards(folder: Path) -> list[float]:
-    """Mean reward of the rollouts of each step."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["reward"] for line in lines]
+def rewards(folder: Path, name: str) -> list[float]:
+    """Mean reward of the rollouts of each step; nothing where it says nothing."""
+    if folder.parts[-3] == "self_play":
+        return []
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    told = [line.get(name) for line in lines]
+    return [math.nan if x is None else x for x in told] if told.count(None) < len(told) else []
 
 
-def title_of(result: dict[str, Any]) -> str:
+def tests(folder: Path, name: str) -> list[tuple[int, float]]:
+    """Steps, and mean reward on the held-out prompts after each."""
+    lines = (folder / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    points = [(line["step"], line.get(name)) for line in map(json.loads, lines)]
+    return sorted((step, value) for step, value in points if value is not None)
+
+
+def parts_of(result: dict[str, Any]) -> list[str]:
+    """The tasks of a run that has several, each with what its metrics begin with."""
+    ends = [name.split("/") for name in result if name.startswith("before/")]
+    return [f"{end[1]}/" for end in ends if len(end) == 3 and end[2] == "reward"] or [""]
+
+
+def title_of(result: dict[str, Any], part: str) -> str:
     """The task, and in what the run is another one than by default."""
     settings = json.loads((Path(result["output_dir"]) / "run.json").read_text())["settings"]
     mode = settings.get("collector.mode", "sync")
     further = [mode] if mode != "sync" else []
     shuffles = any(value is True and "shuffle_" in name for name, value in settings.items())
     further += ["control"] if shuffles else []
-    return ", ".join([result["task"], *further])
+    return ", ".join([part.removesuffix("/") or result["task"], *further])
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
     """One small plot for each kind of run; runs that differ in their seeds share one."""
     plots = defaultdict(list)
     for result in results:
-        plots[title_of(result)].append(result)
+        for part in parts_of(result):
+            plots[title_of(result, part)].append((Path(result["output_dir"]), f"{part}reward"))
     num_columns = min(NUM_COLUMNS, len(plots))
     num_rows = -(-len(plots) // num_columns)
     figure, axes = plt.subplots(
@@ -58,15 +78,17 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for small in axes.flat[len(plots) :]:
         small.set_axis_off()
     for small, (title, runs) in zip(axes.flat, plots.items(), strict=False):
-        for result, colour in zip(runs, COLOURS, strict=False):
-            history = rewards(Path(result["output_dir"]))
+        ends = []
+        for (folder, name), colour in zip(runs, COLOURS, strict=False):
+            history, points = rewards(folder, name), tests(folder, name)
             steps = range(1, len(history) + 1)
             small.plot(steps, history, color=colour, lw=1, alpha=0.25)
             small.plot(steps, smoothed(history), color=colour, lw=1.8)
-            ends = [result["held_out_before"], result["held_out_after"]]
-            small.plot([0, len(history)], ends, "o", color=colour, ms=5)
-        means = [fmean(run[f"held_out_{when}"] for run in runs) for when in ("before", "after")]
-        small.set_title(f"{title}: {means[0]:.2f} to {means[1]:.2f}", fontsize=9)
+            style = "o-" if len(points) > 2 and not history else "o"
+            small.plot(*zip(*points, strict=True), style, color=colour, ms=4, lw=1.5)
+            ends.append((points[0][1], points[-1][1]))
+        before, after = (fmean(values) for values in zip(*ends, strict=True))
+        small.set_title(f"{title}: {before:.2f} to {after:.2f}", fontsize=9)
         small.set_ylim(0, 1.05)
         small.tick_params(labelsize=8)
         small.grid(alpha=0.3)
