@@ -144,13 +144,14 @@ def test_multi_environment(run):
     """Each of its tasks is learnt, one with a tool and one by a program that owns its loop."""
     task = (*WITH_AGENT, "optim.learning_rate=1.4e-3", "evaluate.num_prompts=32")
     task += ("collector.num_prompts=14", "collector.group_size=8")
-    learnt = run("grpo", *task, "train.num_steps=16", "name=learnt")
-    control = run("grpo", *task, "train.num_steps=6", "experiment=control")
+    task += ("train.num_steps=16",)
+    learnt = run("grpo", *task, "name=learnt")
+    control = run("grpo", *task, "experiment=control")
     for part in ("where", "say"):
         assert learnt[f"before/{part}/reward"] < 0.35
-        assert late(learnt, f"{part}/reward") > 0.38
+        assert late(learnt, f"{part}/reward") > 0.34
         assert late(learnt, f"{part}/share") == 0.5
-        assert late(control, f"{part}/reward") < 0.33
+        assert late(control, f"{part}/reward") < 0.29
 
 
 @pytest.mark.slow
@@ -158,7 +159,8 @@ def test_self_play(run):
     """Against others; a game of the policy against itself is always won and lost."""
     task = ("task.largest=8", "optim.learning_rate=1e-3", "train.baseline_decay=0.9")
     task += ("collector.num_prompts=48", "evaluate.num_prompts=128")
-    learnt = run("self-play", *task, "train.num_steps=18", "name=learnt")
-    assert learnt["held_out_after"] > max(0.37, learnt["held_out_before"] + 0.05)
-    control = run("self-play", *task, "train.num_steps=6", "experiment=control")
-    assert control["held_out_after"] < 0.37
+    task += ("train.num_steps=18",)
+    learnt = run("self-play", *task, "name=learnt")
+    assert learnt["held_out_after"] > max(0.39, learnt["held_out_before"] + 0.1)
+    control = run("self-play", *task, "experiment=control")
+    assert control["held_out_after"] < 0.35

@@ -1,7 +1,8 @@
 """Recipes on rows in a file: is a number odd?
 
-Fine-tuning learns it, and its control learns the format and guesses. Expert iteration and
-distillation go on from a model that was stopped while it guessed; their controls learn nothing.
+Fine-tuning learns it, and its control learns the format and guesses. The others (expert iteration,
+with adapters too, distillation, GRPO that streams) go on from a model that was stopped while it
+guessed; their controls learn nothing.
 """
 
 import json
@@ -105,11 +106,31 @@ def test_distillation(run):
 @pytest.mark.slow
 @pytest.mark.usefixtures("half_trained")
 def test_adapters_learn(run):
-    more = ("collector.num_prompts=8", "collector.group_size=8", "train.num_steps=20")
-    lora = ("policy.lora_rank=8", "optim.learning_rate=5e-3", "train.keep_above=0.5")
-    learnt = run("expert-iteration", *HALF_TRAINED, *more, *lora)
+    more = ("collector.num_prompts=12", "collector.group_size=8", "train.num_steps=24")
+    more += ("policy.lora_rank=8", "optim.learning_rate=5e-3", "train.keep_above=0.5")
+    learnt = run("expert-iteration", *HALF_TRAINED, *more, "name=adapters")
     assert abs(learnt["held_out_before"] - GUESSING) < 0.15
     assert learnt["held_out_after"] > 0.75
+    assert sum(metric(learnt, "reward")[-4:]) / 4 > 0.72
+    control = run("expert-iteration", "experiment=control", *HALF_TRAINED, *more)
+    assert control["held_out_after"] < 0.68
+    assert sum(metric(control, "reward")[-4:]) / 4 < 0.65
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("half_trained")
+def test_grpo_learns_from_rollouts_of_older_weights(run):
+    more = ("collector=streaming", "collector.max_staleness=2", "train.num_steps=30")
+    more += ("collector.num_prompts=12", "collector.group_size=8")
+    learnt = run("grpo", *HALF_TRAINED, *more, "name=streams")
+    assert metric(learnt, "ledger/staleness/mean")[-1] > 0
+    assert abs(learnt["held_out_before"] - GUESSING) < 0.15
+    assert learnt["held_out_after"] > 0.75
+    assert sum(metric(learnt, "reward")[-4:]) / 4 > 0.7
+    control = run("grpo", "experiment=control", *HALF_TRAINED, *more)
+    assert metric(control, "ledger/staleness/mean")[-1] > 0
+    assert control["held_out_after"] < 0.68
+    assert sum(metric(control, "reward")[-4:]) / 4 < 0.63
 
 
 @pytest.mark.slow
