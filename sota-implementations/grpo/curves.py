@@ -89,7 +89,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
             ends.append((points[0][1], points[-1][1]))
         before, after = (fmean(values) for values in zip(*ends, strict=True))
         small.set_title(f"{title}: {before:.2f} to {after:.2f}", fontsize=9)
-        small.set_ylim(0, 1.05)
+        small.set_ylim(-0.04, 1.05)
         small.tick_params(labelsize=8)
         small.grid(alpha=0.3)
     figure.supxlabel("step", fontsize=9)
