@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from objectives import RankFailedError, Ranks
 from torchrl_agents.recipe.checks import check_config
+from torchrl_agents.recipe.dry_run import check_run
 from torchrl_agents.recipe.multirun import MultirunSummary
 from torchrl_agents.recipe.preparation import build_task
 from torchrl_agents.recipe.report import RunLog
@@ -102,6 +103,8 @@ def _run(
         config = OmegaConf.to_yaml(OmegaConf.structured(cfg))
         (folder / "config.yaml").write_text(config, encoding="utf-8")
         if cfg.dry_run:
+            with log.phase("checking the model and the trackers"):
+                check_run(recipe, cfg, setup)
             run.set_status("checked")
             print(config)
             return

@@ -72,6 +72,7 @@ RECIPE = Recipe(
     groups={},
     needs_groups=False,
     parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
+    rehearse=lambda cfg, _, policy: build_panel(cfg).rehearse(policy, cfg.policy),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 import torch
-from teachers import TeacherConfig, build_teacher, check_teacher
+from teachers import TeacherConfig, build_teacher, check_teacher, rehearse_teacher
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from torchrl_data.protocols import TokenScorer, TokenScores
 from torchrl_envs import DataLoadingPrimer
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.task import TaskEnv
-from torchrl_modules import TransformersWrapper
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 TEACHER: Final = ("teacher_log_probs", "full")
 """The teacher's log-probs of a row, under ``next``, float32 ``[T]``."""
@@ -69,6 +69,17 @@ class Panel:
         """
         for cfg in self.configs.values():
             check_teacher(cfg, policy)
+
+    def rehearse(self, student: LLMWrapperBase, policy: PolicyConfig) -> None:
+        """Raise what :meth:`load` would, without loading weights.
+
+        Args:
+            student: its model may have no weights.
+            policy: device, dtype and attention, as the student's.
+        """
+        longest = student.engine.max_model_len  # type: ignore[attr-defined]
+        for cfg in self.configs.values():
+            rehearse_teacher(cfg, student, policy, max_model_len=longest)
 
     def check_rows(self, env: TaskEnv) -> None:
         """Each row names a teacher that there is, where a column does.

@@ -14,13 +14,16 @@ from urllib.parse import urlsplit
 import httpcore2
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from torchrl_agents.engines.own_engines import model_folder
+from torchrl_agents.recipe.dry_run import outline
 from torchrl_agents.recipe.policies import load_model
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig
 from torchrl_data.protocols import TokenScorer, TokenScores
-from torchrl_modules import TransformersWrapper
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
+from torchrl_modules.policies.model_loading import load_causal_lm
 
 NUM_CONNECTIONS: Final = 32
 """Sequences that a server scores at the same time."""
@@ -83,33 +86,56 @@ def build_teacher(
     Raises:
         SettingsError: it can't be loaded or reached, or not score all that the student may say.
     """
-    assert cfg.model is not None
     if cfg.url is not None:
-        try:
-            teacher = ServerTeacher(cfg.url, cfg.model, timeout_s=cfg.timeout_s)
-        except ConnectionError as error:
-            raise SettingsError(f"teacher.url: {error}") from error
-        if max_model_len >= teacher.max_model_len:
-            raise SettingsError(
-                f"The teacher at {cfg.url} takes {teacher.max_model_len} tokens, one of which it "
-                f"needs itself, and the student says up to {max_model_len}: set "
-                f"policy.max_model_len={teacher.max_model_len - 1}, or serve a longer model."
-            )
-        return teacher
-    settings = replace(policy, gradient_checkpointing=False)
-    model, tokenizer = load_model(settings, model_folder(cfg.model), who="teacher.model")
-    if tokenizer.get_vocab() != student.tokenizer.get_vocab():
-        raise SettingsError(
-            f"teacher.model={cfg.model!r} has another vocabulary than the student: its log-probs "
-            "are of other tokens. Take a teacher of the student's family; embedded models are one "
-            "family where task and seed are the same."
-        )
+        return _reach_teacher(cfg, cfg.url, max_model_len)
+    model, tokenizer = _load_teacher(cfg, student, policy, load_causal_lm)
     return TransformersWrapper(
         model.eval().requires_grad_(False),
         tokenizer=tokenizer,
         generate_kwargs=student.sampling,
         generate=False,
     )
+
+
+def rehearse_teacher(
+    cfg: TeacherConfig, student: LLMWrapperBase, policy: PolicyConfig, *, max_model_len: int
+) -> None:
+    """Raise what :func:`build_teacher` would, without loading its weights."""
+    if cfg.url is not None:
+        _reach_teacher(cfg, cfg.url, max_model_len)
+    else:
+        _load_teacher(cfg, student, replace(policy, device="meta"), outline)
+
+
+def _reach_teacher(cfg: TeacherConfig, url: str, max_model_len: int) -> "ServerTeacher":
+    assert cfg.model is not None
+    try:
+        teacher = ServerTeacher(url, cfg.model, timeout_s=cfg.timeout_s)
+    except ConnectionError as error:
+        raise SettingsError(f"teacher.url: {error}") from error
+    if max_model_len >= teacher.max_model_len:
+        raise SettingsError(
+            f"The teacher at {url} takes {teacher.max_model_len} tokens, one of which it "
+            f"needs itself, and the student says up to {max_model_len}: set "
+            f"policy.max_model_len={teacher.max_model_len - 1}, or serve a longer model."
+        )
+    return teacher
+
+
+def _load_teacher(
+    cfg: TeacherConfig, student: LLMWrapperBase, policy: PolicyConfig, load: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    assert cfg.model is not None
+    settings = replace(policy, gradient_checkpointing=False)
+    source = model_folder(cfg.model)
+    model, tokenizer = load_model(settings, source, who="teacher.model", load=load)
+    if tokenizer.get_vocab() != student.tokenizer.get_vocab():
+        raise SettingsError(
+            f"teacher.model={cfg.model!r} has another vocabulary than the student: its log-probs "
+            "are of other tokens. Take a teacher of the student's family; embedded models are one "
+            "family where task and seed are the same."
+        )
+    return model, tokenizer
 
 
 class ServerTeacher(TokenScorer):

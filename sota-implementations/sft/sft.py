@@ -38,7 +38,8 @@ from torchrl_agents.training.trainer import Step, Trainer
 from torchrl_agents.training.updates import Updates
 from torchrl_data import encode_demonstrations, row_tensordicts
 from torchrl_envs import load_rows
-from torchrl_modules import TransformersWrapper
+from torchrl_envs.tasks.task import Task
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 
 def build_updates(cfg: SFTConfig, actor: TransformersWrapper, folder: Path, crew: Crew) -> Updates:
@@ -55,6 +56,7 @@ RECIPE = Recipe(
     config=SFTConfig,
     groups=GROUPS,
     updates=build_updates,
+    rehearse=lambda cfg, task, policy: encode(cfg, task, policy),
     engines=("transformers",),
     needs_groups=False,
     embedded={"optim.learning_rate": 1e-2, "optim.max_grad_norm": 1.0},
@@ -82,6 +84,15 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
     return Test(replace(test.task, demonstrations=chats), test.held_out_env)
+
+
+def encode(cfg: SFTConfig, task: Task, policy: LLMWrapperBase) -> list[TensorDictBase]:
+    """The conversations as tokens."""
+    try:
+        return row_tensordicts(encode_demonstrations(policy.encoder, task.demonstrations))
+    except (ValueError, TypeError) as error:
+        source = f"task={cfg.task.id}" if cfg.data.dataset is None else f"{cfg.data.dataset=}"
+        raise SettingsError(f"{source.removeprefix('cfg.')}: {error}") from error
 
 
 class Conversations:
@@ -143,7 +154,7 @@ def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -
     torch.manual_seed(cfg.seed)
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
     with log.phase("encoding the conversations"):
-        rows = row_tensordicts(encode_demonstrations(actor.encoder, test.task.demonstrations))
+        rows = encode(cfg, test.task, actor)
 
     test_loss = SFTLoss(policy)
     held_out = test_loss.pack(lazy_stack(rows[: cfg.data.num_held_out]))

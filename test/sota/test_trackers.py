@@ -91,10 +91,11 @@ def test_wandb(opened, tmp_path, monkeypatch):
         assert [path.name for path in files] == [f"run-{number * 11111111}.wandb"] * count
 
 
-def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(tmp_path):
+@pytest.mark.parametrize("debug", ["tiny", "dry_run"])
+def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(debug, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k not in ("WANDB_MODE", "WANDB_API_KEY")}
     environment |= {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "torchrl_agents", "grpo", "debug=tiny", "logger=wandb"]
+    command = [sys.executable, "-m", "torchrl_agents", "grpo", f"debug={debug}", "logger=wandb"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True
     )

@@ -1,12 +1,13 @@
 """The model that is trained and the policy that samples, from the settings."""
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -75,7 +76,11 @@ def rendered(chats: Sequence[Sequence[Message]]) -> list[str]:
 
 
 def load_model(
-    cfg: PolicyConfig, source: str, *, who: str = "policy.model"
+    cfg: PolicyConfig,
+    source: str,
+    *,
+    who: str = "policy.model",
+    load: Callable[..., PreTrainedModel] = load_causal_lm,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model and its tokenizer.
 
@@ -83,6 +88,7 @@ def load_model(
         cfg: device, dtype, attention and further arguments.
         source: hub id or path.
         who: names it.
+        load: gives the model; a dry run has it without weights.
 
     Raises:
         SettingsError: there is no such model, or it can't be loaded so.
@@ -93,15 +99,15 @@ def load_model(
         arguments["attn_implementation"] = cfg.attn_implementation
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = load_causal_lm(source, dtype=getattr(torch, cfg.dtype), **arguments)
-    except (OSError, ValueError, TypeError, ImportError) as error:
+        model = load(source, dtype=getattr(torch, cfg.dtype), **arguments)
+        model.to(device)  # type: ignore[arg-type]
+        if cfg.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SettingsError(f"{who}={source!r}{kind} can't be loaded: {first}") from error
-    model.to(device)  # type: ignore[arg-type]
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train()
     return model, tokenizer
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Final
@@ -38,15 +39,36 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
     with ExitStack() as stack:
         loggers = []
         for name in cfg.logger.backends:
-            try:
+            with _told_of(name):
                 logger, end = _OPEN[name](run, project, settings)
-            except Exception as error:  # the tracker's own: no key, no server
-                raise SettingsError(
-                    f"logger.backends: {name} can't be opened: {type(error).__name__}: {error}"
-                ) from error
             stack.push(partial(_end, end))
             loggers.append(logger)
         yield loggers
+
+
+def check_loggers(cfg: TrainingConfig, recipe: str) -> None:
+    """Refuse trackers that could not be opened; no run begins in any.
+
+    Args:
+        cfg: the settings.
+        recipe: the project of its runs, unless the settings say another one.
+
+    Raises:
+        SettingsError: a tracker can't be opened.
+    """
+    for name in cfg.logger.backends:
+        with _told_of(name):
+            _CHECK[name](cfg.logger.project or recipe)
+
+
+@contextmanager
+def _told_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the tracker's own: no key, no server
+        raise SettingsError(
+            f"logger.backends: {name} can't be opened: {type(error).__name__}: {error}"
+        ) from error
 
 
 def missing_package(logger: str) -> str | None:
@@ -123,6 +145,33 @@ _OPEN: Final[Mapping[str, Callable[[Run, str, Mapping[str, Any]], _Opened]]] = {
     "wandb": _wandb,
     "trackio": _trackio,
     "mlflow": _mlflow,
+}
+
+
+def _check_wandb(_: str) -> None:
+    import wandb
+
+    if wandb.setup().settings.mode in ("online", "shared"):
+        wandb.login()  # asks the server whether it takes the key
+
+
+def _check_mlflow(project: str) -> None:
+    import mlflow
+
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # or it tries for minutes
+    mlflow.MlflowClient().get_experiment_by_name(project)
+
+
+def _check_import(module: str) -> Callable[[str], Any]:
+    return lambda _: import_module(module)
+
+
+_CHECK: Final[Mapping[str, Callable[[str], Any]]] = {
+    "csv": _check_import("torchrl.record.loggers.csv"),
+    "tensorboard": _check_import("torch.utils.tensorboard"),
+    "wandb": _check_wandb,
+    "trackio": _check_import("trackio"),
+    "mlflow": _check_mlflow,
 }
 LOGGERS: Final = {
     "csv": None,

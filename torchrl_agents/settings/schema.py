@@ -217,7 +217,8 @@ class RecipeConfig:
     overwrite: bool = False
     """Replace the last run of that name instead of beginning a new folder."""
     dry_run: bool = False
-    """Check settings, data and environment, and stop before a model is loaded."""
+    """Check settings, data, environment, models, adapters, servers and trackers, and stop before
+    any weights are loaded."""
     task: Any = MISSING
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -1,0 +1,170 @@
+"""A dry run refuses what the run would, and loads no weights."""
+
+import json
+import os
+import socket
+import struct
+import sys
+
+import mlflow
+import pytest
+from transformers import AutoConfig
+
+from torchrl_agents.recipe.trackers import check_loggers
+from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
+from torchrl_agents.start import run_recipe
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+
+TASK = ("task=gcd", "task.num_rows=64", "task.num_demonstrations=64", "evaluate.num_prompts=4")
+TINY = (*TASK, "debug=tiny", "logger=none")
+STUDENT = "policy.model=student"
+
+
+@pytest.fixture
+def run(script, tmp_path, monkeypatch):
+    """Runs a recipe in a folder of its own; gives the folders of its runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *arguments):
+        module = script(name)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        build = {"build": module.build} if hasattr(module, "build") else {}
+        run_recipe(module.RECIPE, getattr(module, "main", None) or module.evaluate, **build)
+        return sorted(tmp_path.glob("outputs/*/*/*-[0-9]*"))
+
+    return run
+
+
+@pytest.fixture
+def models(tmp_path):
+    """Models in folders: whole ones of two vocabularies, and some that lack a part."""
+
+    def save(name, text="Is 7 odd?", **kwargs):
+        tokenizer = train_tokenizer([text] * 8, vocab_size=300)
+        tokenizer.save_pretrained(tmp_path / name)
+        tiny_qwen3(len(tokenizer)).save_pretrained(tmp_path / name, **kwargs)
+        return tmp_path / name
+
+    save("student")
+    save("stranger", "What is the greatest common divisor?")
+    (save("no_weights") / "model.safetensors").unlink()
+    weights = save("broken_off") / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    next(save("no_shard", max_shard_size="100KB").glob("model-00002-*")).unlink()
+    (save("no_tokenizer") / "tokenizer.json").unlink()
+
+
+def unlistened():
+    """Nobody is there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_all_is_checked_and_no_weights_are_loaded(run, models, tmp_path):
+    """The weights are a file of a terabyte, nearly all of it a hole."""
+    config = AutoConfig.from_pretrained(tmp_path / "student")
+    config.update({"hidden_size": 1 << 14, "num_hidden_layers": 80, "intermediate_size": 1 << 16})
+    config.layer_types = ["full_attention"] * 80
+    config.save_pretrained(tmp_path / "student")
+    count = 1 << 38
+    header = {"w": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}
+    text = json.dumps(header).encode()
+    with (tmp_path / "student/model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + 4 * count)
+    folders = run("distillation", *TASK, STUDENT, "teacher.model=student", "dry_run=true")
+    folders += run("grpo", *TASK, STUDENT, "policy.lora_rank=4", "logger=files", "dry_run=true")
+    for folder in folders[-2:]:
+        assert json.loads((folder / "run.json").read_text())["status"] == "checked"
+        assert (folder / "config.yaml").is_file()
+        assert not {"model", "tensorboard", "csv", "metrics.jsonl"} & set(os.listdir(folder))
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "words"),
+    [
+        ("grpo", ["policy.model=no/where"], r"policy.model='no/where' \(no folder of that name"),
+        (
+            "grpo",
+            ["policy.model=no_weights"],
+            "model='no_weights' can't be loaded: .*no.*model.saf",
+        ),
+        ("grpo", ["policy.model=broken_off"], "model='broken_off' can't be loaded: "),
+        ("grpo", ["policy.model=no_shard"], "model='no_shard' can't be loaded: .*model-00002-of"),
+        ("grpo", ["policy.model=no_tokenizer"], "model='no_tokenizer' can't be loaded: "),
+        (
+            "grpo",
+            [STUDENT, "policy.lora_rank=4", "policy.lora_target_modules=[nowhere]"],
+            "policy.lora_target_modules: .*'nowhere'",
+        ),
+        (
+            "grpo",
+            ["task.level=own", "policy.lora_rank=4", "policy.lora_target_modules=[nix]"],
+            "policy.lora_target_modules: .*'nix'",
+        ),
+        ("grpo", [STUDENT, "+policy.model_kwargs.revison=x"], "can't be loaded: .*revison"),
+        ("grpo", [STUDENT, "policy.attn_implementation=none"], "can't be loaded: .*none"),
+        ("grpo", [STUDENT, "policy.max_model_len=1025"], "can't be used so: .*1025.*1024 tokens"),
+        ("grpo", [STUDENT, "policy.chat_template_name=x"], "can't be used so: .*'x'"),
+        ("distillation", [STUDENT, "teacher.model=no/where"], "teacher.model='no/where'"),
+        ("distillation", [STUDENT, "teacher.model=stranger"], "'stranger' has another vocabulary"),
+        (
+            "distillation",
+            [STUDENT, "teachers={a: {model: student}, b: {model: no/where}}"],
+            "teacher.model='no/where'",
+        ),
+        (
+            "distillation",
+            [STUDENT, "teacher.model=m", f"teacher.url={unlistened()}/v1"],
+            "teacher.url: The teacher at .* does not answer",
+        ),
+        (
+            "sft",
+            [STUDENT, "data.dataset=silent.jsonl", "data.num_held_out=1"],
+            "data.dataset='silent.jsonl': .*the assistant says nothing in row 1",
+        ),
+    ],
+)
+# httpcore2 leaves a socket that could not connect to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_the_run_would_refuse(run, models, tmp_path, recipe, arguments, words, dry):
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    rows = [{"messages": said}, {"messages": said[:1]}]
+    (tmp_path / "silent.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(SystemExit, match=words):
+        run(recipe, *TINY, *arguments, *(["dry_run=true"] if dry else []))
+    (record,) = tmp_path.glob("outputs/*/*/*/run.json")
+    assert json.loads(record.read_text())["status"] == "failed"
+
+
+def test_servers_are_asked(run, models):
+    url = unlistened()
+    with pytest.raises(SystemExit, match=f"engine: No answer from {url}"):
+        run("grpo", *TINY, STUDENT, "engine=vllm", f"engine.url={url}", "dry_run=true")
+
+
+def test_an_evaluation_has_one_too(run, models):
+    (folder,) = run("evaluate", *TASK, STUDENT, "dry_run=true")
+    assert json.loads((folder / "run.json").read_text())["status"] == "checked"
+    for engine in ("transformers", "vllm"):
+        with pytest.raises(SystemExit, match=r"policy\.model='no/where'"):
+            run("evaluate", *TASK, "policy.model=no/where", f"engine={engine}", "dry_run=true")
+
+
+def check(*backends):
+    check_loggers(TrainingConfig(logger=LoggerConfig(backends=[*backends])), "grpo")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow's own libraries
+def test_what_mlflow_would_refuse(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    check("csv", "tensorboard", "mlflow")
+    names = [each.name for each in mlflow.MlflowClient().search_experiments()]
+    assert names == ["Default"]  # none of ours was begun
+    url = unlistened()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    with pytest.raises(SettingsError, match=r"logger.backends: mlflow can't be opened: .*refused"):
+        check("mlflow")
