@@ -84,8 +84,10 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
     if cfg.engine.name == "chat":
         return build_sampler(cfg, task)
     starts_here = cfg.engine.name == "vllm" and not (cfg.engine.url or cfg.engine.urls)
-    if starts_here and not collects_on_ray(cfg) and find_spec("vllm") is None:
-        raise SettingsError("engine=vllm needs the package vllm: see docs/vllm.md, or engine.url=.")
+    if collects_on_ray(cfg):
+        _check_package("collector=ray", "ray", "pip install 'torchrl-agents[ray]'")
+    elif starts_here:
+        _check_package("engine=vllm", "vllm", "see docs/vllm.md, or give engine.url=")
     with model_source(cfg, task) as source:
         if cfg.engine.name == "vllm" and not isinstance(cfg, TrainingConfig):
             # What Transformers can't compute an engine of vLLM may.
@@ -103,6 +105,11 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
             with_adapters(cfg.policy, model)
         serves = cfg.engine.name == "vllm" and not starts_here and not collects_on_ray(cfg)
         return _reached(cfg, source, tokenizer) if serves else policy
+
+
+def _check_package(who: str, package: str, hint: str) -> None:
+    if find_spec(package) is None:
+        raise SettingsError(f"{who} needs the package {package}, which is not here: {hint}.")
 
 
 def _reached(cfg: RecipeConfig, source: str, tokenizer: Any) -> LLMWrapperBase:
@@ -133,7 +140,7 @@ def outline(path: str, *, dtype: torch.dtype, **arguments: Any) -> PreTrainedMod
         TypeError: no model and no config has such an argument.
     """
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **arguments)
-    unknown = sorted(rest.keys() - _OF_LOADING)
+    unknown = sorted(set(rest) - _OF_LOADING)
     if unknown:
         raise TypeError(f"from_pretrained takes no {', '.join(unknown)}")
     names = ("attn_implementation", "trust_remote_code")

@@ -10,6 +10,7 @@ import mlflow
 import pytest
 from transformers import AutoConfig
 
+from torchrl_agents.recipe import dry_run
 from torchrl_agents.recipe.trackers import check_loggers
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
@@ -143,6 +144,20 @@ def test_servers_are_asked(run, models):
     url = unlistened()
     with pytest.raises(SystemExit, match=f"engine: No answer from {url}"):
         run("grpo", *TINY, STUDENT, "engine=vllm", f"engine.url={url}", "dry_run=true")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "package"),
+    [
+        ("grpo", "engine=vllm", "vllm"),
+        ("evaluate", "engine=vllm", "vllm"),
+        ("grpo", "collector=ray", "ray"),
+    ],
+)
+def test_packages_that_are_not_there(run, models, monkeypatch, recipe, setting, package):
+    monkeypatch.setattr(dry_run, "find_spec", lambda name: None if name == package else name)
+    with pytest.raises(SystemExit, match=f"{setting} needs the package {package}"):
+        run(recipe, *TASK, STUDENT, setting, "dry_run=true")
 
 
 def test_an_evaluation_has_one_too(run, models):
