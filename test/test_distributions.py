@@ -106,34 +106,91 @@ def test_wheel_works_from_an_empty_folder(wheel, tmp_path):
         assert version == torchrl_data.__version__
 
 
-def test_the_command_of_a_wheel_runs_its_recipes(wheel, tmp_path):
-    """Installed without its dependencies, which are there: help, a dry run, and what is wrong."""
-    environment, empty = tmp_path / "venv", tmp_path / "empty"
-    empty.mkdir()
+@pytest.fixture(scope="module")
+def command(wheel, tmp_path_factory):
+    """The command of an installed wheel; its dependencies are there, but for those ``without``."""
+    environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False)
     (site,) = environment.glob("lib/python*/site-packages")
     pip = [sys.executable, "-m", "pip", f"--python={environment}/bin/python", "--quiet"]
     install = ["install", "--disable-pip-version-check", "--no-deps", "--no-index", str(wheel)]
     subprocess.run([*pip, *install], check=True, timeout=120)
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])
+    hide = "import os, sys; sys.modules.update(dict.fromkeys(os.environ['WITHOUT'].split()))"
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{hide}\n")
 
-    def command(*arguments):
+    def command(*arguments, folder, without=()):
         return subprocess.run(
             [environment / "bin/torchrl-agents", *arguments],
-            cwd=empty,
-            env={"PATH": "", "HOME": str(empty), "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            env={
+                **{"PATH": "", "HOME": str(folder), "OMP_NUM_THREADS": "1"},
+                "WITHOUT": " ".join(without),
+            },
             capture_output=True,
             text=True,
             timeout=200,
             check=False,
         )
 
-    assert f"{torchrl_data.__version__}\n" == command("--version").stdout
-    helped = command("--help")
+    return command
+
+
+def test_the_command_of_a_wheel_tells_what_there_is(command, tmp_path):
+    assert f"{torchrl_data.__version__}\n" == command("--version", folder=tmp_path).stdout
+    helped = command("--help", folder=tmp_path)
     assert (helped.returncode, helped.stderr) == (0, "")
     assert "  grpo " in helped.stdout
-    wrong = command("gpro")
+    wrong = command("gpro", folder=tmp_path)
     assert (wrong.returncode, "Did you mean grpo?" in wrong.stderr) == (2, True)
-    checked = command("grpo", "debug=dry_run", "evaluate.num_prompts=8", "task.num_rows=32")
+
+
+def test_a_wheel_trains_evaluates_and_shows(command, tmp_path):
+    """A checked run, a run, a test of its model, and a page of its rollouts."""
+    checked = command("grpo", "debug=dry_run", "task.num_rows=512", folder=tmp_path)
     assert checked.returncode == 0, checked.stderr
-    assert (empty / "outputs/grpo/calculator/seed0-001/config.yaml").exists()
+    run = "outputs/grpo/calculator/seed0-001"
+    assert (tmp_path / run / "config.yaml").exists()
+
+    trained = command("grpo", "debug=tiny", folder=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    result = json.loads(trained.stdout.splitlines()[-1])
+    assert result["output_dir"] == str(tmp_path / "outputs/grpo/calculator/tiny-001")
+    samples = ("evaluate.num_prompts=4", "evaluate.num_samples=2")
+    model = f"policy.model={result['output_dir']}"
+    tested = command("evaluate", model, *samples, folder=tmp_path)
+    assert tested.returncode == 0, tested.stderr
+    assert json.loads(tested.stdout.splitlines()[-1])["num_samples"] == 2
+
+    shown = command("view", result["output_dir"], "--html", "page", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert (tmp_path / "page/index.html").stat().st_size > 1000
+
+
+EXTRAS = ("matplotlib", "peft", "reasoning_gym", "tensorboard", "textual")
+
+
+def test_what_a_wheel_does_without_its_extras(command, tmp_path):
+    """Models are tested and rollouts shown; what trains says what it needs."""
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = ("task=gsm8k", "task.dataset=rows.jsonl", "evaluate.num_prompts=4")
+
+    def plain(*arguments):
+        return command(*arguments, folder=tmp_path, without=EXTRAS)
+
+    for task_needs in ((), ("task=gcd",)):
+        refused = plain("evaluate", *task_needs)
+        assert refused.returncode == 1
+        assert "reasoning-gym is not installed: pip install reasoning-gym" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    refused = plain("grpo", *task)
+    assert refused.returncode == 1
+    assert "grpo.py: grpo draws its learning curve with matplotlib" in refused.stderr
+    assert "pip install 'torchrl-agents[train]'" in refused.stderr
+    assert not (tmp_path / "outputs/grpo/gsm8k/seed0-001").exists()
+    tested = plain("evaluate", *task, "evaluate.num_samples=2", "policy.max_new_tokens=4")
+    assert tested.returncode == 0, tested.stderr
+    run = json.loads(tested.stdout.splitlines()[-1])["output_dir"]
+    shown = plain("view", run, "--html", "page")
+    assert shown.returncode == 0, shown.stderr
+    assert plain("view", run).returncode == 0

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
@@ -22,8 +21,6 @@ RECIPES: Final = (
     Path(__file__).parents[1] / "sota-implementations",  # in a checkout
 )
 """Where the scripts are, the first that there is: each in a folder of its name."""
-NEEDED: Final = ("matplotlib", "reasoning_gym", "tensorboard")
-"""Modules that recipes need beside the library: those of the extra ``train``."""
 
 
 class Command(NamedTuple):
@@ -63,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
         return run(rest)
     if name in scripts:
-        return run_recipe(name, scripts[name], rest)
+        return _become([sys.executable, str(scripts[name]), *rest])
     close = get_close_matches(name, [*scripts, *COMMANDS], n=1, cutoff=0.5)
     guess = f" Did you mean {close[0]}?" if close else ""
     print(f"torchrl-agents: there is no command {name!r}.{guess} See --help.", file=sys.stderr)
@@ -79,29 +76,8 @@ def recipes() -> dict[str, Path]:
     return {path.parent.name: path for path in scripts if path.is_file()}
 
 
-def run_recipe(name: str, script: Path, arguments: Sequence[str]) -> int:
-    """Become the script of a recipe, signals and exit status included.
-
-    Args:
-        name: of the recipe.
-        script: its file.
-        arguments: for it.
-
-    Returns:
-        The exit status, where it can't run.
-    """
-    missing = [module for module in NEEDED if find_spec(module) is None]
-    if missing:
-        print(
-            f"torchrl-agents {name} needs {', '.join(missing)}: pip install "
-            "'torchrl-agents[train]'.",
-            file=sys.stderr,
-        )
-        return 1
-    return _become([sys.executable, str(script), *arguments])
-
-
 def _become(command: list[str]) -> NoReturn:
+    """Run something in place of this process, signals and exit status included."""
     sys.stdout.flush()
     os.execv(command[0], command)
 

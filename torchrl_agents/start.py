@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 from objectives import RankFailedError, Ranks
+from torchrl_agents.dry_run.rehearsal import check_run
 from torchrl_agents.recipe.checks import check_config
-from torchrl_agents.recipe.dry_run import check_run
 from torchrl_agents.recipe.multirun import MultirunSummary
 from torchrl_agents.recipe.preparation import build_task
 from torchrl_agents.recipe.report import RunLog

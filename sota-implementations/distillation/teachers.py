@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_agents.dry_run.outline import outline
 from torchrl_agents.engines.own_engines import model_folder
-from torchrl_agents.recipe.dry_run import outline
 from torchrl_agents.recipe.policies import load_model
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig

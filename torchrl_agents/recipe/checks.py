@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -90,6 +91,11 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
             raise SettingsError(f"{recipe.name} needs {key}=...")
     _check_names(recipe, cfg)
     if isinstance(cfg, TrainingConfig):
+        if find_spec("matplotlib") is None:
+            raise SettingsError(
+                f"{recipe.name} draws its learning curve with matplotlib, which is not here: "
+                "pip install 'torchrl-agents[train]'."
+            )
         _check_trackers(cfg.logger.backends)
         _check_parallel(cfg, can_follow=recipe.updates is not None)
     _check_engine(cfg)

@@ -1,15 +1,9 @@
-"""The learning curve of a run, as a picture."""
+"""The learning curve of a run, as a picture; matplotlib is imported when it is drawn."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import matplotlib as mpl
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from typing import Any
 
 REWARD_CURVES = {
     "entropy": "entropy, nats per token",
@@ -37,6 +31,11 @@ def plot_learning_curve(
         further: more curves beside the reward: the metric of each, by what to call it.
         beside: metrics with small plots of their own, and what to call them.
     """
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    mpl.use("Agg")
     figure, axes = plt.subplot_mosaic(
         [["reward", name] for name in beside],
         figsize=(9.5, 4.8),
@@ -45,6 +44,7 @@ def plot_learning_curve(
     )
     figure.suptitle(title, fontsize=11)
     _draw_reward(axes["reward"], history, held_out, further)
+    axes["reward"].xaxis.set_major_locator(MaxNLocator(integer=True))
     for name, label in beside.items():
         told = [(i, metrics[name]) for i, metrics in enumerate(history, 1) if name in metrics]
         values = [value for _, value in told]
@@ -62,7 +62,7 @@ def plot_learning_curve(
 
 
 def _draw_reward(
-    axes: Axes,
+    axes: Any,
     history: Sequence[Mapping[str, float]],
     held_out: Mapping[int, float],
     further: Mapping[str, str],
@@ -95,7 +95,6 @@ def _draw_reward(
             ha="left" if x == 0 else "right",
         )
     axes.set(xlabel="step", ylabel="mean reward", ylim=(low, high))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=9)
 

@@ -43,6 +43,8 @@ def store_task(name: str) -> None:
         factory = task_factory(name)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    except ImportError as error:
+        raise SettingsError(f"task={name}: {error}") from error
     hints = get_type_hints(getattr(factory, "func", factory))
     columns: list[Any] = [("id", str, field(default=name))]
     for parameter in inspect.signature(factory).parameters.values():

@@ -10,7 +10,7 @@ import mlflow
 import pytest
 from transformers import AutoConfig
 
-from torchrl_agents.recipe import dry_run
+from torchrl_agents.dry_run import rehearsal
 from torchrl_agents.recipe.trackers import check_loggers
 from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
@@ -155,7 +155,7 @@ def test_servers_are_asked(run, models):
     ],
 )
 def test_packages_that_are_not_there(run, models, monkeypatch, recipe, setting, package):
-    monkeypatch.setattr(dry_run, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(rehearsal, "find_spec", lambda name: None if name == package else name)
     with pytest.raises(SystemExit, match=f"{setting} needs the package {package}"):
         run(recipe, *TASK, STUDENT, setting, "dry_run=true")
 

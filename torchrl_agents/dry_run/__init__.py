@@ -1,0 +1,1 @@
+"""A run without its weights."""
