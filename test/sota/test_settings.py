@@ -1,6 +1,8 @@
 """Settings: every choice composes and builds; what makes no sense is refused before any loading."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +70,14 @@ def test_every_choice_of_every_group_composes_and_builds(check, grpo, training, 
             training.build_advantage(cfg.loss, cfg.collector.group_size)
             tried += 1
     assert tried > 30
+
+
+def test_the_page_names_every_choice(grpo):
+    page = (Path(__file__).parents[2] / "docs/script.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE))
+    for group, choices in groups(grpo.RECIPE).items():
+        named = set(re.findall(r"`([\w.]+)`", page if group == "task" else rows[group]))
+        assert set(choices) - named == set(), group
 
 
 def test_settings_reach_the_parts(check, training):
