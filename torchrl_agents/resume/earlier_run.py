@@ -74,7 +74,7 @@ def plain_settings(cfg: DictConfig) -> dict[str, Any]:
     whole = OmegaConf.to_container(cfg, throw_on_missing=False)
     assert isinstance(whole, dict)
     return {
-        name: value
+        name: OmegaConf.select(cfg, name) if "${" in str(value) else value
         for name, value in _leaves(whole)
         if not any(name == other or name.startswith(f"{other}.") for other in _MAY_DIFFER)
     }

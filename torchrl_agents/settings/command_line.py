@@ -30,6 +30,14 @@ _FILES: Final = ("profile", "experiment", "debug")
 """Groups of YAML files."""
 
 
+def _of_embedded(value: Any, *, _root_: DictConfig) -> Any:
+    """``${of_embedded:VALUE}`` in a file of settings: none where a model is given."""
+    return value if _root_.policy.model is None else None
+
+
+OmegaConf.register_new_resolver("of_embedded", _of_embedded, replace=True)
+
+
 # Tasks --------------------------------------------------------------------------------------------
 
 
