@@ -91,6 +91,54 @@ def test_wandb(opened, tmp_path, monkeypatch):
         assert [path.name for path in files] == [f"run-{number * 11111111}.wandb"] * count
 
 
+TRACKIO = """
+_run = None
+runs = []
+
+class Run:
+    def __init__(self, given):
+        self.given, self.told, self.ended = given, [], 0
+        self.finish = finish
+        print("* Created new run")
+
+    def log(self, metrics, step):
+        self.told.append((step, metrics))
+
+def init(**given):
+    global _run
+    _run = Run(given)
+    runs.append(_run)
+    return _run
+
+def finish():
+    global _run
+    if _run is None:
+        raise RuntimeError("Call trackio.init() before trackio.finish().")
+    _run.ended += 1
+    print("* Run finished")
+    _run = None
+"""
+"""What is used of Trackio, which asks for other versions of packages that are here."""
+
+
+def test_trackio(opened, tmp_path, monkeypatch, capsys):
+    """A run under a name of its own, ended once; what Trackio prints is no output of the recipe."""
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("trackio", "torchrl.record.loggers.trackio"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for number in (1, 2, 1):
+        with opened("trackio", number) as (logger,):
+            logger.log_metrics({"reward": 0.5}, 3)
+    runs = sys.modules["trackio"].runs
+    names = [(run.given["name"], run.given["project"], run.given["resume"]) for run in runs]
+    assert names == [(f"seed{n}-001-{f'{n}' * 8}", "self_play", "allow") for n in (1, 2, 1)]
+    assert [run.given["config"]["seed"] for run in runs] == [0, 0, 0]
+    assert [(run.told, run.ended) for run in runs] == [([(3, {"reward": 0.5})], 1)] * 3
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("* Run finished")) == ("", 3)
+
+
 @pytest.mark.parametrize("debug", ["tiny", "dry_run"])
 def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(debug, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k not in ("WANDB_MODE", "WANDB_API_KEY")}

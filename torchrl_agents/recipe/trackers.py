@@ -1,8 +1,9 @@
 """Where metrics go: TorchRL's loggers, by name."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -115,9 +116,17 @@ def _wandb(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
 def _trackio(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
     from torchrl.record.loggers.trackio import TrackioLogger
 
-    # It knows a run by its name alone.
-    logger = TrackioLogger(f"{run.label}-{run.id}", project=project, config=settings)
-    return logger, lambda _: logger.close()
+    trackio: Any = import_module("trackio")
+
+    def end(_: bool) -> None:
+        with redirect_stdout(sys.stderr):
+            logger.flush()
+            trackio.finish()  # the logger's own would leave it to be ended again at exit
+
+    with redirect_stdout(sys.stderr):  # what it prints: the last line of the output is the result
+        # It knows a run by its name alone.
+        logger = TrackioLogger(f"{run.label}-{run.id}", project=project, config=settings)
+    return logger, end
 
 
 def _mlflow(run: Run, project: str, *_: Any) -> _Opened:
