@@ -186,6 +186,10 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
         ),
         (["engine=vllm", "engine.url=a", "engine.urls=[b]"], "give one of them"),
         (
+            ["engine=vllm", "engine.url=a", "policy.max_model_len=64"],
+            "policy.max_model_len=64: a server at engine.url has the length",
+        ),
+        (
             ["engine=vllm", "engine.num_engines=2", "engine.devices=[1,2,3]"],
             r"engine.devices=\[1, 2, 3\] are shared out to engine.num_engines=2",
         ),

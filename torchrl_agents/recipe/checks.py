@@ -182,9 +182,13 @@ def _check_engine(cfg: RecipeConfig) -> None:
             f"engine.devices={engine.devices} are shared out to engine.num_engines="
             f"{engine.num_engines}: take a multiple of them of devices."
         )
-    if cfg.engine.name == "transformers" and cfg.engine.url:
-        raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
-    if cfg.engine.name != "vllm" and cfg.engine.engine_kwargs:
+    if engine.name == "vllm" and (engine.url or engine.urls) and cfg.policy.max_model_len:
+        raise SettingsError(
+            f"policy.max_model_len={cfg.policy.max_model_len}: a server at engine.url has the "
+            "length that it was started with (--max-model-len). Leave it out."
+        )
+    has_url = engine.name == "transformers" and engine.url
+    if has_url or (engine.name != "vllm" and engine.engine_kwargs):
         raise SettingsError("engine.url and engine.engine_kwargs are for engine=vllm.")
     if engine.engine_kwargs.get("enable_lora"):
         if cfg.policy.lora_rank is None:
