@@ -39,13 +39,7 @@ def check_composition(
 ) -> list[DataLoadingPrimer]:
     """Check that an environment, a policy and a buffer fit together; gives the sources of data.
 
-    Args:
-        env: what the policy acts in.
-        policy: see :func:`check_fit`.
-        buffer: what is filled, if anything is.
-        has_postproc: whether batches are changed on their way into the buffer; groups and rewards
-            may be made there.
-        who: the component, named in errors.
+    With ``has_postproc`` groups and rewards may be made on the way into the buffer.
 
     Raises:
         TypeError: the policy is a bare model.

@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector, StreamingCollector
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer
+from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
 from torchrl_modules import TransformersWrapper
 
 GROUP, SIZE = 2, 4
@@ -69,6 +69,67 @@ def test_held_out_programs_may_ask_for_the_policys_own_temperature(
         assert set(collector.collect()["stop_reason"]) == {"environment_done"}
         point = collector.evaluate(make_env(num_epochs=1), wait=True)
     assert point.trajectories["reward"].flatten().tolist() == [1.0, 1.0]
+
+
+def collected(make, make_tiny_model, chatml_tokenizer, program):
+    """A group of two, each cut after two turns, from a buffer."""
+    torch.manual_seed(0)
+    policy = TransformersWrapper(
+        make_tiny_model(), tokenizer=chatml_tokenizer, generate_kwargs={"max_new_tokens": 5}
+    )
+    env = ChatEnv(batch_size=2, tokenizer=chatml_tokenizer).append_transform(
+        Compose(
+            DataLoadingPrimer([{"prompt": "x"}], group_size=2),
+            AgentProgram(program, timeout_s=30, end_timeout_s=30),
+            StepCounter(max_steps=2),
+        )
+    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=MCAdvantage(2))
+    with make(env, policy, replay_buffer=buffer) as collector:
+        return collector.collect()
+
+
+def asks_anew(endpoint, number):
+    with openai.OpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+    ) as client:
+        chat = [{"role": "user", "content": f"question {number}"}]
+        client.chat.completions.create(model=endpoint.model, messages=chat)
+
+
+@pytest.mark.parametrize("make", [LLMCollector, StreamingCollector])
+def test_a_conversation_that_a_limit_left_unanswered_is_no_row(
+    make, make_tiny_model, chatml_tokenizer
+):
+    def program(endpoint):
+        for number in range(9):
+            asks_anew(endpoint, number)
+
+    rows = collected(make, make_tiny_model, chatml_tokenizer, program).unbind(0)
+    assert {row["stop_reason"] for row in rows} == {"max_steps"}
+    assert all(row["masks", "all_assistant_mask"].any() for row in rows)
+    numbers = [int(row["episode_id"]) for row in rows]
+    assert sorted(map(numbers.count, set(numbers))) == [2, 2]  # two questions each
+
+
+def test_a_program_that_is_cut_is_told_while_its_group_goes_on(make_tiny_model, chatml_tokenizer):
+    ends, told, first = [], threading.Event(), threading.Lock()
+
+    def program(endpoint):
+        if first.acquire(blocking=False):
+            asks_anew(endpoint, 0)
+            asks_anew(endpoint, 1)
+            with pytest.raises(openai.PermissionDeniedError, match="max_steps"):
+                asks_anew(endpoint, 2)
+            told.set()
+        else:
+            asks_anew(endpoint, 0)
+            ends.append(told.wait(20))  # its group is not over before that
+        return 1.0
+
+    collected(StreamingCollector, make_tiny_model, chatml_tokenizer, program)
+    assert ends
+    assert all(ends)
 
 
 @pytest.mark.parametrize("kind", ["batch", "streaming"])

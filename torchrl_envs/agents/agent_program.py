@@ -1,12 +1,16 @@
 """An agent that owns its loop is trained as it is: its requests are the episode's turns."""
 
+import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
 from torchrl_data.validation import check_numbers
-from torchrl_envs.concurrency.calls import Outcome
+from torchrl_envs.concurrency.calls import CallTimeoutError, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
@@ -22,6 +26,7 @@ from torchrl_envs.transforms.token_budget import TokenBudget
 
 from .branches import Branches
 from .programs import (
+    AgentCommand,
     AgentEndpoint,
     Program,
     RunningProgram,
@@ -35,6 +40,7 @@ from .turns import Accepted, RequestError, TurnRequest, reply_to
 
 _SPEAKERS: Final = (ToolSource, FoldContext, AddThinkingPrompt)
 """What else writes into a conversation."""
+_log = logging.getLogger(__name__)
 
 
 class AgentProgram(ToolSource, RewardSource):
@@ -146,7 +152,7 @@ class AgentProgram(ToolSource, RewardSource):
                 model=self.model,
                 accepted=Accepted(self._accepted, self.ignored_parameters),
             )
-            weakref.finalize(self, self._server.close).atexit = False
+            weakref.finalize(self, self._server.stop).atexit = False
         return self._server
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,7 +172,7 @@ class AgentProgram(ToolSource, RewardSource):
 
         Raises:
             ValueError: the environment has a system prompt, tools or another part that speaks, or
-                the data lack a column that the program asks for.
+                the data lack a column that the program asks for; or a proxy would be asked.
         """
         if env.base_env.system_prompt is not None:
             raise ValueError(
@@ -180,9 +186,8 @@ class AgentProgram(ToolSource, RewardSource):
                 "AgentProgram: all that is said is the program's, which runs its tools itself; the "
                 f"environment has {speaking} for its episodes, too."
             )
-        for budget in env.transforms_of(TokenBudget):
-            if budget.max_model_len is not None:
-                self._prompts.leave_room(budget.max_model_len - budget.min_turn_tokens)
+        bounds = [(b.max_model_len, b.min_turn_tokens) for b in env.transforms_of(TokenBudget)]
+        self._prompts.bound(most - least for most, least in bounds if most is not None)
         for loader in env.transforms_of(DataLoadingPrimer):
             missing = [c for c in required_columns(self.program) if c not in loader.columns]
             if missing:
@@ -190,10 +195,17 @@ class AgentProgram(ToolSource, RewardSource):
                     f"AgentProgram: the program asks for {missing}, which the data lack; their "
                     f"columns are {sorted(loader.columns)}."
                 )
-        _ = self.server
+        host = str(urlsplit(self.server.url).hostname)
+        in_process = not isinstance(self.program, AgentCommand)
+        if in_process and "http" in getproxies() and not proxy_bypass(host):
+            raise ValueError(
+                f"AgentProgram: HTTP_PROXY is set, and clients would ask the proxy for {host}. Set "
+                f"NO_PROXY={host}."
+            )
 
     def check_policy(self, policy: Any) -> None:
         """Requests may ask for what the policy does anyway, and prompts are its own."""
+        self._accepted.clear()
         sampling = getattr(policy, "sampling", None)
         if sampling is not None:
             texts = list(sampling.stop)
@@ -236,7 +248,38 @@ class AgentProgram(ToolSource, RewardSource):
         agent: _Agent | None = episode.resources.get(self)
         if agent is None or agent.asked is None or not episode.awaits_answer:
             return
-        self._answer(episode, agent, agent.asked)
+        try:
+            await self._go_on(episode, agent, agent.asked)
+        except Exception as error:  # which is of this episode: the others of a batch go on
+            _log.warning("An episode ends: %s failed", self.name, exc_info=error)
+            self._fail(episode, error)
+
+    def over(self, episode: Episode) -> None:
+        """Answer the program no more; one whose episode is lost is stopped, too."""
+        agent: _Agent | None = episode.resources.get(self)
+        if agent is not None and agent.end is None:
+            agent.session.refuse(episode.stop_reason)
+            if agent.running is not None and not episode.is_scorable:
+                agent.running.stop()
+
+    async def finish(self, episode: Episode) -> None:
+        """The reward is what the program returned; one that still runs is told that it is over."""
+        agent: _Agent | None = episode.resources.get(self)
+        if agent is None:
+            return
+        end = agent.end
+        if end is None:
+            (outcome,) = await self.call(agent.session.wait_for_end, timeout_s=self.end_timeout_s)
+            end = outcome.value or ProgramEnd(None, outcome.error)
+        value = end.value
+        if end.error is not None:
+            value = self.error_reward if agent.end else self.cut_reward
+        episode.score.add_outcome(self.name, Outcome(value), who=self.name)
+
+    # How ----------------------------------------------------------------------------------------
+
+    async def _go_on(self, episode: Episode, agent: "_Agent", asked: TurnRequest) -> None:
+        self._answer(episode, agent, asked)
         if episode.is_done or episode.stop_reason:
             return
         outcome = await self._next(agent, lambda asked: agent.branches.go_on(episode, asked))
@@ -250,27 +293,11 @@ class AgentProgram(ToolSource, RewardSource):
             else:
                 episode.terminate(ENVIRONMENT_DONE)
 
-    async def finish(self, episode: Episode) -> None:
-        """The reward is what the program returned; one that still runs is told that it is over."""
-        agent: _Agent | None = episode.resources.get(self)
-        if agent is None:
-            return
-        end = agent.end
-        if end is None:
-            agent.session.refuse(episode.stop_reason)
-            (outcome,) = await self.call(agent.session.wait_for_end, timeout_s=self.end_timeout_s)
-            end = outcome.value or ProgramEnd(None, outcome.error)
-        value = end.value
-        if end.error is not None:
-            value = self.error_reward if agent.end else self.cut_reward
-        episode.score.add_outcome(self.name, Outcome(value), who=self.name)
-
-    # How ----------------------------------------------------------------------------------------
-
     async def _next(self, agent: "_Agent", take: Callable[[TurnRequest], None]) -> Outcome:
         """The next request that can be taken, or the program's end, as an outcome's value."""
-        while True:
-            (outcome,) = await self.call(agent.session.next_event, timeout_s=self.timeout_s)
+        deadline = time.monotonic() + self.timeout_s  # however many are refused
+        while (left := deadline - time.monotonic()) > 0:
+            (outcome,) = await self.call(agent.session.next_event, timeout_s=left)
             if isinstance(outcome.value, TurnRequest):
                 try:
                     take(outcome.value)
@@ -279,6 +306,8 @@ class AgentProgram(ToolSource, RewardSource):
                     continue
                 agent.asked = outcome.value
             return outcome
+        error = CallTimeoutError(f"no request that can be answered within {self.timeout_s:g} s")
+        return Outcome(error=error)
 
     def _answer(self, episode: Episode, agent: "_Agent", asked: TurnRequest) -> None:
         base: Any = self._environment().base_env
@@ -293,8 +322,10 @@ class AgentProgram(ToolSource, RewardSource):
             num_prompt_tokens=start,
             num_tokens=num_tokens - start,
             stops=self._accepted.get("stop", ()),
+            used_ids=agent.call_ids,
         )
         calls = reply.message.get("tool_calls") or ()
+        agent.call_ids |= {call["id"] for call in calls}
         for call in calls:
             record = ToolCallRecord(call["function"]["name"], episode.num_turns, None, False)
             episode.tool_calls = (*episode.tool_calls, record)
@@ -317,6 +348,7 @@ class _Agent:
         self.asked: TurnRequest | None = None
         """What the next turn answers."""
         self.end: ProgramEnd | None = None
+        self.call_ids: set[str] = set()
 
     def closing(self, server: AgentServer) -> Any:
         """How it is given back: whatever still waits is refused, and the program stopped."""

@@ -39,6 +39,8 @@ _USUAL: Final[Mapping[str, Sequence[Any]]] = {
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
     "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "functions": ([],),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
@@ -73,7 +75,8 @@ def _read_tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     given = function if isinstance(function, Mapping) else {}
     schema = tool_schema(tool, *(given.get(k) for k in ("name", "description", "parameters")))
-    return schema | {"function": {**given, **schema["function"]}}
+    others = {name: value for name, value in given.items() if name != "strict"}  # of the API alone
+    return schema | {"function": {**others, **schema["function"]}}
 
 
 def _read_message(number: int, message: Any) -> Message:
@@ -84,6 +87,8 @@ def _read_message(number: int, message: Any) -> Message:
     if read.get("role") == "developer":
         read["role"] = "system"
     read["content"] = text_of(where, message.get("content"))
+    if message.get("function_call"):
+        raise RequestError(f"{where} has a function_call, which tool_calls have replaced")
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):

@@ -32,7 +32,12 @@ _USUAL: Final[Mapping[str, Sequence[Any]]] = {
     "top_logprobs": (0,),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
-    "text": ({}, {"format": {"type": "text"}}),
+    "text": (
+        {},
+        {"format": {"type": "text"}},
+        {"verbosity": "medium"},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+    ),
     "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
     "truncation": ("disabled",),
 }
@@ -50,6 +55,10 @@ def read_request(body: Any, accepted: Accepted) -> TurnRequest:
         RequestError: it is malformed, or asks for what can't take effect.
     """
     check_parameters(body, accepted, known=_KNOWN, usual=_USUAL)
+    if any("logprobs" in str(wanted) for wanted in body.get("include") or ()):
+        raise RequestError(f"include={body['include']!r:.80}: log-probs are not told")
+    if not isinstance(body.get("instructions") or "", str):
+        raise RequestError(f"instructions are a string, got {body['instructions']!r:.80}")
     if body.get("previous_response_id") or body.get("conversation"):
         raise RequestError(
             "nothing is stored between requests: the input is the whole conversation"
@@ -60,7 +69,7 @@ def read_request(body: Any, accepted: Accepted) -> TurnRequest:
         raise RequestError("input is a string or a list, and tools are a list")
     messages: list[Message] = []
     if body.get("instructions"):
-        messages.append({"role": "system", "content": str(body["instructions"])})
+        messages.append({"role": "system", "content": body["instructions"]})
     for number, item in enumerate(items):
         _read_item(f"input {number}", item, messages)
     schemas = [_read_tool(tool) for tool in tools]

@@ -18,7 +18,7 @@ from torchrl_envs.processes.process import kept_command
 
 from .session import AgentSession
 
-_TAIL_BYTES: Final = 4096
+_TAIL_BYTES: Final = 1 << 20
 _KILL_S: Final = 5.0
 Program = Callable[..., Any]
 
@@ -79,7 +79,7 @@ class AgentCommand:
         self.prints_reward = prints_reward
         self.__name__ = Path(self.command[0]).name
 
-    async def __call__(self, endpoint: AgentEndpoint, **row: Any) -> Any:
+    async def __call__(self, endpoint: AgentEndpoint, /, **row: Any) -> Any:
         """Run it for one episode.
 
         Raises:
@@ -122,10 +122,9 @@ class AgentCommand:
 
 def _variables(endpoint: AgentEndpoint) -> dict[str, str]:
     """Where a process finds the policy."""
-    found = {
-        "OPENAI_BASE_URL": endpoint.base_url,
-        "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
-    }
+    own = endpoint.base_url.removesuffix("/v1")
+    found = {f"OPENAI_{name}": endpoint.base_url for name in ("BASE_URL", "API_BASE")}
+    found |= {f"ANTHROPIC_{name}": own for name in ("BASE_URL", "API_BASE")}
     for company in ("OPENAI", "ANTHROPIC"):
         found |= {f"{company}_API_KEY": endpoint.api_key, f"{company}_MODEL": endpoint.model}
     for name in ("NO_PROXY", "no_proxy"):
@@ -153,7 +152,7 @@ def _tail(file: IO[bytes]) -> str:
 
 
 def _printed_reward(text: str, who: str) -> float:
-    last = text.rpartition("\n")[2]
+    last = text.rpartition("\n")[2].rpartition("\r")[2]  # of a bar of progress, too
     try:
         value = json.loads(last)
         return float(value["reward"] if isinstance(value, Mapping) else value)
@@ -165,7 +164,7 @@ def _printed_reward(text: str, who: str) -> float:
 
 
 def first_argument(program: Program) -> str:
-    """What a program calls its endpoint.
+    """What a program calls its endpoint; nothing where it does not mind.
 
     Args:
         program: a function, or an :class:`AgentCommand`.
@@ -174,7 +173,9 @@ def first_argument(program: Program) -> str:
         TypeError: it takes no positional argument.
     """
     for parameter in inspect.signature(program).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            return ""
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             return parameter.name
         break
     raise TypeError(f"AgentProgram: the first argument of {program!r:.80} is to be the endpoint.")
@@ -250,7 +251,8 @@ class RunningProgram:
     def stop(self) -> None:
         """Cancel it where it is ``async``; a function that is not ends when it asks again."""
         with self._lock:
+            running = None if self._is_stopped else self._running  # it may clean up in peace
             self._is_stopped = True
-            if self._running is not None:
-                loop, task = self._running
+            if running is not None:
+                loop, task = running
                 loop.call_soon_threadsafe(task.cancel)

@@ -1,5 +1,7 @@
 """Whether a conversation can be the policy's prompt; who asks with another one is told so."""
 
+import json
+from collections.abc import Iterable
 from typing import Any
 
 from torchrl_data.conversation.conversations import Conversations
@@ -14,19 +16,20 @@ class PromptChecker:
 
     def __init__(self) -> None:
         self._encoder: ConversationEncoder | None = None
-        self._max_tokens = MOST_TOKENS
+        self._bound = self._max_tokens = MOST_TOKENS
 
     def __getstate__(self) -> dict[str, Any]:
         """What was seen of a policy does not travel: a copy sees its own."""
-        return {"_encoder": None, "_max_tokens": self._max_tokens}
+        return {"_encoder": None, "_bound": self._bound, "_max_tokens": self._bound}
 
-    def leave_room(self, max_tokens: int) -> None:
-        """No prompt is longer.
+    def bound(self, bounds: Iterable[int]) -> None:
+        """What bounds prompts beside the policy's model.
 
         Args:
-            max_tokens: of a prompt.
+            bounds: most tokens of a prompt.
         """
-        self._max_tokens = min(self._max_tokens, max_tokens)
+        self._bound = min(bounds, default=MOST_TOKENS)
+        self._max_tokens = min(self._max_tokens, self._bound)
 
     def read_policy(self, policy: Any) -> None:
         """How the policy encodes, and what its model takes.
@@ -36,8 +39,7 @@ class PromptChecker:
         """
         self._encoder = getattr(policy, "encoder", None)
         limit = getattr(getattr(policy, "engine", None), "max_model_len", None)
-        if limit is not None:
-            self.leave_room(limit - 1)
+        self._max_tokens = self._bound if limit is None else min(self._bound, limit - 1)
 
     def encode(self, conversation: Conversations) -> Conversations:
         """A conversation as a prompt.
@@ -69,7 +71,7 @@ class PromptChecker:
         }
         if called:
             (text,) = encoder.decode([encoded.ids(0)])
-            missing = sorted(name for name in called if name not in text)
+            missing = sorted(n for n in called if n not in text and json.dumps(n)[1:-1] not in text)
             if missing:
                 raise RequestError(f"the chat template leaves out the calls of {missing}")
         return encoded

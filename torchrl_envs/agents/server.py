@@ -58,6 +58,7 @@ class AgentServer:
         self._sessions: dict[str, AgentSession] = {}
         routes = [Route(path, self._answer, methods=["POST"]) for path in _PROTOCOLS]
         routes.append(Route("/v1/models", self._list_models, methods=["GET"]))
+        routes.append(Route("/v1/models/{model}", self._show_model, methods=["GET"]))
         routes.append(Route("/{path:path}", self._not_found, methods=["GET", "POST"]))
         config = uvicorn.Config(
             Starlette(routes=routes),
@@ -91,11 +92,15 @@ class AgentServer:
         """A session is over, and its key unknown from now on."""
         self._sessions.pop(session.key, None)
 
-    def close(self) -> None:
-        """Stop listening; nobody is answered any more."""
+    def stop(self) -> None:
+        """Begin to stop; nobody is answered any more."""
         for session in list(self._sessions.values()):
             session.refuse("the environment is closed")
         self._server.should_exit = True
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.stop()
         self._thread.join(timeout=_STOP_S)
         self._socket.close()
 
@@ -129,8 +134,17 @@ class AgentServer:
         from starlette.responses import JSONResponse
 
         del request
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "torchrl-agents"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _show_model(self, request: "Request") -> "Response":
+        from starlette.responses import JSONResponse
+
+        if request.path_params["model"] != self.model:
+            return _error(404, f"there is one model here, {self.model!r}")
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "torchrl-agents"}
 
     async def _not_found(self, request: "Request") -> "Response":
         return _error(404, f"there is no {request.url.path} here, only {', '.join(_PROTOCOLS)}")
@@ -171,8 +185,8 @@ def _allow_open_files() -> None:
 
 def _key_of(request: "Request") -> str:
     """As OpenAI's clients give it, and as Anthropic's do."""
-    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    return request.headers.get("x-api-key", bearer)
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key", bearer if scheme.lower() == "bearer" else "")
 
 
 async def _reply(session: AgentSession, asked: TurnRequest, request: "Request") -> TurnReply:

@@ -45,8 +45,8 @@ class AgentSession:
         self._lock = threading.Lock()
         self._waiting: deque[Asked] = deque()
         self._asked: Asked | None = None
-        self._unheard: Asked | None = None
-        """The newest that was answered when nobody waited for it any more."""
+        self._unheard: list[Asked] = []
+        """Those that were answered when nobody waited for it any more."""
         self._end: ProgramEnd | None = None
         self._listener: Future[None] | None = None
 
@@ -111,9 +111,10 @@ class AgentSession:
             asked = self._waiting.popleft()
             if not asked.reply.set_running_or_notify_cancel():
                 continue
-            unheard, self._unheard = self._unheard, None
-            if unheard is not None and unheard.request == asked.request:
-                asked.reply.set_result(unheard.reply.result())  # a client that tries again
+            unheard = next((u for u in self._unheard if u.request == asked.request), None)
+            if unheard is not None:  # a client that tries again
+                self._unheard.remove(unheard)
+                asked.reply.set_result(unheard.reply.result())
                 continue
             self._asked = asked
             return asked
@@ -134,7 +135,7 @@ class AgentSession:
         with self._lock:
             asked, self._asked = self._asked, None
             if asked is not None and not asked.is_awaited and isinstance(reply, TurnReply):
-                self._unheard = asked
+                self._unheard.append(asked)
         if asked is None:
             return
         if isinstance(reply, RequestError):

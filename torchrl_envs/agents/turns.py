@@ -1,14 +1,13 @@
 """What a program asks for and what it is told, whatever the protocol."""
 
 import json
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from torchrl_data.conversation.record import Message, check_messages
+from torchrl_data.conversation.record import PLACEHOLDER_ROLE, Message, check_messages
 from torchrl_data.tool_calls.parse import TurnParser
 from torchrl_data.tool_calls.records import ToolCall
-from torchrl_envs.tool_calls.schemas import schema_tool
+from torchrl_envs.tool_calls.schemas import typed_arguments
 
 LENGTH: Final = "length"
 TOOL_CALLS: Final = "tool_calls"
@@ -128,6 +127,8 @@ def turn_request(
     """
     if not messages:
         raise RequestError("there is no message")
+    if any(message.get("role") == PLACEHOLDER_ROLE for message in messages):
+        raise RequestError(f"no message has the role {PLACEHOLDER_ROLE!r}")
     try:
         check_messages(messages)
         json.dumps([messages, tools], ensure_ascii=False).encode()
@@ -222,6 +223,7 @@ def reply_to(
     num_prompt_tokens: int,
     num_tokens: int,
     stops: Sequence[str] = (),
+    used_ids: Collection[str] = (),
 ) -> TurnReply:
     """A turn of the policy, with its tool calls.
 
@@ -236,6 +238,7 @@ def reply_to(
         num_prompt_tokens: what the policy read.
         num_tokens: what it wrote.
         stops: texts that end its turns; the program is not shown them, as usual.
+        used_ids: of earlier calls.
     """
     ends = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     end, stop = min(ends, default=(len(text), None))
@@ -243,21 +246,48 @@ def reply_to(
     message: Message = {"role": "assistant", "content": text}
     parsed = parse(text) if request.tools else None
     if parsed is not None and parsed.calls:
-        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        calls = [c for c in parsed.calls if isinstance(c, ToolCall) and _is_text(c)]
         if len(calls) == len(parsed.calls):
+            ids = _ids_of(calls, used_ids)
             message["content"] = parsed.content or None
-            message["tool_calls"] = [_written_call(call, request.tools or []) for call in calls]
+            message["tool_calls"] = [
+                _written_call(call, own_id, request.tools or [])
+                for call, own_id in zip(calls, ids, strict=True)
+            ]
             finish_reason = finish_reason if finish_reason == LENGTH else TOOL_CALLS
     return TurnReply(message, finish_reason, num_prompt_tokens, num_tokens, stop)
 
 
-def _written_call(call: ToolCall, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _is_text(call: ToolCall) -> bool:
+    """Whether a call can be sent: JSON may spell half a character."""
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _ids_of(calls: Sequence[ToolCall], used: Collection[str]) -> list[str]:
+    """What the model calls its calls, where it does; else names that some templates ask for.
+
+    Nine letters and digits, and the same in each rollout: they are in the prompts that follow.
+    """
+    ids: list[str] = []
+    for call in calls:
+        own, number = call.id, len(used) + len(ids)
+        while not own or own in used or own in ids:
+            own, number = f"call{number:05}", number + 1
+        ids.append(own)
+    return ids
+
+
+def _written_call(call: ToolCall, own_id: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     arguments = call.arguments
     schema = next((t for t in tools if t["function"]["name"] == call.name), None)
     if call.is_text and schema is not None:
-        arguments = schema_tool(schema).typed(arguments)
+        arguments = typed_arguments(arguments, schema["function"].get("parameters"))
     function = {"name": call.name, "arguments": json.dumps(arguments)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": own_id, "type": "function", "function": function}
 
 
 def comparable(message: Message) -> tuple[Any, ...]:

@@ -162,6 +162,7 @@ class AsyncEpisodeRunner:
             else:
                 await self._after_turn(episode)
         episode.settle()
+        self._runner.over([episode])
 
     async def _begin(self, episode: Episode) -> None:
         for transform in self._runner.taking_part("begin"):

@@ -248,6 +248,12 @@ class Episode:
         held = self.max_new_tokens
         self.max_new_tokens = max_new_tokens if held is None else min(held, max_new_tokens)
 
+    def drop_unanswered(self) -> None:
+        """Leave a row out that began anew, and which the policy took no turn in."""
+        if self.segments and not self._snapshot.was_sampled(self._index):
+            *before, self.conversation = self.segments
+            self.segments = tuple(before)
+
     # How it ends --------------------------------------------------------------------------------
 
     @property

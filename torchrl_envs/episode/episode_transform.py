@@ -115,6 +115,9 @@ class EpisodeTransform(Transform):
     def after_turn(self, episode: Episode) -> Event:
         """The policy has spoken: answer, end the episode, or let it go on."""
 
+    def over(self, episode: Episode) -> None:
+        """An episode is over; others of its group may run on before it is scored. Comes twice."""
+
     def finish(self, episode: Episode) -> Event:
         """Score an episode that is over."""
 

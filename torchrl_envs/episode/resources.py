@@ -97,12 +97,7 @@ def close_resources(
     """Give back what some episodes hold, all episodes at once, each in reverse order.
 
     An error or a missed deadline is logged: the others are closed all the same, and whoever gives
-    something back has nothing to repair.
-
-    Args:
-        episodes: what each holds, and why it has ended.
-        calls: runs the calls.
-        owner: give back only what this one added; everything when not given.
+    something back has nothing to repair. Of one owner only what it added, if there is one.
     """
     stacks = [[(held, reason) for held in resources._take(owner)] for resources, reason in episodes]
     for depth in range(max(map(len, stacks), default=0)):
@@ -123,14 +118,7 @@ def close_resources(
 async def close_resources_async(
     resources: Resources, reason: str, calls: ConcurrentCalls, *, owner: Any = None
 ) -> None:
-    """Give back what one episode holds, as :func:`close_resources` does, awaited in an event loop.
-
-    Args:
-        resources: of the episode.
-        reason: why it has ended; empty where it was given up.
-        calls: runs the calls.
-        owner: give back only what this one added; everything when not given.
-    """
+    """Give back what one episode holds, as :func:`close_resources` does, in an event loop."""
     for held in resources._take(owner):
         call = _asked(held, reason)
         if call is not None:

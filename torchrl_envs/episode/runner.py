@@ -24,6 +24,7 @@ _EVENTS: Final = {
     "draw": ("draw",),
     "begin": ("begin",),
     "before_turn": ("before_turn", "before_turns"),
+    "over": ("over",),
     "finish": ("finish", "finish_batch"),
 }
 """Each event with the methods that take part in it."""
@@ -101,22 +102,22 @@ class EpisodeRunner:
                 self._both(transform, "before_turn", "before_turns", running)
 
     def run(self, event: Callable[[Episode], Any], episodes: Sequence[Episode]) -> None:
-        """Run one event of one part on each episode: an ``after_turn``, of the dispatcher first.
-
-        Args:
-            event: a method of an episode, sync or ``async``.
-            episodes: any.
-
-        Raises:
-            Exception: what the first of them raised, once all have run.
-        """
+        """Run an event, sync or ``async``, on each episode, then raise what the first raised."""
         errors = self._each(event, episodes)
         if errors:
             raise errors[min(errors)]
 
+    def over(self, episodes: Sequence[Episode]) -> None:
+        """Tell that episodes are over, each as soon as it is; to be told again says no more."""
+        for transform in self._parts["over"]:
+            for episode in transform.concerned(episodes):
+                transform.over(episode)
+
     def finish(self, episodes: Sequence[Episode]) -> None:
         """Score episodes that are over; those that failed, or never began, get no reward."""
+        self.over(episodes)
         for episode in episodes:
+            episode.drop_unanswered()
             episode.score = Score()
             episode.metrics, episode.token_entries = {}, {}
         scored = [episode for episode in episodes if episode.is_scorable]

@@ -44,8 +44,7 @@ class Tool(NamedTuple):
 
     def typed(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments from their text, as the schema says; for formats that do not quote them."""
-        properties = self.schema["function"]["parameters"].get("properties", {})
-        return {name: _typed(text, properties.get(name)) for name, text in arguments.items()}
+        return typed_arguments(arguments, self.schema["function"]["parameters"])
 
     def __reduce__(self) -> "tuple[Callable[[dict[str, Any]], Tool], tuple[dict[str, Any]]]":
         """Validators can't be pickled; a copy has one made from the schema."""
@@ -69,6 +68,13 @@ class Tool(NamedTuple):
         return f"arguments{place}: {error.message}"
 
 
+def typed_arguments(arguments: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
+    """The same for a schema that nobody has checked: what it does not say stays text."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    known = properties if isinstance(properties, dict) else {}
+    return {name: _typed(text, known.get(name)) for name, text in arguments.items()}
+
+
 _WORDS: Final = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -78,7 +84,8 @@ def _typed(text: Any, schema: Any) -> Any:
     Templates that do not quote strings write ``True`` and ``None`` as Python does.
     """
     written: Any = schema.get("type", ()) if isinstance(schema, dict) else ()
-    types: set[str] = {written} if isinstance(written, str) else set(written)
+    listed = [written] if isinstance(written, str) else written
+    types = {t for t in listed if isinstance(t, str)} if isinstance(listed, list | tuple) else set()
     if isinstance(schema, dict) and schema.get("nullable"):
         types.add("null")
     word = text.strip().lower() if isinstance(text, str) and len(text) < 32 else ""

@@ -91,6 +91,7 @@ def test_what_a_reply_says(chatml_tokenizer):
         client = async_client_of(endpoint)
         chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
         seen.append([model.id async for model in await client.models.list()])
+        assert (await client.models.retrieve("policy")).id == "policy"
         reply = await client.chat.completions.create(model="any", messages=chat, tools=[ADD])
         seen.append(reply)
         chat += [reply.choices[0].message, {"role": "user", "content": "y"}]
@@ -281,6 +282,7 @@ def test_a_server_ends_with_its_environment(chatml_tokenizer):
     assert server._thread.is_alive()
     del agent
     gc.collect()
+    server._thread.join(20)
     assert not server._thread.is_alive()
 
 

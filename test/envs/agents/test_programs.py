@@ -211,3 +211,26 @@ def test_a_column_that_is_no_json_is_named(chatml_tokenizer):
     assert "the column 'answer' is not" in reason_of(last)
     missing = play(chatml_tokenizer, AgentCommand(["./no-such-agent"]), ["5"])
     assert "ended with status 127: ./no-such-agent: No such file" in reason_of(missing)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"reward": 1.0, "trace": "' + "x" * 9000 + '"}', "10 %\\r50 %\\r1.0"]
+)
+def test_a_last_line_may_be_long_or_have_a_bar_of_progress(chatml_tokenizer, line):
+    script = f"{COMMAND}\nprint('{line}')"
+    rows = [{**ROWS[0], "self": 1}]
+    last = play(chatml_tokenizer, AgentCommand([sys.executable, "-c", script]), ["5"], rows=rows)
+    assert last["reward"].item() == 1.0
+
+
+def solves(endpoint, *, answer):
+    return float(asks_once(endpoint) == answer)
+
+
+def test_a_proxy_between_a_program_and_its_policy_is_refused(chatml_tokenizer, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    with pytest.raises(ValueError, match=r"Set NO_PROXY=127\.0\.0\.1"):
+        play(chatml_tokenizer, solves, ["5"])
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert play(chatml_tokenizer, solves, ["5"])["reward"].item() == 1.0

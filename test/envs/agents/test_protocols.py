@@ -6,11 +6,12 @@ import anthropic
 import openai
 import pytest
 from agents_for_tests import ADD, CALL, client_of, play, reason_of, said, sampled_texts
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from torchrl_data.tool_calls.records import ParsedTurn, ToolCall
 from torchrl_envs.agents import anthropic_messages, chat_completions, openai_responses
-from torchrl_envs.agents.turns import Accepted, TurnReply, TurnRequest, comparable
+from torchrl_envs.agents.turns import Accepted, TurnReply, TurnRequest, comparable, reply_to
 
 FUNCTION = ADD["function"]
 NOTHING = Accepted({}, ())
@@ -143,6 +144,12 @@ def test_a_loop_is_one_conversation_in_each_protocol(chatml_tokenizer, program, 
         (openai_responses, {"input": "x", "tools": [{"type": "web_search"}]}, "a tool is"),
         (openai_responses, {"input": [{"type": "reasoning"}]}, "messages, function calls and"),
         (openai_responses, {"input": "x", "background": True}, "background=True can't take"),
+        (openai_responses, {"input": "x", "instructions": [{}]}, "instructions are a string"),
+        (
+            openai_responses,
+            {"input": "x", "include": ["message.output_text.logprobs"]},
+            "log-probs are not told",
+        ),
         (anthropic_messages, {"messages": [{"role": "system", "content": "x"}]}, "of no user"),
         (anthropic_messages, {"messages": [{"role": "user"}]}, "has no content"),
         (anthropic_messages, {"messages": [], "top_k": 5}, "top_k=5 can't take effect"),
@@ -220,3 +227,61 @@ def test_errors_are_those_of_the_client(chatml_tokenizer, error, ask):
         return by_chat_completions(endpoint, question="x")
 
     assert play(chatml_tokenizer, program, ["5"])["reward"].item() == 1.0
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "properties", "required", "pattern", "nullable", "a"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+def reply_of(calls, tools=(ADD,), used_ids=()):
+    parsed = ParsedTurn("", list(calls))
+    options = {"finish_reason": "stop", "num_prompt_tokens": 1, "num_tokens": 1}
+    request = TurnRequest([], list(tools), None)
+    return reply_to(request, "text", parse=lambda _: parsed, used_ids=used_ids, **options)
+
+
+@given(parameters=st.dictionaries(st.sampled_from(["type", "properties"]), JSON), text=st.text())
+@example(parameters={"properties": {"a": {"type": "int"}}}, text="1")
+@example(parameters={"properties": {"a": {"type": [{}]}}}, text="1")
+@example(parameters={"properties": None}, text="1")
+def test_a_schema_that_is_none_costs_nobody_anything(parameters, text):
+    function = {"name": "add", "parameters": parameters}
+    call = ToolCall("add", {"a": text}, is_text=True)
+    reply = reply_of([call], [{"type": "function", "function": function}])
+    if reply.finish_reason == "tool_calls":
+        (written,) = reply.message["tool_calls"]
+        assert list(json.loads(written["function"]["arguments"])) == ["a"]
+
+
+def test_arguments_that_are_text_are_read_as_the_schema_says():
+    reply = reply_of([ToolCall("add", {"a": "2", "b": "x"}, is_text=True)])
+    (written,) = reply.message["tool_calls"]
+    assert json.loads(written["function"]["arguments"]) == {"a": 2, "b": "x"}
+
+
+def test_calls_have_the_models_own_names_or_short_ones():
+    def ids(*own, used_ids=()):
+        calls = [ToolCall("add", {}, id=name) for name in own]
+        return [call["id"] for call in reply_of(calls, used_ids=used_ids).message["tool_calls"]]
+
+    assert ids("abcDEF123", "abcDEF123", None) == ["abcDEF123", "call00001", "call00002"]
+    assert ids(None, used_ids={"call00000", "call00001"}) == ["call00002"]
+    assert ids("call00000", used_ids={"call00000"}) == ["call00001"]
+
+
+def test_a_call_that_can_not_be_sent_is_text():
+    for call in (ToolCall("add", {"a": "\ud800"}), ToolCall("\ud800", {})):
+        reply = reply_of([ToolCall("add", {}), call])
+        assert reply.message == {"role": "assistant", "content": "text"}
+        assert reply.finish_reason == "stop"

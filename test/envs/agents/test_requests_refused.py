@@ -3,6 +3,7 @@
 import copy
 import json
 import threading
+import time
 
 import anthropic
 import httpx
@@ -14,6 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
+from torchrl_data import Conversations
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
 from torchrl_envs.testing.scripted_turns import ScriptedTurns
 from torchrl_modules import TransformersWrapper
@@ -45,9 +47,9 @@ def small_policy(make_tiny_model, chatml_tokenizer):
     )
 
 
-def collect(policy, tokenizer, program, *parts):
+def collect(policy, tokenizer, program, *parts, timeout_s=20.0):
     """One episode, with a policy that encodes."""
-    agent = AgentProgram(program, timeout_s=20.0)
+    agent = AgentProgram(program, timeout_s=timeout_s)
     env = ChatEnv(batch_size=1, tokenizer=tokenizer).append_transform(
         Compose(DataLoadingPrimer(ROWS, group_size=1), agent, *parts)
     )
@@ -70,6 +72,11 @@ def collect(policy, tokenizer, program, *parts):
         ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing is left to be answered"),
         ({"tools": [{"type": "web_search"}]}, "a tool is a function with a name"),
+        ({"messages": [{"role": "<none>", "content": "x"}]}, "no message has the role '<none>'"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+            "function_call, which tool_calls have replaced",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "text alone is taken",
@@ -255,6 +262,44 @@ def test_a_prompt_that_is_too_long_can_be_shortened(make_tiny_model, chatml_toke
     assert "maximum context length is 59 tokens" in str(told[0])
     assert isinstance(told[1], str)
     assert trajectories["stop_reason"] == ["environment_done"]
+
+
+def test_a_program_that_asks_for_what_is_refused_again_and_again_runs_out_of_time(
+    make_tiny_model, chatml_tokenizer
+):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, max_model_len=60)
+
+    def program(endpoint):
+        told = []
+        for _ in range(60):
+            asks(told, endpoint, messages=[{**USER, "content": "a long story " * 30}])
+            if not isinstance(told[-1], openai.BadRequestError):
+                break
+            time.sleep(0.1)
+
+    trajectories = collect(policy, chatml_tokenizer, program, timeout_s=1.0)
+    (reason,) = trajectories["stop_reason"]
+    assert reason.startswith("environment_error: agent: CallTimeoutError")
+
+
+def test_what_is_seen_of_a_policy_is_that_of_the_last_one(small_policy, chatml_tokenizer):
+    agent = AgentProgram(asks_once)
+    small = TransformersWrapper(
+        small_policy.model,
+        tokenizer=chatml_tokenizer,
+        max_model_len=20,
+        generate_kwargs={"top_p": 0.5},
+    )
+    long = Conversations.from_messages([[{**USER, "content": "a long story " * 30}]])
+    agent.check_policy(small)
+    with pytest.raises(ValueError, match="maximum context length is 19 tokens"):
+        agent._prompts.encode(long)
+    agent.check_policy(small_policy)
+    assert agent._prompts.encode(long).num_tokens(0) > 20
+    assert agent._accepted["top_p"] == 1.0
+    agent.check_policy(lambda batch: batch)
+    assert agent._prompts.encode(long) is long
+    assert agent._accepted == {}
 
 
 def test_a_program_is_told_why_its_episode_is_over(make_tiny_model, chatml_tokenizer):

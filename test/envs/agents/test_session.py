@@ -39,11 +39,16 @@ def test_what_was_not_heard_is_no_answer_to_another_question():
     session.give_up(session.ask(ONE))  # before its turn: it is withdrawn
     first = session.ask(ONE)
     assert event_of(session) is ONE
+    other = session.ask(TWO)
     session.give_up(first)
     session.answer(reply("lost"))
-    other = session.ask(TWO)
+    again = session.ask(ONE)  # though another one waits before it
     assert event_of(session) is TWO
     assert not other.reply.done()
+    session.answer(reply("two"))
+    session.ask(TWO)
+    assert event_of(session) is TWO
+    assert again.reply.result(0).message["content"] == "lost"
 
 
 def test_the_end_counts_whatever_was_asked_before():
