@@ -85,6 +85,10 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         value = getattr(owner, name, None)
         if value is not None and not holds(value):
             raise SettingsError(f"{key} must be {rule}, got {value}.")
+    if cfg.dry_run and (cfg.overwrite or getattr(cfg, "resume", None) is not None):
+        raise SettingsError(
+            "dry_run=true changes no earlier run: leave overwrite= and resume= out."
+        )
     for key in recipe.required:
         group, _, name = key.rpartition(".")
         if getattr(getattr(cfg, group), name) is None:

@@ -160,6 +160,16 @@ def test_packages_that_are_not_there(run, models, monkeypatch, recipe, setting, 
         run(recipe, *TASK, STUDENT, setting, "dry_run=true")
 
 
+@pytest.mark.parametrize("setting", ["overwrite=true", "resume=auto", "resume=<folder>"])
+def test_earlier_runs_stay_as_they_are(run, models, setting):
+    (folder,) = run("grpo", *TINY, STUDENT, "name=first", "train.num_steps=1")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    setting = setting.replace("<folder>", str(folder))
+    with pytest.raises(SystemExit, match="dry_run=true changes no earlier run"):
+        run("grpo", *TINY, STUDENT, "name=first", "train.num_steps=1", setting, "dry_run=true")
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
 def test_an_evaluation_has_one_too(run, models):
     (folder,) = run("evaluate", *TASK, STUDENT, "dry_run=true")
     assert json.loads((folder / "run.json").read_text())["status"] == "checked"
