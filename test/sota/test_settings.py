@@ -159,12 +159,12 @@ def test_a_task_has_its_own_entropy_bonus(compose, grpo, overrides, bonus):
 )
 def test_defaults_fit_the_model(compose, given, rate, steps):
     cfg = compose(*([f"policy.model={given}"] if given else []))
-    fill_in(cfg, defaults_of(cfg, {}, {}, is_embedded=given is None))
+    fill_in(cfg, defaults_of(cfg, {}, {}, origin=given))
     assert (cfg.optim.learning_rate, cfg.warm_start.num_steps) == (rate, steps)
     assert cfg.policy.gradient_checkpointing is (given is not None)
     assert cfg.policy.max_new_tokens == (512 if given else None)
     chosen = compose("optim.learning_rate=0.1")
-    own = defaults_of(chosen, {}, {}, is_embedded=True)
+    own = defaults_of(chosen, {}, {}, origin=None)
     fill_in(chosen, {**own, "warm_start.num_steps": 0})
     assert (chosen.optim.learning_rate, chosen.warm_start.num_steps) == (0.1, 0)
 

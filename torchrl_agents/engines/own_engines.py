@@ -12,8 +12,9 @@ from typing import Any, cast
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from collectors.weight_update.gathering import gathered_state_dict
+from torchrl_agents.settings.errors import SettingsError
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, RolloutsConfig
-from torchrl_modules import EngineFleet, LLMWrapperBase, SamplingParameters
+from torchrl_modules import EngineFleet, LLMWrapperBase, SamplingParameters, local_model
 from torchrl_modules.engines.transformers_engine import TransformersEngine
 from torchrl_modules.vllm.settings import ADAPTER_RANKS
 
@@ -183,10 +184,17 @@ def files_of(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def model_folder(source: str) -> str:
-    """Hub id or path of a model, of whatever has one: a run's folder has it in ``model/``."""
+def model_folder(source: str, *, who: str = "policy.model") -> str:
+    """Hub id or folder of a model: of a run's folder, a ``.gguf`` file, the name of a package's.
+
+    Raises:
+        SettingsError: names ``who``; the model can't be had, or its file can't be converted.
+    """
     of_run = Path(source) / "model"
-    return str(of_run) if (of_run / "config.json").is_file() else source
+    try:
+        return str(of_run) if (of_run / "config.json").is_file() else local_model(source)
+    except (OSError, ValueError, ImportError) as error:
+        raise SettingsError(f"{who}={source}: {error}") from error
 
 
 @contextmanager

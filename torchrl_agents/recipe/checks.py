@@ -101,6 +101,11 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
                 "pip install 'torchrl-agents[train]'."
             )
         _check_trackers(cfg.logger.backends)
+        if cfg.train.stop_at is not None and cfg.evaluate.every is None:
+            raise SettingsError(
+                f"train.stop_at={cfg.train.stop_at} is compared with tests between the steps: set "
+                "evaluate.every=."
+            )
         _check_parallel(cfg, can_follow=recipe.updates is not None)
     _check_engine(cfg)
     if cfg.policy.model is None and cfg.policy.model_kwargs:

@@ -127,12 +127,17 @@ class HeldOut:
         self._every = every
         self._last = last
         self._points: list[EvaluationPoint] = []
+        self._latest: EvaluationPoint | None = None
 
     def now(self, step: int) -> TensorDictBase:
-        """Evaluate, and wait for it."""
+        """Evaluate, and wait for it; what was evaluated at this very step is given again."""
+        if self._latest is not None and self._latest.step == step:
+            assert self._latest.trajectories is not None
+            return self._latest.trajectories
         rows = evaluate(self._collector, self._env, self._policy)
         if not isinstance(self._collector, StreamingCollector):  # which has the point itself
-            self._points.append(EvaluationPoint(step, self._collector.policy_version, rows))
+            self._latest = EvaluationPoint(step, self._collector.policy_version, rows)
+            self._points.append(self._latest)
         return rows
 
     def after(self, step: int) -> None:

@@ -13,8 +13,8 @@ _PROMPTS: Final = ("chat_template_name", "show_tool_schemas", "max_new_tokens")
 class Origin(NamedTuple):
     """What is known of a model before it is loaded."""
 
-    is_embedded: bool
-    """It was made here, however many runs ago."""
+    model: str | None
+    """What the first of the runs began with that led to it; ``None`` is the embedded model."""
     task: str | None
     """What its last run trained it on; ``None`` where no run did."""
     settings: Mapping[str, Any]
@@ -35,7 +35,7 @@ def origin_of(model: str | None) -> Origin:
     while run:
         model = (run.get("policy") or {}).get("model")
         run = {} if model is None else _settings_of(model)
-    return Origin(model is None, (last.get("task") or {}).get("id"), found)
+    return Origin(model, (last.get("task") or {}).get("id"), found)
 
 
 def _settings_of(model: str) -> dict[str, Any]:

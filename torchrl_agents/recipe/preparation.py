@@ -118,14 +118,14 @@ def _make_task(
     recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
 ) -> Task:
     origin = origin_of(cfg.policy.model)
-    made_easy = origin.is_embedded and settings.get("level", "") is None
+    is_embedded = origin.model is None
+    made_easy = is_embedded and settings.get("level", "") is None
     if made_easy:
         cfg.task.level = settings["level"] = "easy"
     task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
     if made_easy:
         _LOG.info("what the embedded model is asked is easy: task.level=easy")
-    is_embedded = origin.is_embedded
-    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, is_embedded=is_embedded)
+    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
     if is_embedded:
         defaults["policy.max_new_tokens"] = task.max_new_tokens
         if task.entropy_coeff is not None and "loss.entropy_coeff" in defaults:

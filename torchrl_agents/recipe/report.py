@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -10,9 +11,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 _LOG: Final = logging.getLogger("torchrl_agents")
+_TELL_EVERY_S: Final = 20.0
 _SHOWN: Final = {"reward": ".3f", "loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
 
 
@@ -30,6 +39,7 @@ class RunLog:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
             console=self._console,
             disable=not sys.stderr.isatty(),
@@ -69,10 +79,24 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Say what goes on now, and how long it took."""
-        start = time.monotonic()
+        """Say what goes on now, that it still does, and how long it took."""
+        start, over = time.monotonic(), threading.Event()
+
+        def tell() -> None:
+            while not over.wait(_TELL_EVERY_S):
+                passed = _duration(time.monotonic() - start)
+                _LOG.info("%s: %s so far ...", name, passed, extra={"bar": True})
+
         _LOG.info("%s ...", name)
-        yield
+        bar = self._bar.add_task(name, total=None, text="")
+        teller = threading.Thread(target=tell, name="phase", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+            self._bar.remove_task(bar)
         _LOG.info("%s: %.1f s", name, time.monotonic() - start)
 
     @contextmanager
@@ -88,6 +112,7 @@ class Steps:
     def __init__(self, bar: Progress, task: Any, name: str, total: int) -> None:
         self._bar, self._task, self._name, self._total = bar, task, name, total
         self._times: deque[float] = deque([time.monotonic()], maxlen=20)
+        self._told = self._times[0]
 
     def done(self, step: int, metrics: Mapping[str, float], *, quiet: bool = False) -> None:
         """A step has ended.
@@ -95,15 +120,17 @@ class Steps:
         Args:
             step: its number, from 1.
             metrics: of which the best known are shown.
-            quiet: only move the bar.
+            quiet: only move the bar, where there is one; else a line every 20 seconds.
         """
         self._times.append(time.monotonic())
+        quiet = quiet and self._times[-1] - self._told < _TELL_EVERY_S
         seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
         text = "  ".join(
             f"{name} {metrics[name]:{form}}" for name, form in _SHOWN.items() if name in metrics
         )
         self._bar.update(self._task, completed=step, text=text)
         if not quiet:
+            self._told = self._times[-1]
             left = _duration(seconds * (self._total - step))
             line = "%s step %d/%d  %s  (%.2g s a step, %s left)"
             values = (self._name, step, self._total, text, seconds, left)
@@ -135,10 +162,10 @@ def _duration(seconds: float) -> str:
 
 
 class NoSignal:
-    """Says at once when nothing can be learnt, and again after 2, 4, 8, ... such steps."""
+    """Says at once when nothing can be learnt, and again at the 2nd, 4th, 8th, ... such step."""
 
     def __init__(self) -> None:
-        self._in_a_row = 0
+        self._num_steps = 0
 
     def tell(self, metrics: Mapping[str, float]) -> None:
         """Look at one step.
@@ -147,10 +174,9 @@ class NoSignal:
             metrics: of the step.
         """
         if metrics["groups/without_signal_fraction"] < 1:
-            self._in_a_row = 0
             return
-        self._in_a_row += 1
-        if self._in_a_row & (self._in_a_row - 1):  # not a power of two
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1):  # not a power of two
             return
         if metrics.get("reward/unscorable_fraction") == 1:
             reasons = [
@@ -161,8 +187,15 @@ class NoSignal:
             _LOG.warning(
                 "No signal in %d step(s): no rollout could be scored, so no update was made. They "
                 "ended by %s; rollouts/ has the stop_reason and reward_errors of each.",
-                self._in_a_row,
+                self._num_steps,
                 ", ".join(reasons),
+            )
+            return
+        if metrics.get("groups/solve_all_fraction") == 1:
+            _LOG.info(
+                "Nothing left to learn in %d step(s): every rollout was right, so no update was "
+                "made. train.stop_at=0.99 with evaluate.every=5 ends a run that is done.",
+                self._num_steps,
             )
             return
         _LOG.warning(
@@ -170,6 +203,6 @@ class NoSignal:
             "(mean %.3g), so no update was made. The task may be too hard or too easy for this "
             "model: warm it up, take easier settings of the task, larger groups or a higher "
             "temperature, or give partial rewards.",
-            self._in_a_row,
+            self._num_steps,
             metrics["reward"],
         )

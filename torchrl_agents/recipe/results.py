@@ -79,6 +79,16 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
 
+    def reached(self, reward: float | None) -> bool:
+        """Whether the last test had that held-out reward; never where it is ``None``."""
+        if reward is None or not self.held_out:
+            return False
+        last = max(self.held_out)
+        if self.held_out[last] < reward:
+            return False
+        _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, self.held_out[last])
+        return True
+
     def write(self, record: StepRecord) -> None:
         """Write a step; what was written is there if the run dies after it."""
         if self._rollouts is not None and record.trajectories is not None:

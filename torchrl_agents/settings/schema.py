@@ -16,8 +16,8 @@ class PolicyConfig:
     """The model, and how it samples."""
 
     model: str | None = None
-    """Hub id, local path or folder of a run; none builds the embedded model of 0.1 million
-    parameters."""
+    """Hub id, folder (of a run too), .gguf file, or smollm2, which a package brings where the hub
+    does not answer; none builds the embedded model of 0.1 million parameters."""
     device: str | None = None
     """Where it is trained: cpu, cuda, cuda:1, ...; none: a GPU where there is one."""
     dtype: str = "float32"
@@ -175,7 +175,7 @@ class WarmStartConfig:
 
     num_steps: int | None = None
     batch_size: int = 32
-    learning_rate: float = 1e-2
+    learning_rate: float | None = None
 
 
 @dataclass
@@ -195,6 +195,8 @@ class TrainConfig:
     """Training."""
 
     num_steps: int = 100
+    stop_at: float | None = None
+    """The run ends after a test (evaluate.every) whose held-out reward is at least this."""
     micro_batch_tokens: int = 32768
     """Most tokens of one forward and backward pass; the gradient does not depend on it."""
     autocast: bool = False
@@ -251,6 +253,7 @@ EMBEDDED: Final[dict[str, Any]] = {
     "policy.show_tool_schemas": False,
     "policy.gradient_checkpointing": False,
     "warm_start.num_steps": 600,
+    "warm_start.learning_rate": 1e-2,
     "optim.learning_rate": 1e-3,
     "optim.max_grad_norm": 0.1,
     "train.num_epochs": 4,
@@ -261,15 +264,26 @@ PRETRAINED: Final[dict[str, Any]] = {
     "policy.gradient_checkpointing": True,
     "policy.max_new_tokens": 512,
     "warm_start.num_steps": 0,
+    "warm_start.learning_rate": 1e-5,
     "optim.learning_rate": 1e-6,
     "optim.max_grad_norm": 1.0,
     "train.num_epochs": 1,
 }
 """Defaults of a model that was given."""
+BY_NAME: Final[dict[str, dict[str, Any]]] = {
+    "smollm2": {
+        "policy.gradient_checkpointing": False,
+        "policy.max_new_tokens": 64,
+        "warm_start.learning_rate": 5e-5,
+        "optim.learning_rate": 3e-5,
+    },
+}
+"""What is different for a model that is given by its name: smollm2 is small, and trains on a CPU."""
 GROUPS: Final[dict[str, dict[str, Any]]] = {
     "policy": {
         "embedded": PolicyConfig(),
         "qwen3_0.6b": PolicyConfig(model="Qwen/Qwen3-0.6B"),
+        "smollm2": PolicyConfig(model="smollm2", chat_template_name="smollm"),
     },
     "engine": {"transformers": EngineConfig(), "vllm": EngineConfig(name="vllm")},
     "collector": {
@@ -292,7 +306,7 @@ def defaults_of(
     embedded: Mapping[str, Any],
     pretrained: Mapping[str, Any],
     *,
-    is_embedded: bool,
+    origin: str | None,
 ) -> dict[str, Any]:
     """What ``None`` stands for in the settings that there are, for the model that was chosen.
 
@@ -300,12 +314,14 @@ def defaults_of(
         cfg: the settings.
         embedded: a recipe's own defaults of the embedded model.
         pretrained: the same of a model that was given.
-        is_embedded: whether it is the embedded model, or a run's that began with it.
+        origin: the model, or that with which the run that left it began; ``None`` is the embedded
+            one.
     """
-    shared, own = (EMBEDDED, embedded) if is_embedded else (PRETRAINED, pretrained)
+    shared, own = (EMBEDDED, embedded) if origin is None else (PRETRAINED, pretrained)
+    named = BY_NAME.get(origin or "", {})
     return {
         key: value
-        for key, value in {**shared, **own}.items()
+        for key, value in {**shared, **own, **named}.items()
         if hasattr(getattr(cfg, key.split(".")[0], None), key.split(".")[1])
     }
 

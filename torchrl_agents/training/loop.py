@@ -118,7 +118,7 @@ def _learn(
         history = recorder.history
         recorder.write_tests(held_out.take(), now=done)
         try:
-            while done < num_steps:
+            while done < num_steps and not recorder.reached(cfg.train.stop_at):
                 step = step or trainer.draw(done + 1, stop)
                 record = trainer.train(step, stop)
                 done, step = step.number, None

@@ -25,6 +25,7 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "deepseek": ("deepseek",),
     "llama": ("llama",),
     "mistral": ("mistral", "mixtral"),
+    "smollm": ("smollm",),
 }
 """Built-in templates and the words in a tokenizer's name that stand for them; first match wins."""
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -22,6 +22,7 @@ from torchrl_modules.scoring.token_scoring import PackedScorer
 
 from .base import LLMWrapperBase
 from .batches import write_scores
+from .model_files import local_model
 from .model_loading import Loading
 
 
@@ -32,8 +33,8 @@ class TransformersWrapper(LLMWrapperBase):
     row alone: the fastest way that gives them is taken, and a model without one is refused.
 
     Args:
-        model: a causal language model, or a hub id or local path to load one from. One that is
-            built already may have adapters of PEFT, and be in `DistributedDataParallel` or sharded
+        model: a causal language model, or where to load one from: a hub id, a folder, a ``.gguf``
+            file (see :func:`~torchrl_modules.local_model`). One that is built already may have adapters of PEFT, and be in `DistributedDataParallel` or sharded
             by `fully_shard`; a sharded one scores, and does not sample.
         tokenizer: its tokenizer; loaded beside the model when ``model`` is a string.
         generate: ``True`` to sample in :meth:`forward`, ``False`` to score ``full``.
@@ -89,6 +90,7 @@ class TransformersWrapper(LLMWrapperBase):
             kwargs["generate_kwargs"] = SamplingParameters.from_kwargs(sampling or {})
         loading = Loading(device, dtype, attn_implementation, model_kwargs, processor)
         if isinstance(model, str):
+            model = local_model(model)
             processor = loading.load_processor(model)
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(model, **loading.for_tokenizer())
             model = loading.load(model)

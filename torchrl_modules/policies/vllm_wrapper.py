@@ -16,6 +16,7 @@ from torchrl_modules.vllm.engine import VLLMEngine
 from torchrl_modules.vllm.requests import check_reported
 
 from .base import LLMWrapperBase
+from .model_files import local_model
 
 
 class vLLMWrapper(LLMWrapperBase):
@@ -25,7 +26,7 @@ class vLLMWrapper(LLMWrapperBase):
     :class:`~torchrl_modules.TransformersWrapper`, which has gradients too.
 
     Args:
-        model: a hub id or a local path: vLLM is built in this process. A URL
+        model: a hub id, a folder or a ``.gguf`` file: vLLM is built in this process. A URL
             (``unix:///path/of/the/socket`` or ``http://host:port``): a server that
             ``torchrl_modules.vllm.launch`` started on this machine; a list of URLs: a fleet of
             them. Or an engine that runs already: a ``vllm.LLM`` of this process, a `VLLMEngine`, an
@@ -75,8 +76,10 @@ class vLLMWrapper(LLMWrapperBase):
                 "vLLMWrapper: engine_kwargs are settings of an engine that is built here, but "
                 f"{type(model).__name__} is built already."
             )
+        is_source = isinstance(model, str) and "://" not in model
+        model = local_model(model) if is_source else model
         if tokenizer is None:
-            if not isinstance(model, str) or "://" in model:
+            if not is_source:
                 raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
             tokenizer = AutoTokenizer.from_pretrained(model)
         assert tokenizer is not None
