@@ -88,6 +88,7 @@ __all__ = [
     "VLLMServerEngine",
     "VersionSpan",
     "chunked_log_prob",
+    "local_model",
     "make_vllm_worker",
     "open_async",
     "start_server",

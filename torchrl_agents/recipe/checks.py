@@ -101,12 +101,7 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
                 "pip install 'torchrl-agents[train]'."
             )
         _check_trackers(cfg.logger.backends)
-        if cfg.train.stop_at is not None and cfg.evaluate.every is None:
-            raise SettingsError(
-                f"train.stop_at={cfg.train.stop_at} is compared with tests between the steps: set "
-                "evaluate.every=."
-            )
-        _check_parallel(cfg, can_follow=recipe.updates is not None)
+        _check_train(cfg, can_follow=recipe.updates is not None)
     _check_engine(cfg)
     if cfg.policy.model is None and cfg.policy.model_kwargs:
         raise SettingsError("policy.model_kwargs are for a policy.model that is loaded.")
@@ -154,7 +149,12 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _check_parallel(cfg: TrainingConfig, *, can_follow: bool) -> None:
+def _check_train(cfg: TrainingConfig, *, can_follow: bool) -> None:
+    if cfg.train.stop_at is not None and cfg.evaluate.every is None:
+        raise SettingsError(
+            f"train.stop_at={cfg.train.stop_at} is compared with tests between the steps: set "
+            "evaluate.every=."
+        )
     kind, size = cfg.train.parallel, num_ranks()
     if size == 1 and kind != "auto":
         raise SettingsError(

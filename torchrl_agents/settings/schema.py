@@ -278,7 +278,7 @@ BY_NAME: Final[dict[str, dict[str, Any]]] = {
         "optim.learning_rate": 3e-5,
     },
 }
-"""What is different for a model that is given by its name: smollm2 is small, and trains on a CPU."""
+"""What is different for a model that is given by its name: smollm2 trains on a CPU."""
 GROUPS: Final[dict[str, dict[str, Any]]] = {
     "policy": {
         "embedded": PolicyConfig(),

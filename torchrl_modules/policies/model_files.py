@@ -1,7 +1,7 @@
 """Where a model's files are: a hub id, a folder, a GGUF file, or a model that a package brings.
 
-A GGUF file is converted once, into a folder that Transformers and vLLM load like any other one. The
-folders are in ``$TORCHRL_AGENTS_CACHE``, or else in ``torchrl-agents`` below the user's cache folder.
+A GGUF file is converted once, into a folder that Transformers and vLLM load like any other one.
+The folders are in ``$TORCHRL_AGENTS_CACHE``, or else in ``torchrl-agents`` below the user's cache.
 """
 
 import hashlib
@@ -85,13 +85,13 @@ def _check_folder(folder: Path) -> None:
     quantized = config.get("quantization_config") or {} if isinstance(config, dict) else {}
     if quantized.get("quant_method") == "gguf":
         raise ValueError(
-            f"{folder / 'config.json'} has a quantization_config of GGUF, which weights in a folder "
-            "never are. Give the .gguf file itself, or take quantization_config out of the config "
-            "if the weights beside it are plain."
+            f"{folder / 'config.json'} has a quantization_config of GGUF, which weights in a "
+            "folder never are. Give the .gguf file itself, or take quantization_config out of the "
+            "config if the weights beside it are plain."
         )
 
 
-# Models of packages ---------------------------------------------------------------------------------
+# Models of packages -----------------------------------------------------------------------------
 
 
 def _packaged(model: PackagedModel) -> str:
@@ -132,7 +132,7 @@ def _hub_has(hub_id: str) -> bool:
     return True
 
 
-# Conversion -----------------------------------------------------------------------------------------
+# Conversion -------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
@@ -267,7 +267,7 @@ def _header(path: Path) -> _Header:
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ValueError(f"{path} breaks off, or is damaged: {error!s:.200}") from error
     known = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})
-    if family not in known:
+    if _plain_name(str(family)) not in map(_plain_name, known):
         raise ValueError(
             f"{path} has a model of the architecture {family!r}, which Transformers can't read "
             f"from GGUF; it reads {', '.join(known)}. Give the model's folder or hub id."
@@ -277,6 +277,10 @@ def _header(path: Path) -> _Header:
     return _Header(
         num_weights, dtype, kind == "llama" or split == "llama-bpe" if add is None else bool(add)
     )
+
+
+def _plain_name(family: str) -> str:
+    return family.replace("-", "").replace("_", "")
 
 
 def _begin_with_bos(tokenizer: Any, adds_bos: bool) -> None:

