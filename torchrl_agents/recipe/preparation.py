@@ -195,13 +195,16 @@ def warm_up(
     torch.manual_seed(cfg.seed)
     num_warm = (cfg.warm_start.num_steps or 0) if warm else 0
     if num_warm:
+        rate = cfg.warm_start.learning_rate
+        assert rate is not None  # filled in
         with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
             warm_start(
                 actor,
                 setup.task.demonstrations,
                 num_steps=num_warm,
                 batch_size=cfg.warm_start.batch_size,
-                learning_rate=cfg.warm_start.learning_rate,
+                learning_rate=rate,
+                micro_batch_tokens=cfg.train.micro_batch_tokens,
                 on_step=lambda step, loss: steps.done(step, {"loss": loss}, quiet=step % 100 > 0),
             )
     return add_adapters(cfg, actor, policy)

@@ -19,6 +19,7 @@ def warm_start(
     num_steps: int,
     batch_size: int,
     learning_rate: float,
+    micro_batch_tokens: int,
     on_step: Callable[[int, float], None],
 ) -> None:
     """Train on what the assistant says in the demonstrations.
@@ -29,6 +30,8 @@ def warm_start(
         num_steps: optimizer steps.
         batch_size: conversations of a step.
         learning_rate: of AdamW, falling to 0 along a cosine.
+        micro_batch_tokens: most tokens of one forward and backward pass; a conversation that is
+            longer has one by itself.
         on_step: told the step and its loss, in nats per token.
     """
     rows = row_tensordicts(encode_demonstrations(policy.encoder, demonstrations))
@@ -39,9 +42,13 @@ def warm_start(
     )
     for step in range(num_steps):
         batch = lazy_stack([rows[i] for i in torch.randint(len(rows), (batch_size,)).tolist()])
-        loss = loss_module(batch).total()
-        loss.backward()
+        packed = loss_module.pack(batch)
+        window, loss = loss_module.measure_window(packed), 0.0
+        for part in packed.micro_batches(max_tokens=micro_batch_tokens):
+            share = loss_module(part, window=window).total()
+            share.backward()
+            loss += share.item()
         optimizer.step()
         optimizer.zero_grad()  # or the last gradient would be a part of what is trained next
         schedule.step()
-        on_step(step + 1, loss.item())
+        on_step(step + 1, loss)
