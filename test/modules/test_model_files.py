@@ -70,6 +70,25 @@ def gguf_byte(i):
     return chr(i) if i in shown else chr(256 + hidden.index(i))
 
 
+def add_weights(writer, model, family):
+    """The weights under the names and in the order of llama.cpp's converter."""
+    config = model.config
+    architecture = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[family]
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        weights = tensor.numpy()
+        if family == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_" in name else config.num_key_value_heads
+            pairs = weights.reshape(heads, 2, weights.shape[0] // heads // 2, -1)
+            weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
+        if family == "gemma2" and "norm" in name:
+            weights = weights + 1
+        stem, _, suffix = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weights)
+
+
 def write_gguf(path, family, *, template=CHAT, add_bos=None):
     """A random model in the file that llama.cpp's converter would make of it; gives the model."""
     torch.manual_seed(0)
@@ -113,20 +132,7 @@ def write_gguf(path, family, *, template=CHAT, add_bos=None):
         writer.add_chat_template(template)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
-    architecture = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[family]
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        weights = tensor.numpy()
-        if family == "llama" and ("q_proj" in name or "k_proj" in name):
-            heads = config.num_attention_heads if "q_" in name else config.num_key_value_heads
-            pairs = weights.reshape(heads, 2, weights.shape[0] // heads // 2, -1)
-            weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
-        if family == "gemma2" and "norm" in name:
-            weights = weights + 1
-        stem, _, suffix = name.rpartition(".")
-        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", weights)
+    add_weights(writer, model, family)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
