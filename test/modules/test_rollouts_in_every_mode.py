@@ -117,6 +117,26 @@ def test_from_rollout_to_loss_the_ratio_is_one(
 
 
 @pytest.mark.parametrize("mode", INPUT_MODES)
+def test_a_policy_that_pads_collects_the_same_rows(mode, collect, model, chatml_tokenizer):
+    rows = []
+    for pad_output in (False, True):
+        torch.manual_seed(0)
+        policy = TransformersWrapper(
+            model,
+            tokenizer=chatml_tokenizer,
+            input_mode=mode,
+            pad_output=pad_output,
+            generate_kwargs={"max_new_tokens": 6},
+        )
+        batch = collect(policy)
+        assert batch["num_turns"].tolist() == [2] * 4
+        names = [("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")]
+        rows.append([[row[name].tolist() for name in names] for row in batch.unbind(0)])
+    assert rows[0] == rows[1]
+    assert len({len(tokens) for tokens, *_ in rows[0]}) > 1  # so that there was padding
+
+
+@pytest.mark.parametrize("mode", INPUT_MODES)
 def test_ids_beyond_the_tokenizer_go_from_rollout_to_loss(
     mode, collect, build_model, chatml_tokenizer
 ):

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_data.errors import missing_part
-from torchrl_data.keys import ATTENTION_MASK, TOKENS
+from torchrl_data.keys import ATTENTION_MASK, FULL, PROMPT, TOKENS
 from torchrl_data.ragged.packed import Rows, read_rows
 
 from .token_rows import is_padded
@@ -35,9 +35,10 @@ class TokenEntries:
     def _attention(self) -> Tensor | None:
         """Which of the values are tokens, bool ``[N]``; ``None`` where all are."""
         mask = read_rows(self._batch, ATTENTION_MASK)
-        if mask is not None and torch.equal(mask.lengths, self._rows.lengths):
-            is_token = mask.values.bool()
-            return None if bool(is_token.all()) else is_token
+        if mask is not None:
+            is_token = self._own_part(mask)
+            if is_token is not None:
+                return None if bool(is_token.all()) else is_token
         if is_padded(self._batch.get(TOKENS)):
             raise ValueError(
                 f"{self._who}: {self._key} is padded, and a pad id may be a real token "
@@ -45,6 +46,18 @@ class TokenEntries:
                 "Tokens.from_rows(...)."
             )
         return None
+
+    def _own_part(self, mask: Rows) -> Tensor | None:
+        """What the mask of a batch says of this part; ``None`` where it is of other rows."""
+        if torch.equal(mask.lengths, self._rows.lengths):
+            return mask.values.bool()
+        full = read_rows(self._batch, (TOKENS, FULL))
+        is_full = full is not None and torch.equal(mask.lengths, full.lengths)
+        if self._key[1] != PROMPT or not is_full or not is_padded(self._batch.get(TOKENS)):
+            return None
+        # A padded row begins with the padded prompt, and the mask is of the whole row.
+        rows = zip(mask.split(), self._rows.lengths.tolist(), strict=True)
+        return torch.cat([row[:length] for row, length in rows]).bool()
 
     @property
     def keep(self) -> list[Tensor] | None:

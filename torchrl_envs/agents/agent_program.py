@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
-from torchrl_data.validation import check_numbers
+from torchrl_data.validation import check_counts, check_numbers
 from torchrl_envs.concurrency.calls import CallTimeoutError, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.entries.rewards import RewardSource
@@ -78,6 +78,7 @@ class AgentProgram(ToolSource, RewardSource):
         port: of the server; any that is free when 0.
         timeout_s: longest time between an answer and the program's next request, or its end.
         end_timeout_s: how long a program whose episode was cut may take to end.
+        max_request_bytes: a longer request is refused with status 413, before it is kept.
 
     Raises:
         TypeError: the program can't be called, or not with an endpoint.
@@ -109,6 +110,7 @@ class AgentProgram(ToolSource, RewardSource):
         port: int = 0,
         timeout_s: float = 300.0,
         end_timeout_s: float = 10.0,
+        max_request_bytes: int = 4 << 20,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         if not callable(program):
@@ -117,6 +119,7 @@ class AgentProgram(ToolSource, RewardSource):
         if isinstance(ignored_parameters, str):
             raise TypeError("AgentProgram: ignored_parameters is a list of names, not one string.")
         check_numbers("AgentProgram", "(0, inf)", end_timeout_s=end_timeout_s)
+        check_counts("AgentProgram", max_request_bytes=max_request_bytes)
         given = {"error_reward": error_reward, "cut_reward": cut_reward}
         rewards = {name: value for name, value in given.items() if value is not None}
         check_numbers("AgentProgram", "(-inf, inf)", **rewards)
@@ -128,6 +131,7 @@ class AgentProgram(ToolSource, RewardSource):
         self.model = model
         self.host, self.port = host, port
         self.end_timeout_s = end_timeout_s
+        self.max_request_bytes = max_request_bytes
         self._accepted: dict[str, Any] = {}
         self._prompts = PromptChecker()
         self._server: AgentServer | None = None
@@ -151,6 +155,7 @@ class AgentProgram(ToolSource, RewardSource):
                 port=self.port,
                 model=self.model,
                 accepted=Accepted(self._accepted, self.ignored_parameters),
+                max_request_bytes=self.max_request_bytes,
             )
             weakref.finalize(self, self._server.stop).atexit = False
         return self._server

@@ -55,9 +55,7 @@ def read_request(body: Any, accepted: Accepted) -> TurnRequest:
     for number, message in enumerate(given):
         messages += _read_message(f"message {number}", message)
     schemas = [_read_tool(tool) for tool in tools]
-    return turn_request(
-        messages, schemas, [body.get("max_tokens")], streams=bool(body.get("stream"))
-    )
+    return turn_request(messages, schemas, [body.get("max_tokens")], streams=body.get("stream"))
 
 
 def _read_tool(tool: Any) -> dict[str, Any]:
@@ -88,12 +86,19 @@ def _read_message(where: str, message: Any) -> list[Message]:
         {
             "role": "tool",
             "tool_call_id": block.get("tool_use_id"),
-            "content": text_of(where, block.get("content")),
+            "content": _result_text(where, block),
         }
         for block in blocks
         if block.get("type") == "tool_result"
     ]
     return [*results, said] if texts or not results else results
+
+
+def _result_text(where: str, block: Mapping[str, Any]) -> str:
+    """What a tool answered; templates have no other place to say that it failed."""
+    text = text_of(where, block.get("content"))
+    is_said = not block.get("is_error") or text.lower().startswith("error")
+    return text if is_said else f"Error: {text}"
 
 
 def write_reply(reply: TurnReply, request: TurnRequest, model: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def read_request(body: Any, accepted: Accepted) -> TurnRequest:
         [_read_message(number, message) for number, message in enumerate(messages)],
         [_read_tool(tool) for tool in tools],
         [body.get("max_completion_tokens"), body.get("max_tokens")],
-        streams=bool(body.get("stream")),
+        streams=body.get("stream"),
     )
     options = body.get("stream_options")
     is_asked = isinstance(options, Mapping) and bool(options.get("include_usage"))

@@ -74,7 +74,7 @@ def read_request(body: Any, accepted: Accepted) -> TurnRequest:
         _read_item(f"input {number}", item, messages)
     schemas = [_read_tool(tool) for tool in tools]
     return turn_request(
-        messages, schemas, [body.get("max_output_tokens")], streams=bool(body.get("stream"))
+        messages, schemas, [body.get("max_output_tokens")], streams=body.get("stream")
     )
 
 

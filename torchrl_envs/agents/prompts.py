@@ -1,14 +1,20 @@
 """Whether a conversation can be the policy's prompt; who asks with another one is told so."""
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
-from torchrl_data.conversation.conversations import Conversations
+from torchrl_data.conversation.conversations import Conversations, waiting_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.tools_shown import ToolsNotShownError
 
 from .turns import MOST_TOKENS, PromptTooLongError, RequestError
+
+_WHOLE_CHARACTERS: Final = 8
+"""Prompts with at most so many characters for each token are encoded at once."""
+_PIECE: Final = 4096
+_CUT_TOKENS: Final = 8
+"""What a cut through a text may add."""
 
 
 class PromptChecker:
@@ -55,6 +61,7 @@ class PromptChecker:
         if encoder is None:
             return conversation
         waiting = conversation.waiting_messages(0)
+        self._check_length(conversation, encoder)
         try:
             encoded, errors = encoder.encode_rows(conversation)
         except ToolsNotShownError as error:
@@ -75,3 +82,26 @@ class PromptChecker:
             if missing:
                 raise RequestError(f"the chat template leaves out the calls of {missing}")
         return encoded
+
+    def _check_length(self, conversation: Conversations, encoder: ConversationEncoder) -> None:
+        """Refuse a long prompt as soon as enough of it is counted.
+
+        To encode takes some 200 bytes of memory for each character. What has more than a few for
+        each token that there is room for is counted piece by piece first, with the tokens that the
+        cuts may add left out.
+        """
+        texts, values = [], list(waiting_rows(conversation))
+        while values:
+            value = values.pop()
+            if isinstance(value, str):
+                texts.append(value)
+            elif isinstance(value, list | tuple | Mapping):
+                values.extend(value.values() if isinstance(value, Mapping) else value)
+        if sum(map(len, texts)) <= _WHOLE_CHARACTERS * self._max_tokens:
+            return
+        text, num_tokens = "\n".join(texts), 0
+        for start in range(0, len(text), _PIECE):
+            (ids,) = encoder.guard.encode_texts([text[start : start + _PIECE]])
+            num_tokens += len(ids) - _CUT_TOKENS
+            if num_tokens > self._max_tokens:
+                raise PromptTooLongError(num_tokens, self._max_tokens)

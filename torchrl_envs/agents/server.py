@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import anthropic_messages, chat_completions, openai_responses
 from .session import AgentSession, SessionOver
-from .turns import Accepted, RequestError, TurnReply, TurnRequest
+from .turns import Accepted, RequestError, RequestTooLargeError, TurnReply, TurnRequest
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -27,7 +27,16 @@ _EVERYWHERE: Final = ("", "0.0.0.0", "::")
 _OPEN_FILES: Final = 65536
 _KEEP_ALIVE_S: Final = 3600
 _STOP_S: Final = 5
-_KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_WRONG_KEY: Final = "the key is that of no episode that runs"
+_BODY_S: Final = 60
+"""How long a program may take to send a request."""
+_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+}
 
 
 class AgentServer:
@@ -38,13 +47,16 @@ class AgentServer:
         port: 0 for any that is free.
         model: the name that it gives the policy.
         accepted: what requests may say about how tokens are drawn.
+        max_request_bytes: a longer request is answered with 413, and not kept.
 
     Raises:
         ImportError: ``starlette`` or ``uvicorn`` is missing.
         OSError: it can't listen there.
     """
 
-    def __init__(self, *, host: str, port: int, model: str, accepted: Accepted) -> None:
+    def __init__(
+        self, *, host: str, port: int, model: str, accepted: Accepted, max_request_bytes: int
+    ) -> None:
         try:
             import uvicorn
             from starlette.applications import Starlette
@@ -55,6 +67,7 @@ class AgentServer:
             ) from error
         self.model = model
         self._accepted = accepted
+        self._max_request_bytes = max_request_bytes
         self._sessions: dict[str, AgentSession] = {}
         routes = [Route(path, self._answer, methods=["POST"]) for path in _PROTOCOLS]
         routes.append(Route("/v1/models", self._list_models, methods=["GET"]))
@@ -113,12 +126,16 @@ class AgentServer:
         protocol = _PROTOCOLS[request.url.path]
         session = self._sessions.get(_key_of(request))
         if session is None:
-            return _error(401, "the key is that of no episode that runs")
+            return _error(401, _WRONG_KEY)
         try:
-            asked = protocol.read_request(json.loads(await request.body()), self._accepted)
+            body = json.loads(await _read_body(request, self._max_request_bytes))
+            asked = protocol.read_request(body, self._accepted)
+            del body
             reply = await _reply(session, asked, request)
         except RequestError as error:
-            return _error(400, str(error), error.code)
+            return _error(error.status, str(error), error.code)
+        except TimeoutError:
+            return _error(408, f"the request had not arrived whole after {_BODY_S} s")
         except (ValueError, RecursionError) as error:
             return _error(400, f"the body is no JSON: {error}")
         except ClientDisconnect:
@@ -133,12 +150,15 @@ class AgentServer:
     async def _list_models(self, request: "Request") -> "Response":
         from starlette.responses import JSONResponse
 
-        del request
+        if _key_of(request) not in self._sessions:
+            return _error(401, _WRONG_KEY)
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def _show_model(self, request: "Request") -> "Response":
         from starlette.responses import JSONResponse
 
+        if _key_of(request) not in self._sessions:
+            return _error(401, _WRONG_KEY)
         if request.path_params["model"] != self.model:
             return _error(404, f"there is one model here, {self.model!r}")
         return JSONResponse(self._described())
@@ -187,6 +207,27 @@ def _key_of(request: "Request") -> str:
     """As OpenAI's clients give it, and as Anthropic's do."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     return request.headers.get("x-api-key", bearer if scheme.lower() == "bearer" else "")
+
+
+async def _read_body(request: "Request", max_bytes: int) -> bytearray:
+    """The body of a request.
+
+    Raises:
+        RequestTooLargeError: it is longer; it was read to its end, so that the client hears the
+            answer, and none of it was kept.
+        TimeoutError: it did not end in time.
+    """
+    body, num_bytes = bytearray(), 0
+    async with asyncio.timeout(_BODY_S):
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes <= max_bytes:
+                body += chunk
+            else:
+                body.clear()
+    if num_bytes > max_bytes:
+        raise RequestTooLargeError(num_bytes, max_bytes)
+    return body
 
 
 async def _reply(session: AgentSession, asked: TurnRequest, request: "Request") -> TurnReply:

@@ -22,6 +22,20 @@ class RequestError(ValueError):
     """A request that can't be answered as it is; the program is told so."""
 
     code = "invalid_request_error"
+    status = 400
+
+
+class RequestTooLargeError(RequestError):
+    """A request that is longer than the server reads."""
+
+    code = "request_too_large"
+    status = 413
+
+    def __init__(self, num_bytes: int, limit: int) -> None:
+        super().__init__(
+            f"the request has {num_bytes} bytes, and at most {limit} are read: shorten it, or "
+            "raise AgentProgram(max_request_bytes=...)"
+        )
 
 
 class PromptTooLongError(RequestError):
@@ -33,8 +47,8 @@ class PromptTooLongError(RequestError):
         # Clients and frameworks look for these words of the two companies.
         super().__init__(
             f"This model's maximum context length is {limit} tokens with room for an answer, and "
-            f"the messages have {num_tokens} (prompt is too long: {num_tokens} tokens > {limit} "
-            "maximum)"
+            f"the messages have at least {num_tokens} (prompt is too long: {num_tokens} tokens > "
+            f"{limit} maximum)"
         )
 
 
@@ -112,7 +126,7 @@ def turn_request(
     tools: list[dict[str, Any]] | None,
     limits: Sequence[Any],
     *,
-    streams: bool = False,
+    streams: Any = False,
 ) -> TurnRequest:
     """What is asked for, checked.
 
@@ -120,11 +134,13 @@ def turn_request(
         messages: the conversation.
         tools: schemas.
         limits: most tokens of the turn; ``None`` where none is given.
-        streams: whether the answer is to be streamed.
+        streams: whether the answer is to be streamed, as the request says it.
 
     Raises:
-        RequestError: there is nothing to answer, or no such role or limit.
+        RequestError: there is nothing to answer, or no such role, limit or way to stream.
     """
+    if not isinstance(streams, bool | None):
+        raise RequestError(f"stream is true or false, got {streams!r:.80}")
     if not messages:
         raise RequestError("there is no message")
     if any(message.get("role") == PLACEHOLDER_ROLE for message in messages):
@@ -144,7 +160,7 @@ def turn_request(
         given += [] if whole is None else [whole]
     bound = min(given, default=None)
     bound = None if bound is None else min(bound, MOST_TOKENS)
-    return TurnRequest(messages, tools or None, bound, streams)
+    return TurnRequest(messages, tools or None, bound, bool(streams))
 
 
 def text_of(where: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:

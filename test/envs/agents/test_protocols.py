@@ -17,6 +17,9 @@ FUNCTION = ADD["function"]
 NOTHING = Accepted({}, ())
 
 
+USER = {"role": "user", "content": "x"}
+
+
 def add(arguments):
     return str(sum(arguments.values()))
 
@@ -159,11 +162,28 @@ def test_a_loop_is_one_conversation_in_each_protocol(chatml_tokenizer, program, 
             "text alone is taken",
         ),
         (anthropic_messages, [], "the body is a JSON object"),
+        (chat_completions, {"messages": [USER], "stream": "no"}, "stream is true or false"),
+        (openai_responses, {"input": "x", "stream": 1}, "stream is true or false, got 1"),
+        (anthropic_messages, {"messages": [USER], "stream": []}, "stream is true or false"),
     ],
 )
 def test_what_a_protocol_can_not_have_is_refused(read, body, words):
     with pytest.raises(ValueError, match=words):
         read.read_request(body, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("content", "is_error", "shown"),
+    [
+        ("no file", True, "Error: no file"),
+        ("ERROR 5", True, "ERROR 5"),
+        ("no file", False, "no file"),
+    ],
+)
+def test_a_policy_is_shown_that_its_tool_failed(content, is_error, shown):
+    block = {"type": "tool_result", "tool_use_id": "c", "content": content, "is_error": is_error}
+    body = {"messages": [USER, {"role": "user", "content": [block]}]}
+    assert anthropic_messages.read_request(body, NOTHING).messages[-1]["content"] == shown
 
 
 TEXTS = st.text(max_size=8)

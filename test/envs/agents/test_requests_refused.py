@@ -1,6 +1,8 @@
 """What a program may not ask for, and how it is told."""
 
+import contextlib
 import copy
+import http.client
 import json
 import threading
 import time
@@ -262,6 +264,67 @@ def test_a_prompt_that_is_too_long_can_be_shortened(make_tiny_model, chatml_toke
     assert "maximum context length is 59 tokens" in str(told[0])
     assert isinstance(told[1], str)
     assert trajectories["stop_reason"] == ["environment_done"]
+
+
+def test_of_a_prompt_that_is_far_too_long_only_the_beginning_is_encoded(
+    make_tiny_model, chatml_tokenizer
+):
+    policy = TransformersWrapper(make_tiny_model(), tokenizer=chatml_tokenizer, max_model_len=60)
+    agent, guard, encoded = AgentProgram(asks_once), policy.encoder.guard, []
+    agent.check_policy(policy)
+
+    def encode_texts(texts, starts=None, encode=guard.encode_texts):
+        encoded.extend(map(len, texts))
+        return encode(texts, starts)
+
+    guard.encode_texts = encode_texts
+    long = "what a page says " * 60_000
+    called = {"role": "assistant", "content": "", "tool_calls": [call("add", {"a": long})]}
+    chats = [[{**USER, "content": long}], [USER, {**called}, USER], [{**USER, "name": long}]]
+    for chat in chats:
+        with pytest.raises(ValueError, match="maximum context length is 59 tokens"):
+            agent._prompts.encode(Conversations.from_messages([chat]))
+    with pytest.raises(ValueError, match="maximum context length is 59 tokens"):
+        agent._prompts.encode(Conversations.from_messages([[USER]], [[{"description": long}]]))
+    assert sum(encoded) <= 4 * 4096
+
+
+def test_what_a_server_reads_of_a_request_is_bounded(chatml_tokenizer, monkeypatch):
+    monkeypatch.setattr("torchrl_envs.agents.server._BODY_S", 0.3)
+    told = {}
+
+    def program(endpoint):
+        url, key = endpoint.base_url, {"authorization": f"Bearer {endpoint.api_key}"}
+        pieces = [b" " * 600] * 2
+
+        def post(content, headers):
+            said = httpx.post(f"{url}/chat/completions", content=content, headers=headers)
+            return said.status_code, said.json()["error"]["type"]
+
+        told["long"] = post(b" " * 1001, key)
+        told["long, in pieces"] = post(iter(pieces), key)
+        told["as long as may be"] = post(b" " * 1000, key)
+        told["of a stranger"] = post(b" " * 1001, {})
+        with contextlib.closing(http.client.HTTPConnection(url.split("/")[2])) as connection:
+            half = {**key, "content-length": "2"}
+            connection.request("POST", "/v1/chat/completions", b"x", half)
+            told["half sent"] = connection.getresponse().status
+        for path in ("models", f"models/{endpoint.model}"):
+            codes = [httpx.get(f"{url}/{path}", headers=h).status_code for h in (key, {})]
+            told[path] = codes
+        return float(asks_once(endpoint) == "one")
+
+    last = play(chatml_tokenizer, program, ["one"], max_request_bytes=1000)
+    assert last["reward"].item() == 1.0
+    assert told == {
+        "long": (413, "request_too_large"),
+        "long, in pieces": (413, "request_too_large"),
+        "as long as may be": (400, "invalid_request_error"),
+        "of a stranger": (401, "authentication_error"),
+        "half sent": 408,
+        "models": [200, 401],
+        "models/policy": [200, 401],
+    }
 
 
 def test_a_program_that_asks_for_what_is_refused_again_and_again_runs_out_of_time(
