@@ -301,7 +301,12 @@ def test_compiled_shapes_equal_rendering(expression):
         state = encoder.encode_waiting(Conversations.from_messages([TALK[:1]]))
         answer = [*encoder.guard.encode_texts(["A"])[0], encoder.end_of_turn_id]
         state = state.append_turns([Turn(answer, [0.0] * len(answer), TALK[1])])
-        state = encoder.encode_waiting(state.append_messages([[new]]))
+        state = state.append_messages([[new]])
+        if name and "(message.name or" not in expression:
+            with pytest.raises(ValueError, match=r"Message 0 \(user\) has 'name', which"):
+                encoder.encode_waiting(state)
+            return
+        state = encoder.encode_waiting(state)
         expected = tokenizer.apply_chat_template(
             [*TALK[:2], new], add_generation_prompt=True, tokenize=False
         )

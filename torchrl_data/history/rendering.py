@@ -3,7 +3,6 @@
 Shape legend: B rows, M messages of a row, T tokens of a row.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,9 @@ from torchrl_data.conversation.message_edits import cut_at_end_mark, with_end_ma
 from torchrl_data.conversation.record import Message, check_messages
 from torchrl_data.ragged.packed import pad
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.registry import resolve_template
+from torchrl_data.templates.registry import control_literals, resolve_template
 from torchrl_data.templates.rendering import render_template
+from torchrl_data.templates.tools_shown import EntriesShown, refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +85,8 @@ def render_chats(
         chat_template_name=options.chat_template_name,
     )
     if not options.wants_tokens:
-        texts = [_text(row, tokenizer, template, options, tools, values) for row in rows]
+        seen = EntriesShown()
+        texts = [_text(row, tokenizer, template, options, tools, values, seen) for row in rows]
         return texts[0] if single else texts
     encoder = _encoder(tokenizer or byte_tokenizer(template), template, values)
     encoded = encoder.encode_chats(
@@ -106,18 +107,25 @@ def _text(
     options: RenderingOptions,
     tools: Any,
     variables: Mapping[str, Any],
+    seen: EntriesShown,
 ) -> str:
-    if options.continue_final_message:
-        messages = [*messages[:-1], with_end_mark(messages[-1])]
     special = {} if tokenizer is None else tokenizer.special_tokens_map
-    text = render_template(
-        template,
-        messages,
-        tools=tools,
-        add_generation_prompt=options.add_generation_prompt,
-        variables={**special, **variables},
-    ).text
-    return cut_at_end_mark(text) if options.continue_final_message else text
+
+    def render(shown: Sequence[Message]) -> str:
+        return render_template(
+            template,
+            shown,
+            tools=tools,
+            add_generation_prompt=options.add_generation_prompt,
+            variables={**special, **variables},
+        ).text
+
+    text = render(messages)
+    if dropped := seen.dropped(messages, render, None):
+        raise ValueError(refusal(dropped, messages))
+    if options.continue_final_message:
+        return cut_at_end_mark(render([*messages[:-1], with_end_mark(messages[-1])]))
+    return text
 
 
 def _truncated(encoded: list[EncodedMessages], max_length: int | None) -> list[EncodedMessages]:
@@ -191,9 +199,6 @@ def encoder_for(
     return _encoder(tokenizer, template, {})
 
 
-_CONTROL_LITERAL = re.compile(
-    r"<[|｜][^<>|｜]{1,40}[|｜]>|</?(?:think|tool_call)>|\[/?[A-Z_]{4,}\]"
-)
 _byte_tokenizers: dict[str, Any] = {}
 
 
@@ -210,7 +215,7 @@ def byte_tokenizer(template: str) -> "PreTrainedTokenizerBase":
         made = PreTrainedTokenizerFast(
             tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
         )
-        control: list[Any] = sorted(set(_CONTROL_LITERAL.findall(template)))
+        control: list[Any] = control_literals(template)
         made.add_tokens(control, special_tokens=True)
         _byte_tokenizers[template] = made
     return _byte_tokenizers[template]

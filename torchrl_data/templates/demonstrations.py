@@ -37,14 +37,11 @@ def encode_demonstrations(
 
     Raises:
         ValueError: the assistant says nothing in a row, a message has an unknown role, or the
-            template can't render the messages.
+            template can't render the messages, or leaves out something that one holds.
         TypeError: a content has the wrong type.
     """
-    if tools is None:
-        encoded, tools = encoder.encode_chats(chats), [None] * len(chats)
-    else:
-        pairs = zip(chats, tools, strict=True)
-        encoded = [encoder.encode_chats([chat], tools=shown)[0] for chat, shown in pairs]
+    tools = [None] * len(chats) if tools is None else tools
+    encoded = encoder.encode_each(chats, tools)
     records, positions = [], []
     for row, (chat, new) in enumerate(zip(chats, encoded, strict=True)):
         if Source.MODEL not in new.sources:

@@ -85,7 +85,9 @@ class ConversationEncoder(TemplateRenderer):
     def _delta_runs(self, messages: Sequence[Message], closed: bool) -> list[Run]:
         runs = self._deltas.runs(messages)
         if runs is None:
-            runs = label_pieces(self._pieces_after_answer(self.guard.escape(messages)), [])
+            escaped = self.guard.escape(messages)
+            self._check_shown(escaped, self._after_answer, "later")
+            runs = label_pieces(self._pieces_after_answer(escaped), [])
         if not closed:
             return runs
         end = self.end_of_turn_id
@@ -114,7 +116,7 @@ class ConversationEncoder(TemplateRenderer):
             return runs
         return [
             run._replace(source=Source.CONTENT) if run.source == Source.MODEL else run
-            for run in self._chat_runs(messages, tools, True)
+            for run in self._chat_runs(messages, tools, add_generation_prompt=True)
         ]
 
     # Encoding -----------------------------------------------------------------------------------
@@ -136,18 +138,57 @@ class ConversationEncoder(TemplateRenderer):
             continue_final_message: end inside the last message.
 
         Raises:
-            ValueError: a message has an unknown role, or the template can't render the messages.
+            ValueError: a message has an unknown role, or the template can't render the messages, or
+                leaves out something that one holds: content, a call, reasoning, a speaker's name.
             TypeError: a content has the wrong type.
+        """
+        return self.encode_each(
+            chats,
+            [tools] * len(chats),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+    def encode_each(
+        self, chats: Sequence[Sequence[Message]], tools: Sequence[Tools | None], **options: bool
+    ) -> list[EncodedMessages]:
+        """Like :meth:`encode_chats`, which says what the options are, with tools for each row.
+
+        Args:
+            chats: messages of each row.
+            tools: JSON schemas that the template shows, per row.
+            **options: ``add_generation_prompt`` and ``continue_final_message``.
         """
         for row, chat in enumerate(chats):
             check_messages(chat, row=row)
         runs = []
-        for chat in chats:
+        for row, (chat, schemas) in enumerate(zip(chats, tools, strict=True)):
             images, shown = self._images_apart(chat)
-            chat_runs = self._chat_runs(shown, tools, add_generation_prompt, continue_final_message)
+            chat_runs = self._chat_runs(shown, schemas, row=row, **options)
             runs.append(with_image_runs(chat_runs, images, self.images))
         rows = encode_runs(runs, self.guard)
         return [encoded_or_raise(row) for row in rows]
+
+    def check_prompt(self, messages: Sequence[Message], *, row: int | None = None) -> None:
+        """Check that a prompt would show all that its messages hold.
+
+        Args:
+            messages: of the prompt; what the template can't render at all is left to the encoding.
+            row: whose they are, for the error.
+
+        Raises:
+            ValueError: the template leaves something out.
+        """
+        escaped = self.guard.escape(self._images_apart(messages)[1])
+
+        def render(shown: Sequence[Message]) -> str:
+            return self._render_text(shown, None, True).text
+
+        try:
+            render(escaped)
+        except ValueError:
+            return
+        self._check_shown(escaped, render, (False, True), row)
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:
         """Encode the messages that wait and open the policy's turn, in one batch.

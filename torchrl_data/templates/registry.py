@@ -28,6 +28,11 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "smollm": ("smollm",),
 }
 """Built-in templates and the words in a tokenizer's name that stand for them; first match wins."""
+_CONTROL_LITERAL = re.compile(
+    r"<[|｜][^<>|｜]{1,40}[|｜]>|</?(?:think|tool_call|minimax:tool_call|TOOLCALL|TOOL_RESPONSE"
+    r"|(?:start|end)_of_turn|sop|SPECIAL_[0-9]+)>|\[/?[A-Z_]{4,}\]|\[gMASK\]|\]~!b\[|\]~b\]|\[e~\["
+)
+_TAG = re.compile(r"</?[a-zA-Z_:]+>")
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -103,6 +108,21 @@ def added_inverse_parser(name: str) -> Callable[[str], Any] | None:
 def is_generation_marked(template: str) -> bool:
     """Whether a template says which part of it the assistant wrote."""
     return _GENERATION_MARK.search(template) is not None
+
+
+def control_literals(template: str, *, of_turns: bool = False) -> list[str]:
+    """Control tokens that a template's source spells, sorted.
+
+    Args:
+        template: Jinja source.
+        of_turns: leave out tags such as ``<think>``, which work as ordinary text, too.
+    """
+    found = set(_CONTROL_LITERAL.findall(template))
+    return sorted(
+        token
+        for token in found
+        if not of_turns or not _TAG.fullmatch(token) or token.endswith("_of_turn>")
+    )
 
 
 def own_template(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:

@@ -3,7 +3,7 @@
 Shape legend: B rows, T tokens of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,17 @@ from torchrl_data.conversation.record import Message
 
 from .assistant_spans import ANSWER, QUESTION, TurnShape, find_spans, turn_shape
 from .control_tokens import ControlTokenGuard, Run, TextPiece, label_pieces
-from .registry import is_generation_marked, resolve_template
+from .registry import (
+    builtin_template,
+    control_literals,
+    family_of,
+    is_generation_marked,
+    resolve_template,
+    template_names,
+)
 from .rendering import Rendered, render_template
 from .rendering_identity import RenderingIdentity, rendering_identity
-from .tools_shown import check_tools_are_named, shows_tools
+from .tools_shown import EntriesShown, check_tools_are_named, refusal, shows_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +55,7 @@ class TemplateRenderer:
             },
             **(chat_template_kwargs or {}),
         }
+        self._entries_shown = EntriesShown()
         self._marked = is_generation_marked(self.template)
         if reasoning_in_content and "reasoning_content" not in self.template:
             raise ValueError(
@@ -157,18 +165,27 @@ class TemplateRenderer:
         self,
         messages: Sequence[Message],
         tools: Tools | None,
-        add_generation_prompt: bool,
+        *,
+        add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        row: int | None = None,
     ) -> list[Run]:
         """Runs of a whole conversation; what the assistant wrote is the model's."""
         self.check_tools(tools, messages)
         if self._reasoning_in_content:
             messages = [split_reasoning(message) for message in messages]
         escaped = self.guard.escape(messages)
-        if continue_final_message:
-            escaped[-1] = with_end_mark(escaped[-1])
         shown = self.guard.escape(tools) if tools else None
         rendered = self._render_text(escaped, shown, add_generation_prompt)
+        self._check_shown(
+            escaped,
+            lambda others: self._render_text(others, shown, add_generation_prompt).text,
+            (bool(tools), add_generation_prompt),
+            row,
+        )
+        if continue_final_message:
+            escaped[-1] = with_end_mark(escaped[-1])
+            rendered = self._render_text(escaped, shown, add_generation_prompt)
         spans = self._spans(rendered, escaped, shown)
         text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
         edges = [edge for span in spans for edge in span]
@@ -181,6 +198,46 @@ class TemplateRenderer:
 
     def _pieces_after_answer(self, escaped: Sequence[Message]) -> list[TextPiece]:
         return self.guard.split(self._after_answer(escaped))
+
+    def _check_shown(
+        self,
+        escaped: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        context: Any,
+        row: int | None = None,
+    ) -> None:
+        """Refuse messages of which the template leaves something out."""
+        dropped = self._entries_shown.dropped(escaped, render, context)
+        if not dropped:
+            return
+        text = refusal(dropped, escaped, row, self._remedy(escaped))
+        raise ValueError(self.guard.unescape(text))
+
+    def _remedy(self, escaped: Sequence[Message]) -> str:
+        """Templates for this tokenizer that leave nothing out."""
+        found: list[str] = []
+        for name in template_names():
+            source = builtin_template(name)
+
+            def text(messages: Sequence[Message], source: str = source) -> str:
+                return render_template(source, messages, variables=self._variables).text
+
+            literals = control_literals(source, of_turns=True)
+            if not literals or not self.guard.control_ids.keys() >= set(literals):
+                continue
+            try:
+                if not EntriesShown().dropped(escaped, text, None):
+                    found.append(name)
+            except ValueError:
+                continue
+        if not found:
+            return ""
+        family = family_of(self.tokenizer)
+        name = family if family in found else found[0]
+        return (
+            f"With this tokenizer {found} show it: choose chat_template_name={name!r} (in a recipe "
+            f"policy.chat_template_name={name})"
+        )
 
     def check_tools(self, tools: Tools | None, messages: Sequence[Message] = ()) -> None:
         """Check that a prompt would tell the policy of tools.

@@ -16,6 +16,7 @@ from torchrl_data.conversation.conversations import Source
 from torchrl_data.conversation.record import Message
 
 from .control_tokens import ControlTokenGuard, Run, RunStart, TextPiece
+from .tools_shown import entries_of
 
 Shape = tuple[tuple[str, tuple[str, ...]], ...]
 """Role and entries of each message."""
@@ -47,6 +48,8 @@ class _Compiled(NamedTuple):
     """White space at the ends of the content is kept, and content may be empty."""
     sensitive: list[str]
     """Contents with one of these in them are rendered."""
+    dropped: list[tuple[int, str]]
+    """Message and entry of what is left out; messages that have any are rendered, and refused."""
 
 
 class CompiledShapes:
@@ -70,7 +73,7 @@ class CompiledShapes:
         """The runs of messages, or ``None`` if they are to be rendered."""
         shape = tuple([(message["role"], tuple(message)) for message in messages])
         compiled = self._cache.get(shape) or self._compile_once(shape, messages)
-        if compiled is None:
+        if compiled is None or any(messages[i].get(key) for i, key in compiled.dropped):
             return None
         values = [messages[i].get(field) for i, field in compiled.fields]
         for value in values:
@@ -108,7 +111,10 @@ class CompiledShapes:
         if fields is None or pieces is None:
             return None
         runs = [self._run_of(piece) for piece in pieces]
-        compiled = _Compiled(runs, fields, True, [])
+        marked = _filled(messages, every, self._slots(every))
+        held = [(entry.message, entry.key) for entry in entries_of(marked)]
+        dropped = [entry for entry in held if entry not in fields]
+        compiled = _Compiled(runs, fields, True, [], dropped)
         if not all(self._agrees(compiled, messages, value) for value in _GENERAL):
             return None
         edges = all(self._agrees(compiled, messages, v) for v in ("", " x", "x ", "\n", "\n x\n"))

@@ -1,6 +1,5 @@
 """Whether a conversation can be the policy's prompt; who asks with another one is told so."""
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -60,7 +59,6 @@ class PromptChecker:
         encoder = self._encoder
         if encoder is None:
             return conversation
-        waiting = conversation.waiting_messages(0)
         self._check_length(conversation, encoder)
         try:
             encoded, errors = encoder.encode_rows(conversation)
@@ -71,16 +69,6 @@ class PromptChecker:
         num_tokens = encoded.num_tokens(0)
         if num_tokens > self._max_tokens:
             raise PromptTooLongError(num_tokens, self._max_tokens)
-        called = {
-            str(call["function"]["name"])
-            for message in waiting
-            for call in message.get("tool_calls") or ()
-        }
-        if called:
-            (text,) = encoder.decode([encoded.ids(0)])
-            missing = sorted(n for n in called if n not in text and json.dumps(n)[1:-1] not in text)
-            if missing:
-                raise RequestError(f"the chat template leaves out the calls of {missing}")
         return encoded
 
     def _check_length(self, conversation: Conversations, encoder: ConversationEncoder) -> None:

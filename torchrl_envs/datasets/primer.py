@@ -219,9 +219,11 @@ class DataLoadingPrimer(EpisodeTransform):
 
     def _check_tools_shown(self, encoder: "ConversationEncoder") -> None:
         messages: list[dict[str, Any]] = []
-        for _, row in sample_rows(self._source, self._prepare, _SAMPLE_ROWS):
+        for number, row in sample_rows(self._source, self._prepare, _SAMPLE_ROWS):
             if not isinstance(row, BadRow) and not self._checks["prompt"](row):
-                messages += opening_messages(row[self.prompt_column], self._system_prompt)
+                opening = opening_messages(row[self.prompt_column], self._system_prompt)
+                encoder.check_prompt(opening, row=number)
+                messages += opening
         encoder.check_tools([{"name": name} for name in self._shown_tools], messages)
 
     # Drawing ------------------------------------------------------------------------------------

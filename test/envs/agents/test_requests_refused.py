@@ -236,7 +236,7 @@ def test_a_prompt_that_can_not_be_one_is_refused_and_the_program_goes_on(
     assert [type(error) for error in refused] == [openai.BadRequestError] * 4
     assert "the system speaks first" in str(refused[0])
     assert "does not show tools" in str(refused[1])
-    assert "leaves out the calls of ['add']" in str(refused[3])
+    assert "Message 1 (assistant) has a call of 'add'" in str(refused[3])
     assert isinstance(told[2], str)
     assert isinstance(told[5], str)
     assert trajectories["stop_reason"] == ["environment_done"] * 2
