@@ -38,6 +38,11 @@ def read_token_rows(group: Any, name: str, read: Callable[[Any, str], Any]) -> A
         return read(group, name)
     if name == "padded":
         return is_padded(group)
+    names = {*type(group).__annotations__, *entries.keys()}
+    if name not in names:
+        raise AttributeError(
+            f"{type(group).__name__} has no {name!r}; it has {sorted(names - {'padded'})}."
+        )
     return _nested_rows(entries, name)
 
 
