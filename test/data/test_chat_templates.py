@@ -43,6 +43,9 @@ PLAIN = {
     "qwen": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
     "assistant.<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n{A<|im_end|>}\n"
     "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
+    "smollm": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    "Face<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n{A<|im_end|>}\n"
+    "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
     "qwen3": "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n{A<|im_end|>}\n"
     "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
     "llama": "<s><|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|>"
@@ -65,6 +68,7 @@ _LLAMA_CALL = '{"name": "f", "parameters": {"x": 1}}'
 # The first turn, what is between, and the last turn.
 WITH_TOOLS = {
     "chatml": (_CALLS, _RESULTS, "B<|im_end|>"),
+    "smollm": (_CALLS, _RESULTS, "B<|im_end|>"),
     "qwen": (_CALLS, _RESULTS, "B<|im_end|>"),
     "qwen3": (_CALLS, _RESULTS, "<think>\nR\n</think>\n\nB<|im_end|>"),
     "llama": (
@@ -303,7 +307,7 @@ def test_compiled_shapes_equal_rendering(expression):
         state = state.append_turns([Turn(answer, [0.0] * len(answer), TALK[1])])
         state = state.append_messages([[new]])
         if name and "(message.name or" not in expression:
-            with pytest.raises(ValueError, match=r"Message 0 \(user\) has 'name', which"):
+            with pytest.raises(ValueError, match=r"Message 2 \(user\) has 'name', which"):
                 encoder.encode_waiting(state)
             return
         state = encoder.encode_waiting(state)

@@ -14,6 +14,7 @@ from torchrl_data import (
     Conversations,
     History,
     TextHistory,
+    builtin_template,
     conversation_html,
     show_conversation,
     show_messages,
@@ -26,7 +27,9 @@ def console():
 
 
 def answered(content="hello", name=None):
-    encoder = ConversationEncoder(chatml_tokenizer())
+    said = "message.content + '<|im_end|>\\n'"
+    named = builtin_template("chatml").replace(said, f"(message.name or '') + {said}")
+    encoder = ConversationEncoder(chatml_tokenizer(), chat_template=named)
     user = {"role": "user", "content": content} | ({"name": name} if name else {})
     state = encoder.encode_waiting(Conversations.from_messages([[user]]))
     ids = [*encoder.guard.encode_texts(["Déjà vu 😀"])[0], encoder.end_of_turn_id]

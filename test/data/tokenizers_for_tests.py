@@ -175,6 +175,7 @@ TEMPLATE_TOKENIZERS = {
     "chatml": chatml_tokenizer,
     "qwen": pad_is_eos_tokenizer,
     "qwen3": chatml_tokenizer,
+    "smollm": pad_is_eos_tokenizer,
     "llama": llama_tokenizer,
     "mistral": mistral_tokenizer,
     "deepseek": plain_eos_tokenizer,

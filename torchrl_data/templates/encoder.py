@@ -82,11 +82,11 @@ class ConversationEncoder(TemplateRenderer):
         self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
         self._openings: dict[str, CompiledShapes] = {}
 
-    def _delta_runs(self, messages: Sequence[Message], closed: bool) -> list[Run]:
+    def _delta_runs(self, messages: Sequence[Message], closed: bool, first: int) -> list[Run]:
         runs = self._deltas.runs(messages)
         if runs is None:
             escaped = self.guard.escape(messages)
-            self._check_shown(escaped, self._after_answer, "later")
+            self._check_shown(escaped, self._after_answer, "later", first=first)
             runs = label_pieces(self._pieces_after_answer(escaped), [])
         if not closed:
             return runs
@@ -188,7 +188,7 @@ class ConversationEncoder(TemplateRenderer):
             render(escaped)
         except ValueError:
             return
-        self._check_shown(escaped, render, (False, True), row)
+        self._check_shown(escaped, render, (False, True), row=row)
 
     def encode_waiting(self, conversations: Conversations) -> Conversations:
         """Encode the messages that wait and open the policy's turn, in one batch.
@@ -252,7 +252,8 @@ class ConversationEncoder(TemplateRenderer):
         if waiting.num_encoded == 0:
             runs = self._opening_runs(shown, waiting.tools)
         else:
-            runs = self._delta_runs(shown, waiting.last_id == self.end_of_turn_id)
+            closed = waiting.last_id == self.end_of_turn_id
+            runs = self._delta_runs(shown, closed, waiting.num_encoded)
         if not images and self.images is None:
             return runs
         return with_image_runs(runs, images, self.images)

@@ -181,7 +181,7 @@ class TemplateRenderer:
             escaped,
             lambda others: self._render_text(others, shown, add_generation_prompt).text,
             (bool(tools), add_generation_prompt),
-            row,
+            row=row,
         )
         if continue_final_message:
             escaped[-1] = with_end_mark(escaped[-1])
@@ -204,13 +204,15 @@ class TemplateRenderer:
         escaped: Sequence[Message],
         render: Callable[[Sequence[Message]], str],
         context: Any,
+        *,
         row: int | None = None,
+        first: int = 0,
     ) -> None:
         """Refuse messages of which the template leaves something out."""
         dropped = self._entries_shown.dropped(escaped, render, context)
         if not dropped:
             return
-        text = refusal(dropped, escaped, row, self._remedy(escaped))
+        text = refusal(dropped, escaped, row=row, first=first, remedy=self._remedy(escaped))
         raise ValueError(self.guard.unescape(text))
 
     def _remedy(self, escaped: Sequence[Message]) -> str:

@@ -44,7 +44,7 @@ def check_tools_are_named(
         )
 
 
-# What messages hold --------------------------------------------------------------------------------
+# What messages hold -----------------------------------------------------------------------------
 
 _MAX_SHAPES: Final = 512
 TOOL_ROLES: Final = ("tool", "function", "ipython")
@@ -196,21 +196,29 @@ def _is_dropped(messages: Sequence[Message], entry: Entry, render: Callable[...,
 
 
 def refusal(
-    dropped: Sequence[Entry], messages: Sequence[Message], row: int | None = None, remedy: str = ""
+    dropped: Sequence[Entry],
+    messages: Sequence[Message],
+    *,
+    first: int = 0,
+    row: int | None = None,
+    remedy: str = "",
 ) -> str:
     """The error for messages of which a template leaves something out.
 
     Args:
         dropped: what; the first message that has any is named.
         messages: all of them.
+        first: the number of the first of them.
         row: whose they are.
         remedy: templates that show it, if some are known.
     """
     number = dropped[0].message
     message = messages[number]
     what = " and ".join(entry.told(message) for entry in dropped if entry.message == number)
+    where = f"Message {first + number} ({message['role']})"
+    where += "" if row is None else f" of row {row}"
     return (
-        f"Message {number} ({message['role']}){'' if row is None else f' of row {row}'} has {what}, "
+        f"{where} has {what}, "
         "which the chat template leaves out, so that nobody would read or learn it. "
         f"{remedy or 'Use a chat template that shows it'}, or say it in the message's 'content'."
     )
