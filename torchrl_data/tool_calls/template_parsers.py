@@ -245,6 +245,7 @@ _PARSERS: Final[dict[str, Callable[[str], list[Message]]]] = {
     "chatml": _parse_chatml,
     "qwen": _parse_chatml,
     "qwen3": _parse_reasoning,
+    "smollm": _parse_chatml,
     "llama": _parse_llama,
     "mistral": _parse_mistral,
     "deepseek": _parse_words,
