@@ -17,8 +17,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from objectives import MCAdvantage
-from objectives.batching.packed_batch import pack_batch
-from objectives.keys import GRPOLossKeys
+from objectives.batching.packed_batch import GRPOLossKeys, pack_batch
 
 NUM_ROWS, GROUP_SIZE, REPEATS = 128, 8, 15
 

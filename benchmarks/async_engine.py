@@ -25,11 +25,10 @@ from functools import partial
 import torch
 from transformers import Qwen3ForCausalLM
 
-from torchrl_modules.engines.async_transformers import AsyncTransformersEngine
-from torchrl_modules.engines.decoding.prompt_readers import PaddedReader
-from torchrl_modules.engines.protocol import Generation
-from torchrl_modules.engines.transformers_engine import TransformersEngine
-from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.engines.engine import Generation
+from torchrl_modules.engines.readers import PaddedReader
+from torchrl_modules.engines.transformers import AsyncTransformersEngine, TransformersEngine
+from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
 
 ROWS, TURNS, NEW, DRAWN = 64, 8, 24, 16

@@ -82,7 +82,7 @@ def warm_model(name: str, folder: str) -> None:
     """Weights after a few demonstrations, from which all begin."""
     import torch
 
-    from torchrl_agents.recipe.warm_start import warm_start
+    from torchrl_agents.models import warm_start
 
     torch.manual_seed(0)
     policy = wrapper("smollm2", 8)
@@ -169,7 +169,7 @@ class EveryPosition:
 
 def leave_out(policy: Any, *, share: bool, keep: bool, head: bool) -> None:
     """Take some of what makes it fast away."""
-    from torchrl_modules.scoring.token_scoring import PackedScorer
+    from torchrl_modules.scoring.scorer import PackedScorer
 
     if not share:
         policy.scorer = PackedScorer(policy.model, share_prefixes=False)
@@ -192,8 +192,7 @@ def trl(name: str, folder: str, steps: int, every: int) -> list[dict[str, Any]]:
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import add_response_schema, qwen2_5_chat_template
 
-    from torchrl_envs.tasks.calculator import TOOLS
-    from torchrl_envs.tasks.questions.reasoning_gym import score_answer
+    from torchrl_envs.tasks.reasoning_gym import TOOLS, score_answer
 
     task, tokens = task_of(name), tokens_of(name)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

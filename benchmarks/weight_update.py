@@ -26,12 +26,10 @@ from typing import Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from torchrl_modules.engines.transformers_engine import TransformersEngine
-from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.weights.buckets import WeightLayout
-from torchrl_modules.weights.process_group import stateless_init_process_group
-from torchrl_modules.weights.transfer import _free_port
+from torchrl_modules.weight_transfer import WeightLayout, _free_port, stateless_init_process_group
 
 Row = tuple[str, float, float]
 
@@ -160,7 +158,7 @@ async def pauses(
     engine: Any, weights: dict[str, torch.Tensor], repeats: int
 ) -> tuple[float, float]:
     """The longest pause between two tokens without an update, and with one; medians."""
-    from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
+    from torchrl_modules.vllm.engine import AsyncVLLMEngine
 
     params = SamplingParameters(max_new_tokens=48, stop_token_ids=())
     longest: dict[bool, list[float]] = {False: [], True: []}

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoint.errors import CheckpointError, CheckpointWarning
+    from .checkpoint.files import CheckpointError, CheckpointWarning
     from .checkpoint.reading import Checkpoint
     from .checkpoint.store import CheckpointStore
     from .cluster.collector import RayLLMCollector
-    from .cluster.door import CollectorDied
+    from .cluster.ledger_service import CollectorDied
     from .evaluation import (
         Estimate,
         bootstrap_interval,
@@ -19,62 +19,57 @@ if TYPE_CHECKING:
         pass_hat_k,
     )
     from .ledger.ledger import GroupLedger
-    from .ledger.policies import Drop, OnPolicy, Wait
-    from .ledger.replay import Replay
+    from .ledger.policies import Drop, OnPolicy, Replay, Wait
     from .llm_collector import LLMCollector
     from .metrics import PhaseTimer, StepMetrics, rollout_metrics, update_metrics
-    from .resume.identity import CheckpointMismatch, identity_of
-    from .resume.run_state import RunState
-    from .resume.sharded_parts import ShardedModel, ShardedOptimizer
+    from .resume import CheckpointMismatch, RunState, ShardedModel, ShardedOptimizer, identity_of
     from .rollout_func import RolloutFunctionCollector, generate_rollout_completions
     from .streaming.collector import StreamingCollector
-    from .streaming.evaluation import EvaluationPoint
-    from .streaming.load_cap import LoadCap
-    from .text_environment.environment import TextEnvironment
-    from .weight_update.in_process import InProcessUpdater
-    from .weight_update.interface import WeightUpdater
-    from .weight_update.sharded import contribute_weights
-    from .weight_update.vllm_updater import vLLMUpdater
+    from .streaming.load import LoadCap
+    from .streaming.producer import EvaluationPoint
+    from .text_environment import TextEnvironment
+    from .weight_update.updaters import InProcessUpdater, WeightUpdater, vLLMUpdater
+    from .weight_update.weights import contribute_weights
 
 _HOMES = {
-    "CollectorDied": ".cluster.door",
+    "CollectorDied": ".cluster.ledger_service",
     "Checkpoint": ".checkpoint.reading",
-    "CheckpointError": ".checkpoint.errors",
-    "CheckpointMismatch": ".resume.identity",
+    "CheckpointError": ".checkpoint.files",
+    "CheckpointMismatch": ".resume",
     "CheckpointStore": ".checkpoint.store",
-    "CheckpointWarning": ".checkpoint.errors",
+    "CheckpointWarning": ".checkpoint.files",
     "Drop": ".ledger.policies",
     "Estimate": ".evaluation",
-    "EvaluationPoint": ".streaming.evaluation",
+    "EvaluationPoint": ".streaming.producer",
     "GroupLedger": ".ledger.ledger",
-    "InProcessUpdater": ".weight_update.in_process",
+    "InProcessUpdater": ".weight_update.updaters",
     "LLMCollector": ".llm_collector",
-    "LoadCap": ".streaming.load_cap",
+    "LoadCap": ".streaming.load",
     "OnPolicy": ".ledger.policies",
     "PhaseTimer": ".metrics",
-    "Replay": ".ledger.replay",
+    "Replay": ".ledger.policies",
     "RayLLMCollector": ".cluster.collector",
     "RolloutFunctionCollector": ".rollout_func",
-    "RunState": ".resume.run_state",
-    "ShardedModel": ".resume.sharded_parts",
-    "ShardedOptimizer": ".resume.sharded_parts",
+    "RunState": ".resume",
+    "ShardedModel": ".resume",
+    "ShardedOptimizer": ".resume",
     "StepMetrics": ".metrics",
     "StreamingCollector": ".streaming.collector",
-    "TextEnvironment": ".text_environment.environment",
+    "TextEnvironment": ".text_environment",
     "Wait": ".ledger.policies",
-    "WeightUpdater": ".weight_update.interface",
+    "WeightUpdater": ".weight_update.updaters",
     "bootstrap_interval": ".evaluation",
     "evaluation_estimates": ".evaluation",
-    "contribute_weights": ".weight_update.sharded",
+    "contribute_weights": ".weight_update.weights",
     "generate_rollout_completions": ".rollout_func",
     "majority_at_n": ".evaluation",
     "mean_at_n": ".evaluation",
     "pass_at_k": ".evaluation",
     "pass_hat_k": ".evaluation",
-    "identity_of": ".resume.identity",
+    "identity_of": ".resume",
     "rollout_metrics": ".metrics",
     "update_metrics": ".metrics",
-    "vLLMUpdater": ".weight_update.vllm_updater",
+    "vLLMUpdater": ".weight_update.updaters",
 }
 
 __all__ = [

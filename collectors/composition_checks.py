@@ -7,12 +7,12 @@ from torchrl.data import ReplayBuffer
 
 from objectives.advantages.mc_advantage import MCAdvantage
 from torchrl_data.keys import REWARD
-from torchrl_data.templates.rendering_identity import check_same_rendering
+from torchrl_data.templates.template import check_same_rendering
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode_env import EpisodeEnv
-from torchrl_envs.episode.episode_transform import overrides
-from torchrl_envs.episode.step import flat_transforms
+from torchrl_envs.episode.runner import flat_transforms
+from torchrl_envs.episode.transform import overrides
 from torchrl_modules.policies.base import LLMWrapperBase
 
 

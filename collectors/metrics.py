@@ -20,7 +20,7 @@ from torch import nn
 
 from objectives import GRPOLossOutput, SFTLossOutput
 from objectives.batching.non_finite_gate import StepOutcome
-from torchrl_data.conversation.batched_object import read_objects
+from torchrl_data.batch_objects import read_objects
 from torchrl_data.keys import (
     ASSISTANT_MASK,
     GROUP_ID,
@@ -36,8 +36,8 @@ from torchrl_data.keys import (
     TRUNCATED,
 )
 from torchrl_data.stop_reasons import kind_of
-from torchrl_envs.rewards.calls import LOGGED_METRICS
-from torchrl_envs.rewards.metrics import reward_metrics
+from torchrl_envs.rewards.answer import reward_metrics
+from torchrl_envs.rewards.functions import LOGGED_METRICS
 
 _RENAMED: Final = {
     "reward/mean": "reward",

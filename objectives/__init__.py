@@ -15,26 +15,25 @@ if TYPE_CHECKING:
         DecoupledSources,
         GroupMean,
         LeaveOneOut,
+        LengthPenalty,
         MaxRL,
         PassAtK,
+        RoleBaseline,
     )
     from .advantages.group_queue import GroupQueue
-    from .advantages.length_penalty import LengthPenalty
-    from .advantages.mc_advantage import MCAdvantage
-    from .advantages.ray_mc_advantage import RayMCAdvantage
-    from .advantages.role_baseline import RoleBaseline
-    from .advantages.top_k import TopKRewardSelector
+    from .advantages.mc_advantage import MCAdvantage, RayMCAdvantage, TopKRewardSelector
     from .batching.non_finite_gate import NonFiniteGate, NonFiniteStepError, StepOutcome
-    from .batching.packed_batch import MaskingStrategy, PackedBatch
+    from .batching.packed_batch import (
+        DistillationLossKeys,
+        GRPOLossKeys,
+        MaskingStrategy,
+        PackedBatch,
+        SFTLossKeys,
+        write_streams,
+    )
     from .batching.ranks import RankFailedError, Ranks
-    from .batching.streams import write_streams
-    from .keys import DistillationLossKeys, GRPOLossKeys, SFTLossKeys
-    from .losses.distillation import DistillationLoss
-    from .losses.grpo import GRPOLoss
-    from .losses.grpo_options import GRPOOptions
-    from .losses.mixed import MixedLoss, MixedLossOutput
-    from .losses.outputs import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
-    from .losses.presets import (
+    from .losses.base import DistillationLossOutput, GRPOLossOutput, SFTLossOutput
+    from .losses.grpo import (
         BNPO,
         CISPO,
         DAPO,
@@ -48,21 +47,24 @@ if TYPE_CHECKING:
         VESPO,
         CISPOLoss,
         DrGRPO,
+        GRPOLoss,
         KPop,
         OriginalGRPO,
         PolicyDistillation,
     )
-    from .losses.sft import SFTLoss
-    from .losses.surrogate_options import (
+    from .losses.mixed import MixedLoss, MixedLossOutput
+    from .losses.options import (
         CispoSurrogate,
         ClippedSurrogate,
         DivergenceSurrogate,
         GmpoSurrogate,
+        GRPOOptions,
         SamplerCorrection,
         SapoSurrogate,
         TokenFilters,
         VespoSurrogate,
     )
+    from .losses.supervised import DistillationLoss, SFTLoss
 
 _HOME = {
     "AdvantageEstimator": "advantages.estimators",
@@ -72,55 +74,55 @@ _HOME = {
     "PassAtK": "advantages.estimators",
     "RankFailedError": "batching.ranks",
     "Ranks": "batching.ranks",
-    "BNPO": "losses.presets",
-    "CISPO": "losses.presets",
-    "CISPOLoss": "losses.presets",
-    "CispoSurrogate": "losses.surrogate_options",
-    "ClippedSurrogate": "losses.surrogate_options",
-    "DAPO": "losses.presets",
-    "DistillationLoss": "losses.distillation",
-    "DistillationLossKeys": "keys",
-    "DistillationLossOutput": "losses.outputs",
-    "DPPO": "losses.presets",
-    "DivergenceSurrogate": "losses.surrogate_options",
-    "DrGRPO": "losses.presets",
-    "IPO": "losses.presets",
-    "KPop": "losses.presets",
-    "PolicyDistillation": "losses.presets",
-    "GMPO": "losses.presets",
-    "GRPO": "losses.presets",
+    "BNPO": "losses.grpo",
+    "CISPO": "losses.grpo",
+    "CISPOLoss": "losses.grpo",
+    "CispoSurrogate": "losses.options",
+    "ClippedSurrogate": "losses.options",
+    "DAPO": "losses.grpo",
+    "DistillationLoss": "losses.supervised",
+    "DistillationLossKeys": "batching.packed_batch",
+    "DistillationLossOutput": "losses.base",
+    "DPPO": "losses.grpo",
+    "DivergenceSurrogate": "losses.options",
+    "DrGRPO": "losses.grpo",
+    "IPO": "losses.grpo",
+    "KPop": "losses.grpo",
+    "PolicyDistillation": "losses.grpo",
+    "GMPO": "losses.grpo",
+    "GRPO": "losses.grpo",
     "GRPOLoss": "losses.grpo",
-    "GRPOLossKeys": "keys",
-    "GRPOOptions": "losses.grpo_options",
-    "OriginalGRPO": "losses.presets",
-    "GRPOLossOutput": "losses.outputs",
-    "GSPO": "losses.presets",
-    "GmpoSurrogate": "losses.surrogate_options",
+    "GRPOLossKeys": "batching.packed_batch",
+    "GRPOOptions": "losses.options",
+    "OriginalGRPO": "losses.grpo",
+    "GRPOLossOutput": "losses.base",
+    "GSPO": "losses.grpo",
+    "GmpoSurrogate": "losses.options",
     "GroupQueue": "advantages.group_queue",
-    "LUSPO": "losses.presets",
-    "LengthPenalty": "advantages.length_penalty",
+    "LUSPO": "losses.grpo",
+    "LengthPenalty": "advantages.estimators",
     "MaxRL": "advantages.estimators",
-    "RoleBaseline": "advantages.role_baseline",
+    "RoleBaseline": "advantages.estimators",
     "MCAdvantage": "advantages.mc_advantage",
     "MixedLoss": "losses.mixed",
     "MixedLossOutput": "losses.mixed",
-    "write_streams": "batching.streams",
+    "write_streams": "batching.packed_batch",
     "MaskingStrategy": "batching.packed_batch",
     "NonFiniteGate": "batching.non_finite_gate",
     "NonFiniteStepError": "batching.non_finite_gate",
     "StepOutcome": "batching.non_finite_gate",
     "PackedBatch": "batching.packed_batch",
-    "RayMCAdvantage": "advantages.ray_mc_advantage",
-    "SAPO": "losses.presets",
-    "SFTLoss": "losses.sft",
-    "SFTLossKeys": "keys",
-    "SFTLossOutput": "losses.outputs",
-    "SamplerCorrection": "losses.surrogate_options",
-    "SapoSurrogate": "losses.surrogate_options",
-    "TokenFilters": "losses.surrogate_options",
-    "TopKRewardSelector": "advantages.top_k",
-    "VESPO": "losses.presets",
-    "VespoSurrogate": "losses.surrogate_options",
+    "RayMCAdvantage": "advantages.mc_advantage",
+    "SAPO": "losses.grpo",
+    "SFTLoss": "losses.supervised",
+    "SFTLossKeys": "batching.packed_batch",
+    "SFTLossOutput": "losses.base",
+    "SamplerCorrection": "losses.options",
+    "SapoSurrogate": "losses.options",
+    "TokenFilters": "losses.options",
+    "TopKRewardSelector": "advantages.mc_advantage",
+    "VESPO": "losses.grpo",
+    "VespoSurrogate": "losses.options",
     "Window": "losses.base",
 }
 

@@ -10,9 +10,33 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import keys
-    from .conversation.content import ContentBase
-    from .conversation.conversations import Conversations
-    from .conversation.record import (
+    from .batch_io import (
+        read_conversations,
+        row_from_state,
+        row_state,
+        row_tensordicts,
+        write_conversations,
+    )
+    from .checks import MissingEntryError, TokenScorer, TokenScores, require_entries
+    from .conversation import Conversations
+    from .display import (
+        TextHistory,
+        conversation_html,
+        messages_html,
+        show_conversation,
+        show_messages,
+    )
+    from .history import ContentBase, History
+    from .layout import (
+        ChatHistory,
+        LogProbs,
+        Masks,
+        Text,
+        Tokens,
+        conversation_tokens,
+        history_view,
+    )
+    from .messages import (
         ConversationRecord,
         EncodedMessages,
         Position,
@@ -20,79 +44,66 @@ if TYPE_CHECKING:
         Turn,
         check_messages,
     )
-    from .display.html_page import conversation_html, messages_html
-    from .display.terminal import show_conversation, show_messages
-    from .display.text_history import TextHistory
-    from .errors import MissingEntryError, require_entries
-    from .history.history import History
-    from .layout.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-    from .layout.conversation_io import read_conversations, row_tensordicts, write_conversations
-    from .layout.conversion import conversation_tokens
-    from .layout.export import history_view
-    from .layout.row_state import row_from_state, row_state
-    from .protocols import TokenScorer, TokenScores
-    from .ragged.packed import cumulative_lengths, pack, pad, sequence_index, unpack
+    from .ragged import cumulative_lengths, pack, pad, sequence_index, unpack
     from .templates.control_tokens import ControlTokenGuard
-    from .templates.demonstrations import encode_demonstrations
-    from .templates.encoder import ConversationEncoder
-    from .templates.image_processor import ImageProcessor
-    from .templates.registry import (
+    from .templates.encoder import ConversationEncoder, ImageProcessor, encode_demonstrations
+    from .templates.template import (
+        ToolsNotShownError,
         add_chat_template,
         builtin_template,
+        check_same_rendering,
         resolve_template,
         template_names,
     )
-    from .templates.rendering_identity import check_same_rendering
-    from .templates.tools_shown import ToolsNotShownError
-    from .tool_calls.parse import parse_tool_calls
+    from .tool_calls import parse_tool_calls
 
 _HOME = {
-    "ChatHistory": "layout.containers",
-    "ContentBase": "conversation.content",
+    "ChatHistory": "layout",
+    "ContentBase": "history",
     "ControlTokenGuard": "templates.control_tokens",
     "ConversationEncoder": "templates.encoder",
-    "ImageProcessor": "templates.image_processor",
-    "ConversationRecord": "conversation.record",
-    "Conversations": "conversation.conversations",
-    "EncodedMessages": "conversation.record",
-    "History": "history.history",
-    "LogProbs": "layout.containers",
-    "Masks": "layout.containers",
-    "MissingEntryError": "errors",
-    "Position": "conversation.record",
-    "Source": "conversation.record",
-    "Text": "layout.containers",
-    "TextHistory": "display.text_history",
-    "TokenScorer": "protocols",
-    "TokenScores": "protocols",
-    "Turn": "conversation.record",
-    "Tokens": "layout.containers",
-    "ToolsNotShownError": "templates.tools_shown",
-    "add_chat_template": "templates.registry",
-    "builtin_template": "templates.registry",
-    "check_messages": "conversation.record",
-    "check_same_rendering": "templates.rendering_identity",
-    "conversation_html": "display.html_page",
-    "conversation_tokens": "layout.conversion",
-    "cumulative_lengths": "ragged.packed",
-    "encode_demonstrations": "templates.demonstrations",
-    "history_view": "layout.export",
-    "messages_html": "display.html_page",
-    "pack": "ragged.packed",
-    "pad": "ragged.packed",
-    "parse_tool_calls": "tool_calls.parse",
-    "read_conversations": "layout.conversation_io",
-    "require_entries": "errors",
-    "resolve_template": "templates.registry",
-    "row_from_state": "layout.row_state",
-    "row_state": "layout.row_state",
-    "row_tensordicts": "layout.conversation_io",
-    "sequence_index": "ragged.packed",
-    "show_conversation": "display.terminal",
-    "show_messages": "display.terminal",
-    "template_names": "templates.registry",
-    "unpack": "ragged.packed",
-    "write_conversations": "layout.conversation_io",
+    "ImageProcessor": "templates.encoder",
+    "ConversationRecord": "messages",
+    "Conversations": "conversation",
+    "EncodedMessages": "messages",
+    "History": "history",
+    "LogProbs": "layout",
+    "Masks": "layout",
+    "MissingEntryError": "checks",
+    "Position": "messages",
+    "Source": "messages",
+    "Text": "layout",
+    "TextHistory": "display",
+    "TokenScorer": "checks",
+    "TokenScores": "checks",
+    "Turn": "messages",
+    "Tokens": "layout",
+    "ToolsNotShownError": "templates.template",
+    "add_chat_template": "templates.template",
+    "builtin_template": "templates.template",
+    "check_messages": "messages",
+    "check_same_rendering": "templates.template",
+    "conversation_html": "display",
+    "conversation_tokens": "layout",
+    "cumulative_lengths": "ragged",
+    "encode_demonstrations": "templates.encoder",
+    "history_view": "layout",
+    "messages_html": "display",
+    "pack": "ragged",
+    "pad": "ragged",
+    "parse_tool_calls": "tool_calls",
+    "read_conversations": "batch_io",
+    "require_entries": "checks",
+    "resolve_template": "templates.template",
+    "row_from_state": "batch_io",
+    "row_state": "batch_io",
+    "row_tensordicts": "batch_io",
+    "sequence_index": "ragged",
+    "show_conversation": "display",
+    "show_messages": "display",
+    "template_names": "templates.template",
+    "unpack": "ragged",
+    "write_conversations": "batch_io",
 }
 
 __all__ = [

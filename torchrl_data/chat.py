@@ -1,7 +1,6 @@
 """Chats where TorchRL's users look for them: ``from torchrl_data.chat import History``."""
 
-from .conversation.content import ContentBase
-from .history.history import History
-from .templates.registry import add_chat_template
+from .history import ContentBase, History
+from .templates.template import add_chat_template
 
 __all__ = ["ContentBase", "History", "add_chat_template"]

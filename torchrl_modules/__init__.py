@@ -6,55 +6,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
 
-    from .engines.async_protocol import AsyncEngine
-    from .engines.async_transformers import AsyncTransformersEngine
-    from .engines.fleet.engine_fleet import EngineFleet
-    from .engines.fleet.member import EngineHealth
-    from .engines.load import EngineLoad
-    from .engines.open_async import open_async
-    from .engines.protocol import Engine, EngineDied, Generation, VersionSpan
-    from .engines.transformers_engine import TransformersEngine
+    from .engines.bridges import open_async
+    from .engines.engine import AsyncEngine, Engine, EngineDied, EngineLoad, Generation, VersionSpan
+    from .engines.fleet import EngineFleet
+    from .engines.supervision import EngineHealth
+    from .engines.transformers import AsyncTransformersEngine, TransformersEngine
     from .policies.base import LLMWrapperBase
     from .policies.model_files import local_model
     from .policies.transformers_wrapper import TransformersWrapper
     from .policies.vllm_wrapper import vLLMWrapper
-    from .sampling.params import SamplingParameters
-    from .scoring.chunked_head import chunked_log_prob
-    from .scoring.distribution import TokenDistribution
-    from .vllm.async_engine import AsyncVLLMEngine
+    from .sampling import SamplingParameters
+    from .scoring.scorer import TokenDistribution, chunked_log_prob
     from .vllm.client import VLLMServerEngine
-    from .vllm.engine import VLLMEngine
-    from .vllm.launch import start_server
-    from .vllm.supervised import LLMOnDevice, SupervisedEngine, make_vllm_worker
+    from .vllm.engine import AsyncVLLMEngine, VLLMEngine
+    from .vllm.server import LLMOnDevice, SupervisedEngine, make_vllm_worker, start_server
     from .vllm.worker import vLLMWorker
-    from .weights.process_group import stateless_init_process_group
+    from .weight_transfer import stateless_init_process_group
 
 _HOMES = {
-    "AsyncEngine": "engines.async_protocol",
-    "AsyncTransformersEngine": "engines.async_transformers",
-    "AsyncVLLMEngine": "vllm.async_engine",
-    "Engine": "engines.protocol",
-    "EngineDied": "engines.protocol",
-    "EngineFleet": "engines.fleet.engine_fleet",
-    "EngineHealth": "engines.fleet.member",
-    "EngineLoad": "engines.load",
-    "Generation": "engines.protocol",
-    "LLMOnDevice": "vllm.supervised",
+    "AsyncEngine": "engines.engine",
+    "AsyncTransformersEngine": "engines.transformers",
+    "AsyncVLLMEngine": "vllm.engine",
+    "Engine": "engines.engine",
+    "EngineDied": "engines.engine",
+    "EngineFleet": "engines.fleet",
+    "EngineHealth": "engines.supervision",
+    "EngineLoad": "engines.engine",
+    "Generation": "engines.engine",
+    "LLMOnDevice": "vllm.server",
     "LLMWrapperBase": "policies.base",
-    "SamplingParameters": "sampling.params",
-    "SupervisedEngine": "vllm.supervised",
-    "TokenDistribution": "scoring.distribution",
-    "TransformersEngine": "engines.transformers_engine",
+    "SamplingParameters": "sampling",
+    "SupervisedEngine": "vllm.server",
+    "TokenDistribution": "scoring.scorer",
+    "TransformersEngine": "engines.transformers",
     "TransformersWrapper": "policies.transformers_wrapper",
     "VLLMEngine": "vllm.engine",
     "VLLMServerEngine": "vllm.client",
-    "VersionSpan": "engines.protocol",
-    "chunked_log_prob": "scoring.chunked_head",
+    "VersionSpan": "engines.engine",
+    "chunked_log_prob": "scoring.scorer",
     "local_model": "policies.model_files",
-    "make_vllm_worker": "vllm.supervised",
-    "open_async": "engines.open_async",
-    "start_server": "vllm.launch",
-    "stateless_init_process_group": "weights.process_group",
+    "make_vllm_worker": "vllm.server",
+    "open_async": "engines.bridges",
+    "start_server": "vllm.server",
+    "stateless_init_process_group": "weight_transfer",
     "vLLMWorker": "vllm.worker",
     "vLLMWrapper": "policies.vllm_wrapper",
 }

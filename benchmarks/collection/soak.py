@@ -41,7 +41,7 @@ from torchrl_envs import (
     StepCounter,
 )
 from torchrl_modules import EngineDied, Generation, LLMWrapperBase
-from torchrl_modules.engines.protocol import VersionSpan
+from torchrl_modules.engines.engine import VersionSpan
 from torchrl_modules.tiny_model import train_tokenizer
 
 GROUP_SIZE: Final = 4

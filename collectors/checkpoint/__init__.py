@@ -1,6 +1,6 @@
 """Checkpoints on the disk: written whole or not at all, verified when they are read, no pickle."""
 
-from .errors import CheckpointError, CheckpointWarning
+from .files import CheckpointError, CheckpointWarning
 from .reading import Checkpoint
 from .store import CheckpointStore
 

@@ -1,18 +1,234 @@
-"""A checkpoint that was loaded, and how it is."""
+"""A checkpoint is read and verified, with the shards of several ranks."""
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from . import fsio
-from .errors import CheckpointError
-from .manifest import read_manifest, verify
-from .ranks import Ranks
-from .sharded import fill, flatten, load_shards
-from .tensor_file import TensorFile
-from .tensordicts import StateDecoder, Tensorclasses
+from .files import DTYPES, CheckpointError, Entry, TensorFile, as_bytes, read_manifest, verify
+from .format import StagingBuffers, StateDecoder, Tensorclasses
+
+# The processes that save and load one checkpoint together.
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """The ranks of a process group, or one process by itself.
+
+    Args:
+        group: of all that take part, each of which makes a ``Ranks``; ``None`` for one process.
+    """
+
+    # A group of its own: what is gathered on a thread must not meet what training sends meanwhile.
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group: Any = None
+        self.rank, self.size = 0, 1
+        if group is not None:
+            members = dist.get_process_group_ranks(group)
+            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self.rank, self.size = dist.get_rank(group), len(members)
+
+    def gather(self, value: _T) -> list[_T]:
+        """The values of all ranks."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, action: Callable[[], _T]) -> _T:
+        """What an action gives, if it fails on no rank.
+
+        Raises:
+            CheckpointError: it failed on another rank.
+            Exception: it failed on this one, as it did.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+            if self.group is None:
+                raise
+        failures = self.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        told = [f"rank {rank}: {what}" for rank, what in enumerate(failures) if what is not None]
+        if told:
+            raise CheckpointError(" ".join(told))
+        return result  # type: ignore[return-value]
+
+
+# State dicts of which every rank holds a part: planned by DCP, stored as safetensors, no pickle.
+#
+# ``torch.distributed.checkpoint`` decides who writes what and reads it back into any other layout.
+# Its own files keep their index as a pickle, so the shards are written in the safetensors format
+# that its ``HuggingFaceStorageReader`` reads.
+
+
+class FlatState(NamedTuple):
+    """A nested state dict without its nesting."""
+
+    tensors: dict[str, torch.Tensor]
+    plain: dict[str, Any]
+
+
+class Shards(NamedTuple):
+    """What this rank writes of a state dict."""
+
+    file: str
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+def flatten(name: str, state: Mapping[str, Any]) -> FlatState:
+    """Tensors and other values by their place, the keys joined by dots.
+
+    Raises:
+        CheckpointError: two places have one name.
+    """
+    flat = FlatState({}, {})
+    for key, value in _leaves("", state):
+        if key in flat.tensors or key in flat.plain:
+            raise CheckpointError(f"sharded[{name!r}]: two values have the name {key!r}.")
+        (flat.tensors if isinstance(value, torch.Tensor) else flat.plain)[key] = value
+    return flat
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    # A tuple is a value: what is loaded in place could not change it.
+    if isinstance(value, Mapping | list) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), item)
+    else:
+        yield prefix, value
+
+
+def plan_shards(
+    name: str, tensors: dict[str, torch.Tensor], ranks: Ranks, buffers: StagingBuffers | None
+) -> Shards:
+    """What this rank writes; all ranks call it together.
+
+    Args:
+        name: of the state dict.
+        tensors: DTensors, or tensors that are the same on all ranks.
+        ranks: all that save.
+        buffers: copy into these; ``None`` takes the tensors as they are.
+
+    Raises:
+        CheckpointError: a tensor can't be stored.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def local_plan() -> Any:
+        planner.set_up_planner(tensors, is_coordinator=ranks.rank == 0)
+        return planner.create_local_plan()
+
+    plans = ranks.gather(ranks.agree(local_plan))
+
+    def own_part() -> Shards:
+        # Every rank works the global plan out for itself; it is the same everywhere.
+        plan = planner.finish_plan(planner.create_global_plan(plans)[0][ranks.rank])
+        values = [(item, planner.resolve_data(item)) for item in plan.items]
+        return _staged(name, values, ranks, buffers)
+
+    return ranks.agree(own_part)
+
+
+def _staged(
+    name: str, values: list[tuple[Any, Any]], ranks: Ranks, buffers: StagingBuffers | None
+) -> Shards:
+    """Items of a plan with their tensors, as they are written."""
+    entries, offsets = {}, {}
+    for item, value in values:
+        key = item.index.fqn
+        if value.dtype not in DTYPES or key in entries:
+            raise CheckpointError(
+                f"sharded[{name!r}]: cannot store {key!r} of dtype {value.dtype}, or several parts "
+                "of it on one rank."
+            )
+        flat = as_bytes(value)
+        if buffers is not None:
+            flat = buffers.copied(f"{name}:{key}", flat)
+        content = flat.cpu().numpy().data if len(flat) else b""
+        entries[key] = Entry(DTYPES[value.dtype], tuple(value.shape), content)
+        offsets[key] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    return Shards(f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}", entries, metadata)
+
+
+def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
+    """Fill tensors, sharded in whatever way, with what a folder holds; all ranks call it together.
+
+    Raises:
+        CheckpointError: the folder holds others, or of other shapes.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    def checked() -> HuggingFaceStorageReader:
+        reader = HuggingFaceStorageReader(str(folder))
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+        except Exception as error:
+            # The files are whole, and say what was never saved.
+            raise CheckpointError(f"{folder}: {error} ({type(error).__name__}).") from error
+        _compare(name, tensors, {key: tuple(value.size) for key, value in stored.items()})  # type: ignore[union-attr]
+        return reader
+
+    if tensors or folder.is_dir():
+        reader = ranks.agree(checked)
+        alone = ranks.group is None
+        with warnings.catch_warnings():
+            if alone:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+            load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=alone)
+
+
+def _compare(name: str, wanted: dict[str, torch.Tensor], stored: dict[str, tuple]) -> None:
+    problems = [
+        *(f"{key!r} is not in the checkpoint" for key in wanted if key not in stored),
+        *(f"{key!r} is not in the target" for key in stored if key not in wanted),
+        *(
+            f"{key!r} has the shape {tuple(value.shape)}, and {stored[key]} in the checkpoint"
+            for key, value in wanted.items()
+            if key in stored and tuple(value.shape) != stored[key]
+        ),
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"sharded {name!r}: {'; '.join(problems[:5])}{more}.")
+
+
+def fill(name: str, target: Any, plain: Mapping[str, Any], prefix: str = "") -> None:
+    """Put values that are no tensors where they were.
+
+    Raises:
+        CheckpointError: the target has a place that the checkpoint has not.
+    """
+    items = target.items() if isinstance(target, dict) else enumerate(target)
+    for key, value in list(items):
+        place = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, dict | list) and value:
+            fill(name, value, plain, place)
+        elif not isinstance(value, torch.Tensor):
+            if place not in plain:
+                raise CheckpointError(f"sharded {name!r}: {place!r} is not in the checkpoint.")
+            target[key] = plain[place]
+
+
+# A checkpoint that was loaded, and how it is.
 
 STATE: Final = "state.json"
 TENSORS: Final = "tensors.safetensors"

@@ -1,6 +1,7 @@
-"""What lives in a collector's actor: an environment, a policy, and the episodes of its groups."""
+"""A worker of a cluster: it runs groups with an engine of its own."""
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -9,26 +10,151 @@ import numpy as np
 from torch import Tensor
 
 from collectors.ledger import StalenessPolicy, Ticket
-from collectors.streaming.checks import check_streaming, is_wanted, recomputes
-from collectors.streaming.group_runner import Group, GroupRunner
-from collectors.streaming.load_cap import LoadCap
-from collectors.streaming.load_follower import LoadFollower, follower_of
-from collectors.streaming.trace import Timeline
+from collectors.ledger.groups import LOAD
+from collectors.llm_collector import remembering
+from collectors.resume import random_state, set_random_state
+from collectors.streaming.group_runner import Group, GroupRunner, Timeline
+from collectors.streaming.load import (
+    LoadCap,
+    LoadFollower,
+    check_streaming,
+    follower_of,
+    is_wanted,
+    recomputes,
+)
 from objectives import MCAdvantage
-from torchrl_envs.datasets.difficulty import rollout_rewards
-from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
+from torchrl_envs.datasets.primer import DataLoadingPrimer, rollout_rewards
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase, TransformersEngine, open_async
-from torchrl_modules.engines.async_protocol import push_weights
-from torchrl_modules.engines.protocol import EngineDied
-from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_modules.engines.engine import EngineDied, push_weights
+from torchrl_modules.policies.base import AsyncPolicy
 
-from .door import load_ray
-from .ledger_service import WHO, EpisodeEnd, Scored, built
-from .running_groups import RunningGroups
-from .worker_state import WorkerState, load_state, state_of
+from .ledger_service import WHO, EpisodeEnd, Scored, built, load_ray
+
+# The groups that a collector runs, and how many it may.
+
+
+class RunningGroups:
+    """Counts groups, and gives the youngest back where they are too many; for one event loop."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []  # the oldest first
+        self._most: float = math.inf
+        self._changed = asyncio.Event()
+        self.num_ended = 0
+        """Groups whose episodes have all run to their ends."""
+
+    @property
+    def num_running(self) -> int:
+        """Groups whose episodes are not all over."""
+        return len(self._groups)
+
+    async def wait_for_room(self) -> None:
+        """Until another group may run."""
+        while self.num_running >= self._most:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def limit_groups(self, most: int) -> None:
+        """Let at most so many groups run; the youngest of those that do are cancelled.
+
+        Args:
+            most: at least 1.
+        """
+        self._most = most
+        for group in self._groups[most:]:
+            group.cancel(LOAD)
+        self._changed.set()
+
+    def add(self, group: Group) -> None:
+        """It begins to run."""
+        self._groups.append(group)
+
+    def note_end(self, group: Group) -> None:
+        """An episode of a group is over, or was cancelled."""
+        group.num_open -= 1
+        if not group.num_open:
+            self.num_ended += not group.cancelled_for
+            self.remove(group)
+
+    def remove(self, group: Group) -> None:
+        """It runs no more, if it did."""
+        # By identity: equality would compare rows.
+        self._groups = [each for each in self._groups if each is not group]
+        self._changed.set()
+
+
+# What the collectors of a collection remember, each for itself: transforms and random numbers.
+
+WorkerState = Mapping[str, Any]
+
+
+def state_of(env: EpisodeEnv) -> dict[str, Any]:
+    """What transforms of an environment and this process's random numbers are at."""
+    # The data are drawn elsewhere.
+    return {
+        "transforms": [
+            {"type": type(part).__name__, "state": part.get_extra_state()}
+            for part in remembering(env)
+            if not isinstance(part, DataLoadingPrimer)
+        ],
+        "random": random_state(),
+    }
+
+
+def load_state(
+    env: EpisodeEnv, saved: Sequence[WorkerState | None], *, index: int, num_collectors: int
+) -> None:
+    """Go on where a collector of its number was.
+
+    Where there were more or fewer of them, a transform with ``deal_extra_states(states, count)``
+    says what becomes of what they remember; random numbers go on in those that were there.
+
+    Args:
+        env: of this collector.
+        saved: what :func:`state_of` gave, by collector; ``None`` of one that did not serve then.
+        index: the number of this collector.
+        num_collectors: how many there are.
+
+    Raises:
+        ValueError: the environment has other transforms; or there were more or fewer collectors,
+            and a transform does not say what becomes of its states.
+    """
+    known = [state for state in saved if state is not None]
+    parts = [part for part in remembering(env) if not isinstance(part, DataLoadingPrimer)]
+    here = [type(part).__name__ for part in parts]
+    for state in known:
+        there = [each["type"] for each in state["transforms"]]
+        if there != here:
+            raise ValueError(
+                f"{WHO}: the saved collectors' environments had the transforms {there}, these have "
+                f"{here}."
+            )
+    own = saved[index] if index < len(saved) else None
+    for number, part in enumerate(parts):
+        states = [state["transforms"][number]["state"] for state in known]
+        if len(saved) != num_collectors and states:
+            part.set_extra_state(_dealt(part, states, len(saved), num_collectors)[index])
+        elif own is not None:
+            part.set_extra_state(own["transforms"][number]["state"])
+    if own is not None:
+        set_random_state(own["random"])
+
+
+def _dealt(part: Any, states: Sequence[Any], num_saved: int, count: int) -> Sequence[Any]:
+    """The states of a transform in another number of collectors."""
+    if not hasattr(part, "deal_extra_states"):
+        raise ValueError(
+            f"{WHO}: the saved run had num_collectors={num_saved}, this one has {count}, and what "
+            f"{type(part).__name__} remembers belongs to one of them. Take as many as there were, "
+            "or give it deal_extra_states(states, count)."
+        )
+    return part.deal_extra_states(states, count)
+
+
+# What lives in a collector's actor: an environment, a policy, and the episodes of its groups.
 
 _MAX_DEATHS: Final = 3
 """Groups that die with their engine, none between them, for each that runs."""

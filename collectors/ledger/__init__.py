@@ -1,12 +1,17 @@
 """Where each prompt group is, from its draw to its training, and that none is lost."""
 
-from .accounts import Balance
-from .events import GroupEvent
-from .groups import Eviction, GroupState, Refill, Ticket
+from .groups import (
+    Balance,
+    Eviction,
+    GroupEvent,
+    GroupState,
+    IllegalTransition,
+    LedgerError,
+    Refill,
+    Ticket,
+)
 from .ledger import GroupLedger
-from .policies import Drop, OnPolicy, StalenessPolicy, Wait
-from .reasons import IllegalTransition, LedgerError
-from .replay import Replay
+from .policies import Drop, OnPolicy, Replay, StalenessPolicy, Wait
 
 __all__ = [
     "Balance",

@@ -4,28 +4,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .html import write_html
-    from .reader import RunRecord
     from .recorder import RolloutRecorder
     from .samples import (
         GroupSummary,
         RecordedToolCall,
         RolloutSample,
+        RunRecord,
         SampleTokens,
         StepSummary,
         TokenSpan,
     )
+    from .view import write_html
 
 _HOMES = {
     "GroupSummary": ".samples",
     "RecordedToolCall": ".samples",
     "RolloutRecorder": ".recorder",
     "RolloutSample": ".samples",
-    "RunRecord": ".reader",
+    "RunRecord": ".samples",
     "SampleTokens": ".samples",
     "StepSummary": ".samples",
     "TokenSpan": ".samples",
-    "write_html": ".html",
+    "write_html": ".view",
 }
 
 __all__ = [

@@ -9,12 +9,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
-from torchrl_data.display.display_text import visible
+from torchrl_data.display import visible
 
-from .browse import RUN, Browser, Place
-from .prompts import find_prompts
-from .reader import RunRecord
-from .terminal import COLOURS, Rows, prompt_view
+from .samples import RunRecord, find_prompts
+from .terminal import COLOURS, RUN, Browser, Place, Rows, prompt_view
 
 
 class _Table(DataTable[Text]):

@@ -1,11 +1,106 @@
-"""What is recorded, as plain values: a step, its groups, a sample, its tokens.
+"""What is recorded of a rollout, and how it is read back."""
 
-Nothing here needs torch, so that a viewer starts at once. Shape legend: T tokens of a sample.
-"""
-
-from collections.abc import Mapping
+import gzip
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
+
+# Files of a record: compressed JSON lines, whole or not there, and read as far as they go.
+
+_LEVEL: Final = 5
+_CHUNK: Final = 1 << 16
+
+
+def write_lines(path: Path, values: Iterable[Any], default: Callable[[Any], Any]) -> None:
+    """Write values, one a line, into a new file that takes the old one's place when it is whole.
+
+    Args:
+        path: of the file.
+        values: what JSON can write, or ``default`` makes it.
+        default: for whatever JSON can't write.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as raw:
+            # No name and time in it, so that equal lines make equal files.
+            with gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as file:
+                for value in values:
+                    file.write(json_line(value, default))
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def json_line(value: Any, default: Callable[[Any], Any]) -> bytes:
+    """One line of strict JSON: ``null`` for NaN and infinity, and no half characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=default)
+    except ValueError:
+        text = json.dumps(finite(value, default), ensure_ascii=False, default=str)
+    return (text + "\n").encode("utf-8", errors="replace")
+
+
+def finite(value: Any, default: Callable[[Any], Any]) -> Any:
+    """The same with ``None`` for each number that JSON can't write."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, dict):
+        return {str(key): finite(each, default) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each, default) for each in value]
+    return finite(default(value), default)
+
+
+def read_lines(path: Path, damage: list[str]) -> Iterator[Any]:
+    """The values of a file, as far as it can be read.
+
+    Args:
+        path: of the file.
+        damage: told what could not be read, and why.
+    """
+    for number, line in enumerate(_lines(path, damage), 1):
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            damage.append(f"{path.name}: line {number} is torn or no JSON ({error})")
+
+
+def _lines(path: Path, damage: list[str]) -> Iterator[bytes]:
+    """Lines of a compressed file; the last one may be torn."""
+    decoder = zlib.decompressobj(wbits=31)  # of gzip
+    kept = b""
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            try:
+                kept += decoder.decompress(chunk)
+            except zlib.error as error:
+                damage.append(
+                    f"{path.name}: damaged after byte {file.tell() - len(chunk)}: {error}"
+                )
+                break
+            *lines, kept = kept.split(b"\n")
+            yield from lines
+        else:
+            if not decoder.eof:
+                damage.append(f"{path.name}: cut off after {file.tell()} bytes")
+    if kept:
+        yield kept
+
+
+# What is recorded, as plain values: a step, its groups, a sample, its tokens.
+#
+# Nothing here needs torch, so that a viewer starts at once. Shape legend: T tokens of a sample.
 
 FORMAT: Final = 1
 """Of the files; one with a higher number is refused."""
@@ -168,3 +263,217 @@ def to_json(value: Any) -> dict[str, Any]:
 def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     names = {each.name for each in fields(cls)}
     return {name: value for name, value in values.items() if name in names}
+
+
+# Reads the record of a run, also while it goes on.
+
+FOLDER: Final = "rollouts"
+"""In the folder of a run."""
+_STEP = re.compile(r"step-(\d+)\.jsonl\.gz")
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """Of a step."""
+    return folder / f"step-{step:06}.jsonl.gz"
+
+
+def end_file(folder: Path) -> Path:
+    """Of what was told behind the last step."""
+    return folder / "end.jsonl.gz"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that have a file, in order."""
+    found = (_STEP.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+class RunRecord:
+    """The record that a :class:`RolloutRecorder` wrote.
+
+    What can't be read is left out and named in :attr:`damage`; the rest is there::
+
+        record = RunRecord("outputs/grpo/calculator/seed0")
+        for summary in record.steps:
+            for sample in record.samples(summary.step):
+                ...
+
+    Args:
+        path: folder of the run, or the one with its ``step-*.jsonl.gz``.
+
+    Raises:
+        FileNotFoundError: there is no record.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self.folder = path / FOLDER if (path / FOLDER).is_dir() else path
+        """With the files."""
+        self.run_folder = self.folder.parent if self.folder.name == FOLDER else self.folder
+        self.damage: list[str] = []
+        """What could not be read so far, and why."""
+        if not self.folder.is_dir() or not steps_in(self.folder):
+            raise FileNotFoundError(
+                f"{path} holds no record of a run: no {FOLDER}/step-*.jsonl.gz. A RolloutRecorder "
+                "writes them, after each step."
+            )
+
+    @cached_property
+    def steps(self) -> list[StepSummary]:
+        """All steps without their samples, in order, as they were when this was first asked."""
+        found = []
+        for step in steps_in(self.folder):
+            summary = self._summary(step)
+            if summary is not None:
+                found.append(summary)
+        return found
+
+    def _summary(self, step: int) -> StepSummary | None:
+        path = step_file(self.folder, step)
+        for line in read_lines(path, self.damage):
+            _check_format(line, path)
+            return StepSummary.from_json(line)
+        self.damage.append(f"{path.name}: nothing of it can be read")
+        return None
+
+    def samples(self, step: int) -> Iterator[RolloutSample]:
+        """The samples of a step that were recorded, group by group.
+
+        Args:
+            step: its number.
+
+        Raises:
+            KeyError: there is no such step.
+            ValueError: it was written in a newer format.
+        """
+        path = step_file(self.folder, step)
+        if not path.exists():
+            raise KeyError(f"step {step}; there are {steps_in(self.folder)}")
+        lines = read_lines(path, self.damage)
+        _check_format(next(lines, {}), path)
+        for line in lines:
+            yield RolloutSample.from_json(line)
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that the ledger told, in order, see :attr:`StepSummary.events`."""
+        events = [event for summary in self.steps for event in summary.events]
+        path = end_file(self.folder)
+        for line in read_lines(path, self.damage) if path.exists() else ():
+            _check_format(line, path)
+            events += line["events"]
+        return events
+
+    @property
+    def name(self) -> str:
+        """Of the run: the last two parts of its folder."""
+        return "/".join(self.run_folder.resolve().parts[-2:])
+
+    def about(self) -> dict[str, Any]:
+        """What the script left beside the record in ``run.json``, if it did."""
+        path = self.run_folder / "run.json"
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:  # it is being written
+            self.damage.append(f"{path.name}: {error}")
+            return {}
+        return about if isinstance(about, dict) else {}
+
+    def tests(self) -> list[tuple[int, dict[str, float]]]:
+        """What the script left in ``evaluations.jsonl``, if it did: tests on held-out prompts.
+
+        Returns:
+            Of each the step after which it was made and its scores, ``reward`` among them, in the
+            order of the steps.
+        """
+        path, found = self.run_folder / "evaluations.jsonl", []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                told = json.loads(line)
+                scores = {k: float(v) for k, v in told.items() if _is_score(k, v)}
+                found.append((int(told["step"]), scores))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self.damage.append(f"{path.name}: line {number} is torn or no test ({error})")
+        return sorted(found, key=lambda test: test[0])
+
+
+def _is_score(name: str, value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and name not in ("step", "version", "lag_steps")
+
+
+def _check_format(line: Any, path: Path) -> None:
+    found = line.get("format") if isinstance(line, dict) else None
+    if not isinstance(found, int) or found > FORMAT:
+        raise ValueError(
+            f"{path} is in format {found!r}; this version reads formats up to {FORMAT}. Update the "
+            "package that reads it."
+        )
+
+
+# Where is prompt 17: what became of each prompt of a run, by the ledger and the steps.
+
+
+@dataclass
+class PromptHistory:
+    """What became of one prompt."""
+
+    name: str
+    """Its ordinal, or the id of its group where there is no ledger."""
+    prompt: str = ""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[tuple[int, GroupSummary]] = field(default_factory=list)
+    """With the steps that had them."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether anything of it was."""
+        return any(group.num_trained for _, group in self.groups)
+
+    @property
+    def where(self) -> str:
+        """Where it is, in words."""
+        if self.events:
+            last = self.events[-1]
+            if last["name"] in ("taken", "trained"):
+                used = [group for step, group in self.groups if step == last["step"] + 1]
+                name = "used, but not trained" if used and not self.is_trained else last["name"]
+                return f"{name} at step {last['step'] + 1}"
+            return f"dropped: {last['reason']}" if last["name"] == "dropped" else last["name"]
+        step, group = self.groups[-1]
+        return f"{'trained' if group.num_trained else 'not trained'} at step {step}"
+
+
+def prompt_histories(run: RunRecord) -> dict[str, PromptHistory]:
+    """All prompts of a run by name, in the order in which they came."""
+    found: dict[str, PromptHistory] = {}
+    for event in run.events():
+        name = str(event["ordinal"])
+        found.setdefault(name, PromptHistory(name)).events.append(event)
+    for step in run.steps:
+        for group in step.groups:
+            name = group.group_id if group.ordinal is None else str(group.ordinal)
+            history = found.setdefault(name, PromptHistory(name))
+            history.prompt = group.prompt
+            history.groups.append((step.step, group))
+    return found
+
+
+def find_prompts(run: RunRecord, wanted: str) -> list[PromptHistory]:
+    """The prompts of a name, a number in the data (``17`` is ``0/17``), or with a word.
+
+    Args:
+        run: the record.
+        wanted: what to look for.
+
+    Raises:
+        KeyError: there is none.
+    """
+    histories = prompt_histories(run)
+    exact = [h for name, h in histories.items() if name == wanted or name.endswith(f"/{wanted}")]
+    found = exact or [h for h in histories.values() if wanted.lower() in h.prompt.lower()]
+    if not found:
+        raise KeyError(f"none of {len(histories)} prompts is {wanted!r}, or has it in its text")
+    return found

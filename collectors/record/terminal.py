@@ -1,7 +1,4 @@
-"""The record of a run in the terminal: tables of steps and groups, samples side by side, a sample.
-
-What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
-"""
+"""A record in the terminal, page by page."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +11,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from torchrl_data.display.display_text import visible
+from torchrl_data.display import visible
 
-from .prompts import PromptHistory
-from .samples import GroupSummary, RolloutSample, StepSummary
+from .samples import GroupSummary, PromptHistory, RolloutSample, RunRecord, StepSummary
+
+# The record of a run in the terminal: tables of steps and groups, samples side by side, a sample.
+#
+# What a rollout says is printed as text: no markup is read in it, what is invisible is spelled out.
 
 WRITER_STYLES: Final = {
     "template": "bright_black",
@@ -315,3 +315,90 @@ def legend(colour: str, scale: float) -> Text:
         return Text(f"colour: {colour}, which is not recorded or 0", style="bright_black")
     low = "0" if colour in ("entropy", "surprise") else f"{-scale:.2g} (red)"
     return Text(f"colour: {colour}, from {low} to {scale:.2g}", style="bright_black")
+
+
+# Places in the record of a run: the run itself, a step, a group of it, a sample of that.
+
+Place = tuple[int, ...]
+"""Step, number of a group in it, number of a sample in that; fewer show more."""
+RUN: Final[Place] = ()
+
+
+class View(NamedTuple):
+    """What there is to see at a place."""
+
+    rows: Rows | None
+    """What can be opened from here."""
+    body: RenderableType
+    """What stands below."""
+
+    def printed(self) -> RenderableType:
+        """All of it."""
+        is_table = self.rows is not None and self.rows.title
+        return Group(self.rows.drawn(), self.body) if self.rows and is_table else self.body
+
+
+class Browser:
+    """Finds what to show at a place in a record.
+
+    Args:
+        run: the record.
+        keep: which samples are shown; others are dimmed, or left out of a group.
+    """
+
+    def __init__(
+        self, run: RunRecord, *, keep: Callable[[RolloutSample], bool] = lambda _: True
+    ) -> None:
+        self.run = run
+        self._keep = keep
+        self._samples: tuple[int, list[RolloutSample]] | None = None
+
+    def view(self, place: Sequence[int], colour: str) -> View:
+        """What there is at a place.
+
+        Args:
+            place: in the record.
+            colour: of tokens.
+
+        Raises:
+            KeyError: there is no such place.
+        """
+        if not place:
+            steps = self.run.steps
+            return View(run_rows(steps, self.run.name), reward_line(steps))
+        step = self._step(place[0])
+        samples = self._samples_of(step.step)
+        if len(place) == 1:
+            return View(step_rows(step, samples, self._keep), Text())
+        if not 0 <= place[1] < len(step.groups):
+            raise KeyError(f"step {step.step} has groups 0 to {len(step.groups) - 1}")
+        own = [s for s in samples if s.group_id == step.groups[place[1]].group_id]
+        if len(place) == 2:
+            kept = [sample for sample in own if self._keep(sample)]
+            return View(group_rows(own, self._keep), group_columns(kept, colour))
+        if not 0 <= place[2] < len(own):
+            raise KeyError(f"the group has samples 0 to {len(own) - 1}")
+        return View(None, sample_view(own[place[2]], colour))
+
+    def beside(self, place: Place, by: int) -> Place:
+        """The place so many further on, in what it is in; itself where there is none."""
+        if not place:
+            return place
+        keys = self.view(place[:-1], "writer").rows
+        assert keys is not None
+        numbers = list(keys.keys)
+        if place[-1] not in numbers:  # left out by the filter
+            return place
+        at = numbers.index(place[-1]) + by
+        return (*place[:-1], numbers[min(max(at, 0), len(numbers) - 1)])
+
+    def _step(self, number: int) -> StepSummary:
+        for step in self.run.steps:
+            if step.step == number:
+                return step
+        raise KeyError(f"no step {number}; there are {[step.step for step in self.run.steps]}")
+
+    def _samples_of(self, step: int) -> list[RolloutSample]:
+        if self._samples is None or self._samples[0] != step:
+            self._samples = step, list(self.run.samples(step))
+        return self._samples[1]

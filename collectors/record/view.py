@@ -9,19 +9,239 @@ A run is the folder that a script leaves, or any other with a record in it.
 """
 
 import argparse
+import json
+import math
+import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
 from importlib.util import find_spec
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from rich.console import Console
 
-from .browse import Browser
-from .html import write_html
-from .prompts import find_prompts
-from .reader import RunRecord
-from .samples import RolloutSample
-from .terminal import COLOURS, prompt_view
+from torchrl_data.display import message_text, message_title, visible
+
+from .samples import RolloutSample, RunRecord, StepSummary, find_prompts, finite
+from .terminal import COLOURS, Browser, prompt_view
+
+# The record of runs as a folder with one page, which opens without a server or a network.
+#
+# ``index.html`` holds style and script, and nothing of any rollout; that lies in ``data/``, in
+# parts that are loaded when they are looked at. Such a part is a script that calls one function
+# with values, because a page from a file can't fetch. Nothing in a rollout can run: values are
+# escaped JSON, the page makes text nodes of them and no markup, and its content security policy
+# lets only scripts with its own random word in, and no string become markup.
+
+_SCRIPTS: Final = ("core", "charts", "tokens", "views", "prompts", "main")
+_COLUMNS: Final = (
+    *("group", "number", "segment", "reward", "advantage", "stop", "errors", "calls", "turns"),
+    *("tokens", "truncated", "chunk"),
+)
+"""What is known of each sample without loading it."""
+_CHUNK_BYTES: Final = 1 << 20
+_EVENT: Final = (
+    "name",
+    "ordinal",
+    "group_id",
+    "attempt",
+    "dispatch",
+    "version",
+    "step",
+    "reason",
+    "time",
+)
+
+
+def write_html(runs: Sequence[RunRecord], out: str | Path) -> Path:
+    """Write a page that shows runs: their curves, steps, groups side by side, samples, prompts.
+
+    Args:
+        runs: one, or several to compare.
+        out: a folder; it is made.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: there is no run.
+        FileExistsError: the folder holds something else than such a page.
+    """
+    if not runs:
+        raise ValueError("write_html needs at least one run, got none.")
+    out = Path(out)
+    page = out / "index.html"
+    if out.exists() and any(out.iterdir()) and not (page.exists() and (out / "data").is_dir()):
+        raise FileExistsError(f"{out} holds something else. Give an empty folder, or a new one.")
+    for number, run in enumerate(runs):
+        folder = out / "data" / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.js"):
+            old.unlink()
+        _write_run(run, number, folder)
+    page.write_text(_page(len(runs)), encoding="utf-8")
+    return page
+
+
+def _page(num_runs: int) -> str:
+    here = files("collectors.record") / "page"
+    nonce = secrets.token_urlsafe(18)  # who wrote a rollout could not know it
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "trusted-types record-data"
+    )
+    script = "".join((here / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+    known = f'"use strict";\nconst NONCE = "{nonce}", NUM_RUNS = {list(range(num_runs))};\n'
+    values = {
+        "POLICY": policy,
+        "NONCE": nonce,
+        "STYLE": (here / "style.css").read_text(encoding="utf-8"),
+        "SCRIPT": known + script,
+    }
+    text = (here / "index.html").read_text(encoding="utf-8")
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _write_run(run: RunRecord, number: int, folder: Path) -> None:
+    metrics = list(dict.fromkeys(name for step in run.steps for name in step.metrics))
+    stops: dict[str, int] = {}
+    steps = []
+    for summary in run.steps:
+        columns = _write_samples(run, number, summary, folder, stops)
+        steps.append(
+            {
+                "step": summary.step,
+                "values": [summary.metrics.get(name) for name in metrics],
+                "groups": [_group(group) for group in summary.groups],
+                "samples": columns,
+            }
+        )
+    rewards = [
+        reward
+        for summary in run.steps
+        for group in summary.groups
+        for reward in group.rewards
+        if reward is not None
+    ]
+    about = run.about()
+    values = {
+        "name": run.name,
+        "about": {name: about.get(name) for name in ("status", "started", "ended", "commit")},
+        "metrics": metrics,
+        "tests": _curves(run),
+        "columns": _COLUMNS,
+        "steps": steps,
+        "stops": [visible(stop) for stop in stops],
+        "events": [{name: event.get(name) for name in _EVENT} for event in run.events()],
+        "rewardRange": [min(rewards, default=0.0), max(rewards, default=1.0)],
+        "damage": run.damage,
+    }
+    _write_script(folder / "run.js", f"RECORD.run({number},", values)
+
+
+def _curves(run: RunRecord) -> list[tuple[str, list[tuple[int, float]]]]:
+    """The tests on held-out prompts: of each score its points."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for step, scores in run.tests():
+        for name, value in scores.items():
+            curves.setdefault(f"held_out/{name}", []).append((step, value))
+    return list(curves.items())
+
+
+def _group(group: Any) -> dict[str, Any]:
+    return {**vars(group), "prompt": visible(group.prompt)}
+
+
+def _write_samples(
+    run: RunRecord, number: int, summary: StepSummary, folder: Path, stops: dict[str, int]
+) -> list[list[Any]]:
+    """Write the samples of a step in parts; what is known of each without them."""
+    places = {group.group_id: place for place, group in enumerate(summary.groups)}
+    columns: list[list[Any]] = []
+    chunk: list[str] = []
+    size = num_chunks = 0
+
+    def end_chunk() -> None:
+        nonlocal size, num_chunks
+        if chunk:
+            name = f"step-{summary.step:06}-{num_chunks}.js"
+            call = f'RECORD.chunk("{number}/{summary.step}/{num_chunks}",'
+            (folder / name).write_text(f"{call}[{','.join(chunk)}]);\n", encoding="utf-8")
+            num_chunks += 1
+            chunk.clear()
+            size = 0
+
+    for index, sample in enumerate(run.samples(summary.step)):
+        text = _literal([index, _sample(sample)])
+        if size and size + len(text) > _CHUNK_BYTES:
+            end_chunk()
+        chunk.append(text)
+        size += len(text)
+        stop = stops.setdefault(sample.stop_reason, len(stops))
+        columns.append(
+            [
+                *(places[sample.group_id], sample.index, sample.segment, sample.reward),
+                *(sample.advantage, stop, sample.num_tool_errors, len(sample.tool_calls)),
+                *(sample.num_turns, sample.sampled_tokens, sample.is_truncated, num_chunks),
+            ]
+        )
+    end_chunk()
+    return columns
+
+
+def _sample(sample: RolloutSample) -> dict[str, Any]:
+    """What the page shows; values of unknown shape are text already."""
+    tokens = sample.tokens
+    return {
+        "rewards": [[visible(name), value] for name, value in sample.rewards.items()],
+        "reward_errors": visible(sample.reward_errors),
+        "policy_version": sample.policy_version,
+        "prompt_tokens": sample.prompt_tokens,
+        "tool_calls": [[visible(tool), *rest] for tool, *rest in sample.tool_calls],
+        "messages": [
+            [visible(str(message.get("role"))), message_title(message), message_text(message)]
+            for message in sample.messages
+        ],
+        "row": None if sample.row is None else _pretty(sample.row),
+        "logged": [[visible(name), visible(str(value))] for name, value in sample.logged.items()],
+        "tokens": {
+            "ids": tokens.ids,
+            "texts": [visible(text) for text in tokens.texts],
+            "spans": tokens.spans,
+            "log_probs": _short(tokens.log_probs),
+            "trainer": _short(tokens.trainer_log_probs),
+            "entropy": _short(tokens.entropy),
+            "advantages": _short(tokens.advantages),
+            "versions": tokens.versions,
+        },
+    }
+
+
+def _short(column: Iterable[float | None] | None) -> list[float | None] | None:
+    if column is None:
+        return None
+    return [None if value is None or not math.isfinite(value) else value for value in column]
+
+
+def _pretty(row: Any) -> str:
+    return visible(json.dumps(row, indent=2, ensure_ascii=False, default=str))
+
+
+def _literal(value: Any) -> str:
+    """JSON that may stand in a script, whoever reads it how: ASCII, without ``<``, ``>``, ``&``."""
+    text = json.dumps(finite(value, str), separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _write_script(path: Path, call: str, values: Any) -> None:
+    path.write_text(f"{call}{_literal(values)});\n", encoding="utf-8")
+
 
 _MOST_RUNS: Final = 4
 

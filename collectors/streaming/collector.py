@@ -1,11 +1,10 @@
-"""Collection beside training: no row waits for another, and every token's age is bounded.
-
-Shape legend: B rows, T tokens of a row (ragged).
-"""
+"""Collection beside training: finished groups are handed out, and weights go in between."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,41 +14,422 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 from torchrl.envs import Transform
 
-from collectors.base import BackgroundCollector, PostProcessing, remembering
 from collectors.composition_checks import advantages_of, check_room
-from collectors.ledger import GroupLedger, StalenessPolicy, Wait
-from torchrl_data.validation import check_counts
-from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
-from torchrl_envs.episode.episode_env import EpisodeEnv
+from collectors.ledger import GroupLedger, GroupState, StalenessPolicy, Ticket, Wait
+from collectors.llm_collector import BackgroundCollector, PostProcessing, remembering
+from collectors.weight_update.updaters import InProcessUpdater
+from torchrl_data.checks import check_counts
+from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
+from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.engines.async_protocol import AsyncEngine
-from torchrl_modules.engines.batching_engine import BatchingEngine
-from torchrl_modules.engines.open_async import open_async
-from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_modules.engines.bridges import BatchingEngine, open_async
+from torchrl_modules.engines.engine import AsyncEngine, push_weights
+from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.weights import AdapterWeights
 
-from .checks import (
+from .group_runner import Group, GroupRunner, Timeline
+from .load import (
     WHO,
+    LoadCap,
+    LoadFollower,
     check_adapters,
     check_streaming,
+    follower_of,
     is_wanted,
     most_episodes,
     most_waiting,
     recomputes,
     turn_timeout_s,
 )
-from .evaluation import EvaluationPoint, Evaluations
-from .finished_groups import FinishedGroups
-from .group_runner import GroupRunner
-from .load_cap import LoadCap
-from .load_follower import LoadFollower, follower_of
-from .monitor import Monitor
-from .producer import Producer
-from .prompt_queue import PromptQueue
-from .trace import Timeline
-from .updater import SnapshotUpdater, check_own_memory
-from .weights import WeightPushes, paused
+from .producer import EvaluationPoint, Evaluations, Producer, PromptQueue
+
+# Weight updates of an engine that goes on drawing while they are made.
+
+
+class SnapshotUpdater(InProcessUpdater):
+    """Copies the trainer's weights, for an engine that takes them up while training goes on."""
+
+    def snapshot(self, source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A copy of the weights as the policy takes them.
+
+        Args:
+            source: the trained model, or its state dict.
+        """
+        with self._checked(source) as weights:
+            if isinstance(weights, AdapterWeights):
+                return weights.cloned()
+            return {name: value.detach().clone() for name, value in weights.items()}
+
+    def _send(self, weights: Mapping[str, Tensor], version: int | None) -> int:
+        del weights, version
+        raise RuntimeError(
+            "A streaming collector's weights are pushed by its update_policy_weights_()."
+        )
+
+
+def check_own_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> None:
+    """Check that an engine draws from tensors of its own.
+
+    Raises:
+        ValueError: they are those that are trained.
+    """
+    if shares_memory(source, engine):
+        raise ValueError(
+            f"{WHO}: the policy draws from the tensors that are trained, so that its tokens "
+            "would be of no version. Give the policy a copy of the model, "
+            "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
+        )
+
+
+def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool:
+    """Whether an engine draws from the very tensors that are trained.
+
+    Args:
+        source: the trained model, or its state dict.
+        engine: what draws.
+    """
+    model = getattr(engine, "model", None)
+    if not isinstance(model, nn.Module):
+        return False
+    own = {_address(value) for value in model.parameters()}
+    values = source.parameters() if isinstance(source, nn.Module) else source.values()
+    return any(_address(value) in own for value in values)
+
+
+def _address(value: Tensor) -> Any:
+    if type(value) not in (Tensor, nn.Parameter) or not value.numel():
+        return id(value)
+    return (value.device, value.untyped_storage().data_ptr(), value.storage_offset())
+
+
+# Weights on their way from the trainer to an engine that goes on drawing.
+
+
+@contextmanager
+def paused(producer: Producer, policy: AsyncPolicy) -> Iterator[None]:
+    """No token is drawn in here, and no group begins.
+
+    Args:
+        producer: begins them.
+        policy: whose engine draws.
+    """
+    producer.hold()
+    try:
+        producer.submit(policy.engine.pause()).result()
+        try:
+            yield
+        finally:
+            producer.submit(policy.engine.resume()).result()
+    finally:
+        producer.release()
+
+
+class WeightPushes:
+    """Pushes copies of the trainer's weights, one at a time, and tells the ledger.
+
+    Args:
+        producer: in whose event loop the engine is updated.
+        policy: whose engine.
+        ledger: counts steps of training; its slots are free once their weights are pulled.
+        updater: makes the copies.
+        timeline: notes how long it takes.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        policy: AsyncPolicy,
+        ledger: GroupLedger,
+        updater: SnapshotUpdater,
+        timeline: Timeline,
+    ) -> None:
+        self._producer = producer
+        self._policy = policy
+        self._ledger = ledger
+        self._updater = updater
+        self._timeline = timeline
+        self._recompute = recomputes(policy.engine, ledger.policy)
+        self._push: Future[None] | None = None
+        self.version = policy.version
+        """Of the weights that were pushed last."""
+
+    def push(
+        self,
+        source: nn.Module | Mapping[str, Tensor],
+        used: Callable[[], Collection[Ticket]],
+        version: int | None,
+    ) -> int:
+        """Wait for the last push, copy the weights and send them off.
+
+        Args:
+            source: the trained model, or its state dict.
+            used: gives what the steps since the last push have used; asked once nothing can fail.
+            version: what the weights are called; one more than the present when not given.
+
+        Returns:
+            That version.
+        """
+        self.wait()
+        with self._timeline.span("copy weights", "trainer", 0):
+            weights = self._updater.snapshot(source)
+        number = self._policy.version + 1 if version is None else version
+        with self._producer.changed:
+            self._producer.check_alive()
+            if trained := used():
+                self._ledger.trained(trained, self._ledger.version)
+            step = self._ledger.version
+            self._producer.steps[number] = step
+        self._push = self._producer.submit(self._send(weights, number, step))
+        self.version = number
+        return number
+
+    async def _send(self, weights: Mapping[str, Tensor], version: int, step: int) -> None:
+        with self._timeline.span("push weights", "trainer", 1):
+            async with self._producer.weights:
+                engine = self._policy.engine
+                await push_weights(engine, weights, version=version, recompute=self._recompute)
+        with self._producer.changed:
+            self._ledger.weights_pulled(step)
+            self._producer.changed.notify_all()
+        self._producer.drop_stale()
+        self._producer.wake()
+
+    def unchanged(self, used: Callable[[], Collection[Ticket]]) -> None:
+        """Steps were made without a push.
+
+        Args:
+            used: gives what they have used; asked once nothing can fail.
+        """
+        if self._ledger.weight_sync_steps == 1:
+            self.wait()  # what is on its way is older than what the generators will count as
+        with self._producer.changed:
+            self._producer.check_alive()
+            self._ledger.trained(used(), self._ledger.version)
+            if self._ledger.weight_sync_steps == 1:
+                # Who pushes after every step, and has not, has not changed the weights.
+                self._producer.steps[self._policy.version] = self._ledger.version
+                self._ledger.weights_pulled(self._ledger.version)
+        self._producer.wake()
+
+    def close(self) -> None:
+        """Raise what became of the last push, if it has failed; one that was cut short has not.
+
+        Raises:
+            UpdateRefused: the engine refused it.
+        """
+        push, self._push = self._push, None
+        if push is not None:
+            with suppress(CancelledError):
+                push.result()
+
+    def wait(self) -> None:
+        """Wait until the engine has the weights that were pushed last.
+
+        Raises:
+            UpdateRefused: it refused them.
+        """
+        push = self._push
+        if push is None:
+            return
+        with self._timeline.span("wait for push", "trainer", 0):
+            wait([push])  # Interrupted, it is waited for the next time.
+        self._push = None
+        try:
+            push.result()
+        except CancelledError:
+            self._producer.check_alive()
+            raise
+
+
+# What a streaming collection was like: waiting, queues, the time split, and a verdict.
+
+
+class Monitor:
+    """Counts what the trainer and the episodes did with their time.
+
+    Args:
+        producer: of the episodes.
+        ledger: its metrics are among those here.
+        timeline: of both.
+        follower: of the engine's load, if it is followed.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        ledger: GroupLedger,
+        timeline: Timeline,
+        follower: LoadFollower | None = None,
+    ) -> None:
+        self._follower = follower
+        self._producer = producer
+        self._ledger = ledger
+        self._timeline = timeline
+        self._wait_s = 0.0
+        self._num_queued = 0
+        self._since = time.monotonic()
+
+    def taken(self, begin_s: float, end_s: float, num_queued: int) -> None:
+        """The trainer has got its groups.
+
+        Args:
+            begin_s: when it asked for them.
+            end_s: when it had them.
+            num_queued: finished groups that were left.
+        """
+        self._wait_s += end_s - begin_s
+        self._num_queued = num_queued
+        self._timeline.add("wait for rollouts", "trainer", 0, begin_s, end_s)
+
+    def metrics(self) -> dict[str, float]:
+        """See :meth:`StreamingCollector.metrics`."""
+        now = time.monotonic()
+        elapsed, self._since = now - self._since, now
+        waited, self._wait_s = self._wait_s, 0.0
+        seconds = self._timeline.take_totals()
+        generated = seconds.get("generate", 0.0)
+        with self._producer.changed:
+            ledger = {f"ledger/{name}": value for name, value in self._ledger.metrics().items()}
+        followed = {} if self._follower is None else self._follower.metrics()
+        return (
+            ledger
+            | followed
+            | {
+                "collect/trainer_wait_fraction": waited / elapsed if elapsed else 0.0,
+                "collect/queued_groups": float(self._num_queued),
+                "collect/open_episodes": float(self._producer.num_open),
+                "collect/generate_s": generated,
+                "collect/environment_s": seconds.get("episode", 0.0) - generated,
+                "collect/score_s": seconds.get("score", 0.0),
+            }
+        )
+
+
+def verdict(metrics: Mapping[str, float]) -> str:
+    """What the speed of a run depends on.
+
+    Args:
+        metrics: what :meth:`StreamingCollector.metrics` gave.
+
+    Returns:
+        ``"generation-bound"``: the trainer waits for rollouts; ``"trainer-bound"``: finished groups
+        wait for the trainer; ``"balanced"``: neither.
+    """
+    if metrics["collect/trainer_wait_fraction"] > 0.1:
+        return "generation-bound"
+    return "trainer-bound" if metrics["collect/queued_groups"] > 0 else "balanced"
+
+
+# The trainer's side of a streaming collection: groups that are finished, a batch at a time.
+
+_LOOK_S: Final = 0.5
+
+
+class FinishedGroups:
+    """Takes the groups of a step of training as soon as there are enough.
+
+    Args:
+        producer: finishes them.
+        ledger: chooses them.
+        prompts: of the groups.
+        monitor: told how long the trainer waited.
+    """
+
+    def __init__(
+        self, producer: Producer, ledger: GroupLedger, prompts: PromptQueue, monitor: Monitor
+    ) -> None:
+        self._producer = producer
+        self._ledger = ledger
+        self._prompts = prompts
+        self._monitor = monitor
+        self._taken: list[Ticket] = []
+        self.is_with_caller = True
+        """Whether the rows of those taken have reached who asked for them."""
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether the trainer has a batch that it has not told to be trained."""
+        return bool(self._taken)
+
+    def take(self) -> list[Group]:
+        """Wait for the groups of the next batch.
+
+        Raises:
+            DataExhaustedError: there are no more data, and nothing is under way.
+            RuntimeError: the collection has failed; the cause is attached.
+        """
+        begin = time.monotonic()
+        producer = self._producer
+        with producer.changed:
+            while True:
+                producer.check_alive()
+                tickets = self._chosen()
+                for eviction in self._ledger.take_evicted():
+                    producer.forget(eviction)
+                if tickets:
+                    break
+                producer.changed.wait(_LOOK_S)
+            self._taken, self.is_with_caller = list(tickets), False
+            groups = [producer.finished.pop(ticket) for ticket in tickets]
+            num_queued = len(producer.finished)
+        self._monitor.taken(begin, time.monotonic(), num_queued)
+        producer.wake()
+        return groups
+
+    def _chosen(self) -> list[Ticket] | None:
+        """The groups of the next batch, if there are so many, or all that the data gave."""
+        if not self._producer.is_drained:
+            return self._ledger.take()
+        tickets = self._ledger.take_rest()
+        if not tickets:
+            raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
+        return tickets
+
+    def used(self) -> list[Ticket]:
+        """What the trainer has used since it last said so."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    # Resume -------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The ledger, the place in the data, and the rows of the groups that wait."""
+        with self._producer.changed:
+            return {
+                "ledger": self._ledger.state_dict(),
+                "data": dict(self._prompts.data_state()),
+                "waiting": [
+                    {"ordinal": ticket.ordinal, "rows": list(group.rows)}
+                    for ticket, group in self._producer.finished.items()
+                ],
+                "taken": [t.ordinal for t in self._taken] if self.is_with_caller else [],
+            }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the loader is at the first prompt that is not done.
+
+        Raises:
+            ValueError: the data are drawn in another order, or the ledger's settings differ.
+        """
+        rows = {each["ordinal"]: each["rows"] for each in state["waiting"]}
+        self._ledger.load_state_dict(state["ledger"], restored={*rows, *state["taken"]})
+        with self._producer.changed:
+            for ticket, prompt in self._prompts.load_state(state["data"]).items():
+                own = list(rows[ticket.ordinal])
+                self._producer.finished[ticket] = Group(ticket, prompt, [], own)
+            self._producer.steps = {self._producer.version: self._ledger.version}
+        batches = self._ledger.batches
+        self._taken = list(batches[0]) if batches else []
+        assert all(
+            ticket in self._producer.finished
+            for ticket in self._ledger.tickets(GroupState.FINISHED)
+        )
+
+
+# Collection beside training: no row waits for another, and every token's age is bounded.
+#
+# Shape legend: B rows, T tokens of a row (ragged).
 
 _CLOSE_S: Final = 60.0
 _MAX_UNWANTED: Final = 16

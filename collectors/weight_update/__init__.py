@@ -4,18 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .gathering import gathered_state_dict
-    from .in_process import InProcessUpdater
-    from .interface import WeightUpdater
-    from .sharded import contribute_weights
-    from .vllm_updater import vLLMUpdater
+    from .updaters import InProcessUpdater, WeightUpdater, vLLMUpdater
+    from .weights import contribute_weights, gathered_state_dict
 
 _HOMES = {
-    "InProcessUpdater": ".in_process",
-    "WeightUpdater": ".interface",
-    "contribute_weights": ".sharded",
-    "gathered_state_dict": ".gathering",
-    "vLLMUpdater": ".vllm_updater",
+    "InProcessUpdater": ".updaters",
+    "WeightUpdater": ".updaters",
+    "contribute_weights": ".weights",
+    "gathered_state_dict": ".weights",
+    "vLLMUpdater": ".updaters",
 }
 
 __all__ = [

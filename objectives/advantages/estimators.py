@@ -1,13 +1,10 @@
-"""How complete groups become advantages: one small class for each way, which reads rows.
-
-The arithmetic is in :mod:`objectives.functional`. Shape legend: T tokens of a row.
-"""
+"""How the rewards of a group become advantages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -16,8 +13,13 @@ from torch import Tensor
 
 from objectives import functional as F
 from torchrl_data import keys
-from torchrl_data.errors import MissingEntryError
-from torchrl_data.validation import check_counts, check_numbers, one_of
+from torchrl_data.checks import POSITIVE, MissingEntryError, check_counts, check_numbers, one_of
+
+from .group_queue import rows_of
+
+# How complete groups become advantages: one small class for each way, which reads rows.
+#
+# The arithmetic is in :mod:`objectives.functional`. Shape legend: T tokens of a row.
 
 WHO: Final = "MCAdvantage"
 TrajectoryReturn = Literal["sum", "mean", "max"]
@@ -317,3 +319,166 @@ def trajectory_return(reward: Tensor, scorable: Tensor | None, how: TrajectoryRe
     else:
         value = float({"sum": Tensor.sum, "mean": Tensor.mean, "max": Tensor.amax}[how](reward))
     return value if math.isfinite(value) else math.nan
+
+
+# A price for length, relative to the group.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPenalty(AdvantageEstimator):
+    """Takes ``coeff`` times a row's share of its group's longest output off its return.
+
+    The share is that of sampled tokens, of all rows of an episode, so that the price follows the
+    task: what is long for one prompt is short for another. Give it to
+    ``MCAdvantage(8, estimator=LengthPenalty(coeff=0.1))``.
+
+    Args:
+        coeff: what the longest output of a group costs.
+        estimator: what makes advantages of the returns that are left.
+        success_threshold: only returns above it pay; ``None``: all do.
+        assistant_mask_key: bool ``[T]``, True on what was sampled.
+
+    Raises:
+        ValueError: the coefficient is not positive, or the returns that are left could be negative
+            though the estimator needs a rate of success.
+        TypeError: the estimator does not go by returns.
+    """
+
+    coeff: float
+    estimator: AdvantageEstimator = field(default_factory=GroupMean)
+    success_threshold: float | None = None
+    assistant_mask_key: NestedKey = keys.ASSISTANT_MASK
+
+    def __post_init__(self) -> None:
+        check_numbers("LengthPenalty", POSITIVE, coeff=self.coeff)
+        check_numbers("LengthPenalty", success_threshold=self.success_threshold)
+        if isinstance(self.estimator, DecoupledSources | PassAtK | TurnCredit | LengthPenalty):
+            raise TypeError(
+                "LengthPenalty changes the return of a row, by which "
+                f"{type(self.estimator).__name__} does not go: use another estimator."
+            )
+        least = -math.inf if self.success_threshold is None else self.success_threshold
+        if isinstance(self.estimator, MaxRL) and least < self.coeff:
+            raise ValueError(
+                f"LengthPenalty: MaxRL needs returns of at least 0, and coeff={self.coeff} may "
+                f"leave less: set success_threshold to {self.coeff} or more."
+            )
+
+    def _penalised(self, group: RewardedGroup) -> RewardedGroup:
+        lengths = [
+            sum(int(read_entry(part, self.assistant_mask_key, WHO).sum()) for part in rows_of(row))
+            for row in group.rows
+        ]
+        shares = F.relative_length(
+            torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64)
+        )
+        least = -math.inf if self.success_threshold is None else self.success_threshold
+        returns = [
+            value - self.coeff * share if value > least else value
+            for value, share in zip(group.returns, shares.tolist(), strict=True)
+        ]
+        return group._replace(returns=returns)
+
+    def advantages(self, groups: Sequence[RewardedGroup]) -> Sequence[Tensor]:
+        """See the base class."""
+        return self.estimator.advantages([self._penalised(group) for group in groups])
+
+    def is_flat(self, group: RewardedGroup) -> bool:
+        """See the base class; equal rewards of different length are none."""
+        return self.estimator.is_flat(self._penalised(group))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the base class."""
+        return self.estimator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See the base class."""
+        self.estimator.load_state_dict(state)
+
+
+# A baseline of each role, for self-play: its own running mean of the returns.
+
+Role = tuple[int | str, ...]
+
+
+class RoleBaseline(AdvantageEstimator):
+    """RAE: ``R - b``, b the running mean of the returns of the role that the row was played in.
+
+    The two sides of a game have different chances, so that a baseline for both would praise a
+    role. b is what was known before the row: ``b <- decay b + (1 - decay) R`` comes after it.
+    Groups play no part: ``MCAdvantage(1, estimator=RoleBaseline())`` trains each row as it comes.
+    The baselines are part of ``MCAdvantage``'s ``state_dict``.
+
+    Args:
+        by: entries whose values tell the roles apart, an integer or a string each, such as
+            ``("game", "player")``.
+        decay: of the running mean.
+
+    Raises:
+        ValueError: there are no entries, or the decay is not in [0, 1).
+
+    See Also:
+        Liu et al., 2025 (SPIRAL), arXiv:2506.24119, section 3.3.
+    """
+
+    def __init__(self, *, by: Sequence[NestedKey] = ("agent",), decay: float = 0.95) -> None:
+        check_numbers("RoleBaseline", "[0, 1)", decay=decay)
+        if isinstance(by, str) or not by:
+            raise ValueError(f"RoleBaseline: by takes a tuple of entries, got {by!r}.")
+        self.by = tuple(by)
+        self.decay = decay
+        self.baselines: dict[Role, float] = {}
+        """Of each role that was met; 0 for one that was not."""
+
+    def advantages(self, groups: Sequence[RewardedGroup]) -> Sequence[Tensor]:
+        """See the base class; ``[1, 1]`` each."""
+        found = []
+        for group in groups:
+            for row, value in zip(group.rows, group.returns, strict=True):
+                role = self._role(row)
+                found.append(torch.full((1, 1), self._step(role, value)))
+        return found
+
+    def _step(self, role: Role, value: float) -> float:
+        if math.isnan(value):
+            return 0.0
+        baseline = self.baselines.get(role, 0.0)
+        self.baselines[role] = self.decay * baseline + (1 - self.decay) * value
+        return value - baseline
+
+    def _role(self, row: TensorDictBase) -> Role:
+        values: list[int | str] = []
+        for key in self.by:
+            value = row.get(key, None)
+            if value is None:
+                found = sorted(map(str, row.keys()))
+                raise MissingEntryError(
+                    f"{WHO}: RoleBaseline reads {key!r}, which a row lacks. The row holds {found}. "
+                    "Write who played it, or name the entries with by=."
+                )
+            value = getattr(value, "data", value) if not isinstance(value, Tensor) else value
+            values.append(value if isinstance(value, str) else int(value))
+        return tuple(values)
+
+    def is_flat(self, group: RewardedGroup) -> bool:
+        """See the base class; no row needs another one here."""
+        return all(map(math.isnan, group.returns))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the base class."""
+        baselines = [[list(role), value] for role, value in self.baselines.items()]
+        return {"by": [_plain(key) for key in self.by], "baselines": baselines}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See the base class."""
+        by = [_plain(key) for key in self.by]
+        if state.get("by") != by:
+            raise ValueError(
+                f"RoleBaseline: the saved baselines are by {state.get('by')}, these by {by}. "
+                "Resume with the estimator of the saved run."
+            )
+        self.baselines = {tuple(role): value for role, value in state["baselines"]}
+
+
+def _plain(key: NestedKey) -> Any:
+    return key if isinstance(key, str) else list(key)

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from tensordict import TensorDictBase
 
+from torchrl_data.batch_io import row_from_state, row_state
+from torchrl_data.checks import check_counts
 from torchrl_data.keys import EPISODE_ID, NUM_SEGMENTS, SEGMENT
-from torchrl_data.layout.row_state import row_from_state, row_state
-from torchrl_data.validation import check_counts
 
 _EARLIER: Final = "earlier_segments"
 _LOG = logging.getLogger(__name__)

@@ -1,7 +1,4 @@
-"""Advantages relative to the group, computed as rows go into a replay buffer.
-
-Shape legend: T tokens of a row.
-"""
+"""Advantages of groups on the way into a replay buffer, here or in a Ray actor."""
 
 from __future__ import annotations
 
@@ -10,7 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import compress
+from statistics import fmean
 from typing import Any, Final, Literal
 
 from tensordict import NestedKey, TensorDictBase, lazy_stack
@@ -18,7 +17,7 @@ from torchrl.envs.transforms import Transform
 
 from objectives import functional as F
 from torchrl_data import keys
-from torchrl_data.validation import check_counts, one_of, pair
+from torchrl_data.checks import check_counts, check_numbers, one_of, pair
 
 from .estimators import (
     TRAJECTORY_RETURNS,
@@ -36,6 +35,10 @@ from .estimators import (
     trajectory_return,
 )
 from .group_queue import GroupQueue, GroupStats, SegmentQueue, num_rows, place_of, rows_of
+
+# Advantages relative to the group, computed as rows go into a replay buffer.
+#
+# Shape legend: T tokens of a row.
 
 Estimator = Literal["group", "rloo", "gdpo", "maxrl"]
 Credit = Literal["trajectory", "turn"]
@@ -363,3 +366,241 @@ class MCAdvantage(Transform):
         keep = [not math.isnan(value) for value in group.returns]
         self.stats.rows_dropped_unscorable += sum(sizes) - sum(compress(sizes, keep))
         return keep
+
+
+# The group advantages of several writers, kept in one Ray actor.
+
+
+def _ray() -> Any:
+    """The one door to Ray: imported when it is used."""
+    return import_module("ray")
+
+
+class RayMCAdvantage(Transform):
+    """:class:`~objectives.MCAdvantage` whose groups are shared by buffers in several processes.
+
+    Rows of one group may be written through any of them; whoever writes the last one gets the
+    whole group. A buffer that itself lives in an actor needs only ``MCAdvantage``.
+
+    Args:
+        group_size: rows of a complete group.
+        actor_name: name of the shared actor; an actor of that name is used if there is one, and
+            its options then win. None for one of its own.
+        timeout_s: how long a call may take before it raises.
+        remote_config: options of the actor, for ``ray.remote``; ``{"num_cpus": 0}`` by default.
+        ray_init_config: for ``ray.init``, when Ray does not run yet.
+        **options: of ``MCAdvantage``.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: as ``MCAdvantage``; raised here, before an actor is started.
+    """
+
+    def __init__(
+        self,
+        group_size: int,
+        *,
+        actor_name: str | None = None,
+        timeout_s: float = 60.0,
+        remote_config: dict[str, Any] | None = None,
+        ray_init_config: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        MCAdvantage(group_size, **options)
+
+        ray = _ray()
+        if not ray.is_initialized():
+            ray.init(**(ray_init_config or {}))
+        self.timeout_s = timeout_s
+        self._owns_actor = actor_name is None
+        config: dict[str, Any] = {"num_cpus": 0, **(remote_config or {})}
+        if actor_name is not None:
+            config |= {"name": actor_name, "get_if_exists": True}
+        self._actor = ray.remote(MCAdvantage).options(**config).remote(group_size, **options)
+
+    def _call_actor(self, method: str, *args: Any) -> Any:
+
+        return _ray().get(getattr(self._actor, method).remote(*args), timeout=self.timeout_s)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Leave sampled rows as they are."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        if tensordict is None:
+            return None
+        return self._call_actor("inv", tensordict)
+
+    def take_refills(self) -> dict[Any, int]:
+        """As :meth:`MCAdvantage.take_refills`."""
+        return self._call_actor("take_refills")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The actor's incomplete groups and counts."""
+        return self._call_actor("get_extra_state")
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state, for all writers.
+
+        Args:
+            state: what :meth:`get_extra_state` gave.
+        """
+        self._call_actor("set_extra_state", state)
+
+    def close(self) -> None:
+        """End the actor, if it is this transform's own."""
+        if self._owns_actor:
+            _ray().kill(self._actor)
+
+
+# Keep the best rows of each group, as they go into a replay buffer.
+
+Above = Literal["median", "mean", "any"]
+ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")
+
+
+class TopKRewardSelector(Transform):
+    """Releases the best k rows of each complete group (rejection sampling, expert iteration).
+
+    Rows at or below the group's median are never kept, nor those that could not be scored, so a
+    group whose rewards are all equal gives nothing. Of rewards that are 0 or 1, a group of which
+    more than half are right gives nothing either: ``above="mean"`` keeps its right rows. Rows come
+    out best first, ties in the order of their arrival. Incomplete groups and counts are part of
+    ``state_dict``. An ``extend`` that raises takes none of its rows in.
+
+    Args:
+        total_dialog_turns: rows of a complete group (TorchRL's name; ``group_size`` is the same).
+        topk_size: rows kept of it, at most.
+        group_size: rows of a complete group.
+        group_key: int64, the group's id.
+        reward_key: ``[1, 1]``, or dense ``[T, 1]``.
+        scorable_key: bool; False where no reward could be given. Optional in the rows.
+        trajectory_return: how a dense reward becomes one number: ``"sum"``, ``"mean"``,
+            ``"max"``.
+        above: what a row's return has to be above: ``"median"`` or ``"mean"`` of its group, a
+            number, or ``"any"``, where nothing is asked of it. With a number a group is kept of
+            which all rows are right, too.
+        max_pending_groups: more incomplete groups than this, and the oldest expires.
+        expire_after_rows: a group expires once so many rows have come in since its first one.
+
+    Raises:
+        ValueError: a number is not positive, k is above the group's size, or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        total_dialog_turns: int | None = None,
+        topk_size: int = 1,
+        *,
+        group_size: int | None = None,
+        group_key: NestedKey = keys.GROUP_ID,
+        reward_key: NestedKey = keys.REWARD,
+        scorable_key: NestedKey = keys.SCORABLE,
+        trajectory_return: TrajectoryReturn | str = "sum",
+        above: Above | str | float = "median",
+        max_pending_groups: int = 1024,
+        expire_after_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        if (group_size is None) == (total_dialog_turns is None):
+            raise ValueError(
+                "TopKRewardSelector needs group_size (or total_dialog_turns, the same): give one."
+            )
+        size = group_size if total_dialog_turns is None else total_dialog_turns
+        check_counts(group_size=size, topk_size=topk_size)
+        assert size is not None
+        if not 1 <= topk_size <= size:
+            raise ValueError(f"topk_size must lie in [1, {size}], got {topk_size}.")
+        self.queue = GroupQueue(
+            size, max_pending_groups=max_pending_groups, expire_after_rows=expire_after_rows
+        )
+        self.topk_size = topk_size
+        self.group_key = group_key
+        self.reward_key = reward_key
+        self.scorable_key = scorable_key
+        self.trajectory_return: TrajectoryReturn = one_of(
+            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
+        )
+        self.above: Above | float
+        if isinstance(above, str):
+            self.above = one_of("above", above, ABOVE)
+        else:
+            check_numbers(above=above)
+            self.above = float(above)
+        self._lock = threading.Lock()
+
+    @property
+    def stats(self) -> GroupStats:
+        """Counts of what came in and what became of it."""
+        return self.queue.stats
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Incomplete groups and counts, for ``state_dict``."""
+        with self._lock:
+            return self.queue.state()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state.
+
+        Args:
+            state: what :meth:`get_extra_state` gave.
+
+        Raises:
+            ValueError: it belongs to groups of another size.
+        """
+        with self._lock:
+            self.queue.load_state(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_lock"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.Lock()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Leave sampled rows as they are."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Take rows in, give the best of complete groups out; None while there are none."""
+        if tensordict is None:
+            return None
+        rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
+        released: list[TensorDictBase] = []
+        with self._lock, self.queue.unchanged_on_error():
+            for row in rows:
+                group_id = read_group(row, self.group_key, "TopKRewardSelector")
+                members = self.queue.add(group_id, row)
+                if members is not None:
+                    released += self._best(members)
+            for _, late in self.queue.expire():
+                self.stats.rows_expired += len(late)
+            self.stats.rows_released += len(released)
+        return lazy_stack(released) if released else None
+
+    def _best(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
+        returns = [self._return(row) for row in rows]
+        order = [index for index, value in enumerate(returns) if not math.isnan(value)]
+        order.sort(key=lambda index: -returns[index])
+        if self.above != "any" and order:
+            bound = self._bound([returns[index] for index in order])
+            order = [index for index in order if returns[index] > bound]
+        best = order[: self.topk_size]
+        self.stats.rows_dropped_unselected += len(rows) - len(best)
+        return [rows[index] for index in best]
+
+    def _bound(self, falling: Sequence[float]) -> float:
+        if not isinstance(self.above, str):
+            return self.above
+        if self.above == "median":  # The lower of the two middle values, as torch.median has it.
+            return falling[len(falling) // 2]
+        # The rounded mean of equal values can lie below them: that of 0.7 three times does.
+        return max(fmean(falling), falling[-1])
+
+    def _return(self, row: TensorDictBase) -> float:
+        reward = read_entry(row, self.reward_key, "TopKRewardSelector")
+        return trajectory_return(reward, row.get(self.scorable_key, None), self.trajectory_return)

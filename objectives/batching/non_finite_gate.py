@@ -15,11 +15,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from torchrl_data.validation import POSITIVE, check_counts, check_numbers
+from torchrl_data.checks import POSITIVE, check_counts, check_numbers
 
 from .packed_batch import PackedBatch
-from .rank_gradients import clip_over, first_reason, norm_over, num_shards
-from .ranks import Ranks
+from .ranks import Ranks, clip_over, first_reason, norm_over, num_shards
 
 
 @runtime_checkable

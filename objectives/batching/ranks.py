@@ -1,14 +1,13 @@
-"""The processes that train one model together: what they tell each other, and how they end.
-
-One process is the case of one rank, and does not touch ``torch.distributed``.
-"""
+"""The processes of one training run: who gets which rows, and how their gradients become one."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Final
 
@@ -18,10 +17,99 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from torchrl_data.validation import POSITIVE, check_numbers
+from torchrl_data.checks import POSITIVE, check_numbers
 
 from .packed_batch import PackedBatch
-from .rank_shares import equal_shares, from_tensors, to_tensors
+
+# How the rows of a batch are dealt out to ranks that compute in step.
+#
+# Shape legend: B rows, N tokens of all of them.
+
+
+def equal_shares(batch: PackedBatch, size: int, *, max_tokens: int) -> list[list[PackedBatch]]:
+    """Micro-batches for each rank, equally many, alike in tokens where they are computed together.
+
+    Runs of rows are cut so that the largest is as small as it can be, then dealt out by their size.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be a positive number, got {max_tokens}.")
+    if batch.images and any(batch.images):
+        raise ValueError(
+            f"{sum(map(bool, batch.images))} of {batch.num_rows} rows have images, which are not "
+            "dealt out to ranks. Train a vision-language model in one process."
+        )
+    lengths = batch.lengths.tolist()
+    each = 1
+    while (most := smallest_bound(lengths, size * each)) > max_tokens:
+        each += 1
+    ends = _ends(lengths, most)
+    ends += [len(lengths)] * (size * each - len(ends))
+    parts = [batch.run(a, b) for a, b in pairwise([0, *ends])]
+    parts.sort(key=lambda part: -len(part.ids))
+    return [parts[rank::size] for rank in range(size)]
+
+
+def smallest_bound(lengths: Sequence[int], num_parts: int) -> int:
+    """The least number of tokens that ``num_parts`` runs of whole rows can be kept within.
+
+    A longer row is a run of its own.
+    """
+    low, high = 1, max(1, sum(lengths))
+    while low < high:
+        middle = (low + high) // 2
+        if len(_ends(lengths, middle)) <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _ends(lengths: Sequence[int], bound: int) -> list[int]:
+    """Where runs end that are filled up to a bound, one after the other."""
+    ends, filled = [], 0
+    for row, length in enumerate(lengths):
+        if filled + length > bound and filled:
+            ends.append(row)
+            filled = 0
+        filled += length
+    return [*ends, len(lengths)] if lengths else []
+
+
+_FIELDS = ("ids", "lengths", "target_mask", "target_lengths", "sampled", "left_out")
+
+
+def to_tensors(parts: Sequence[PackedBatch]) -> dict[str, Tensor]:
+    """Batches as tensors by name, on the CPU."""
+    tensors: dict[str, Tensor] = {}
+    for index, part in enumerate(parts):
+        named = {name: getattr(part, name) for name in _FIELDS}
+        named |= {f"entries.{name}": value for name, value in part.entries.items()}
+        tensors |= {f"{index:06}.{name}": x.cpu().contiguous() for name, x in named.items()}
+    return tensors
+
+
+def from_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> list[PackedBatch]:
+    """The batches again."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name in sorted(tensors):
+        index, _, rest = name.partition(".")
+        parts.setdefault(index, {})[rest] = tensors[name].to(device)
+    return [
+        PackedBatch(
+            **{name: named[name] for name in _FIELDS},  # pyright: ignore[reportArgumentType]
+            entries={
+                name.removeprefix("entries."): value
+                for name, value in named.items()
+                if name.startswith("entries.")
+            },
+        )
+        for named in parts.values()
+    ]
+
+
+# The processes that train one model together: what they tell each other, and how they end.
+#
+# One process is the case of one rank, and does not touch ``torch.distributed``.
 
 dist: Any = torch.distributed  # it names little of what is used here as exported
 _FAILURE: Final = "torchrl-ranks/first-failure"
@@ -314,3 +402,61 @@ def gathered_rows(ranks: Ranks | None, values: Tensor) -> Tensor:
     if ranks is None or ranks.size == 1:
         return values.cpu()
     return torch.cat(ranks.gather(values.cpu()))
+
+
+# The gradient of a model that several ranks train: its norm, and how it is clipped.
+
+
+def norm_over(ranks: Ranks, grads: Sequence[Tensor]) -> Tensor:
+    """The norm of the whole gradient, the same on every rank."""
+    if ranks.size == 1:
+        return torch.nn.utils.get_total_norm(grads)
+    shards = [grad for grad in grads if num_shards(grad) > 1]
+    copies = [_local(grad) for grad in grads if num_shards(grad) == 1]
+    of_shards: Any = torch.nn.utils.get_total_norm(shards)
+    of_shards = of_shards.full_tensor() if shards else of_shards
+    of_copies = torch.nn.utils.get_total_norm(copies)
+    _check_same(ranks.gather(float(of_copies)))
+    return torch.hypot(of_shards.double().cpu(), of_copies.double().cpu())
+
+
+def clip_over(ranks: Ranks, parameters: Sequence[Tensor], norm: Tensor, most: float) -> None:
+    """Scale gradients down to a norm."""
+    if ranks.size == 1:
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return
+    factor = min(1.0, most / (float(norm) + 1e-6))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            _local(parameter.grad).mul_(factor)
+
+
+def first_reason(ranks: Ranks, reason: str) -> str:
+    """What is wrong on any rank, and on which; empty where nothing is."""
+    if ranks.size == 1:
+        return reason
+    reasons = enumerate(ranks.gather(reason))
+    return next((f"of rank {rank} {found}" for rank, found in reasons if found), "")
+
+
+def num_shards(value: Any) -> int:
+    """Over how many ranks a tensor is spread; 1 where it is whole."""
+    mesh = getattr(value, "device_mesh", None)
+    return 1 if mesh is None else mesh.size()
+
+
+def _local(value: Any) -> Tensor:
+    """What this process has of a tensor, in the same memory."""
+    to_local = getattr(value, "to_local", None)
+    return value if to_local is None else to_local()
+
+
+def _check_same(norms: Sequence[float]) -> None:
+    """Gradients of whole parameters have been reduced, or every rank trains another model."""
+    low, high = min(norms), max(norms)
+    if math.isfinite(high - low) and high - low > 1e-4 * high:
+        raise RuntimeError(
+            "NonFiniteGate: the gradients of parameters that every rank holds have different norms "
+            f"({', '.join(f'{norm:.6g}' for norm in norms)} by rank), so they were not reduced. "
+            "Give the policy DistributedDataParallel(model), or the model after fully_shard(model)."
+        )

@@ -25,46 +25,26 @@ from .advantages import (
     pass_at_k_advantage,
     relative_length,
     rloo_advantage,
+    turn_advantage,
+    turn_index,
 )
 from .aggregation import (
     AGGREGATIONS,
     Aggregation,
     aggregate,
+    at_least_float32,
     effective_sample_fraction,
     fixed_length_mean,
     flag_fraction,
     mean_of_sequence_means,
     mean_of_sequence_sums,
-    token_mean,
-)
-from .divergence import KL_ESTIMATORS, KLEstimator, kl_between, kl_estimate
-from .divergence_surrogate import (
-    BINARY_DIVERGENCES,
-    DIVERGENCE_THRESHOLDS,
-    PROBABILITY_FLOOR,
-    BinaryDivergence,
-    binary_divergence,
-    divergence_masked,
-)
-from .log_probs import LogProbs, token_log_probs
-from .sampler_correction import (
-    CORRECTION_LEVELS,
-    CORRECTION_MODES,
-    CorrectionLevel,
-    CorrectionMode,
-    SamplerWeights,
-    off_policy_gap,
-    sampler_correction,
-)
-from .segments import (
-    at_least_float32,
     sequence_count,
     sequence_index,
     sequence_mean,
     sequence_sum,
     spread,
+    token_mean,
 )
-from .sequence_surrogates import gmpo, vespo
 from .supervised import (
     KL_DIRECTIONS,
     KLDirection,
@@ -75,26 +55,46 @@ from .supervised import (
     sampled_distillation,
 )
 from .surrogates import (
+    BINARY_DIVERGENCES,
+    DIVERGENCE_THRESHOLDS,
+    KL_ESTIMATORS,
     LOG_RATIO_LIMIT,
+    PROBABILITY_FLOOR,
     RATIO_LEVELS,
+    BinaryDivergence,
+    KLEstimator,
     RatioLevel,
     Surrogate,
+    binary_divergence,
     cispo,
     clipped_surrogate,
+    divergence_masked,
+    gmpo,
+    kl_between,
+    kl_estimate,
     leveled_log_ratio,
     log_ratio,
     sapo,
     sequence_log_ratio,
+    vespo,
 )
-from .token_filters import (
+from .weights import (
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    CorrectionLevel,
+    CorrectionMode,
+    LogProbs,
+    SamplerWeights,
     entropy_threshold,
     high_entropy_mask,
+    off_policy_gap,
     off_policy_sequence_mask,
     overlong_mask,
     overlong_penalty,
+    sampler_correction,
+    token_log_probs,
     trust_region_mask,
 )
-from .turn_advantages import turn_advantage, turn_index
 
 __all__ = [
     "AGGREGATIONS",

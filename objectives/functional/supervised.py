@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .divergence import kl_between, kl_estimate
-from .segments import at_least_float32, masked
-from .surrogates import LOG_RATIO_LIMIT, log_ratio
+from .aggregation import at_least_float32, masked
+from .surrogates import LOG_RATIO_LIMIT, kl_between, kl_estimate, log_ratio
 
 KLDirection = Literal["forward", "reverse"]
 KL_DIRECTIONS: Final[tuple[KLDirection, ...]] = ("forward", "reverse")

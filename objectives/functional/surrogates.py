@@ -1,19 +1,22 @@
-"""Importance ratios, and the policy objective of each algorithm on them, per token, not reduced.
+"""Log-ratios, KL estimators, and the policy term of each algorithm, one value per token."""
 
-All surrogates take the token's log-ratio (:func:`log_ratio`, of any level), and its advantage; what
-lies outside the mask counts as ratio 1 and loss 0 and gets no gradient. Sequence-level terms
-(:func:`vespo`, :func:`gmpo`) are in ``sequence_surrogates.py``.
-
-Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` or ``[N]``.
-"""
-
+import math
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .segments import at_least_float32, masked, sequence_mean, spread
+from .aggregation import at_least_float32, flagged, masked, sequence_mean, sequence_sum, spread
+
+# Importance ratios, and the policy objective of each algorithm on them, per token, not reduced.
+#
+# All surrogates take the token's log-ratio (:func:`log_ratio`, of any level), and its advantage;
+# what lies outside the mask counts as ratio 1 and loss 0 and gets no gradient. Sequence-level terms
+# (:func:`vespo`, :func:`gmpo`) are below.
+#
+# Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` or ``[N]``.
 
 LOG_RATIO_LIMIT: Final = 20.0
 """A log-ratio is kept within plus or minus this, in nats.
@@ -262,3 +265,308 @@ def sapo(
     nothing = torch.zeros_like(ratio, dtype=torch.bool)
     loss = -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage
     return Surrogate(loss, ratio.detach(), nothing, nothing)
+
+
+# Estimates of the KL divergence from single samples.
+#
+# Shape legend: ``*shape`` is ``[B, T]`` or ``[N]`` tokens, V vocabulary.
+
+KLEstimator = Literal["k1", "k2", "k3"]
+KL_ESTIMATORS: Final[tuple[KLEstimator, ...]] = ("k1", "k2", "k3")
+
+
+def kl_estimate(
+    log_prob: Float[Tensor, "*shape"],
+    ref_log_prob: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
+    *,
+    estimator: KLEstimator | str = "k3",
+    log_ratio: Float[Tensor, "*shape"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """Estimate ``KL(pi || ref)`` from the sampled tokens, one value per token.
+
+    With ``d = ref - pi``: k1 is ``-d`` (unbiased, high variance), k2 is ``d^2 / 2`` (biased; its
+    gradient is the one of the KL), k3 is ``e^d - d - 1`` (unbiased, never negative).
+
+    Args:
+        log_prob: log-probability under the policy that is trained, in nats, ``[B, T]`` or ``[N]``.
+        ref_log_prob: the same tokens under the reference, in nats; never differentiated.
+        mask: True where the token counts; None for all. Elsewhere the result is 0, whatever the
+            inputs hold.
+        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+        log_ratio: log of the importance ratio r to the policy that sampled, in nats. When given
+            the estimate is multiplied by r, differentiated, which makes it and its gradient
+            unbiased off-policy (bias correction).
+
+    Returns:
+        In nats, the shape of the input; float32 at least.
+
+    Raises:
+        ValueError: the estimator is unknown.
+
+    See Also:
+        Schulman, 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-AI, 2025 (V3.2),
+        arXiv:2512.02556, eq. 7, for the correction.
+    """
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}.")
+    difference = at_least_float32(ref_log_prob.detach()) - at_least_float32(log_prob)
+    difference = masked(difference, mask)
+    if estimator == "k1":
+        estimate = -difference
+    elif estimator == "k2":
+        estimate = difference.square() / 2
+    else:
+        estimate = difference.clamp(max=LOG_RATIO_LIMIT).expm1() - difference
+    if log_ratio is None:
+        return estimate
+    return estimate * masked(log_ratio, mask).exp()
+
+
+def kl_between(
+    logits: Float[Tensor, "*shape V"],
+    other_logits: Float[Tensor, "*shape V"],
+) -> Float[Tensor, "*shape"]:
+    """Exact ``KL(p || q)`` of two categorical distributions over the vocabulary.
+
+    Args:
+        logits: of p, unnormalised log-probabilities in nats, ``[..., V]``.
+        other_logits: of q, same shape.
+
+    Returns:
+        In nats, ``[...]``. Both sides are differentiated: detach a teacher.
+    """
+    log_p = at_least_float32(logits).log_softmax(-1)
+    log_q = at_least_float32(other_logits).log_softmax(-1)
+    impossible = log_p.isneginf()
+    difference = (log_p - log_q).masked_fill(impossible, 0.0)  # mutate: equivalent number (times 0)
+    return (log_p.exp() * difference).sum(-1)
+
+
+# Policy objectives whose ratio belongs to a whole sequence: VESPO and GMPO.
+#
+# (GSPO is the clipped surrogate on :func:`~.surrogates.sequence_log_ratio`.)
+#
+# Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` or ``[N]``.
+
+VESPO_LOG_WEIGHT_FLOOR: Final = math.log(1e-8)
+"""The log of VESPO's sequence weight is kept above this, in nats."""
+
+
+def vespo(
+    log_ratio: Float[Tensor, "*shape"],
+    log_prob: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
+    lengths: Int[Tensor, " B"] | None = None,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+    sampler_log_ratio: Float[Tensor, "*shape"] | None = None,
+) -> Surrogate:
+    """VESPO: ``-sg(exp(lam + k ln w - lam w)) A log pi``, w the ratio of the whole sequence.
+
+    w is the product of the token ratios, as in the paper: the gamma-shaped weight is what keeps
+    it from running away, so there is no mean over the tokens here.
+
+    Args:
+        log_ratio: log-ratio of each token, in nats, ``[B, T]`` or ``[N]``.
+        log_prob: log-probability under the policy that is trained, in nats.
+        advantage: same shape; never differentiated.
+        mask: True where the token is trained; None for all.
+        lengths: ``[B]`` when packed.
+        positive: (k, lam) where the advantage is at least 0.
+        negative: (k, lam) where it is below 0.
+        sampler_log_ratio: log of the sampler correction of each token, in nats, which belongs
+            inside w (not in front of the loss). None for none.
+
+    Returns:
+        Loss, and the weight in place of the ratio; nothing is ever clipped.
+
+    Raises:
+        ValueError: a k or lam is negative or not finite, or the shapes are neither layout.
+
+    See Also:
+        Shen et al., 2026, arXiv:2602.10693.
+    """
+    if not all(0 <= setting < torch.inf for setting in (*positive, *negative)):
+        raise ValueError(f"k and lam must be finite and not negative: {positive=}, {negative=}.")
+    total = sequence_sum(log_ratio.detach(), mask, lengths)
+    if sampler_log_ratio is not None:
+        total = total + sequence_sum(sampler_log_ratio.detach(), mask, lengths)
+    log_weight = spread(total.clamp(VESPO_LOG_WEIGHT_FLOOR, LOG_RATIO_LIMIT), log_ratio, lengths)
+    advantage = masked(advantage.detach(), mask)
+    good = advantage >= 0
+    k = torch.where(good, torch.full_like(advantage, positive[0]), negative[0])
+    lam = torch.where(good, torch.full_like(advantage, positive[1]), negative[1])
+    weight = (lam + k * log_weight - lam * log_weight.exp()).exp()
+    nothing = torch.zeros_like(good)
+    loss = -weight * advantage * masked(log_prob, mask)
+    return Surrogate(loss, masked(weight, mask, 1.0), nothing, nothing)
+
+
+def gmpo(
+    log_ratio: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
+    lengths: Int[Tensor, " B"] | None = None,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> Surrogate:
+    """GMPO: ``-r A``, r the geometric mean of the token ratios, each clipped by its sign.
+
+    A good token's log-ratio is kept below ``clip_high``, a bad one's above ``-clip_low``; the
+    bounds are on the **log**-ratio, in nats.
+
+    Args:
+        log_ratio: log-ratio of each token, in nats, ``[B, T]`` or ``[N]``.
+        advantage: same shape; never differentiated.
+        mask: True where the token is trained; None for all.
+        lengths: ``[B]`` when packed.
+        clip_low: a bad token's log-ratio is kept above ``-clip_low``.
+        clip_high: a good token's log-ratio is kept below ``clip_high``.
+
+    Returns:
+        Loss (r is the same on all tokens of a sequence), the unclipped token ratio, clip flags.
+
+    Raises:
+        ValueError: a clip bound is negative, or the shapes are neither layout.
+
+    See Also:
+        Zhao et al., 2025, arXiv:2507.20673, eq. 4 and algorithm 1.
+    """
+    if not (clip_low >= 0 and clip_high >= 0):
+        raise ValueError(f"Clip bounds must not be negative, got {clip_low=}, {clip_high=}.")
+    log_ratio = masked(log_ratio, mask)
+    advantage = masked(advantage.detach(), mask)
+    good, bad = advantage > 0, advantage < 0
+    clipped = torch.where(good, log_ratio.clamp(max=clip_high), log_ratio)
+    clipped = torch.where(bad, log_ratio.clamp(min=-clip_low), clipped)
+    ratio = spread(sequence_mean(clipped, mask, lengths).exp(), log_ratio, lengths)
+    return Surrogate(
+        loss=-ratio * advantage,
+        ratio=log_ratio.detach().exp(),
+        clipped_low=bad & (log_ratio < -clip_low),
+        clipped_high=good & (log_ratio > clip_high),
+    )
+
+
+# Policy objectives that mask by a divergence: DPPO, and the two-sided masks of IPO and KPop.
+#
+# A ratio is a poor measure of a move: that of a rare token is large while nothing has changed, that
+# of a frequent one small while everything has. The divergence here is that of the two-event
+# distributions (this token, any other one), of which both probabilities are known.
+#
+# Shape legend: ``*shape`` is ``[B, T]`` or ``[N]`` tokens.
+
+BinaryDivergence = Literal["tv", "kl", "symmetric_kl"]
+BINARY_DIVERGENCES: Final[tuple[BinaryDivergence, ...]] = ("tv", "kl", "symmetric_kl")
+DIVERGENCE_THRESHOLDS: Final[Mapping[str, float]] = {"tv": 0.15, "kl": 0.05, "symmetric_kl": 0.1}
+"""The thresholds of the papers: a probability for ``"tv"``, nats for the others."""
+PROBABILITY_FLOOR: Final = 1e-6
+"""For the KL a probability is kept this far from 0 and 1: an engine rounds 1 - 1e-9 to 1, and the
+divergence from what never happens is infinite."""
+
+
+def binary_divergence(
+    log_prob: Float[Tensor, "*shape"],
+    behavior_log_prob: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
+    *,
+    divergence: BinaryDivergence | str = "tv",
+) -> Float[Tensor, "*shape"]:
+    """How far a token's probability p has moved from that of the policy that sampled it, q.
+
+    Args:
+        log_prob: log p, in nats, ``[B, T]`` or ``[N]``.
+        behavior_log_prob: log q, in nats.
+        mask: True where the token counts; None for all. Elsewhere the result is 0.
+        divergence: ``"tv"``: ``|p - q|``; ``"kl"``: ``KL((q, 1 - q) || (p, 1 - p))``;
+            ``"symmetric_kl"``: the larger of the two directions.
+
+    Returns:
+        Never negative, never differentiated; in nats for the KLs.
+
+    Raises:
+        ValueError: the divergence is unknown.
+
+    See Also:
+        Qi et al., 2026 (DPPO), arXiv:2602.04879, section 4.
+    """
+    if divergence not in BINARY_DIVERGENCES:
+        raise ValueError(f"divergence must be one of {BINARY_DIVERGENCES}, got {divergence!r}.")
+    log_p = masked(at_least_float32(log_prob.detach()), mask)
+    log_q = masked(at_least_float32(behavior_log_prob.detach()), mask)
+    if divergence == "tv":
+        return (log_p.exp() - log_q.exp()).abs()
+    forward = _binary_kl(log_q, log_p)
+    if divergence == "kl":
+        return forward
+    return torch.maximum(forward, _binary_kl(log_p, log_q))
+
+
+def _binary_kl(
+    log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """KL of (p, 1 - p) to (q, 1 - q), in nats."""
+    low, high = math.log(PROBABILITY_FLOOR), math.log1p(-PROBABILITY_FLOOR)
+    log_p, log_q = log_p.clamp(low, high), log_q.clamp(low, high)
+    rest_p, rest_q = _log_of_rest(log_p), _log_of_rest(log_q)
+    return log_p.exp() * (log_p - log_q) + rest_p.exp() * (rest_p - rest_q)
+
+
+def _log_of_rest(log_p: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """``log(1 - p)``, exact also where p is near 1."""
+    return (-log_p.expm1()).log()
+
+
+def divergence_masked(
+    log_prob: Float[Tensor, "*shape"],
+    behavior_log_prob: Float[Tensor, "*shape"],
+    advantage: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"] | None = None,
+    *,
+    divergence: BinaryDivergence | str = "tv",
+    threshold: float | None = None,
+    one_sided: bool = True,
+) -> Surrogate:
+    """``-M r A``: the policy gradient of the tokens within a divergence of where they were sampled.
+
+    M is 0 where the divergence exceeds the threshold *and* the step would move the token further
+    away: up (r > 1) with a positive advantage, down (r < 1) with a negative one (DPPO). With
+    ``one_sided=False`` it is 0 wherever the divergence exceeds it (IPO with ``"tv"``, KPop with
+    ``"symmetric_kl"``).
+
+    Args:
+        log_prob: log-probability under the policy that is trained, in nats, ``[B, T]`` or ``[N]``.
+        behavior_log_prob: under the policy that sampled, in nats; never differentiated.
+        advantage: same shape; never differentiated.
+        mask: True where the token is trained; None for all.
+        divergence: see :func:`binary_divergence`.
+        threshold: the most that is kept; None for that of :data:`DIVERGENCE_THRESHOLDS`.
+        one_sided: whether the direction of the step decides too.
+
+    Returns:
+        Loss, ratio, and the tokens that are masked, by the side on which they have left.
+
+    Raises:
+        ValueError: the divergence is unknown, or the threshold is not positive.
+
+    See Also:
+        Qi et al., 2026 (DPPO), arXiv:2602.04879, eq. 12; Guo et al., 2026 (KPop),
+        https://ringtech.notion.site/kpop.
+    """
+    distance = binary_divergence(log_prob, behavior_log_prob, mask, divergence=divergence)
+    threshold = DIVERGENCE_THRESHOLDS[divergence] if threshold is None else threshold
+    if not threshold > 0:
+        raise ValueError(f"threshold must be positive, got {threshold}.")
+    move = log_ratio(log_prob, behavior_log_prob, mask)
+    advantage = masked(advantage.detach(), mask)
+    outside = flagged(distance > threshold, mask)
+    low, high = outside & (move < 0), outside & (move > 0)
+    if one_sided:
+        low, high = low & (advantage < 0), high & (advantage > 0)
+    ratio = move.exp()
+    loss = (-ratio * advantage).masked_fill(low | high, 0.0)
+    return Surrogate(loss, ratio.detach(), low, high)

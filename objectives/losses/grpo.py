@@ -1,42 +1,222 @@
-"""The GRPO loss: reads a batch, scores its tokens, and calls :mod:`objectives.functional`.
-
-Shape legend: B rows (one per trajectory), T tokens of one, N tokens of all, K trained tokens.
-"""
+"""The GRPO loss: its terms, and the algorithms that are presets of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Unpack
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, Unpack
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.packed_batch import PackedBatch
+from objectives.batching.packed_batch import GRPOLossKeys, PackedBatch
 from objectives.batching.ranks import Ranks, gathered_rows
-from objectives.keys import GRPOLossKeys
-from objectives.losses.base import Window
-from torchrl_data.protocols import TokenScorer, TokenScores
+from torchrl_data.checks import TokenScorer, TokenScores
+from torchrl_data.ragged import sequence_index
 
-from .base import TokenLoss
-from .grpo_options import GRPOOptions, GRPOSettings, options_of, signature_with
-from .grpo_terms import (
-    PolicyScores,
-    filter_tokens,
-    impossible_rows,
-    measured_weights,
-    penalty_terms,
-    policy_scores,
-    resting_terms,
-    sampling_temperature,
-    separating_threshold,
-    signal,
-    with_signal,
+from .base import GRPOLossOutput, TokenLoss, Window, make_output
+from .options import (
+    CispoSurrogate,
+    DivergenceSurrogate,
+    GRPOOptions,
+    GRPOSettings,
+    PolicyTokens,
+    TokenFilters,
+    apply_surrogate,
+    options_of,
+    signature_with,
+    surrogate_inputs,
 )
-from .outputs import GRPOLossOutput, make_output
-from .surrogate_options import PolicyTokens, apply_surrogate, surrogate_inputs
+
+# The tensors between the scores of a batch and the terms of the GRPO loss.
+#
+# Shape legend: B rows, K trained tokens of all of them.
+
+_FIGURES: Final = (
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "kl_approx",
+    "ratio_mean",
+    "kept_fraction",
+    "signal_fraction",
+    "num_active_tokens",
+)
+_MOST_LOG_PROB: Final = 1e-3
+"""Log-probs are at most 0, but for the rounding of an engine, in nats."""
+
+
+class PolicyScores(NamedTuple):
+    """Log-probs of the K trained tokens under the policies involved, each ``[K]`` in nats."""
+
+    current: Tensor
+    """Under the policy that is trained; differentiable."""
+    old: Tensor
+    """The ratio's denominator."""
+    sampler: Tensor
+    """As the engine reported when it sampled; the current value where it sampled nothing."""
+    advantage: Tensor
+    """What the policy term goes by: the batch's, the teacher's, or both."""
+    entropy: Tensor | None
+    """Of the distribution that each token was drawn from; differentiable."""
+
+
+def policy_scores(batch: PackedBatch, scores: TokenScores, options: GRPOOptions) -> PolicyScores:
+    """Put the log-probs side by side, in the dtype of the scores."""
+    # What was not sampled has no behaviour log-prob: it counts as on policy.
+    current = scores.log_prob
+    fixed = current.detach()
+    sampler = fixed
+    if "log_probs" in batch.entries:
+        sampler = torch.where(batch.sampled, batch.entries["log_probs"].to(fixed.dtype), fixed)
+    old = sampler if options.old_policy == "sampler" else fixed
+    if options.old_policy == "recomputed":
+        old = batch.entries["old_log_probs"].to(fixed.dtype)
+    advantage = torch.zeros_like(fixed)
+    if options.advantage_coeff:
+        advantage = options.advantage_coeff * batch.entries["advantage"].to(fixed.dtype)
+    if options.teacher_coeff is not None:
+        teacher = F.distillation_advantage(fixed, batch.entries["teacher_log_probs"])
+        advantage = advantage + options.teacher_coeff * teacher
+    return PolicyScores(current, old, sampler, advantage, scores.entropy)
+
+
+def filter_tokens(
+    filters: TokenFilters,
+    scores: PolicyScores,
+    batch: PackedBatch,
+    *,
+    entropy_threshold: float | None = None,
+) -> Tensor:
+    """Where the policy term counts, bool ``[K]``."""
+    keep = torch.ones_like(batch.sampled)
+    if filters.trust_region is not None:
+        keep = keep & F.trust_region_mask(
+            scores.current, scores.sampler, threshold=filters.trust_region
+        )
+    if filters.top_entropy_fraction is not None and scores.entropy is not None:
+        threshold = entropy_threshold
+        keep = keep & F.high_entropy_mask(
+            scores.entropy,
+            top_fraction=filters.top_entropy_fraction,
+            threshold=None if threshold is None else scores.entropy.new_tensor(threshold),
+        )
+    if filters.off_policy_threshold is not None:
+        keep = keep & F.off_policy_sequence_mask(
+            scores.current,
+            scores.sampler,
+            scores.advantage,
+            lengths=batch.target_lengths,
+            threshold=filters.off_policy_threshold,
+        )
+    if filters.drop_truncated:
+        keep = keep & ~batch.entries["truncated"].bool()
+    return keep
+
+
+def separating_threshold(entropy: Tensor, *, top_fraction: float) -> float:
+    """The entropy threshold of a window, in nats; -inf where all tokens are kept."""
+    # Midway between the last token that is kept and the next one that is not, so that the rounding
+    # of a differently split batch pushes none to the other side.
+    keep = F.high_entropy_mask(entropy, top_fraction=top_fraction)
+    dropped = entropy[~keep]
+    if not len(dropped):
+        return -math.inf
+    return float(entropy[keep].min().double() + dropped.max().double()) / 2
+
+
+def sampling_temperature(actor: object) -> float:
+    """The temperature that an actor samples with, as its ``temperature`` says."""
+    return float(getattr(actor, "temperature", 1.0)) or 1.0
+
+
+def _rows_with(flag: Tensor, batch: PackedBatch) -> Tensor:
+    """Rows of which a trained token carries a flag ``[K]``, bool ``[B]``."""
+    index = sequence_index(batch.target_lengths)
+    return torch.zeros_like(batch.lengths).index_add(0, index, flag.long()) > 0
+
+
+def impossible_rows(batch: PackedBatch) -> Tensor:
+    """Rows with a sampled log-prob that is NaN, infinite or above 0, bool ``[B]``."""
+    log_probs = batch.entries["log_probs"]
+    possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
+    return _rows_with(batch.sampled & ~possible, batch)
+
+
+def signal(batch: PackedBatch) -> Tensor:
+    """The tokens that can move the policy: bool ``[K]``, True where the advantage is not 0."""
+    return batch.entries["advantage"] != 0
+
+
+def with_signal(batch: PackedBatch) -> PackedBatch:
+    """Drop the rows that cannot move the policy: advantage 0 on every trained token."""
+    return batch.take_rows(_rows_with(signal(batch), batch))
+
+
+def resting_terms(penalties: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """The metrics of a batch in which nothing is trained."""
+    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+    terms = dict.fromkeys(_FIGURES, zero) | {"ESS": one}
+    for name in penalties:
+        terms |= {name: zero, f"loss_{name}": zero}
+    return terms
+
+
+def measured_weights(
+    options: GRPOOptions, batch: PackedBatch, scores: PolicyScores, window: Window
+) -> F.SamplerWeights | None:
+    """The sampler correction of each token, ``[K]``; None for none."""
+    correction = options.sampler_correction
+    if correction is None:
+        return None
+    weights = correction.weights(scores.old, scores.sampler, batch.sampled, batch.target_lengths)
+    if not correction.normalize:
+        return weights
+    mean = window.sampler_weight_mean
+    divisor = weights.weight.mean() if mean is None else weights.weight.new_tensor(mean)
+    return weights._replace(weight=weights.weight / divisor.masked_fill(divisor == 0, 1.0))
+
+
+def penalty_terms(
+    options: GRPOOptions,
+    batch: PackedBatch,
+    scores: PolicyScores,
+    window: Window,
+    reduce: Callable[[Tensor, PackedBatch, Window], Tensor],
+) -> dict[str, Tensor]:
+    """KL and entropy: losses and metrics."""
+    terms: dict[str, Tensor] = {}
+    estimator = options.kl_estimator or "k3"
+    if options.kl_to_ref_coeff:
+        reference = batch.entries["ref_log_probs"].to(scores.old.dtype)
+        log_ratio = None
+        if options.kl_bias_correction:
+            log_ratio = F.log_ratio(scores.current, scores.old)
+        kl = F.kl_estimate(scores.current, reference, estimator=estimator, log_ratio=log_ratio)
+        terms["kl_to_ref"] = kl.detach().mean()
+        terms["loss_kl_to_ref"] = options.kl_to_ref_coeff * reduce(kl, batch, window)
+    if options.kl_to_inference_coeff:
+        kl = F.kl_estimate(scores.current, scores.sampler, batch.sampled, estimator=estimator)
+        terms["kl_to_inference"] = kl.detach().mean()
+        reduced = reduce(kl, batch, window)
+        terms["loss_kl_to_inference"] = options.kl_to_inference_coeff * reduced
+    if scores.entropy is not None:
+        terms["entropy"] = scores.entropy.detach().mean()
+    if scores.entropy is not None and options.entropy_bonus:
+        coefficient = 0.01 if options.entropy_coeff is None else options.entropy_coeff
+        entropy = scores.entropy
+        if batch.weights is not None:
+            entropy = entropy * batch.weights.to(entropy.dtype)
+        terms["loss_entropy"] = -coefficient * entropy.sum() / window.num_active_tokens
+    return terms
+
+
+# The GRPO loss: reads a batch, scores its tokens, and calls :mod:`objectives.functional`.
+#
+# Shape legend: B rows (one per trajectory), T tokens of one, N tokens of all, K trained tokens.
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +239,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
     and counted in ``num_rows_left_out``.
 
     Args:
-        actor_network: scores packed tokens (:class:`~torchrl_data.protocols.TokenScorer`), such
+        actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`), such
             as ``TransformersWrapper``; its parameters are the loss's when it is a module.
         options: all options as one record.
         read: entry names.
@@ -373,3 +553,145 @@ def _row_counts(batch: PackedBatch) -> dict[str, Tensor]:
 
 
 setattr(GRPOLoss.__init__, "__signature__", signature_with({}, method=True))  # noqa: B010
+
+
+# The family by name: :class:`~objectives.GRPOLoss` with other defaults, and nothing else.
+#
+# Any option of ``GRPOLoss`` can still be given, and wins over the preset's. The advantages that an
+# algorithm wants are made by :class:`~objectives.MCAdvantage`: Dr. GRPO goes with ``scale="none"``.
+
+
+class GRPO(GRPOLoss):
+    """``GRPOLoss`` as it is: the clip of 0.2, and the mean over the tokens of the window.
+
+    That is what is called GRPO today (the default of TRL, TorchRL and verl). As it was first
+    published, with the mean over the sequences, it is :class:`OriginalGRPO`.
+    """
+
+
+class OriginalGRPO(GRPOLoss):
+    """As first published: every sequence weighs the same (arXiv:2402.03300)."""
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean"}
+
+
+class BNPO(GRPOLoss):
+    """The mean over the tokens of the micro-batch at hand: call it without ``window=``.
+
+    With the window's counts it is DAPO's aggregation, the same for every split.
+    """
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean"}
+
+
+class DAPO(GRPOLoss):
+    """Clip higher, mean over the tokens of the window (arXiv:2503.14476)."""
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)}
+
+
+class DrGRPO(GRPOLoss):
+    """The sum over the tokens by a constant: needs ``max_tokens`` (arXiv:2503.20783)."""
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "fixed_length"}
+
+
+class LUSPO(GRPOLoss):
+    """The sum over the tokens of each sequence, averaged over them (arXiv:2602.05261).
+
+    The paper takes the ratio of the sequence as well: add ``ratio_level="sequence"`` and a clip
+    that fits it.
+    """
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_sum"}
+
+
+class GSPO(GRPOLoss):
+    """The ratio and its clip belong to the sequence (arXiv:2507.18071).
+
+    A mean of log-ratios hardly leaves 0, so the clip is the paper's 3e-4 and 4e-4, not 0.2.
+    """
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "sequence_mean",
+        "ratio_level": "sequence",
+        "clip_epsilon": (3e-4, 4e-4),
+    }
+
+
+class CISPO(GRPOLoss):
+    """A bounded weight in front of the log-prob; no token loses its gradient (arXiv:2506.13585)."""
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "surrogate": "cispo"}
+
+
+CISPOLoss = CISPO
+"""TorchRL's name for it."""
+
+
+class SAPO(GRPOLoss):
+    """A soft gate in place of the clip (arXiv:2511.20347)."""
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean", "surrogate": "sapo"}
+
+
+class VESPO(GRPOLoss):
+    """A gamma-shaped weight of the whole sequence's ratio (arXiv:2602.10693)."""
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "token_mean", "surrogate": "vespo"}
+
+
+class GMPO(GRPOLoss):
+    """The geometric mean of the clipped token ratios (arXiv:2507.20673)."""
+
+    preset: ClassVar[GRPOSettings] = {"aggregation": "sequence_mean", "surrogate": "gmpo"}
+
+
+class DPPO(GRPOLoss):
+    """A trust region of |pi - mu| in place of the ratio's clip, mu the sampler (arXiv:2602.04879).
+
+    For the binary KL: ``DPPO(policy, surrogate=DivergenceSurrogate(divergence="kl"))``.
+    """
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": DivergenceSurrogate(),
+    }
+
+
+class IPO(GRPOLoss):
+    """DPPO's mask whatever the direction of the step, and tau log^2 r with tau = 1e-3 (prime-rl).
+
+    The penalty is the KL to the sampler by k2, which is log^2 r / 2: its weight is 2 tau.
+    """
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": DivergenceSurrogate(one_sided=False, threshold=0.2),
+        "kl_to_inference_coeff": 2e-3,
+        "kl_estimator": "k2",
+    }
+
+
+class KPop(GRPOLoss):
+    """Tokens whose binary KL exceeds 0.1 in either direction are masked (KPop, Ant Group, 2026)."""
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": DivergenceSurrogate(divergence="symmetric_kl", one_sided=False),
+    }
+
+
+class PolicyDistillation(GRPOLoss):
+    """On-policy distillation by policy gradient: the advantage is log q - log pi, q the teacher.
+
+    Reads ``("next", "teacher_log_probs", "full")`` and no advantage; with ``advantage_coeff=1.0``
+    both are added up. What an older student sampled is weighed by the ratio, up to 5.
+    """
+
+    preset: ClassVar[GRPOSettings] = {
+        "aggregation": "token_mean",
+        "surrogate": CispoSurrogate(),
+        "teacher_coeff": 1.0,
+        "advantage_coeff": 0.0,
+    }

@@ -14,18 +14,17 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from objectives.batching.packed_batch import PackedBatch
-from objectives.batching.ranks import Ranks
-from objectives.batching.streams import (
+from objectives.batching.packed_batch import (
     STREAMS,
+    PackedBatch,
     StreamEntries,
     leave_out_of_stream,
     pack_streams,
     stream_part,
 )
+from objectives.batching.ranks import Ranks
 from objectives.losses.base import Window
-from torchrl_data.protocols import TokenScores
-from torchrl_data.validation import check_type
+from torchrl_data.checks import TokenScores, check_type
 
 from .base import TokenLoss, scorer_device
 

@@ -15,23 +15,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from config import DistillationConfig
-from panel import TEACHER, Panel
+from teachers import TEACHER, Panel
 from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import GRPOLoss
-from torchrl_agents.recipe.collection import build_collector
-from torchrl_agents.recipe.preparation import Setup, build_task, load_models, warm_up
-from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.stop import StopSignals
-from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.parallel import Crew, share_model
+from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training.crew import Crew
-from torchrl_agents.training.loop import Tests, learn
-from torchrl_agents.training.parallel import share_model
-from torchrl_agents.training.trainer import Rollouts, Step, Trainer
-from torchrl_agents.training.updates import Updates
+from torchrl_agents.tasks import Setup, build_collector, build_task, load_models, warm_up
+from torchrl_agents.training import Rollouts, Step, Tests, Trainer, Updates, learn
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 from torchrl_modules import TransformersWrapper
 

@@ -23,15 +23,12 @@ from tensordict import TensorDictBase, lazy_stack
 
 from collectors import Estimate, LLMCollector, evaluation_estimates, rollout_metrics
 from collectors.record import RolloutRecorder
-from torchrl_agents.recipe.policies import build_sampler
-from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
-from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.results import finite, last_text, show_rollouts
-from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.stop import StopSignals
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.models import build_sampler
+from torchrl_agents.results import finite, last_text, show_rollouts
+from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.settings.schema import Recipe, SettingsError
 from torchrl_agents.start import run_recipe
+from torchrl_agents.tasks import Test, build_test, set_token_budget
 
 RECIPE = Recipe(
     name="evaluate",

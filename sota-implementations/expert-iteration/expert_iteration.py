@@ -15,18 +15,12 @@ from config import ExpertConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import SFTLoss, TopKRewardSelector
-from torchrl_agents.recipe.collection import build_collector, shuffle_rewards
-from torchrl_agents.recipe.preparation import Setup, load_policies
-from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.stop import StopSignals
-from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.parallel import Crew, share_model
+from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training.crew import Crew
-from torchrl_agents.training.loop import Tests, learn
-from torchrl_agents.training.parallel import share_model
-from torchrl_agents.training.trainer import Rollouts, Step, Trainer
-from torchrl_agents.training.updates import Updates
+from torchrl_agents.tasks import Setup, build_collector, load_policies, shuffle_rewards
+from torchrl_agents.training import Rollouts, Step, Tests, Trainer, Updates, learn
 from torchrl_modules import TransformersWrapper
 
 

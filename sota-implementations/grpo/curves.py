@@ -22,7 +22,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from torchrl_agents.recipe.plot import smoothed
+from torchrl_agents.results import smoothed
 
 NUM_COLUMNS = 4
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")

@@ -18,9 +18,9 @@ from pathlib import Path
 # Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from config import GROUPS, GRPOConfig
-from torchrl.data import LazyStackStorage, ReplayBuffer
-from training import (
+from build import (
+    GROUPS,
+    GRPOConfig,
     NoActor,
     build_advantage,
     build_loss,
@@ -29,20 +29,14 @@ from training import (
     check_correction,
     policy_output,
 )
+from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from torchrl_agents.recipe.collection import build_collector
-from torchrl_agents.recipe.preparation import Setup, load_policies
-from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.stop import StopSignals
-from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.parallel import Crew, freeze_reference, share_model
+from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training.crew import Crew
-from torchrl_agents.training.loop import Tests, learn
-from torchrl_agents.training.parallel import share_model
-from torchrl_agents.training.reference import freeze_reference
-from torchrl_agents.training.trainer import Rollouts, Trainer
-from torchrl_agents.training.updates import Updates
+from torchrl_agents.tasks import Setup, build_collector, load_policies
+from torchrl_agents.training import Rollouts, Tests, Trainer, Updates, learn
 from torchrl_envs import RewardFunctions
 from torchrl_modules import TransformersWrapper
 

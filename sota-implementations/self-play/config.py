@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from opponents import OpponentsConfig
+from games import OpponentsConfig
 
 from torchrl_agents.settings.schema import CollectorConfig, RolloutsConfig, TrainConfig
 

@@ -1,27 +1,155 @@
-"""Games of the policy against itself: each gives two rows, one of each seat."""
+"""Games of the policy against itself and its past versions: a row for each seat."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
-from opponents import OpponentPool
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
 
 from collectors import LLMCollector
-from collectors.trajectory_rows import trajectory_rows
-from torchrl_data.conversation.conversations import Conversations
+from collectors.llm_collector import trajectory_rows
+from torchrl_agents.models import transformers_policy
+from torchrl_agents.settings.schema import RecipeConfig
+from torchrl_agents.start import num_ranks
+from torchrl_agents.training import Step
+from torchrl_data.batch_io import write_conversations
+from torchrl_data.conversation import Conversations
 from torchrl_data.keys import PROMPT
-from torchrl_data.layout.conversation_io import write_conversations
 from torchrl_data.stop_reasons import ANSWERED, ERROR, kind_of
-from torchrl_data.tool_calls.parse import ToolCall, parse_tool_calls
+from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 from torchrl_envs import EnvironmentTools
-from torchrl_envs.entries.observations import with_observation
-from torchrl_envs.entries.rewards import RowReward, Score
-from torchrl_envs.episode.entries import write_episodes, write_flags, write_rewards
+from torchrl_envs.entries import RowReward, Score, with_observation
 from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.runner import write_episodes, write_flags, write_rewards
 from torchrl_envs.episode.tool_source import tool_message
 from torchrl_envs.tasks.task import TaskEnv
-from torchrl_modules import LLMWrapperBase
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
+
+# Past versions of the policy, against which it also plays.
+
+
+@dataclass
+class OpponentsConfig:
+    """Past versions of the policy that it plays against, beside itself."""
+
+    every: int | None = None
+    """A version is taken before the first step and after every so many; none: it only plays
+    itself."""
+    max_size: int = 4
+    """Versions that are kept; the oldest goes first."""
+    share: float = 0.5
+    """Of the games of a step, those against a version; one version plays all games of a step."""
+
+
+def check_opponents(cfg: OpponentsConfig, *, engine: str) -> None:
+    """What can be told before anything is loaded.
+
+    Raises:
+        ValueError: a setting is out of range, or can't take effect.
+    """
+    default = OpponentsConfig()
+    if cfg.every is None:
+        if cfg != default:
+            raise ValueError("max_size and share are for past versions: set opponents.every.")
+        return
+    if cfg.every < 1 or cfg.max_size < 1:
+        raise ValueError(
+            f"every and max_size must be at least 1, got {cfg.every} and {cfg.max_size}."
+        )
+    if not 0 < cfg.share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, got {cfg.share}.")
+    if engine != "transformers":
+        raise ValueError(
+            f"past versions are drawn from in this process: take engine=transformers, not {engine}."
+        )
+    if num_ranks() > 1:
+        raise ValueError("past versions are kept by one process, and torchrun started several.")
+
+
+class OpponentPool:
+    """Versions of a policy, and who of them plays which games.
+
+    What it draws follows from the seed and the number of the step alone, so a run that goes on
+    meets the same opponents.
+
+    Args:
+        cfg: how often a version is taken, how many are kept, their share of the games.
+        run: the settings of the run; its seed counts.
+        actor: is trained; versions of it are kept on the CPU, of adapters these alone.
+    """
+
+    def __init__(self, cfg: OpponentsConfig, run: RecipeConfig, actor: TransformersWrapper) -> None:
+        assert cfg.every is not None
+        self._cfg = cfg
+        self._every = cfg.every
+        self._seed = run.seed
+        self._actor = actor
+        model = deepcopy(actor.model).eval().requires_grad_(False)
+        self.policy = transformers_policy(run, model, actor.tokenizer)
+        """Plays with the weights of the version that was drawn last."""
+        self._versions: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=cfg.max_size)
+        self._num_steps = 0
+        self._take()
+
+    @property
+    def steps(self) -> list[int]:
+        """After which step each version was taken, the oldest first."""
+        return [step for step, _ in self._versions]
+
+    def _take(self) -> None:
+        weights = {
+            name: parameter.detach().cpu().clone()
+            for name, parameter in self._actor.model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._versions.append((self._num_steps, weights))
+
+    def draw(self, num_games: int) -> dict[int, int]:
+        """Let one version play in the next step.
+
+        Args:
+            num_games: of that step.
+
+        Returns:
+            The seat of the version by the number of the game, for its share of the games; the seats
+            in turn.
+        """
+        rng = np.random.default_rng([self._seed, self._num_steps])
+        _, weights = self._versions[int(rng.integers(len(self._versions)))]
+        with torch.no_grad():
+            for name, parameter in self.policy.model.named_parameters():
+                if name in weights:
+                    parameter.copy_(weights[name])
+        count = max(1, round(self._cfg.share * num_games))
+        first = int(rng.integers(2))
+        return {game: (first + game) % 2 for game in range(count)}
+
+    def after(self, step: Step) -> Mapping[str, float]:
+        """A step is over: take a version if it is time, and tell how many there are."""
+        self._num_steps = step.number
+        if step.number % self._every == 0:
+            self._take()
+        return {"opponents": float(len(self._versions))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The versions, and how many steps were made; tensors are its own, no copies."""
+        versions = [{"step": step, "weights": weights} for step, weights in self._versions]
+        return {"num_steps": self._num_steps, "versions": versions}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the versions of a state."""
+        self._num_steps = state_dict["num_steps"]
+        self._versions.clear()
+        for version in state_dict["versions"]:
+            self._versions.append((version["step"], dict(version["weights"])))
+
+
+# Games of the policy against itself: each gives two rows, one of each seat.
 
 SEATS: Final = 2
 AGENT: Final = "agent"

@@ -13,27 +13,18 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from config import SelfPlayConfig
-from games import AGENT, PAST, SEATS, GameCollector
-from opponents import OpponentPool, check_opponents
+from games import AGENT, PAST, SEATS, GameCollector, OpponentPool, check_opponents
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import GRPOLoss, MCAdvantage, RoleBaseline
-from torchrl_agents.recipe.collection import shuffle_rewards
-from torchrl_agents.recipe.preparation import Setup, build_task, load_policies
-from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.stop import StopSignals
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.parallel import Crew, freeze_reference, share_model
+from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.settings.schema import Recipe, SettingsError
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training.crew import Crew
-from torchrl_agents.training.loop import Tests, learn
-from torchrl_agents.training.parallel import share_model
-from torchrl_agents.training.reference import freeze_reference
-from torchrl_agents.training.trainer import Rollouts, Trainer
-from torchrl_agents.training.updates import Updates
-from torchrl_data.protocols import TokenScorer
+from torchrl_agents.tasks import Setup, build_task, load_policies, shuffle_rewards
+from torchrl_agents.training import Rollouts, Tests, Trainer, Updates, learn
+from torchrl_data.checks import TokenScorer
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import TransformersWrapper
 

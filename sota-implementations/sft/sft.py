@@ -20,22 +20,15 @@ from config import GROUPS, SFTConfig
 from tensordict import TensorDictBase, lazy_stack
 
 from collectors import LLMCollector, StepMetrics
-from collectors.resume.run_state import Stateful
+from collectors.resume import Stateful
 from objectives import SFTLoss, SFTLossOutput
-from torchrl_agents.recipe.adapters import add_adapters
-from torchrl_agents.recipe.policies import build_policies
-from torchrl_agents.recipe.preparation import Test, build_test, set_token_budget
-from torchrl_agents.recipe.report import RunLog
-from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.recipe.stop import StopSignals
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.recipe import Recipe
+from torchrl_agents.models import add_adapters, build_policies
+from torchrl_agents.parallel import Crew, share_model
+from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.settings.schema import Recipe, SettingsError
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training.crew import Crew
-from torchrl_agents.training.loop import Tests, learn
-from torchrl_agents.training.parallel import share_model
-from torchrl_agents.training.trainer import Step, Trainer
-from torchrl_agents.training.updates import Updates
+from torchrl_agents.tasks import Test, build_test, set_token_budget
+from torchrl_agents.training import Step, Tests, Trainer, Updates, learn
 from torchrl_data import encode_demonstrations, row_tensordicts
 from torchrl_envs import load_rows
 from torchrl_envs.tasks.task import Task

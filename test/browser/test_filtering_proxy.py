@@ -5,8 +5,7 @@ import base64
 
 import pytest
 
-from torchrl_envs.browser.allowed_hosts import AllowedHosts
-from torchrl_envs.browser.filtering_proxy import FilteringProxy
+from torchrl_envs.browser.proxy import AllowedHosts, FilteringProxy
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
 from collectors.cluster.worker import CollectorWorker, WorkerSettings
 from torchrl_envs import ChatEnv, DataLoadingPrimer
 from torchrl_modules import EngineLoad
-from torchrl_modules.engines.batching_engine import BatchingEngine
-from torchrl_modules.engines.blocking_engine import BlockingEngine
+from torchrl_modules.engines.bridges import BatchingEngine, BlockingEngine
 
 N = 4  # rollouts of a prompt
 GROUPS = 2  # of a batch

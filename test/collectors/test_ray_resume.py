@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collectors import CheckpointStore, RayLLMCollector, RunState, Wait
 from collectors.cluster.ledger_service import EpisodeEnd, LedgerService, Scored
-from collectors.cluster.worker_state import load_state, state_of
+from collectors.cluster.worker import load_state, state_of
 from objectives import MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -32,7 +32,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.datasets.difficulty import IDS_PER_EPOCH
+from torchrl_envs.datasets.primer import IDS_PER_EPOCH
 from torchrl_modules import TransformersWrapper
 
 # Ray's own clean-up closes sockets and pipes late.

@@ -11,8 +11,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
-from collectors.resume.identity import CheckpointMismatch, identity_of
-from collectors.resume.run_state import RunState
+from collectors.resume import CheckpointMismatch, RunState, identity_of
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -22,9 +21,9 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.datasets.difficulty import IDS_PER_EPOCH
+from torchrl_envs.datasets.primer import IDS_PER_EPOCH
 from torchrl_modules import EngineDied, TransformersWrapper
-from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.bridges import BatchingEngine
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 _SHARED = multiprocessing.Value("i", 0)  # of TorchRL's storages, whose file lives to the end

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from collectors import RolloutFunctionCollector, TextEnvironment
-from collectors.text_environment.requests import RequestSyntax
+from collectors.text_environment import RequestSyntax
 from objectives import GRPOLoss
 from torchrl_envs import DataLoadingPrimer
-from torchrl_envs.rewards.calls import row_reward
+from torchrl_envs.rewards.functions import row_reward
 from torchrl_modules import Generation, TransformersWrapper
 
 END = "<|im_end|>"

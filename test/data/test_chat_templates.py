@@ -18,8 +18,8 @@ from torchrl_data import (
     resolve_template,
     template_names,
 )
-from torchrl_data.conversation.record import Turn
-from torchrl_data.templates.rendering import render_template
+from torchrl_data.messages import Turn
+from torchrl_data.templates.template import render_template
 
 TEMPLATES = sorted(TEMPLATE_TOKENIZERS)
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

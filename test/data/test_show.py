@@ -19,7 +19,7 @@ from torchrl_data import (
     show_conversation,
     show_messages,
 )
-from torchrl_data.conversation.record import Turn
+from torchrl_data.messages import Turn
 
 
 def console():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchrl_data.templates.registry import builtin_template
-from torchrl_data.tool_calls.parse import (
+from torchrl_data.templates.template import builtin_template
+from torchrl_data.tool_calls import (
     FORMATS,
     MAX_CALLS,
     MalformedCall,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, SchemaError
 
-from torchrl_envs.tool_calls.schemas import schema_tool
+from torchrl_envs.tool_schemas import schema_tool
 
 
 def make_tool(parameters, **options):

@@ -18,11 +18,10 @@ from torchrl_data import (
     conversation_html,
     row_tensordicts,
 )
-from torchrl_data.conversation.content import ContentBase
-from torchrl_data.conversation.images import decoded, described, image_part, with_plain_images
-from torchrl_data.conversation.record import Turn
-from torchrl_data.conversation.record_state import conversation_states, conversations_from_states
-from torchrl_data.layout.row_state import row_from_state, row_state
+from torchrl_data.batch_io import row_from_state, row_state
+from torchrl_data.conversation import conversation_states, conversations_from_states
+from torchrl_data.history import ContentBase
+from torchrl_data.messages import Turn, decoded, described, image_part, with_plain_images
 
 RED = (255, 0, 0)
 

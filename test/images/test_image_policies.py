@@ -10,20 +10,19 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from vision_models import asked, llava, picture, qwen
 
-from collectors.record.rows import prompt_of
+from collectors.record.recorder import prompt_of
 from objectives import GRPOLoss, SFTLoss
-from objectives.batching.rank_shares import equal_shares
+from objectives.batching.ranks import equal_shares
 from torchrl_data import Conversations, encode_demonstrations, row_tensordicts
-from torchrl_data.conversation.conversations import continues
-from torchrl_data.layout.conversation_io import write_conversations
-from torchrl_data.layout.row_state import row_from_state, row_state
-from torchrl_data.ragged.packed import pad
-from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_data.batch_io import row_from_state, row_state, write_conversations
+from torchrl_data.conversation import continues
+from torchrl_data.ragged import pad
+from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_modules import SamplingParameters, TransformersWrapper
-from torchrl_modules.engines.decoding import image_reader
-from torchrl_modules.policies.async_policy import AsyncPolicy
-from torchrl_modules.scoring.token_scoring import PackedScorer
+from torchrl_modules.engines import readers
+from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.scoring.scorer import PackedScorer
 
 CHATS = [
     asked("red"),
@@ -75,11 +74,11 @@ def sampled(policy, chats=CHATS, seed=0):
 @pytest.mark.parametrize("cached", [True, False])
 def test_sampled_and_scored_as_the_models_own_forward(policy, family, monkeypatch, cached):
     """In one batch: with one image, two, another size, none; and the same image twice."""
-    reader = image_reader.ImageReader if cached else image_reader.WholeImageReader
-    found = image_reader.find_image_reader(family[0], policy.engine.images)
-    assert found is image_reader.ImageReader
-    state, _ = image_reader._found[family[0]]
-    monkeypatch.setitem(image_reader._found, family[0], (state, reader))
+    reader = readers.ImageReader if cached else readers.WholeImageReader
+    found = readers.find_image_reader(family[0], policy.engine.images)
+    assert found is readers.ImageReader
+    state, _ = readers._found_with_images[family[0]]
+    monkeypatch.setitem(readers._found_with_images, family[0], (state, reader))
     rows, _ = sampled(policy)
     loss = GRPOLoss(policy, temperature=0.9)
     rows["advantage"] = torch.ones(len(rows), 1, 1)
@@ -286,10 +285,10 @@ def test_what_stands_for_an_image_is_never_drawn(family):
 
 def test_a_cache_that_is_wrong_is_not_used(monkeypatch):
     model, _, processor = qwen(seed=3)
-    monkeypatch.setattr(image_reader.RowPositions, "take", lambda self, _: self.forget())
+    monkeypatch.setattr(readers.RowPositions, "take", lambda self, _: self.forget())
     images = ImageProcessor(processor)
     with pytest.warns(UserWarning, match="what Qwen2_5_VLForConditionalGeneration keeps of a row"):
-        assert image_reader.find_image_reader(model, images) is image_reader.WholeImageReader
+        assert readers.find_image_reader(model, images) is readers.WholeImageReader
 
 
 def test_loaded_from_a_folder_with_its_processor(tmp_path):

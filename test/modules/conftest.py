@@ -89,7 +89,7 @@ def session_engine(model_directory):
 @pytest.fixture(scope="session")
 def server(model_directory):
     """The URL of the session's one vLLM server."""
-    from torchrl_modules.vllm.launch import start_server
+    from torchrl_modules.vllm.server import start_server
 
     options = {
         "dtype": "float32",

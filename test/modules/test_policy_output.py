@@ -6,17 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_data.conversation.batched_object import read_objects, write_objects
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.record import Turn
-from torchrl_data.history.history import History
-from torchrl_data.layout.containers import LogProbs, Masks, Tokens
-from torchrl_data.layout.conversation_io import (
-    read_conversations,
-    row_tensordicts,
-    write_conversations,
-)
-from torchrl_data.ragged.padded import padded_rows
+from torchrl_data.batch_io import read_conversations, row_tensordicts, write_conversations
+from torchrl_data.batch_objects import read_objects, write_objects
+from torchrl_data.conversation import Conversations
+from torchrl_data.history import History
+from torchrl_data.layout import LogProbs, Masks, Tokens
+from torchrl_data.messages import Turn
+from torchrl_data.ragged import padded_rows
 from torchrl_modules import TransformersEngine, TransformersWrapper
 
 CHATS = [[{"role": "user", "content": text}] for text in ("hi", "a longer question 🙂", "x")]
@@ -90,7 +86,7 @@ TURN = {"role": "assistant", "content": ""}
 @settings(max_examples=30, deadline=None)
 @given(rows=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=5))
 def test_padded_rows_are_the_ragged_ones_where_the_mask_is_true(rows):
-    from torchrl_data.conversation.conversations import EncodedMessages, Source
+    from torchrl_data.messages import EncodedMessages, Source
 
     conversations = Conversations.from_messages([[] for _ in rows])
     conversations = conversations.append_encoded(

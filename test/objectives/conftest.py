@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_data.protocols import TokenScores
+from torchrl_data.checks import TokenScores
 
 VOCABULARY = 11
 

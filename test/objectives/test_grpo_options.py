@@ -11,7 +11,7 @@ import torch
 import objectives
 import objectives.functional as F
 from objectives import DAPO, GSPO, ClippedSurrogate, GRPOLoss, GRPOOptions, SamplerCorrection
-from objectives.losses.grpo_options import GRPOSettings
+from objectives.losses.options import GRPOSettings
 
 FIELDS = {field.name for field in dataclasses.fields(GRPOOptions)}
 
@@ -108,7 +108,7 @@ def test_a_surrogate_of_your_own(make_scorer, make_batch):
 
 
 def test_every_named_surrogate_is_its_function():
-    from objectives.losses.surrogate_options import SURROGATES, surrogate_inputs
+    from objectives.losses.options import SURROGATES, surrogate_inputs
 
     found = {name: kind.function for name, kind in SURROGATES.items()}
     assert found == {

@@ -12,7 +12,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from objectives import MCAdvantage, TopKRewardSelector
-from torchrl_data.errors import MissingEntryError
+from torchrl_data.checks import MissingEntryError
 
 
 def make_row(group, reward, *, name=0, tokens=2, scorable=None):

@@ -17,8 +17,7 @@ from objectives import (
     SFTLoss,
     TokenFilters,
 )
-from objectives.batching.packed_batch import pack_batch
-from objectives.keys import GRPOLossKeys
+from objectives.batching.packed_batch import GRPOLossKeys, pack_batch
 
 
 def make_packed(lengths, target_lengths):

@@ -6,8 +6,7 @@ from typing import Any
 
 from openenv.core.env_server import Action, Environment, Observation, State
 
-from torchrl_envs.tasks.games.catch import CatchGame
-from torchrl_envs.tasks.games.wordle import WordleGame
+from torchrl_envs.tasks.games import CatchGame, WordleGame
 
 
 class EchoAction(Action):

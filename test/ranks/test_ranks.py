@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objectives import PackedBatch, Ranks
-from objectives.batching.rank_shares import (
-    equal_shares,
-    from_tensors,
-    smallest_bound,
-    to_tensors,
-)
+from objectives.batching.ranks import equal_shares, from_tensors, smallest_bound, to_tensors
 
 CASES = (
     "grpo",

@@ -22,7 +22,7 @@ from objectives import (
     SFTLossOutput,
     TokenFilters,
 )
-from torchrl_modules.scoring.token_scoring import PackedScorer
+from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.tiny_model import tiny_qwen3
 
 NUM_STEPS = 2

@@ -6,14 +6,17 @@ from torch.distributed.fsdp import fully_shard
 from training_scenarios import build, error_of, wrap
 
 from collectors import InProcessUpdater, contribute_weights
-from collectors.weight_update import sharded
+from collectors.weight_update import weights as sharded
 from torchrl_modules import SamplingParameters
-from torchrl_modules.engines.transformers_engine import TransformersEngine
+from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.tiny_model import tiny_qwen3
-from torchrl_modules.weights.buckets import WeightLayout
-from torchrl_modules.weights.lazy import RenamedWeights
-from torchrl_modules.weights.process_group import stateless_init_process_group
-from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl
+from torchrl_modules.weight_transfer import (
+    C10dWeightTransfer,
+    TransferControl,
+    WeightLayout,
+    stateless_init_process_group,
+)
+from torchrl_modules.weights import RenamedWeights
 
 
 class Policy:

@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from collectors import TextEnvironment
-from torchrl_data.display.text_history import TextHistory
-from torchrl_envs.rewards.calls import row_reward
+from torchrl_data.display import TextHistory
+from torchrl_envs.rewards.functions import row_reward
 
 
 def add(text):

@@ -31,11 +31,11 @@ from omegaconf import OmegaConf
 from collectors import LoadCap
 from objectives import MCAdvantage
 from torchrl_agents import start
-from torchrl_agents.recipe.policies import build_policies
-from torchrl_agents.recipe.run_folder import claim_folder
+from torchrl_agents.models import build_policies
+from torchrl_agents.run import claim_folder
 from torchrl_agents.settings.command_line import compose_config, prepare, task_settings
 from torchrl_modules import EngineLoad, Generation
-from torchrl_modules.engines.protocol import EngineDied
+from torchrl_modules.engines.engine import EngineDied
 
 _PR_SET_CHILD_SUBREAPER = 36
 _DEADLINE_S = 45.0
@@ -52,10 +52,10 @@ ARGUMENTS = (
     "train.num_epochs=2",
     "logger=none",
 )
-PREPARATION = "torchrl_agents.recipe.preparation"
-LOOP = "torchrl_agents.training.loop"
-HELD_OUT = "torchrl_agents.recipe.collection.HeldOut"
-DRAW = "torchrl_agents.training.trainer.Rollouts.draw"
+PREPARATION = "torchrl_agents.tasks"
+LOOP = "torchrl_agents.training"
+HELD_OUT = "torchrl_agents.tasks.HeldOut"
+DRAW = "torchrl_agents.training.Rollouts.draw"
 GENERATE = "torchrl_modules.TransformersEngine.generate"
 
 
@@ -81,22 +81,22 @@ POINTS = {
     "first evaluation": Point(GENERATE, hangs=True),
     "collecting, in generate": Point(GENERATE, DRAW, 2, hangs=True),
     "collecting, in a tool": Point(
-        "torchrl_envs.tasks.calculator.Calculator.add", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.reasoning_gym.Calculator.add", DRAW, 2, hangs=True
     ),
     "collecting, in a reward": Point(
-        "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.reasoning_gym.chose_right_tool", DRAW, 2, hangs=True
     ),
-    "between two passes": Point("torchrl_agents.training.updates.Updates.make", after=True),
+    "between two passes": Point("torchrl_agents.training.Updates.make", after=True),
     "in backward": Point("objectives.NonFiniteGate.backward"),
     "in a weight push": Point("collectors.weight_update.WeightUpdater.push", DRAW, 1),
     "saving on a thread": Point(
-        "collectors.checkpoint.writing.StagedCheckpoint.publish", takes_s=1.0
+        "collectors.checkpoint.store.StagedCheckpoint.publish", takes_s=1.0
     ),
     "periodic evaluation": Point(GENERATE, f"{HELD_OUT}.after", hangs=True),
     "recording": Point("collectors.record.RolloutRecorder.write"),
     "saving at the end": Point(
-        "collectors.checkpoint.writing.StagedCheckpoint.publish",
-        "torchrl_agents.resume.checkpoints.Checkpoints.save",
+        "collectors.checkpoint.store.StagedCheckpoint.publish",
+        "torchrl_agents.parallel.Checkpoints.save",
     ),
     "last evaluation": Point(GENERATE, f"{HELD_OUT}.now", 2, hangs=True),
     "saving the model": Point("transformers.PreTrainedModel.save_pretrained", f"{LOOP}.save_model"),
@@ -104,29 +104,29 @@ POINTS = {
     "restoring": Point("collectors.RunState._go_to"),
     "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
     "saving on a slow disk": Point(
-        "collectors.checkpoint.writing.StagedCheckpoint.publish", hangs=True
+        "collectors.checkpoint.store.StagedCheckpoint.publish", hangs=True
     ),
     "streaming, while the engine draws": Point(
-        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond", DRAW, 2
+        "torchrl_modules.engines.transformers.AsyncTransformersEngine.respond", DRAW, 2
     ),
     "streaming, in a push that is held back": Point(
-        "collectors.streaming.weights.WeightPushes.wait", DRAW, 2
+        "collectors.streaming.collector.WeightPushes.wait", DRAW, 2
     ),
-    "streaming, in take": Point("collectors.streaming.finished_groups.FinishedGroups.take"),
+    "streaming, in take": Point("collectors.streaming.collector.FinishedGroups.take"),
     "streaming, in a tool": Point(
-        "torchrl_envs.tasks.calculator.Calculator.add", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.reasoning_gym.Calculator.add", DRAW, 2, hangs=True
     ),
     "streaming, in a reward": Point(
-        "torchrl_envs.tasks.calculator.chose_right_tool", DRAW, 2, hangs=True
+        "torchrl_envs.tasks.reasoning_gym.chose_right_tool", DRAW, 2, hangs=True
     ),
     "streaming, first evaluation": Point(
-        "torchrl_envs.tasks.calculator.Calculator.add", f"{HELD_OUT}.now", hangs=True
+        "torchrl_envs.tasks.reasoning_gym.Calculator.add", f"{HELD_OUT}.now", hangs=True
     ),
     "streaming, last evaluation": Point(
-        "torchrl_envs.tasks.calculator.Calculator.add", f"{HELD_OUT}.now", 2, hangs=True
+        "torchrl_envs.tasks.reasoning_gym.Calculator.add", f"{HELD_OUT}.now", 2, hangs=True
     ),
     "streaming, at the end": Point("collectors.streaming.producer.Producer.stop"),
-    "on Ray, in take": Point("collectors.cluster.ledger_client.LedgerClient._take", DRAW, 2),
+    "on Ray, in take": Point("collectors.cluster.ledger_service.LedgerClient._take", DRAW, 2),
 }
 
 
@@ -203,7 +203,7 @@ def call_tools() -> None:
     """Let the policy call a tool in each turn, whatever it has learnt."""
     for path in (
         GENERATE,
-        "torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond",
+        "torchrl_modules.engines.transformers.AsyncTransformersEngine.respond",
     ):
         owner, name = find(path)
         setattr(owner, name, _calling(getattr(owner, name), is_async=name == "respond"))
@@ -227,7 +227,7 @@ def _calling(original: Any, *, is_async: bool) -> Any:
 
 def drop_groups() -> None:
     """Let the engine die under some responses and be full at some looks, and rewards be equal."""
-    owner, name = find("torchrl_modules.engines.async_transformers.AsyncTransformersEngine.respond")
+    owner, name = find("torchrl_modules.engines.transformers.AsyncTransformersEngine.respond")
     original, count = getattr(owner, name), itertools.count(1)
 
     async def respond(*args: Any, **kwargs: Any) -> Generation:
@@ -245,10 +245,8 @@ def drop_groups() -> None:
     looks = itertools.count()
     setattr(owner, name, respond)
     owner.tells_load, owner.measure_load = True, measure_load
-    find("torchrl_agents.recipe.collection.tasks_of")[0].tasks_of = lambda _: LoadCap(
-        interval_s=0.02
-    )
-    owner, name = find("torchrl_envs.tasks.calculator.Calculator.get_reward")
+    find("torchrl_agents.tasks.tasks_of")[0].tasks_of = lambda _: LoadCap(interval_s=0.02)
+    owner, name = find("torchrl_envs.tasks.reasoning_gym.Calculator.get_reward")
     setattr(owner, name, reward)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from torchrl_agents.recipe import checks
+from torchrl_agents import start
 from torchrl_agents.settings.command_line import compose_config, store_task
 
 ROOT = Path(__file__).parents[2]
@@ -43,11 +43,11 @@ def test_settings_are_accepted(example, programs, script, monkeypatch):
     size = options.get("--nproc-per-node", "1")
     assert (Path(program).name == "torchrun") == (size != "1")
     monkeypatch.setenv("WORLD_SIZE", size)
-    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: True)
     recipe = script("grpo").RECIPE
     store_task("gsm8k")
     cfg = OmegaConf.to_object(compose_config(recipe, arguments[at + 1 :]))
-    checks.check_config(recipe, cfg)
+    start.check_config(recipe, cfg)
     assert cfg.seed == 3
     own = list(range(int(size)))
     assert not set(own) & set(cfg.engine.devices)

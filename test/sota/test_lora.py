@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from torchrl_agents.recipe.adapters import WithoutAdapters, check_adapters, frozen_weights
+from torchrl_agents.models import WithoutAdapters, check_adapters, frozen_weights
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig, TrainingConfig
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer

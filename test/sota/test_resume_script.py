@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from torchrl_agents.recipe.results import lines_until
-from torchrl_agents.recipe.run_folder import Run
-from torchrl_agents.resume.earlier_run import (
+from torchrl_agents.results import lines_until
+from torchrl_agents.run import (
+    Run,
     check_same_settings,
     find_run,
     plain_settings,
     read_record,
     with_recorded,
 )
-from torchrl_agents.settings.errors import SettingsError
+from torchrl_agents.settings.schema import SettingsError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
@@ -34,7 +34,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 # The script, told to stop between two passes over the rollouts of a step.
 STOPPED_INSIDE_A_STEP = """
 import runpy, signal, sys
-from torchrl_agents.recipe.stop import StopSignals
+from torchrl_agents.run import StopSignals
 
 check, calls = StopSignals.check, []
 

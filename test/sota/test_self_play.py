@@ -18,7 +18,7 @@ from objectives import MCAdvantage, RoleBaseline
 from torchrl_agents.settings.schema import PolicyConfig, RecipeConfig
 from torchrl_data import read_conversations
 from torchrl_data.keys import FULL
-from torchrl_envs.tasks.games.nim import NimGame, is_won, perfect_move, random_move
+from torchrl_envs.tasks.games import NimGame, is_won, perfect_move, random_move
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import TaskEnv
 from torchrl_modules import TransformersWrapper
@@ -138,7 +138,7 @@ def test_a_past_version_plays_its_seat_and_is_not_trained(script, scripted, call
 def test_the_pool_of_past_versions(script):
     """Every second step, two of them; who plays follows from the seed and the step."""
     script("self-play")
-    opponents = sys.modules["opponents"]
+    opponents = sys.modules["games"]
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["The heap has 7."], vocab_size=300)
     actor = TransformersWrapper(tiny_qwen3(len(tokenizer)), tokenizer=tokenizer)

@@ -10,9 +10,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict, lazy_stack
 
 from collectors import Drop, LoadCap, Wait
-from torchrl_agents.recipe import checks, optim
-from torchrl_agents.recipe.collection import staleness_of, tasks_of
-from torchrl_agents.recipe.preparation import build_task
+from torchrl_agents import models, start
 from torchrl_agents.settings.command_line import (
     compose_config,
     groups,
@@ -20,8 +18,8 @@ from torchrl_agents.settings.command_line import (
     store_task,
     task_settings,
 )
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import defaults_of, fill_in
+from torchrl_agents.settings.schema import SettingsError, defaults_of, fill_in
+from torchrl_agents.tasks import build_task, staleness_of, tasks_of
 from torchrl_envs.tasks.registry import TASKS
 
 NEEDED = {"openenv": ["task.base_url=http://x"], "environment": ["task.factory=a.b:c"]}
@@ -36,7 +34,7 @@ def grpo(script):
 
 @pytest.fixture
 def training(grpo):
-    return sys.modules["training"]
+    return sys.modules["build"]
 
 
 @pytest.fixture
@@ -50,15 +48,15 @@ def compose(grpo):
 def check(compose, grpo):
     def check(*overrides):
         cfg = compose(*overrides)
-        checks.check_config(grpo.RECIPE, cfg)
+        start.check_config(grpo.RECIPE, cfg)
         return cfg
 
     return check
 
 
 def test_every_choice_of_every_group_composes_and_builds(check, grpo, training, monkeypatch):
-    monkeypatch.setattr(checks, "missing_package", lambda _: None)
-    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(start, "missing_package", lambda _: None)
+    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: True)
     tried = 0
     for group, choices in groups(grpo.RECIPE).items():
         for choice in choices:
@@ -91,9 +89,9 @@ def test_settings_reach_the_parts(check, training):
     assert (loss.max_tokens, loss.temperature) == (77, 0.7)
     assert (loss.options.kl_to_ref_coeff, loss.options.kl_estimator) == (0.1, "k2")
     assert training.build_advantage(cfg.loss, 4).estimator.scale == "none"
-    optimizer = optim.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
+    optimizer = models.build_optimizer(cfg.optim, [torch.zeros(1, requires_grad=True)])
     assert optimizer.param_groups[0]["momentum"] == 0.7
-    rates = [optim.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
+    rates = [models.set_learning_rate(cfg.optim, optimizer, s, 10) for s in (1, 4, 6, 10)]
     assert rates == pytest.approx([0.125, 0.35, 0.25, 0.05])
     assert optimizer.param_groups[0]["lr"] == rates[-1]
 
@@ -265,7 +263,7 @@ def test_an_evaluation_that_makes_no_sense_is_refused(script, overrides, words):
     cfg = OmegaConf.to_object(compose_config(module.RECIPE, overrides))
 
     def begin():
-        checks.check_config(module.RECIPE, cfg)
+        start.check_config(module.RECIPE, cfg)
         module.build(module.RECIPE, cfg, {})
 
     with pytest.raises(SettingsError, match=words):

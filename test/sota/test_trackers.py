@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 
-from torchrl_agents.recipe.trackers import open_loggers
+from torchrl_agents.results import open_loggers
 from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
 
 pytestmark = [

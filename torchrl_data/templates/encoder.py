@@ -1,30 +1,461 @@
-"""From messages to tokens: only what is new in a conversation is encoded.
-
-Shape legend: B rows, T tokens of a row.
-"""
+"""From messages and images to the tokens of a conversation, as the model's template has them."""
 
 import json
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import nan
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from torchrl_data.conversation.conversations import Conversations, EncodedMessages, waiting_rows
-from torchrl_data.conversation.images import images_of, without_data
-from torchrl_data.conversation.record import Message, Source, Waiting, check_messages
+import torch
+from torch import Tensor
+
+from torchrl_data.conversation import Conversations, waiting_rows
+from torchrl_data.messages import (
+    ConversationRecord,
+    EncodedMessages,
+    Message,
+    Position,
+    Source,
+    Waiting,
+    check_messages,
+    cut_at_end_mark,
+    decoded,
+    images_of,
+    split_reasoning,
+    with_end_mark,
+    with_plain_images,
+    without_data,
+)
 
 from .control_tokens import (
     ROW_ERRORS,
+    CompiledShapes,
+    ControlTokenGuard,
     Run,
+    TextPiece,
     encode_runs,
     encoded_or_raise,
     label_pieces,
 )
-from .image_processor import ImageProcessor, with_image_runs
-from .renderer import TemplateRenderer, Tools
-from .template_cache import CompiledShapes
-from .tools_shown import ToolsNotShownError
+from .template import (
+    ANSWER,
+    QUESTION,
+    EntriesShown,
+    Rendered,
+    RenderingIdentity,
+    ToolsNotShownError,
+    TurnShape,
+    builtin_template,
+    check_tools_are_named,
+    control_literals,
+    family_of,
+    find_spans,
+    is_generation_marked,
+    refusal,
+    render_template,
+    rendering_identity,
+    resolve_template,
+    shows_tools,
+    template_names,
+    turn_shape,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+
+# What a chat template writes, and where the assistant speaks in it.
+#
+# Shape legend: B rows, T tokens of a row.
+
+Tools = Sequence[dict[str, Any]]
+
+
+class TemplateRenderer:
+    """A chat template beside a tokenizer; :class:`~torchrl_data.ConversationEncoder` says more."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        reasoning_in_content: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.guard = ControlTokenGuard(tokenizer)
+        self.template = resolve_template(
+            tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
+        )
+        self._variables = {
+            **{
+                name: str(value)
+                for name, value in tokenizer.special_tokens_map.items()
+                if isinstance(value, str)
+            },
+            **(chat_template_kwargs or {}),
+        }
+        self._entries_shown = EntriesShown()
+        self._marked = is_generation_marked(self.template)
+        if reasoning_in_content and "reasoning_content" not in self.template:
+            raise ValueError(
+                "reasoning_in_content moves reasoning to 'reasoning_content', which this chat "
+                "template does not show. Use one that does (qwen3, deepseek3)."
+            )
+        self._reasoning_in_content = reasoning_in_content
+        self._shape: TurnShape = turn_shape(
+            self.template,
+            lambda messages, prompt: self._render_text(messages, None, prompt).text,
+            self._first_control,
+        )
+        self._check_mask()
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is given beside messages and tools."""
+        return dict(self._variables)
+
+    @property
+    def rendering(self) -> RenderingIdentity:
+        """What decides how messages become tokens; equal for encoders that give the same."""
+        return self._rendering
+
+    @cached_property
+    def _rendering(self) -> RenderingIdentity:
+        backend = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        return rendering_identity(
+            self.template, self._variables, self._reasoning_in_content, backend
+        )
+
+    # What ends a turn ---------------------------------------------------------------------------
+
+    @cached_property
+    def end_of_turn_id(self) -> int:
+        """The token that ends the assistant's turn.
+
+        Raises:
+            ValueError: the template has none, so nothing tells the policy's turn to stop.
+        """
+        if not self._shape.end_of_turn:
+            raise ValueError(
+                f"The chat template closes an assistant turn with {self._shape.after!r}, which "
+                "does not start with a control token, so nothing tells the policy's turn to stop. "
+                "Put the end-of-turn token inside the {% generation %} block."
+            )
+        return self.guard.control_ids[self._shape.end_of_turn]
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens at which the policy's turn stops: the end of turn and the end of sequence."""
+        eos = self.tokenizer.eos_token_id
+        ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
+        return tuple(dict.fromkeys(ids))
+
+    def _first_control(self, text: str) -> str | None:
+        pieces = self.guard.split(text)
+        return next((piece.text for piece in pieces if piece.control_id is not None), None)
+
+    def _check_mask(self) -> None:
+        rendered = self._render_text([QUESTION, ANSWER], None, False)
+        spans = self._spans(rendered, [QUESTION, ANSWER], None)
+        inside = "".join(rendered.text[start:end] for start, end in spans)
+        if ANSWER["content"] not in inside:
+            raise ValueError(
+                f"The chat template's generation blocks hold {inside!r} of {rendered.text!r}, and "
+                f"not the assistant's {ANSWER['content']!r}. Surround the assistant's content and "
+                "its end-of-turn token with {% generation %} ... {% endgeneration %}."
+            )
+
+    # Rendering ----------------------------------------------------------------------------------
+
+    def _render_text(
+        self, escaped: Sequence[Message], tools: Tools | None, add_generation_prompt: bool
+    ) -> Rendered:
+        return render_template(
+            self.template,
+            escaped,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=self._variables,
+        )
+
+    def _spans(
+        self, rendered: Rendered, escaped: Sequence[Message], tools: Tools | None
+    ) -> list[tuple[int, int]]:
+        if self._marked:
+            return [
+                (start, self._past_end_of_turn(rendered.text, end)) for start, end in rendered.spans
+            ]
+        return find_spans(
+            rendered.text,
+            escaped,
+            lambda messages, prompt: self._render_text(messages, tools, prompt).text,
+            self._shape,
+        )
+
+    def _past_end_of_turn(self, text: str, end: int) -> int:
+        """Take in an end-of-turn token that a generation block leaves out: it is sampled too."""
+        token = self._shape.end_of_turn
+        after = text[end:].lstrip()
+        if not token or text.endswith(token, 0, end) or not after.startswith(token):
+            return end
+        return len(text) - len(after) + len(token)
+
+    def _chat_runs(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        row: int | None = None,
+    ) -> list[Run]:
+        """Runs of a whole conversation; what the assistant wrote is the model's."""
+        self.check_tools(tools, messages)
+        if self._reasoning_in_content:
+            messages = [split_reasoning(message) for message in messages]
+        escaped = self.guard.escape(messages)
+        shown = self.guard.escape(tools) if tools else None
+        rendered = self._render_text(escaped, shown, add_generation_prompt)
+        self._check_shown(
+            escaped,
+            lambda others: self._render_text(others, shown, add_generation_prompt).text,
+            (bool(tools), add_generation_prompt),
+            row=row,
+        )
+        if continue_final_message:
+            escaped[-1] = with_end_mark(escaped[-1])
+            rendered = self._render_text(escaped, shown, add_generation_prompt)
+        spans = self._spans(rendered, escaped, shown)
+        text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
+        edges = [edge for span in spans for edge in span]
+        return label_pieces(self.guard.split(text, edges), spans)
+
+    def _after_answer(self, escaped: Sequence[Message]) -> str:
+        """What a template writes after an assistant's content: its closing, messages, a header."""
+        rendered = self._render_text([QUESTION, ANSWER, *escaped], None, True).text
+        return rendered[rendered.index(ANSWER["content"]) + len(ANSWER["content"]) :]
+
+    def _pieces_after_answer(self, escaped: Sequence[Message]) -> list[TextPiece]:
+        return self.guard.split(self._after_answer(escaped))
+
+    def _check_shown(
+        self,
+        escaped: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        context: Any,
+        *,
+        row: int | None = None,
+        first: int = 0,
+    ) -> None:
+        """Refuse messages of which the template leaves something out."""
+        dropped = self._entries_shown.dropped(escaped, render, context)
+        if not dropped:
+            return
+        text = refusal(dropped, escaped, row=row, first=first, remedy=self._remedy(escaped))
+        raise ValueError(self.guard.unescape(text))
+
+    def _remedy(self, escaped: Sequence[Message]) -> str:
+        """Templates for this tokenizer that leave nothing out."""
+        found: list[str] = []
+        for name in template_names():
+            source = builtin_template(name)
+
+            def text(messages: Sequence[Message], source: str = source) -> str:
+                return render_template(source, messages, variables=self._variables).text
+
+            literals = control_literals(source, of_turns=True)
+            if not literals or not self.guard.control_ids.keys() >= set(literals):
+                continue
+            try:
+                if not EntriesShown().dropped(escaped, text, None):
+                    found.append(name)
+            except ValueError:
+                continue
+        if not found:
+            return ""
+        family = family_of(self.tokenizer)
+        name = family if family in found else found[0]
+        return (
+            f"With this tokenizer {found} show it: choose chat_template_name={name!r} (in a recipe "
+            f"policy.chat_template_name={name})"
+        )
+
+    def check_tools(self, tools: Tools | None, messages: Sequence[Message] = ()) -> None:
+        """Check that a prompt would tell the policy of tools.
+
+        Args:
+            tools: JSON schemas, or none.
+            messages: of the prompt; what they say of the tools themselves is enough.
+
+        Raises:
+            ToolsNotShownError: the template leaves tools out, and no message names them.
+        """
+        if tools and not self._shows_tools:
+            check_tools_are_named(tools, messages, self.template)
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        return shows_tools(lambda tools: self._render_text([QUESTION], tools, True).text)
+
+
+# What a vision-language model reads of images: their places in the tokens, and their pixels.
+#
+# Shape legend: T tokens of a row.
+
+MAX_KEPT_BYTES: Final = 1 << 28
+"""Of the pixels of images that were processed last."""
+
+
+class Processed(NamedTuple):
+    """What a processor makes of the images of a row."""
+
+    ids: list[int]
+    """The tokens that stand for them."""
+    tensors: dict[str, Tensor]
+    """Their pixels, and whatever else the model's forward takes of them."""
+    aligned: tuple[str, ...]
+    """Inputs ``[T]`` that say of each token whether it is an image's."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pixels."""
+        return sum(value.numel() * value.element_size() for value in self.tensors.values())
+
+
+class ImageProcessor:
+    """A processor of Transformers, asked for images alone.
+
+    Args:
+        processor: of the model; it has a tokenizer and an image processor.
+
+    Raises:
+        TypeError: it processes no images.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        token, token_id = (
+            getattr(processor, name, None) for name in ("image_token", "image_token_id")
+        )
+        if getattr(processor, "image_processor", None) is None or not isinstance(token, str):
+            raise TypeError(
+                "processor= takes the processor of a vision-language model, with an image "
+                "processor and an image token (AutoProcessor.from_pretrained), got "
+                f"{type(processor).__name__}."
+            )
+        ids = processor.tokenizer.convert_tokens_to_ids
+        self.processor = processor
+        self.token_id: int = ids(token) if token_id is None else token_id
+        """Stands for a piece of an image, in the model's forward."""
+        self.place: str = getattr(processor, "boi_token", None) or token
+        """What a template writes where an image is."""
+        self.place_id: int = ids(self.place)
+        media = (getattr(processor, f"{kind}_token_id", None) for kind in ("video", "audio"))
+        self.never_drawn = (self.token_id, *(i for i in media if isinstance(i, int)))
+        """Tokens that stand for media: a policy that drew one would see nothing there."""
+        self._kept: OrderedDict[tuple[str, ...], Processed] = OrderedDict()
+        self._num_bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": OrderedDict(), "_num_bytes": 0}
+
+    def process(self, images: Sequence[str]) -> Processed:
+        """Pixels of the images of a row, in order.
+
+        Args:
+            images: in base 64, one at least.
+
+        Raises:
+            ValueError: one is broken.
+        """
+        key = tuple(images)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = self._call(key)
+            self._num_bytes += found.num_bytes
+        self._kept.move_to_end(key)
+        while self._num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
+            self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+        return found
+
+    def _call(self, images: tuple[str, ...]) -> Processed:
+        output = self.processor(
+            text=self.place * len(images),
+            images=[decoded(image) for image in images],
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        ids = output.pop("input_ids")
+        output.pop("attention_mask", None)
+        aligned = tuple(name for name, value in output.items() if value.shape == ids.shape)
+        tensors = {name: value for name, value in output.items() if name not in aligned}
+        return Processed(ids[0].tolist(), tensors, aligned)
+
+    def count(self, ids: Sequence[int] | Tensor) -> int:
+        """Pieces of images that tokens stand for."""
+        return int((torch.as_tensor(ids) == self.token_id).sum())
+
+    def fault(self, ids: Sequence[int] | Tensor, images: Sequence[str]) -> str | None:
+        """Why tokens and images don't belong together, or ``None``."""
+        here = self.count(ids)
+        expected = self.count(self.process(images).ids) if images else 0
+        if here == expected:
+            return None
+        return (
+            f"it holds {here} tokens that stand for images ({self.token_id}), where its "
+            f"{len(images)} images have {expected}: its images were lost, or changed, on the way"
+        )
+
+    def inputs(self, ids: Tensor, images: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+        """What a model's forward takes beside rows of one length.
+
+        Args:
+            ids: int64 ``[B, T]``.
+            images: of each row; of one :meth:`shape`.
+        """
+        rows = [self.process(row) for row in images]
+        names = rows[0].tensors
+        inputs = {name: torch.cat([row.tensors[name] for row in rows]) for name in names}
+        if rows[0].aligned:
+            kinds = torch.tensor(self.processor.create_mm_token_type_ids(ids.tolist()))
+            inputs |= dict.fromkeys(rows[0].aligned, kinds)
+        return {name: value.to(ids.device) for name, value in inputs.items()}
+
+    def shape(self, images: Sequence[str]) -> tuple[Any, ...]:
+        """Rows with the same can be read together."""
+        tensors = self.process(images).tensors
+        return tuple((name, tuple(value.shape[1:])) for name, value in tensors.items())
+
+
+def with_image_runs(
+    runs: list[Run], images: Sequence[str], processor: ImageProcessor | None
+) -> list[Run]:
+    """Runs of a rendered template, with the tokens of images at their places."""
+    if processor is None:
+        if images:
+            raise ValueError(
+                "The messages hold images, and nothing here reads images: give the "
+                "policy the processor of a vision-language model, TransformersWrapper(model, "
+                "tokenizer=..., processor=...)."
+            )
+        return runs
+    places = [i for i, run in enumerate(runs) if run.ids == (processor.place_id,) and not run.text]
+    if len(places) != len(images):
+        raise ValueError(
+            f"The chat template writes {processor.place!r} {len(places)} times for messages that "
+            f"hold {len(images)} images. Use the template of the model's processor."
+        )
+    runs = list(runs)
+    for i, image in zip(places, images, strict=True):
+        runs[i] = Run(tuple(processor.process([image]).ids), Source.CONTENT)
+    return runs
+
+
+# From messages to tokens: only what is new in a conversation is encoded.
+#
+# Shape legend: B rows, T tokens of a row.
 
 MAX_OPENINGS: Final = 64
 """Sets of tools for which openings are compiled; further ones are rendered."""
@@ -318,3 +749,59 @@ class ConversationEncoder(TemplateRenderer):
         end = self._shape.end_of_turn
         stripped = text.rstrip()
         return stripped.removesuffix(end).rstrip() if end and stripped.endswith(end) else text
+
+
+# Conversations that nobody sampled, and that are there to be learnt.
+
+
+def encode_demonstrations(
+    encoder: ConversationEncoder,
+    chats: Sequence[Sequence[Message]],
+    *,
+    tools: Sequence[Sequence[dict[str, Any]] | None] | None = None,
+) -> Conversations:
+    """Whole conversations to learn from: what the assistant says counts as the policy's.
+
+    Args:
+        encoder: with the chat template.
+        chats: messages of each row; the assistant says something in each.
+        tools: JSON schemas that the template shows, per row.
+
+    Returns:
+        The conversations; :func:`~torchrl_data.row_tensordicts` makes the rows that ``SFTLoss``
+        reads. Nothing is left open at the end. Log-probs of what the assistant says are NaN,
+        because nobody sampled it.
+
+    Raises:
+        ValueError: the assistant says nothing in a row, a message has an unknown role, or the
+            template can't render the messages, or leaves out something that one holds.
+        TypeError: a content has the wrong type.
+    """
+    tools = [None] * len(chats) if tools is None else tools
+    encoded = encoder.encode_each(chats, tools)
+    records, positions = [], []
+    for row, (chat, new) in enumerate(zip(chats, encoded, strict=True)):
+        if Source.MODEL not in new.sources:
+            raise ValueError(
+                f"encode_demonstrations: the assistant says nothing in row {row}, whose roles are "
+                f"{[message['role'] for message in chat]}. Leave the row out."
+            )
+        record, position = _record(new, chat, tools[row])
+        records.append(record)
+        positions.append(position)
+    return Conversations(records, positions)
+
+
+def _record(
+    encoded: EncodedMessages, chat: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+) -> tuple[ConversationRecord, Position]:
+    ids, sources = encoded
+    end = len(sources) - sources[::-1].index(Source.MODEL)
+    if chat[-1]["role"] == "assistant":  # ends like a sampled turn, with its closing token
+        ids, sources = ids[:end], sources[:end]
+    record = ConversationRecord(tools)
+    record.extend_tokens(ids, sources, [nan if s == Source.MODEL else 0.0 for s in sources])
+    record.messages.extend(map(with_plain_images, chat))
+    start = len(record.sources[:end].rstrip(bytes([Source.MODEL])))
+    n, m = len(record.ids), len(record.messages)
+    return record, Position(n, m, m, response_start=start)

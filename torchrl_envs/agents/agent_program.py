@@ -1,30 +1,32 @@
-"""An agent that owns its loop is trained as it is: its requests are the episode's turns."""
+"""An agent that owns its loop is an environment.
+
+Its requests become turns, and its branches rows.
+"""
 
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from torchrl_data.checks import check_counts, check_numbers
+from torchrl_data.conversation import Conversations, waiting_rows
+from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
-from torchrl_data.validation import check_counts, check_numbers
-from torchrl_envs.concurrency.calls import CallTimeoutError, Outcome
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.templates.template import ToolsNotShownError
+from torchrl_envs.concurrency import CallTimeoutError, Outcome
 from torchrl_envs.datasets.primer import DataLoadingPrimer
-from torchrl_envs.entries.rewards import RewardSource
+from torchrl_envs.entries import RewardSource
 from torchrl_envs.episode.episode import Episode, ToolCallRecord
-from torchrl_envs.episode.episode_transform import (
-    EpisodeEnvironment,
-    EpisodeStartError,
-)
 from torchrl_envs.episode.tool_source import ToolSource
-from torchrl_envs.tool_calls.results import error_line
-from torchrl_envs.transforms.fold_context import FoldContext
+from torchrl_envs.episode.transform import EpisodeEnvironment, EpisodeStartError
+from torchrl_envs.tool_results import error_line
+from torchrl_envs.transforms.context import FoldContext, TokenBudget
 from torchrl_envs.transforms.thinking_prompt import AddThinkingPrompt
-from torchrl_envs.transforms.token_budget import TokenBudget
 
-from .branches import Branches
 from .programs import (
     AgentCommand,
     AgentEndpoint,
@@ -33,10 +35,207 @@ from .programs import (
     first_argument,
     required_columns,
 )
-from .prompts import PromptChecker
-from .server import AgentServer
-from .session import AgentSession, ProgramEnd
-from .turns import Accepted, RequestError, TurnRequest, reply_to
+from .server import AgentServer, AgentSession, ProgramEnd
+from .turns import (
+    MOST_TOKENS,
+    Accepted,
+    PromptTooLongError,
+    RequestError,
+    TurnRequest,
+    comparable,
+    reply_to,
+)
+
+# Whether a conversation can be the policy's prompt; who asks with another one is told so.
+
+_WHOLE_CHARACTERS: Final = 8
+"""Prompts with at most so many characters for each token are encoded at once."""
+_PIECE: Final = 4096
+_CUT_TOKENS: Final = 8
+"""What a cut through a text may add."""
+
+
+class PromptChecker:
+    """Encodes conversations as the policy does, once it has been seen; until then all may pass."""
+
+    def __init__(self) -> None:
+        self._encoder: ConversationEncoder | None = None
+        self._bound = self._max_tokens = MOST_TOKENS
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was seen of a policy does not travel: a copy sees its own."""
+        return {"_encoder": None, "_bound": self._bound, "_max_tokens": self._bound}
+
+    def bound(self, bounds: Iterable[int]) -> None:
+        """What bounds prompts beside the policy's model.
+
+        Args:
+            bounds: most tokens of a prompt.
+        """
+        self._bound = min(bounds, default=MOST_TOKENS)
+        self._max_tokens = min(self._max_tokens, self._bound)
+
+    def read_policy(self, policy: Any) -> None:
+        """How the policy encodes, and what its model takes.
+
+        Args:
+            policy: what answers; one without an encoder reads whatever there is.
+        """
+        self._encoder = getattr(policy, "encoder", None)
+        limit = getattr(getattr(policy, "engine", None), "max_model_len", None)
+        self._max_tokens = self._bound if limit is None else min(self._bound, limit - 1)
+
+    def encode(self, conversation: Conversations) -> Conversations:
+        """A conversation as a prompt.
+
+        Args:
+            conversation: one.
+
+        Raises:
+            RequestError: the chat template can't show it, or leaves some of it out.
+            PromptTooLongError: there would be no room for an answer.
+        """
+        encoder = self._encoder
+        if encoder is None:
+            return conversation
+        self._check_length(conversation, encoder)
+        try:
+            encoded, errors = encoder.encode_rows(conversation)
+        except ToolsNotShownError as error:
+            raise RequestError(str(error)) from error
+        for error in errors.values():
+            raise RequestError(f"the chat template can't show the messages: {error}") from error
+        num_tokens = encoded.num_tokens(0)
+        if num_tokens > self._max_tokens:
+            raise PromptTooLongError(num_tokens, self._max_tokens)
+        return encoded
+
+    def _check_length(self, conversation: Conversations, encoder: ConversationEncoder) -> None:
+        """Refuse a long prompt as soon as enough of it is counted.
+
+        To encode takes some 200 bytes of memory for each character. What has more than a few for
+        each token that there is room for is counted piece by piece first, with the tokens that the
+        cuts may add left out.
+        """
+        texts, values = [], list(waiting_rows(conversation))
+        while values:
+            value = values.pop()
+            if isinstance(value, str):
+                texts.append(value)
+            elif isinstance(value, list | tuple | Mapping):
+                values.extend(value.values() if isinstance(value, Mapping) else value)
+        if sum(map(len, texts)) <= _WHOLE_CHARACTERS * self._max_tokens:
+            return
+        text, num_tokens = "\n".join(texts), 0
+        for start in range(0, len(text), _PIECE):
+            (ids,) = encoder.guard.encode_texts([text[start : start + _PIECE]])
+            num_tokens += len(ids) - _CUT_TOKENS
+            if num_tokens > self._max_tokens:
+                raise PromptTooLongError(num_tokens, self._max_tokens)
+
+
+# Which conversation of an episode a request goes on with.
+
+
+class Branches:
+    """The conversations of an episode, as its program knows them.
+
+    A request whose messages begin as one of them did, with the same tools, goes on with it: only
+    what is new is encoded. Any other one begins a conversation of its own, in a row of its own;
+    what the policy has sampled in the others stays as it is, and none of it is trained again.
+
+    Args:
+        encode: gives the policy's prompt, or raises where it can't be one.
+    """
+
+    def __init__(self, encode: Callable[[Conversations], Conversations]) -> None:
+        self._encode = encode
+        self._known: list[_Branch] = []
+        """The one that the episode is in comes last."""
+
+    def begin(self, request: TurnRequest) -> None:
+        """The episode opens with this request.
+
+        Args:
+            request: the program's first one.
+
+        Raises:
+            RequestError: it can't be a prompt; as if it had not come.
+        """
+        self._encode(Conversations.from_messages([request.messages], [request.tools]))
+        self._known.append(_Branch(request, _shown(request)))
+
+    def go_on(self, episode: Episode, request: TurnRequest) -> None:
+        """Take an episode to where a request wants it.
+
+        Args:
+            episode: the policy has answered the request before this one.
+            request: the program's next one.
+
+        Raises:
+            RequestError: it can't be a prompt; as if it had not come.
+        """
+        shown = _shown(request)
+        current = self._known[-1]
+        found = max(
+            (b for b in self._known if b.is_begun_by(request.tools, shown)),
+            key=lambda b: len(b.told),
+            default=None,
+        )
+        if found is None:
+            conversation = Conversations.from_messages([request.messages], [request.tools])
+        else:
+            before = episode.conversation if found is current else found.left_at
+            assert before is not None
+            conversation = before.append_messages([request.messages[len(found.told) :]])
+        conversation = self._encode(conversation)  # nothing has changed if that raises
+        if found is current:
+            episode.conversation = conversation
+        else:
+            _leave(episode, current, None if found is None else found.left_at)
+            episode.conversation = conversation
+        if found is None:
+            found = _Branch(request, shown)
+        else:
+            self._known.remove(found)
+            found.told = shown
+        self._known.append(found)
+
+    def add_reply(self, message: Message) -> None:
+        """The program is told of the policy's turn.
+
+        Args:
+            message: as it is told.
+        """
+        self._known[-1].told.append(comparable(message))
+
+
+class _Branch:
+    """One conversation of an episode, as its program was told of it."""
+
+    def __init__(self, request: TurnRequest, shown: list[Any]) -> None:
+        self.tools = request.tools
+        self.told = shown
+        self.left_at: Conversations | None = None
+        """Where the episode left it for another one."""
+
+    def is_begun_by(self, tools: Sequence[Any] | None, shown: Sequence[Any]) -> bool:
+        n = len(self.told)
+        return self.tools == tools and n < len(shown) and self.told == shown[:n]
+
+
+def _shown(request: TurnRequest) -> list[Any]:
+    return [comparable(message) for message in request.messages]
+
+
+def _leave(episode: Episode, current: _Branch, entered: Conversations | None) -> None:
+    """The conversation that is left is a row of its own, and the one that is entered is none."""
+    current.left_at = episode.conversation
+    others = (s for s in episode.segments if s is not entered)
+    episode.segments = (*others, current.left_at)
+
+
+# An agent that owns its loop is trained as it is: its requests are the episode's turns.
 
 _SPEAKERS: Final = (ToolSource, FoldContext, AddThinkingPrompt)
 """What else writes into a conversation."""

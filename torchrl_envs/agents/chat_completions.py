@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from torchrl_data.conversation.record import Message
+from torchrl_data.messages import Message
 
 from .turns import (
     KEPT,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from torchrl_envs.concurrency.calls import accepted_arguments
-from torchrl_envs.processes.process import kept_command
+from torchrl_envs.concurrency import accepted_arguments
+from torchrl_envs.processes.pool import kept_command
 
-from .session import AgentSession
+from .server import AgentSession
 
 _TAIL_BYTES: Final = 1 << 20
 _KILL_S: Final = 5.0

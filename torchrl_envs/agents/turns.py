@@ -4,10 +4,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from torchrl_data.conversation.record import PLACEHOLDER_ROLE, Message, check_messages
-from torchrl_data.tool_calls.parse import TurnParser
-from torchrl_data.tool_calls.records import ToolCall
-from torchrl_envs.tool_calls.schemas import typed_arguments
+from torchrl_data.messages import PLACEHOLDER_ROLE, Message, check_messages
+from torchrl_data.tool_calls import ToolCall, TurnParser
+from torchrl_envs.tool_schemas import typed_arguments
 
 LENGTH: Final = "length"
 TOOL_CALLS: Final = "tool_calls"

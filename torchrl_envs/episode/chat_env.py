@@ -13,11 +13,20 @@ from torchrl.data import Binary, Composite, NonTensor
 from torchrl.envs import EnvBase, Transform
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_data.conversation.batched_object import read_objects
-from torchrl_data.conversation.conversations import Conversations, Message
-from torchrl_data.conversation.record import Turn
-from torchrl_data.errors import MissingEntryError
-from torchrl_data.history.history import History
+from torchrl_data.batch_io import (
+    active_rows,
+    chats_of,
+    has_entry,
+    prompt_of_tokens,
+    read_conversations,
+    read_fulls,
+    stored_conversations,
+    write_conversations,
+)
+from torchrl_data.batch_objects import read_objects
+from torchrl_data.checks import MissingEntryError
+from torchrl_data.conversation import Conversations
+from torchrl_data.history import History
 from torchrl_data.keys import (
     DONE,
     FULL,
@@ -32,16 +41,10 @@ from torchrl_data.keys import (
     TOOLS,
     TRUNCATED,
 )
-from torchrl_data.layout.conversation_io import (
-    active_rows,
-    read_conversations,
-    stored_conversations,
-    write_conversations,
-)
-from torchrl_data.layout.ingest import chats_of, has_entry, prompt_of_tokens, read_fulls
-from torchrl_data.ragged.packed import first_entries, read_rows
+from torchrl_data.messages import Message, Turn
+from torchrl_data.ragged import first_entries, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.tool_calls.parse import TurnParser, tool_call_parser
+from torchrl_data.tool_calls import TurnParser, tool_call_parser
 
 from .episode_env import EpisodeEnv
 
@@ -204,7 +207,7 @@ class ChatEnv(EnvBase):
         system_role: name of the system's role.
         user_role: the role of a query that is a string.
         tool_call_format: how the model writes tool calls, see
-            :func:`~torchrl_data.tool_calls.parse.tool_call_parser`; what the chat template
+            :func:`~torchrl_data.tool_calls.tool_call_parser`; what the chat template
             teaches when not given.
 
     Raises:

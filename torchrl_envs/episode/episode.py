@@ -1,18 +1,25 @@
-"""One rollout, from its draw to its reward.
+"""One episode.
 
-Shape legend: T tokens of a row of an episode.
+Its conversation, rewards and resources, and how its events wait together with others'.
 """
 
+import asyncio
+import functools
+import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.conversation.record import Message
+from torchrl_data.conversation import Conversations
+from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import (
     ANSWERED,
     CUT_REASONS,
@@ -22,9 +29,325 @@ from torchrl_data.stop_reasons import (
     UNSCORABLE_REASONS,
     kind_of,
 )
-from torchrl_envs.entries.rewards import Score
+from torchrl_envs.concurrency import Call, ConcurrentCalls, Outcome, run_call
+from torchrl_envs.entries import Score
 
-from .resources import Resources
+# What episodes hold while they run: sessions, environments, processes; all of it given back.
+
+Closing = Callable[[str], Call | None]
+"""Gets why the episode has ended (empty where it was given up), and says what has to be called, if
+anything has to; sync or ``async``."""
+
+_EXIT_GRACE_S: Final = 5.0
+_log = logging.getLogger(__name__)
+
+
+class _Held(NamedTuple):
+    value: Any
+    closing: Closing | None
+    timeout_s: float | None
+    name: str
+
+
+class Resources:
+    """What one episode holds, by owner. Given back in reverse order, once.
+
+    It does not travel with the values of the episode: a TensorDict that is stored or sent carries
+    none of it.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held: dict[Any, _Held] = {}
+
+    def add(
+        self,
+        owner: Any,
+        value: Any,
+        *,
+        close: Call | None = None,
+        closing: Closing | None = None,
+        timeout_s: float | None = None,
+        name: str = "",
+    ) -> None:
+        """Hold something until the episode is closed.
+
+        Args:
+            owner: who will ask for it; usually the transform itself.
+            value: what is held.
+            close: what gives it back, sync or ``async``; ``None`` lets it go.
+            closing: the same, asked for when it is time.
+            timeout_s: deadline of that, in seconds; that of the environment's calls if not given.
+            name: what it is called in the log; its class when not given.
+
+        Raises:
+            RuntimeError: the owner holds something in this episode already.
+        """
+        if owner in self._held:
+            raise RuntimeError(f"{type(owner).__name__} already holds something in this episode.")
+        if close is not None:
+            closing = functools.partial(_always, close)
+        self._held[owner] = _Held(value, closing, timeout_s, name or type(value).__name__)
+
+    def get(self, owner: Any, default: Any = None) -> Any:
+        """What an owner holds in this episode.
+
+        Args:
+            owner: who added it.
+            default: what to return if there is none.
+        """
+        held = self._held.get(owner)
+        return default if held is None else held.value
+
+    def __contains__(self, owner: Any) -> bool:
+        return owner in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _take(self, owner: Any = None) -> list[_Held]:
+        """Everything, the newest first, or what one owner has; it is not held any more."""
+        if owner is None:
+            held = list(reversed(self._held.values()))
+            self._held.clear()
+        else:
+            held = [self._held.pop(owner)] if owner in self._held else []
+        return [each for each in held if each.closing is not None]
+
+
+def close_resources(
+    episodes: Sequence[tuple[Resources, str]], calls: ConcurrentCalls, *, owner: Any = None
+) -> None:
+    """Give back what some episodes hold, all episodes at once, each in reverse order.
+
+    An error or a missed deadline is logged: the others are closed all the same, and whoever gives
+    something back has nothing to repair. Of one owner only what it added, if there is one.
+    """
+    stacks = [[(held, reason) for held in resources._take(owner)] for resources, reason in episodes]
+    for depth in range(max(map(len, stacks), default=0)):
+        level = [stack[depth] for stack in stacks if depth < len(stack)]
+        pending: list[tuple[_Held, Call]] = []
+        for held, reason in level:
+            call = _asked(held, reason)
+            if call is not None:
+                pending.append((held, call))
+        if not pending:
+            continue
+        limits = [[calls.timeout_s if h.timeout_s is None else h.timeout_s] for h, _ in pending]
+        results = calls.run([[call] for _, call in pending], limits)
+        for (held, _), (outcome,) in zip(pending, results, strict=True):
+            _log_error(held, outcome.error)
+
+
+async def close_resources_async(
+    resources: Resources, reason: str, calls: ConcurrentCalls, *, owner: Any = None
+) -> None:
+    """Give back what one episode holds, as :func:`close_resources` does, in an event loop."""
+    for held in resources._take(owner):
+        call = _asked(held, reason)
+        if call is not None:
+            limit = calls.timeout_s if held.timeout_s is None else held.timeout_s
+            ((outcome,),) = await calls.run_async([[call]], [[limit]])
+            _log_error(held, outcome.error)
+
+
+def _always(call: Call, reason: str) -> Call:
+    del reason
+    return call
+
+
+def _asked(held: _Held, reason: str) -> Call | None:
+    assert held.closing is not None
+    try:
+        return held.closing(reason)
+    except Exception as error:
+        _log_error(held, error)
+        return None
+
+
+def _log_error(held: _Held, error: BaseException | None) -> None:
+    if error is not None:
+        _log.warning("%s.close failed", held.name, exc_info=error)
+
+
+def close_left_open(table: Mapping[Any, Resources]) -> None:
+    """Close what nobody closed, at the end of its environment or of the program.
+
+    A close that hangs holds up the end of the program only briefly.
+
+    Args:
+        table: of an environment; emptied.
+    """
+    waiting: list[threading.Thread] = []
+    for resources in list(table.values()):
+        for held in resources._take():
+            call = _asked(held, "")
+            if call is None:
+                continue
+            thread = threading.Thread(
+                target=lambda held=held, call=call: _log_error(held, run_call(call).error),
+                name="close",
+                daemon=True,
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can start any more, as the interpreter is ending
+                _log_error(held, run_call(call).error)
+            else:
+                waiting.append(thread)
+    deadline = time.monotonic() + _EXIT_GRACE_S
+    for thread in waiting:
+        thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+# Events of many episodes at once: what they wait for runs together.
+#
+# An event of an episode is a plain method, or a coroutine that awaits calls
+# (:meth:`~torchrl_envs.EpisodeTransform.call`). A coroutine never waits for anything else, so any
+# loop can drive it: here one that takes all episodes as far as they get, runs what all of them ask
+# for at once, and goes on.
+
+EventCoroutine = Coroutine["PendingCalls", list[Outcome], None]
+
+
+class PendingCall(NamedTuple):
+    """A call that an event waits for."""
+
+    call: Call
+    """Takes no arguments; sync, or ``async``."""
+    timeout_s: float
+    """Deadline, in seconds from when it starts."""
+    lane: Hashable
+    """Calls of one lane run one after the other, also those of several episodes; none starts after
+    one that missed its deadline."""
+
+
+class PendingCalls(NamedTuple):
+    """Calls that an event waits for, all of them; awaiting it gives an outcome for each."""
+
+    calls: Sequence[PendingCall]
+
+    def __await__(self) -> Generator["PendingCalls", list[Outcome], list[Outcome]]:
+        return (yield self)
+
+
+def drive(events: Mapping[int, Any], calls: ConcurrentCalls) -> dict[int, Exception]:
+    """Run what events returned, by number, to the end; what was raised, by number."""
+    errors: dict[int, Exception] = {}
+    running: dict[int, EventCoroutine] = {
+        number: event for number, event in events.items() if inspect.iscoroutine(event)
+    }
+    answers: Mapping[int, list[Outcome] | None] = dict.fromkeys(running)
+    try:
+        while running:
+            asked: dict[int, PendingCalls] = {}
+            for number, coroutine in list(running.items()):
+                try:
+                    asked[number] = _checked(coroutine.send(answers[number]))  # type: ignore[arg-type]
+                except StopIteration:
+                    del running[number]
+                except Exception as error:
+                    errors[number] = error
+                    del running[number]
+            answers = run_pending(asked, calls)
+    finally:
+        for coroutine in running.values():
+            coroutine.close()
+    return errors
+
+
+class LoopDriver:
+    """Runs the coroutines of events in an event loop, each by itself: none waits for another.
+
+    Args:
+        calls: runs what they wait for.
+    """
+
+    def __init__(self, calls: ConcurrentCalls) -> None:
+        self._calls = calls
+        self._lanes: weakref.WeakValueDictionary[Hashable, asyncio.Lock]
+        self._lanes = weakref.WeakValueDictionary()
+
+    async def drive(self, event: Any) -> None:
+        """Run what an event returned, a coroutine or ``None``, to its end."""
+        if not inspect.iscoroutine(event):
+            return
+        answer: list[Outcome] | None = None
+        try:
+            while True:
+                asked = _checked(event.send(answer))  # type: ignore[arg-type]
+                answer = await self._run(asked.calls)
+        except StopIteration:
+            return
+        finally:
+            event.close()
+
+    async def _run(self, pending: Sequence[PendingCall]) -> list[Outcome]:
+        """Run calls, those of one lane in order, also among several events."""
+        lanes: dict[Hashable, list[int]] = {}
+        for place, each in enumerate(pending):
+            key = ("alone", place) if each.lane is None else ("lane", each.lane)
+            lanes.setdefault(key, []).append(place)
+        if len(lanes) == 1:
+            ((key, places),) = lanes.items()
+            return await self._run_lane(key, [pending[place] for place in places])
+        results: list[Any] = [None] * len(pending)
+
+        async def run(key: Hashable, places: list[int]) -> None:
+            outcomes = await self._run_lane(key, [pending[place] for place in places])
+            for place, outcome in zip(places, outcomes, strict=True):
+                results[place] = outcome
+
+        await asyncio.gather(*[run(key, places) for key, places in lanes.items()])
+        return results
+
+    async def _run_lane(self, key: Any, lane: Sequence[PendingCall]) -> list[Outcome]:
+        chain, limits = [each.call for each in lane], [each.timeout_s for each in lane]
+        if key[0] == "alone":
+            return (await self._calls.run_async([chain], [limits]))[0]
+        lock = self._lanes.get(key)
+        if lock is None:
+            lock = self._lanes[key] = asyncio.Lock()
+        async with lock:
+            return (await self._calls.run_async([chain], [limits]))[0]
+
+
+def _checked(asked: Any) -> PendingCalls:
+    if not isinstance(asked, PendingCalls):
+        raise TypeError(
+            f"An event of an episode awaits self.call(...) only, got {type(asked).__name__}. Put "
+            "what it waits for into a function, sync or async, and await self.call(function)."
+        )
+    return asked
+
+
+def run_pending(
+    asked: Mapping[int, PendingCalls], calls: ConcurrentCalls
+) -> dict[int, list[Outcome]]:
+    """Run what several events wait for at once; an outcome per call, by number of the event."""
+    chains: list[list[PendingCall]] = []
+    lanes: dict[Hashable, int] = {}
+    places: dict[int, list[tuple[int, int]]] = {}
+    for number, pending in asked.items():
+        own = places[number] = []
+        for each in pending.calls:
+            new = len(chains)
+            chain = new if each.lane is None else lanes.setdefault(each.lane, new)
+            if chain == new:
+                chains.append([])
+            own.append((chain, len(chains[chain])))
+            chains[chain].append(each)
+    if not chains:
+        return {number: [] for number in asked}
+    limits = [[each.timeout_s for each in chain] for chain in chains]
+    outcomes = calls.run([[each.call for each in chain] for chain in chains], limits)
+    return {n: [outcomes[chain][place] for chain, place in own] for n, own in places.items()}
+
+
+# One rollout, from its draw to its reward.
+#
+# Shape legend: T tokens of a row of an episode.
 
 _NOTHING: Final = Conversations.from_messages([[]])
 _NO_MEMORY: Final[Mapping[str, Any]] = {}

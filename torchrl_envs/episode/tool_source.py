@@ -7,25 +7,17 @@ import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrl_data.conversation.record import Message
+from torchrl_data.messages import Message
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR
-from torchrl_data.tool_calls.parse import MalformedCall, ToolCall, TurnParser, parse_tool_calls
-from torchrl_envs.concurrency.calls import Call, Outcome
-from torchrl_envs.errors import EpisodeLostError
-from torchrl_envs.tool_calls.results import (
-    MAX_RESULT_BYTES,
-    as_text,
-    error_line,
-    error_text,
-    result_text,
-)
+from torchrl_data.tool_calls import MalformedCall, ToolCall, TurnParser, parse_tool_calls
+from torchrl_envs.concurrency import Call, EpisodeLostError, Outcome
+from torchrl_envs.tool_results import MAX_RESULT_BYTES, as_text, error_line, error_text, result_text
 
-from .driving import PendingCall, PendingCalls
-from .episode import Episode, ToolCallRecord
-from .episode_transform import EpisodeTransform
+from .episode import Episode, PendingCall, PendingCalls, ToolCallRecord
+from .transform import EpisodeTransform
 
 if TYPE_CHECKING:
-    from torchrl_envs.tool_calls.schemas import Tool
+    from torchrl_envs.tool_schemas import Tool
 
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -140,7 +132,7 @@ class ToolSource(EpisodeTransform):
         """A job with this source's deadline and cap, answered with a ``tool`` message.
 
         What the function returns is made text where it runs, under the deadline. An
-        :class:`~torchrl_envs.errors.EpisodeLostError` ends the row.
+        :class:`~torchrl_envs.concurrency.EpisodeLostError` ends the row.
 
         Args:
             call: what the model asked for.

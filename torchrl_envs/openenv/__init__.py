@@ -4,30 +4,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .errors import (
+    from .session import (
+        EnvResult,
         OpenEnvCapacityError,
         OpenEnvConnectionError,
         OpenEnvError,
         OpenEnvProtocolError,
         OpenEnvServerError,
+        OpenEnvSession,
         OpenEnvTimeoutError,
         SessionNotResetError,
     )
-    from .messages import EnvResult
-    from .session import OpenEnvSession
     from .tools import OpenEnvTools
 
 _HOMES = {
-    "EnvResult": ".messages",
-    "OpenEnvCapacityError": ".errors",
-    "OpenEnvConnectionError": ".errors",
-    "OpenEnvError": ".errors",
-    "OpenEnvProtocolError": ".errors",
-    "OpenEnvServerError": ".errors",
+    "EnvResult": ".session",
+    "OpenEnvCapacityError": ".session",
+    "OpenEnvConnectionError": ".session",
+    "OpenEnvError": ".session",
+    "OpenEnvProtocolError": ".session",
+    "OpenEnvServerError": ".session",
     "OpenEnvSession": ".session",
-    "OpenEnvTimeoutError": ".errors",
+    "OpenEnvTimeoutError": ".session",
     "OpenEnvTools": ".tools",
-    "SessionNotResetError": ".errors",
+    "SessionNotResetError": ".session",
 }
 
 __all__ = [

@@ -1,8 +1,6 @@
 """Functions in processes of their own, which may die and can be killed."""
 
-from .pool import WorkerPool, WorkerStartError
-from .process import ToolProcessError, kept_command
-from .tools import ToolProcesses
+from .pool import ToolProcessError, ToolProcesses, WorkerPool, WorkerStartError, kept_command
 
 __all__ = [
     "ToolProcessError",

@@ -1,11 +1,168 @@
-"""Worker processes that answer requests, and are killed when they take too long."""
+"""Functions in worker processes, which may die, are killed when late, and leave nothing behind."""
 
+import contextlib
+import functools
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
-from .process import ToolProcessError, WorkerProcess
+from torchrl_envs.concurrency import CallTimeoutError, EpisodeLostError, run_call
+from torchrl_envs.tool_results import error_line, value_text
+
+# Messages over a socket between two processes: a length, and bytes.
+
+_LENGTH: Final = struct.Struct("!Q")
+_READ_BYTES: Final = 1 << 16
+
+
+def pack(data: bytes) -> bytes:
+    """A message as it is sent."""
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """What arrives at a socket, message by message."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._buffer = bytearray()
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """The next message."""
+        head = self._read(_LENGTH.size, timeout_s)
+        (size,) = _LENGTH.unpack(head)
+        data = self._read(_LENGTH.size + size, timeout_s)[_LENGTH.size :]
+        self._buffer.clear()
+        return data
+
+    def _read(self, size: int, timeout_s: float | None) -> bytes:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (missing := size - len(self._buffer)) > 0:
+            if deadline is not None:
+                self._link.settimeout(max(1e-3, deadline - time.monotonic()))
+            data = self._link.recv(min(missing, _READ_BYTES))
+            if not data:
+                raise EOFError("the other side closed the socket")
+            self._buffer += data
+        return bytes(self._buffer[:size])
+
+
+# One worker process, as its parent sees it.
+
+_LOOK_S: Final = 0.25
+"""How often one looks whether a worker is alive whose socket somebody keeps open."""
+_END_S: Final = 5.0
+_KEEPER: Final = Path(__file__).with_name("keeper.py")
+_PROGRAM: Final = (
+    "import json, sys; descriptor, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
+    f"from {__package__}.worker import serve; serve(int(descriptor))"
+)
+
+
+def kept_command(command: Sequence[str], *, user: int | None = None) -> list[str]:
+    """A command that ends with this process, and kills what it has started when it ends."""
+    who = "" if user is None else str(user)
+    return [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), who, *command]
+
+
+class ToolProcessError(RuntimeError):
+    """The process of a call ended before it answered."""
+
+
+class WorkerProcess:
+    """A process and the only socket to it; used by one thread at a time, but for :meth:`kill`."""
+
+    def __init__(self, setup: dict[str, Any], handler: bytes) -> None:
+        self._link, theirs = socket.socketpair()
+        self._frames = Frames(self._link)
+        try:
+            path = json.dumps([str(entry) or os.getcwd() for entry in sys.path])
+            self._process = subprocess.Popen(
+                kept_command([sys.executable, "-c", _PROGRAM, str(theirs.fileno()), path]),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is the program's
+            )
+        except BaseException:
+            self._link.close()
+            raise
+        finally:
+            theirs.close()
+        self._setup = pack(pickle.dumps(setup)) + pack(handler)
+
+    def start(self, timeout_s: float) -> str:
+        """Wait until it has begun; what keeps it from running the handler, or nothing."""
+        return self._send(self._setup, timeout_s).decode()
+
+    def ask(self, request: bytes, timeout_s: float) -> bytes:
+        """What the handler answers."""
+        return self._send(pack(request), timeout_s)
+
+    def _send(self, message: bytes, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._link.settimeout(timeout_s)
+            self._link.sendall(message)
+            while (remaining := deadline - time.monotonic()) > 0:
+                is_dead = self.ending() is not None  # asked first: it may have answered before
+                with contextlib.suppress(TimeoutError):
+                    return self._frames.receive(0.0 if is_dead else min(remaining, _LOOK_S))
+                if is_dead:
+                    raise self._death()
+        except TimeoutError:
+            pass
+        except (EOFError, OSError) as error:
+            raise self._death() from error
+        raise CallTimeoutError(f"no answer within {timeout_s:g} s")
+
+    def ending(self) -> str | None:
+        """How the process ended, if it has; it stays a zombie, so that its number is not reused."""
+        try:
+            status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # this program's SIGCHLD is ignored, or somebody else waited
+            return "ended"
+        if status is None:
+            return None
+        if status.si_code == os.CLD_EXITED:
+            return f"ended with exit code {status.si_status}"
+        return f"was ended by a signal: {signal.strsignal(status.si_status)}"
+
+    def _death(self) -> ToolProcessError:
+        deadline = time.monotonic() + _END_S  # the socket closes a little before the process ends
+        while (ending := self.ending()) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return ToolProcessError(f"its process {ending or 'closed its socket'}")
+
+    def kill(self) -> None:
+        """Kill the process and what it started; from any thread, before :meth:`end`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGTERM)  # the keeper kills the others first
+
+    def end(self) -> None:
+        """Kill it, and give back what this process holds of it."""
+        self.kill()
+        try:
+            self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:  # somebody stopped the keeper
+            self._process.kill()
+            self._process.wait()
+        self._link.close()
+
+
+# Worker processes that answer requests, and are killed when they take too long.
 
 _START_S: Final = 120.0
 _STOP_S: Final = 5.0
@@ -128,3 +285,145 @@ class _Workers:
             for worker in self._idle:
                 worker.end()
             self._idle.clear()
+
+
+# Inside a worker: finds the handler, then answers requests until the socket closes.
+
+
+def serve(descriptor: int) -> None:
+    """A worker's life."""
+    link = socket.socket(fileno=descriptor)
+    link.settimeout(None)
+    frames = Frames(link)
+    setup = pickle.loads(frames.receive())
+    try:
+        handler = pickle.loads(frames.receive())
+        for module in setup["preload"]:
+            import_module(module)
+        _limit_memory(setup["max_memory_mb"])
+    except BaseException as error:
+        link.sendall(pack(error_line(error).encode()))
+        return
+    link.sendall(pack(b""))
+    while True:
+        try:
+            request = frames.receive()
+        except EOFError:
+            return
+        link.sendall(pack(handler(request)))
+
+
+def _limit_memory(max_memory_mb: int | None) -> None:
+    if max_memory_mb is None:
+        return
+    with open("/proc/self/statm") as statm:
+        in_use = int(statm.read().split()[5]) * resource.getpagesize()
+    limit = in_use + max_memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+# Functions that are called in worker processes and answer with text.
+
+
+class ToolProcesses:
+    """Calls functions in worker processes, each call with a deadline; see :class:`WorkerPool`."""
+
+    # The first worker starts with the object, to show that it finds the functions.
+    # functions: by name, sync or `async` (each call has an event loop of its own); found by their
+    # names in modules that can be imported.
+    # max_memory_mb: what a worker may allocate beside what it starts with, in MiB; beyond it a call
+    # fails with `MemoryError`. No limit when not given.
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        *,
+        num_processes: int,
+        timeout_s: float,
+        max_result_bytes: int,
+        max_memory_mb: int | None = None,
+        preload: Sequence[str] = (),
+        start: bool = True,
+    ) -> None:
+        if num_processes < 1 or (max_memory_mb is not None and max_memory_mb < 1):
+            raise ValueError(
+                "num_processes and max_memory_mb must be at least 1, got "
+                f"{num_processes} and {max_memory_mb}."
+            )
+        self.functions = dict(functions)
+        self.timeout_s = timeout_s
+        self._settings = {
+            "num_processes": num_processes,
+            "timeout_s": timeout_s,
+            "max_memory_mb": max_memory_mb,
+            "preload": preload,
+        }
+        self._max_result_bytes = max_result_bytes
+        for name, function in functions.items():
+            _check_can_be_found(name, function)
+        handler = pickle.dumps(_Handler(self.functions, max_result_bytes))
+        self._pool = WorkerPool(handler, **self._settings)
+        if start:
+            self._ask(self._pool.start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has workers of its own."""
+        settings = {**self._settings, "max_result_bytes": self._max_result_bytes}
+        return functools.partial(type(self), **settings), (self.functions,)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a function as soon as a worker is free; from any thread."""
+        request = json.dumps((name, dict(arguments))).encode()
+        kind, text = json.loads(self._ask(functools.partial(self._pool.ask, request)))
+        if kind == "value":
+            return text
+        name, _, message = text.partition(": ")
+        error: Any = type(name, (EpisodeLostError if kind == "lost" else RuntimeError,), {})
+        raise error(message)
+
+    @staticmethod
+    def _ask(ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except WorkerStartError as error:
+            if error.__cause__ is not None:
+                raise
+            raise ToolProcessError(
+                f"the functions can't run in another process: {error}. Define them at the top of a "
+                "module that can be imported, or leave num_processes out."
+            ) from error
+
+    def close(self) -> None:
+        """Kill the workers, and with them the calls that run; a later call starts new ones."""
+        self._pool.close()
+
+
+class _Handler:
+    """In a worker: text alone goes back, as objects of this side may not exist on the other."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], max_bytes: int) -> None:
+        self._functions = functions
+        self._max_bytes = max_bytes
+
+    def __call__(self, request: bytes) -> bytes:
+        name, arguments = json.loads(request)
+        outcome = run_call(functools.partial(self._functions[name], **arguments))
+        if outcome.error is None:
+            shown = functools.partial(value_text, outcome.value, max_bytes=self._max_bytes)
+            outcome = run_call(shown)
+        if outcome.error is None:
+            return json.dumps(("value", outcome.value)).encode()
+        kind = "lost" if isinstance(outcome.error, EpisodeLostError) else "error"
+        return json.dumps((kind, error_line(outcome.error))).encode()
+
+
+def _check_can_be_found(name: str, function: Callable[..., Any]) -> None:
+    try:
+        if getattr(function, "__module__", None) == "__main__":
+            raise ValueError("it is defined in the program itself")
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The function {name} can't run in another process: {error}. Define it at the top of a "
+            "module that can be imported, or leave num_processes out."
+        ) from error

@@ -1,10 +1,14 @@
 """Untrusted Python code: no network, no files but its own, bounded means; or it does not run."""
 
-from .errors import SandboxStartError, SandboxUnavailableError, UnsandboxedCodeWarning
-from .limits import SandboxLimits
-from .result import Isolation, SandboxResult
-from .sandbox import Sandbox
-from .session import SandboxSession
+from .confinement import (
+    Isolation,
+    SandboxLimits,
+    SandboxResult,
+    SandboxStartError,
+    SandboxUnavailableError,
+    UnsandboxedCodeWarning,
+)
+from .sandbox import Sandbox, SandboxSession
 
 __all__ = [
     "Isolation",

@@ -7,10 +7,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from .limits import SandboxLimits
+from .confinement import CHECKS, UNPRIVILEGED_USER, SandboxLimits, changes_user, starts_as
 from .sandbox import Sandbox
-from .self_check import CHECKS
-from .users import UNPRIVILEGED_USER, changes_user, starts_as
 
 
 def main() -> int:

@@ -1,31 +1,251 @@
-"""Tasks by name."""
+"""Tasks by name, and several of them in one environment."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, overload
 
-from .calculator import calculator_task
-from .catch import catch_task
-from .countdown import countdown_task
-from .echo import echo_task
-from .external.agent import agent_task
-from .external.calculator_agent import calculator_agent_task
-from .external.entry_point import environment_task
-from .gsm8k import gsm8k_task
+import numpy as np
+from torchrl.envs import Transform
+
+from torchrl_envs.datasets.rows import find_prompt_column
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_env import cut_after
+from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.rewards.functions import RewardFunctions
+
+from .external import agent_task, calculator_agent_task, environment_task
 from .ifeval import ifeval_task
-from .math_problems import math_task
-from .multi_env import combine_tasks
-from .number_guessing import number_guessing_task
-from .openenv import openenv_task
-from .questions.reasoning_gym import generator_names, question_task
-from .search.task import search_task
-from .task import Task
-from .textarena_games import PREFIX, textarena_games, textarena_task
-from .two_player.nim import nim_task
-from .wordle import wordle_task
+from .questions import countdown_task, gsm8k_task, math_task
+from .reasoning_gym import calculator_task, generator_names, question_task
+from .remote import PREFIX, openenv_task, textarena_games, textarena_task
+from .search import search_task
+from .small_games import catch_task, echo_task, nim_task, number_guessing_task, wordle_task
+from .task import ROUTE_COLUMN, OfTasks, Row, Task
+
+# Several tasks in one run: each row belongs to one, and meets its tools, rewards and limits.
+
+
+def combine_tasks(
+    name: str, tasks: Sequence[Task], shares: Sequence[float] | None = None, *, seed: int = 0
+) -> Task:
+    """One task of several, whose rows say in their column ``environment`` which is theirs.
+
+    An episode has the environment, tools, rewards, system prompt and limit of turns of its own
+    task. Its rows' prompts are in the column ``prompt``. The entropy bonus acts on the tokens of
+    all of them, and is the smallest that one asks for.
+
+    Args:
+        name: of the whole.
+        tasks: of different names.
+        shares: of the training prompts, in proportion; without them the tasks take turns, for as
+            long as the shortest lasts. Held-out rows and demonstrations take turns in any case.
+        seed: of the order, see :func:`draw_schedule`.
+
+    Returns:
+        The task; one pass over its training rows shows each row of each task at least once.
+
+    Raises:
+        ValueError: names repeat, a task has several environments already, its data can't be read
+            by their number, or the shares don't fit.
+    """
+    names = [task.name for task in tasks]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"combine_tasks needs tasks of different names, got {names}.")
+    for task in tasks:
+        _check(task)
+    prompts = {task.system_prompt for task in tasks}
+    system_prompt = prompts.pop() if len(prompts) == 1 else None
+    parts = [_Part(task, says_system=bool(prompts)) for task in tasks]
+    columns = dict.fromkeys(
+        column for part in parts for column in part.row(part.task.train_rows[0])
+    )
+    sizes = [len(task.train_rows) for task in tasks]
+    order = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
+    if shares is not None:
+        order = draw_schedule(sizes, shares, seed)
+    held_out = [[{**columns, **part.row(row)} for row in part.task.held_out_rows] for part in parts]
+    environments = {task.name: task.environment for task in tasks if task.environment is not None}
+    answers = {task.final_answer for task in tasks}
+    bonuses = [task.entropy_coeff for task in tasks if task.entropy_coeff is not None]
+    return Task(
+        name=name,
+        environment=environments or None,  # type: ignore[arg-type]
+        tools=lambda show_schemas: [
+            tool for part in parts for tool in part.only(part.tools(show_schemas))
+        ],
+        rewards=lambda: [each for part in parts for each in part.only(part.scoring())],
+        train_rows=MixedRows(parts, columns, order),
+        held_out_rows=_in_turn(held_out),
+        prompt_column="prompt",
+        system_prompt=system_prompt,
+        demonstrations=_in_turn([task.demonstrations for task in tasks if task.demonstrations]),
+        num_warm_steps=max(task.num_warm_steps or 0 for task in tasks) or None,
+        entropy_coeff=min(bonuses, default=None),
+        max_turns=max(task.max_turns for task in tasks),
+        max_new_tokens=max(task.max_new_tokens for task in tasks),
+        final_answer=answers.pop() if len(answers) == 1 else None,
+        isolated="|".join(dict.fromkeys(task.isolated for task in tasks)),
+        phrases=tuple(dict.fromkeys(phrase for task in tasks for phrase in task.phrases)),
+        parts=tuple(names),
+    )
+
+
+def draw_schedule(
+    sizes: Sequence[int], shares: Sequence[float], seed: int
+) -> list[tuple[int, int]]:
+    """Which row of which task each prompt is.
+
+    The j-th prompt of a task comes at a time drawn uniformly from ``[j, j + 1) / share``: random,
+    and yet any stretch holds each task's share of it, give or take a few prompts. Each task goes
+    through its rows in their order, and again from the first when they are used up.
+
+    Args:
+        sizes: rows of each task.
+        shares: of each task, positive; in proportion.
+        seed: of the times.
+
+    Returns:
+        Task and row of each prompt, for as long as it takes until every row was there.
+
+    Raises:
+        ValueError: there are not as many positive shares as tasks.
+    """
+    if len(shares) != len(sizes) or not all(np.isfinite(s) and s > 0 for s in shares):
+        raise ValueError(
+            f"draw_schedule needs a positive share for each of {len(sizes)} tasks, got "
+            f"{list(shares)}."
+        )
+    parts = [share / sum(shares) for share in shares]
+    length = max(size / part for size, part in zip(sizes, parts, strict=True))
+    times: list[tuple[float, int, int]] = []
+    for task, (size, part) in enumerate(zip(sizes, parts, strict=True)):
+        draws = np.random.default_rng([seed, task]).random(int(np.ceil(length * part)))
+        times += [((j + x) / part, task, j % size) for j, x in enumerate(draws)]
+    return [(task, row) for _, task, row in sorted(times)]
+
+
+class MixedRows(Sequence[Row]):
+    """Rows of several tasks in an order; each is made when it is read.
+
+    Args:
+        parts: make the rows.
+        columns: of all tasks, as in one table; ``None`` in the rows of those that lack one.
+        order: task and row of each.
+    """
+
+    def __init__(
+        self, parts: "Sequence[_Part]", columns: Row, order: Sequence[tuple[int, int]]
+    ) -> None:
+        self._parts = parts
+        self._columns = columns
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        part, row = self._order[index]
+        own = self._parts[part]
+        return {**self._columns, **own.row(own.task.train_rows[row])}
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+
+class TurnLimit(EpisodeTransform):
+    """Cuts an episode after so many turns, as ``StepCounter`` does.
+
+    Args:
+        max_turns: of the policy.
+    """
+
+    def __init__(self, max_turns: int) -> None:
+        super().__init__()
+        self.max_turns = max_turns
+
+    def after_turn(self, episode: Episode) -> None:
+        """Count."""
+        cut_after(episode, self.max_turns)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of the tasks that are combined."""
+
+    task: Task
+    says_system: bool
+    """Whether its prompts have to bring its system prompt, because those of others differ."""
+
+    def row(self, row: Mapping[str, Any]) -> Row:
+        """A row as it is among those of other tasks."""
+        own = dict(row if self.task.map_row is None else self.task.map_row(dict(row)))
+        prompt = own[find_prompt_column(list(own), self.task.prompt_column)]
+        if self.says_system and self.task.system_prompt is not None:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            prompt = [{"role": "system", "content": self.task.system_prompt}, *messages]
+        return {**own, "prompt": prompt, ROUTE_COLUMN: self.task.name}
+
+    def tools(self, show_schemas: bool) -> list[Transform]:
+        """Its sources of tools, and its limit of turns."""
+        own = [] if self.task.tools is None else list(self.task.tools(show_schemas))
+        return [*own, TurnLimit(self.task.max_turns)]
+
+    def scoring(self) -> list[Transform]:
+        """What scores its episodes, and measures them."""
+        own = [] if self.task.rewards is None else list(self.task.rewards())
+        if self.task.metrics:
+            weights = [0.0] * len(self.task.metrics)
+            own.append(RewardFunctions(self.task.metrics, weights=weights))
+        return own
+
+    def only(self, transforms: Sequence[Transform]) -> Sequence[Transform]:
+        """The same, for its own episodes alone."""
+        for transform in transforms:
+            if not isinstance(transform, EpisodeTransform):
+                raise ValueError(
+                    f"combine_tasks: {type(transform).__name__} of {self.task.name} works on whole "
+                    "batches, so the episodes of other tasks can't be left out. Write it as an "
+                    "EpisodeTransform."
+                )
+            transform.only_for = OfTasks((self.task.name,))
+        return transforms
+
+
+def _check(task: Task) -> None:
+    if isinstance(task.environment, Mapping):
+        raise ValueError(
+            "combine_tasks takes tasks of one environment each; "
+            f"{task.name} has several environments already."
+        )
+    rows = task.train_rows
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or not len(rows):
+        raise ValueError(
+            f"combine_tasks needs rows that can be read by their number; those of {task.name} are "
+            f"{type(rows).__name__}. Load them as a whole, without streaming."
+        )
+    missing = [column for column in task.columns if column not in rows[0]]
+    if missing:
+        raise ValueError(
+            f"{task.name} needs the columns {missing}; the data set has {sorted(rows[0])}."
+        )
+
+
+def _in_turn(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """One of each part after the other, for as long as the shortest lasts."""
+    return list(chain.from_iterable(zip(*parts, strict=False)))
+
+
+# Tasks by name.
 
 _DEFAULT_MIX: Final = {"echo": None, "catch": None, "wordle": None}
 

@@ -1,23 +1,369 @@
-"""Gives each rollout a browser.
-
-Shape legend: B rows.
-"""
+"""A headless Chromium as tools: started, driven, and read as text."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import importlib.util
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torchrl_data.tool_calls.parse import ToolCall
-from torchrl_envs.browser.actions import BrowserActionError, PageActions, browser_schema
-from torchrl_envs.browser.allowed_hosts import AllowedHosts
-from torchrl_envs.browser.chromium import Chromium, check_chromium_sandbox, find_chromium
+from torchrl_data.tool_calls import ToolCall
+from torchrl_envs.browser.proxy import (
+    REFUSED_HEADER,
+    AllowedHosts,
+    FilteringProxy,
+    SharedNetworkWarning,
+    reason_against,
+    write_launcher,
+)
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Job, ToolSource
-from torchrl_envs.tool_calls.schemas import Tool, schema_tool
+from torchrl_envs.tool_schemas import Tool, schema_tool
 
 if TYPE_CHECKING:
-    from playwright.async_api import BrowserContext, Page
+    from playwright.async_api import Browser, BrowserContext, Locator, Page, Playwright
+
+
+# What a policy can do in a browser: the schema, and each action on a page.
+
+_PROPERTIES: Final[dict[str, dict[str, Any]]] = {
+    "url": {"type": "string", "description": "Address to open, for navigate."},
+    "selector": {
+        "type": "string",
+        "description": "CSS selector of an element, for click, type and extract.",
+    },
+    "text": {"type": "string", "description": "Text to put into a field, for type."},
+    "scroll_amount": {
+        "type": "integer",
+        "description": "Pixels to scroll down, negative for up, for scroll.",
+    },
+    "extract_type": {
+        "type": "string",
+        "enum": ["text", "html", "attribute"],
+        "description": "What to read, for extract: text (default), html or attribute.",
+    },
+    "attribute": {
+        "type": "string",
+        "description": "Name of the attribute, for extract with extract_type attribute.",
+    },
+}
+_REQUIRED: Final = {
+    "navigate": ["url"],
+    "click": ["selector"],
+    "type": ["selector", "text"],
+    "extract": [],
+    "scroll": ["scroll_amount"],
+    "screenshot": [],
+}
+
+
+_MARK_BYTES: Final = 64
+"""Room for the mark where content was cut."""
+
+
+_NUM_LOOKS: Final = 5
+_LOOK_MS: Final = 50.0
+"""A click's effects, a new page above all, come a moment after it."""
+
+
+class BrowserActionError(Exception):
+    """An action could not be done; the message is for the model."""
+
+
+def browser_schema(*, screenshots: bool) -> dict[str, Any]:
+    """The tool ``browser`` as chat templates show it."""
+    actions = [name for name in _REQUIRED if screenshots or name != "screenshot"]
+    action = {"type": "string", "enum": actions, "description": "What to do."}
+    conditions = [
+        {
+            "if": {"properties": {"action": {"const": name}}, "required": ["action"]},
+            "then": {"required": _REQUIRED[name]},
+        }
+        for name in actions
+        if _REQUIRED[name]
+    ]
+    conditions.append(
+        {
+            "if": {
+                "properties": {"extract_type": {"const": "attribute"}},
+                "required": ["extract_type"],
+            },
+            "then": {"required": ["attribute"]},
+        }
+    )
+    return {
+        "type": "function",
+        "function": {
+            "name": "browser",
+            "description": "Open web pages, read them and act on them. "
+            "What is open stays open between calls.",
+            "parameters": {
+                "type": "object",
+                "properties": {"action": action, **_PROPERTIES},
+                "required": ["action"],
+                "allOf": conditions,
+            },
+        },
+    }
+
+
+class PageActions:
+    """Acts on a page."""
+
+    def __init__(
+        self, page: "Page", allowed: AllowedHosts, *, timeout_s: float, max_bytes: int
+    ) -> None:
+        self._page = page
+        self._allowed = allowed
+        self._timeout_ms = timeout_s * 1000
+        self._max_bytes = max_bytes
+
+    async def run(self, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+        """Do what arguments that fit the schema say."""
+        actions: dict[str, Callable[[Mapping[str, Any]], Awaitable[dict[str, Any] | str]]] = {
+            "navigate": self._navigate,
+            "click": self._click,
+            "type": self._type,
+            "extract": self._extract,
+            "scroll": self._scroll,
+        }
+        return await actions[arguments["action"]](arguments)
+
+    async def screenshot(self, path: Path) -> dict[str, Any]:
+        """Write what is visible as a PNG."""
+        await self._page.screenshot(path=path, timeout=self._timeout_ms)
+        return {"path": str(path)}
+
+    async def _navigate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        url = arguments["url"]
+        refusal = self._allowed.refusal(url)
+        if refusal is not None:
+            raise BrowserActionError(refusal)
+        response = await self._page.goto(url, timeout=self._timeout_ms)
+        if response is not None:
+            refused = (await response.all_headers()).get(REFUSED_HEADER)
+            if refused is not None:
+                raise BrowserActionError(
+                    f"{url!r:.200} leads to {refused}, which is not allowed; the allowed domains "
+                    f"are {list(self._allowed.domains)}"
+                )
+        return {**await self._where(), "status": response.status if response else None}
+
+    async def _click(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        before = len(self._page.context.pages)
+        await self._find(arguments).click(timeout=self._timeout_ms)
+        for _ in range(_NUM_LOOKS):
+            await self._page.wait_for_timeout(_LOOK_MS)
+            if len(self._page.context.pages) > before:
+                self._page = self._page.context.pages[-1]
+                break
+        await self._page.wait_for_load_state("domcontentloaded", timeout=self._timeout_ms)
+        return await self._where()
+
+    async def _type(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        await self._find(arguments).fill(arguments["text"], timeout=self._timeout_ms)
+        return await self._where()
+
+    async def _scroll(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        top = await self._page.evaluate(
+            "pixels => { window.scrollBy(0, pixels); return window.scrollY }",
+            arguments["scroll_amount"],
+        )
+        return {**await self._where(), "scrolled_to": top}
+
+    async def _extract(self, arguments: Mapping[str, Any]) -> str:
+        element = self._find(arguments)
+        kind = arguments.get("extract_type", "text")
+        await element.wait_for(state="attached", timeout=self._timeout_ms)
+        # Cut in the page, so that a huge one is never sent here.
+        script = {
+            "text": "(e, [n]) => e.innerText === undefined ? e.textContent : e.innerText",
+            "html": "(e, [n]) => e.innerHTML",
+            "attribute": "(e, [n, name]) => e.getAttribute(name)",
+        }[kind]
+        content = await element.evaluate(
+            f"(e, a) => {{ const c = ({script})(e, a); "
+            "return c === null ? null : [c.slice(0, a[0]), c.length] }",
+            [self._max_bytes, arguments.get("attribute")],
+            timeout=self._timeout_ms,
+        )
+        if content is None:
+            raise BrowserActionError(f"the element has no attribute {arguments['attribute']!r}")
+        text, length = content
+        data = text.encode("utf-8", errors="replace")
+        if length <= self._max_bytes and len(data) <= self._max_bytes:
+            return text
+        shown = data[: self._max_bytes - _MARK_BYTES].decode("utf-8", errors="ignore")
+        return f"{shown}\n[... {length - len(shown)} more characters were cut]"
+
+    def _find(self, arguments: Mapping[str, Any]) -> "Locator":
+        return self._page.locator(arguments.get("selector", "body")).first
+
+    async def _where(self) -> dict[str, Any]:
+        return {"url": self._page.url, "title": (await self._page.title())[:200]}
+
+
+# One headless Chromium, driven by playwright: the only place that imports it.
+
+_NAMES: Final = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome-stable",
+    "google-chrome",
+    "microsoft-edge-stable",
+)
+# No traffic of the browser's own, and none beside the proxy.
+_FLAGS: Final = (
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-domain-reliability",
+    "--disable-quic",
+    "--disable-sync",
+    "--dns-prefetch-disable",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--no-first-run",
+    "--no-pings",
+)
+
+
+def find_chromium(executable_path: str | None = None) -> str:
+    """A browser that is installed; nothing is ever downloaded."""
+    if importlib.util.find_spec("playwright") is None:
+        raise ValueError(
+            "The browser is driven by playwright, which is not installed: `pip install playwright` "
+            "(`playwright install` is not needed)."
+        )
+    warn_of_shared_network()
+    if executable_path is not None:
+        if not os.path.isfile(executable_path) or not os.access(executable_path, os.X_OK):
+            raise ValueError(f"executable_path={executable_path!r} is no program that can be run.")
+        return executable_path
+    found = next(filter(None, map(shutil.which, _NAMES)), None)
+    if found is None:
+        raise ValueError(
+            f"No browser: none of {', '.join(_NAMES)} is on the path. Install one (on Debian "
+            "`apt-get install chromium`) or pass executable_path=."
+        )
+    return found
+
+
+def check_chromium_sandbox(chromium_sandbox: bool) -> None:
+    """Chromium's own sandbox does not work for root."""
+    if chromium_sandbox and os.geteuid() == 0:
+        raise ValueError(
+            "Chromium's own sandbox does not work for root. Run as an ordinary user, or pass "
+            "chromium_sandbox=False if you accept that a page that breaks the renderer can do what "
+            "root can do."
+        )
+
+
+def warn_of_shared_network() -> None:
+    """Say so if a browser can't have a network of its own here."""
+    reason = reason_against()
+    if reason is not None:
+        warnings.warn(
+            f"The browser shares this machine's network ({reason}): that it reaches the allowed "
+            "hosts only depends on Chromium's own settings. Install bubblewrap, and allow "
+            "namespaces where this runs in a container.",
+            SharedNetworkWarning,
+            stacklevel=3,
+        )
+
+
+class Chromium:
+    """A browser and its proxy; starts when it is first needed, again after a crash."""
+
+    # It has a network of its own, where there is nothing but the proxy, if that works here. All
+    # methods run on one event loop.
+
+    def __init__(
+        self,
+        allowed: AllowedHosts,
+        *,
+        executable_path: str,
+        headless: bool,
+        chromium_sandbox: bool,
+        start_timeout_s: float,
+    ) -> None:
+        self._allowed = allowed
+        self._options: dict[str, Any] = {
+            "executable_path": executable_path,
+            "headless": headless,
+            "chromium_sandbox": chromium_sandbox,
+            "args": list(_FLAGS),
+            "timeout": start_timeout_s * 1000,
+        }
+        self._starting: asyncio.Lock | None = None
+        self._playwright: Playwright | None = None
+        self._browser: Browser | None = None
+        self._proxy: FilteringProxy | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    async def new_context(self) -> "BrowserContext":
+        """A fresh profile: no cookies, no cache, no downloads, no service workers."""
+        if self._starting is None:
+            self._starting = asyncio.Lock()
+        async with self._starting:
+            if self._browser is None or not self._browser.is_connected():
+                await self.close()
+                await self._start()
+        assert self._browser is not None
+        return await self._browser.new_context(accept_downloads=False, service_workers="block")
+
+    async def _start(self) -> None:
+        from playwright.async_api import async_playwright
+
+        self._proxy = FilteringProxy(self._allowed)
+        options = dict(self._options)
+        if reason_against() is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="browser-")
+            options["executable_path"], socket, url = write_launcher(
+                Path(self._folder.name), options["executable_path"]
+            )
+            await self._proxy.start(socket)
+        else:
+            await self._proxy.start()
+            url = self._proxy.url
+        self._playwright = await async_playwright().start()
+        self._browser = await self._playwright.chromium.launch(
+            **options,
+            proxy={
+                "server": url,
+                "username": self._proxy.username,
+                "password": self._proxy.password,
+                "bypass": "<-loopback>",
+            },
+            # Signals belong to the program that this is a part of.
+            handle_sigint=False,
+            handle_sigterm=False,
+            handle_sighup=False,
+        )
+
+    async def close(self) -> None:
+        """End the browser, its driver and the proxy."""
+        browser, self._browser = self._browser, None
+        playwright, self._playwright = self._playwright, None
+        proxy, self._proxy = self._proxy, None
+        folder, self._folder = self._folder, None
+        try:
+            if browser is not None:
+                await browser.close()
+        finally:
+            if playwright is not None:
+                await playwright.stop()
+            if proxy is not None:
+                await proxy.close()
+            if folder is not None:
+                folder.cleanup()
+
+
+# Gives each rollout a browser.
+#
+# Shape legend: B rows.
 
 _START_S: Final = 60.0
 _CLOSE_S: Final = 15.0
@@ -37,7 +383,7 @@ class BrowserTransform(ToolSource):
     proxy of this process, which connects to nobody else.
 
     Args:
-        allowed_domains: hosts, see :class:`~torchrl_envs.browser.allowed_hosts.AllowedHosts`:
+        allowed_domains: hosts, see :class:`~torchrl_envs.browser.proxy.AllowedHosts`:
             ``"example.com"`` with its subdomains, ``"127.0.0.1:8000"``, ``"*"`` for all that are
             public.
         headless: without a window.

@@ -10,13 +10,12 @@ if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter
 
     from torchrl_envs.datasets.primer import DataLoadingPrimer
-    from torchrl_envs.entries.stacking import as_nested_tensor, as_padded_tensor
+    from torchrl_envs.entries import as_nested_tensor, as_padded_tensor
     from torchrl_envs.episode.episode_env import RewardErrorLimit
-    from torchrl_envs.episode.episode_transform import EpisodeTransform
     from torchrl_envs.episode.tool_source import ToolSource
-    from torchrl_envs.graders.llm_judge import LLMJudge
-    from torchrl_envs.graders.math_verify_reward import MathVerifyReward
-    from torchrl_envs.graders.reward_model import RewardModel
+    from torchrl_envs.episode.transform import EpisodeTransform
+    from torchrl_envs.graders.answers import MathVerifyReward
+    from torchrl_envs.graders.judges import LLMJudge, RewardModel
     from torchrl_envs.rewards.answer import AnswerReward
     from torchrl_envs.rewards.functions import RewardFunctions
     from torchrl_envs.rewards.kl import (
@@ -26,14 +25,13 @@ if TYPE_CHECKING:
         RetrieveLogProb,
     )
     from torchrl_envs.tools.browser import BrowserTransform
-    from torchrl_envs.tools.environment_tools import EnvironmentTools
-    from torchrl_envs.tools.function_tools import FunctionTools
-    from torchrl_envs.tools.mcp_tools import MCPToolTransform
-    from torchrl_envs.tools.python_interpreter import PythonInterpreter
+    from torchrl_envs.tools.environments import EnvironmentTools
+    from torchrl_envs.tools.functions import FunctionTools, PythonInterpreter
+    from torchrl_envs.tools.mcp import MCPToolTransform
 
+    from .context import TokenBudget
     from .policy_version import PolicyVersion
     from .thinking_prompt import AddThinkingPrompt
-    from .token_budget import TokenBudget
     from .tokenizer import TemplateTransform, Tokenizer
 
 __all__ = [

@@ -5,15 +5,14 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from torchrl_modules.engines.blocking_engine import BlockingEngine
-from torchrl_modules.engines.fleet.engine_fleet import EngineFleet
-from torchrl_modules.engines.protocol import Engine
-from torchrl_modules.sampling.params import requested_sampling
-from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
-from torchrl_modules.vllm.bridges import BlockingVLLMEngine, OwnServerEngine
+from torchrl_modules.engines.bridges import BlockingEngine
+from torchrl_modules.engines.engine import Engine
+from torchrl_modules.engines.fleet import EngineFleet
+from torchrl_modules.sampling import requested_sampling
 from torchrl_modules.vllm.client import VLLMServerEngine
-from torchrl_modules.vllm.engine import VLLMEngine
+from torchrl_modules.vllm.engine import AsyncVLLMEngine, VLLMEngine
 from torchrl_modules.vllm.requests import check_reported
+from torchrl_modules.vllm.server import BlockingVLLMEngine, OwnServerEngine
 
 from .base import LLMWrapperBase
 from .model_files import local_model
@@ -28,10 +27,10 @@ class vLLMWrapper(LLMWrapperBase):
     Args:
         model: a hub id, a folder or a ``.gguf`` file: vLLM is built in this process. A URL
             (``unix:///path/of/the/socket`` or ``http://host:port``): a server that
-            ``torchrl_modules.vllm.launch`` started on this machine; a list of URLs: a fleet of
+            ``torchrl_modules.vllm.server`` started on this machine; a list of URLs: a fleet of
             them. Or an engine that runs already: a ``vllm.LLM`` of this process, a `VLLMEngine`, an
             `AsyncVLLMEngine`, an :class:`~torchrl_modules.EngineFleet`, or whatever else has the
-            methods of :class:`~torchrl_modules.engines.protocol.Engine`.
+            methods of :class:`~torchrl_modules.engines.engine.Engine`.
         tokenizer: the model's tokenizer; loaded beside it when ``model`` is an id or a path.
         engine_kwargs: settings of the engine that is built, see
             :class:`~torchrl_modules.vllm.engine.VLLMEngine` and

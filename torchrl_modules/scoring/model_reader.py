@@ -1,11 +1,8 @@
-"""How packed rows go through a model: what they must be, and which tokens it reads together.
-
-Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden size,
-V vocabulary.
-"""
+"""The hidden states of rows: packed, padded, or with images."""
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -13,12 +10,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_data.ragged.packed import cumulative_lengths, pad, sequence_index
-from torchrl_data.templates.image_processor import ImageProcessor
+from torchrl_data.messages import noise_image
+from torchrl_data.ragged import cumulative_lengths, pack, pad, sequence_index
+from torchrl_data.templates.encoder import ImageProcessor
 
-from .packed_attention import can_share, packed_input
-from .prefix_trie import build_trie
-from .wrapped_models import call, is_linear
+from .models import (
+    Trial,
+    call,
+    evaluation_mode,
+    is_linear,
+    next_log_probs,
+    tolerance_of,
+    trial_rows,
+)
+from .packed_attention import build_trie, can_share, packed_input
+
+# How packed rows go through a model: what they must be, and which tokens it reads together.
+#
+# Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden
+# size, V vocabulary.
 
 
 class Layout(Enum):
@@ -217,3 +227,163 @@ def _takes(model: nn.Module, name: str) -> bool:
     any_name = inspect.Parameter.VAR_KEYWORD
     own = name in parameters
     return own or (name == "use_cache" and any(p.kind is any_name for p in parameters.values()))
+
+
+# Rows with images, read by a model's own forward: those of one length and shape together.
+#
+# Shape legend: N packed tokens, B sequences, K target tokens, L tokens of a row, V vocabulary.
+
+
+def alike(
+    processor: ImageProcessor, lengths: Sequence[int], images: Sequence[Sequence[str]]
+) -> list[list[int]]:
+    """Rows that can be one batch: of one length, with images of one shape."""
+    groups: dict[Any, list[int]] = {}
+    for row, (length, its) in enumerate(zip(lengths, images, strict=True)):
+        groups.setdefault((length, processor.shape(its)), []).append(row)
+    return list(groups.values())
+
+
+def read_with_images(
+    reader: ModelReader,
+    processor: ImageProcessor,
+    packed: tuple[Tensor, Tensor, Tensor],
+    images: Sequence[Sequence[str]],
+) -> Tensor:
+    """What predicts the targets, ``[K, ...]``; rows without images are read as ever."""
+    # packed: ids [N], lengths [B], target mask [N].
+    # images: of each row, base 64; perhaps none.
+    ids, lengths, mask = packed
+    sequence = sequence_index(lengths)
+    rows_of_targets = sequence[mask]
+    has_images = torch.tensor([bool(its) for its in images], device=ids.device)
+    parts, places = [], []
+    plain = ~has_images[sequence]
+    if bool(mask[plain].any()):
+        targets = targets_of(ids[plain], lengths[~has_images], mask[plain])
+        parts.append(reader.read(targets))
+        places.append((~has_images[rows_of_targets]).nonzero().squeeze(1))
+    with_images: list[int] = has_images.nonzero().squeeze(1).tolist()
+    rows, masks = ids.split(lengths.tolist()), mask.split(lengths.tolist())
+    with own_positions(reader.model):
+        for group in alike(
+            processor, [len(rows[i]) for i in with_images], [images[i] for i in with_images]
+        ):
+            members = [with_images[k] for k in group]
+            # The token at position t is predicted by what was read at t - 1.
+            at = torch.stack([masks[i][1:] for i in members]).nonzero()
+            if not len(at):
+                continue
+            stacked = torch.stack([rows[i] for i in members])
+            media = model_inputs(reader.model, processor, stacked, [images[i] for i in members])
+            parts.append(reader.pick({"input_ids": stacked, **media}, at[:, 0], at[:, 1]))
+            places += [(rows_of_targets == i).nonzero().squeeze(1) for i in members]
+    return torch.cat(parts)[torch.cat(places).argsort()]
+
+
+def model_inputs(
+    model: PreTrainedModel,
+    processor: ImageProcessor,
+    ids: Tensor,
+    images: Sequence[Sequence[str]],
+) -> dict[str, Tensor]:
+    """What a model takes beside token ids ``[B, L]``, in its precision."""
+    inputs = processor.inputs(ids, images)
+    return {
+        name: value.to(model.dtype) if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+class RowPositions:
+    """What a model keeps of the positions of the rows that it read last, beside its cache.
+
+    Models with positions in three dimensions count on from where the images ended.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._holders: list[Any] = [m for m in model.modules() if hasattr(m, "rope_deltas")]
+
+    def take(self, index: Tensor) -> None:
+        """Go on with some of the rows."""
+        for holder in self._holders:
+            if isinstance(holder.rope_deltas, Tensor):
+                holder.rope_deltas = holder.rope_deltas[index]
+
+    def forget(self) -> None:
+        """The next rows have positions of their own."""
+        for holder in self._holders:
+            holder.rope_deltas = None
+
+
+@contextmanager
+def own_positions(model: nn.Module) -> Iterator[RowPositions]:
+    """Inside, rows with images are read; others that come later are not placed like them."""
+    positions = RowPositions(model)
+    try:
+        yield positions
+    finally:
+        positions.forget()
+
+
+class ImageTrial(NamedTuple):
+    """A trial (:mod:`~torchrl_modules.scoring.models`) of rows with images."""
+
+    trial: Trial
+    images: list[list[str]]
+
+
+@torch.no_grad()
+def run_image_trial(model: PreTrainedModel, processor: ImageProcessor, *, who: str) -> ImageTrial:
+    """Score rows with images with nothing but the model's own forward, one at a time."""
+    # The first two rows differ in their images alone.
+    name = type(model).__name__
+    if "pixel_values" not in inspect.signature(model.forward).parameters:
+        raise TypeError(
+            f"{who}: the forward of {name} takes no pixel_values, so it reads no images. Leave "
+            "processor= out, or load the model with AutoModelForImageTextToText."
+        )
+    images = [[noise_image(seed)] for seed in (0, 1, 0)]
+    text = trial_rows(model)
+    rows = [
+        torch.cat([words[:3], words.new_tensor(processor.process(its).ids), words[3:]])
+        for words, its in zip((text[0], text[0], text[1]), images, strict=True)
+    ]
+    log_probs = []
+    with evaluation_mode(model), own_positions(model) as positions:
+        for row, its in zip(rows, images, strict=True):
+            inputs = model_inputs(model, processor, row[None], [its])
+            try:
+                logits = model(input_ids=row[None], **inputs).logits[0]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"{who}: the forward of {name} fails for a row with an image as "
+                    f"{type(processor.processor).__name__} processes it: "
+                    f"{type(error).__name__}: {error}. Do they belong together?"
+                ) from error
+            log_probs.append(next_log_probs(logits, row))
+            positions.forget()
+    return ImageTrial(Trial(rows, log_probs, tolerance_of(model)), images)
+
+
+@torch.no_grad()
+def check_image_reading(reader: ModelReader, processor: ImageProcessor, *, who: str) -> None:
+    """Check that rows with images, read together, get what the model says of each alone."""
+    model = reader.model
+    trial, images = run_image_trial(model, processor, who=who)
+    ids, lengths = pack(trial.rows)
+    lengths = lengths.to(ids.device)
+    tails = [torch.arange(len(row)) >= len(row) - 2 for row in trial.rows]
+    mask = torch.cat(tails).to(ids.device)
+    with evaluation_mode(model):
+        outputs = read_with_images(reader, processor, (ids, lengths, mask), images)
+        logits = outputs if reader.head is None else reader.head(outputs)
+    log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
+    difference = trial.difference(log_p.split(2))
+    if not trial.tolerance.allows(difference):
+        raise ValueError(
+            f"{who}: rows with images that {type(model).__name__} reads together get other "
+            f"log-probs than each alone: off by {difference}."
+        )

@@ -1,12 +1,18 @@
-"""One request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out."""
+"""Requests to vLLM and what comes back, whole or as a stream, whichever engine asks."""
 
+import asyncio
 import math
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
-from torchrl_modules.engines.protocol import Generation, VersionSpan
-from torchrl_modules.sampling.params import SamplingParameters
+from torch import Tensor
+
+from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan
+from torchrl_modules.sampling import SamplingParameters, StopStrings
+
+# One request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out.
 
 _ROUNDING = 1e-3
 """A log-prob above 0 by less is one of 0, in the precision of the engine."""
@@ -148,3 +154,326 @@ def read_answer(answer: Any, labels: Collection[str]) -> Generation:
         )
     versions = [VersionSpan(version_number(label), start, end) for label, start, end in spans]
     return Generation(ids, log_probs, reason, versions=versions)
+
+
+# What the vLLM engines do alike: budgets and seeds of rows, what is refused, what comes back.
+
+
+class Row(NamedTuple):
+    """One response that is asked for."""
+
+    prompt: Sequence[int]
+    budget: int
+    seed: int | None
+
+
+class EngineOver:
+    """Knows of its limits and its version what the engine inside knows."""
+
+    _inside: Any
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve; 0 before the first update."""
+        return self._inside.version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._inside.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self._inside.max_model_len
+
+    @property
+    def max_adapters(self) -> int:
+        """See `VLLMEngine.max_adapters`; 0 over an engine in another process."""
+        return getattr(self._inside, "max_adapters", 0)
+
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """See `WholeBatchEngine.check_sampling`."""
+        self._inside.check_sampling(params)
+
+
+class WholeBatchEngine(ABC):
+    """An :class:`~torchrl_modules.engines.engine.Engine`: whole batches in, whole batches out."""
+
+    _mixed = False
+    _own_ends: frozenset[int] = frozenset()
+    """Tokens that end a response by the model's own generation config."""
+
+    @property
+    def mixed(self) -> bool:
+        """An update failed in the middle, and no later one has succeeded."""
+        return self._mixed
+
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """Check that the log-probs will be those of the distribution sampled from.
+
+        Args:
+            params: the distribution, and what to report of each token.
+
+        Raises:
+            ValueError: this engine can't draw from it, or can't report of it what is asked for.
+        """
+        params.check_stops_are_found()
+        check_reported(params)
+        ends = self._own_ends - set(params.stop_token_ids or self._own_ends)
+        if params.min_tokens and ends:
+            raise ValueError(
+                f"{type(self).__name__}: min_tokens leaves out the model's own end tokens, "
+                f"{sorted(ends)} too, in vLLM. They are none of stop_token_ids, so the log-probs "
+                "would not be those that are scored. Add them to stop_token_ids."
+            )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
+    ) -> list[Generation]:
+        """Draw one response per prompt.
+
+        Args:
+            prompts: token ids of each row. A row that is empty, too long or holds an id outside
+                the vocabulary comes back with ``finish_reason="error"``.
+            params: the distribution. With ``stop_token_ids=None`` the model's own end token
+                stops a response, else these alone do. At temperature 0 the log-probs are those
+                at temperature 1.
+            max_new_tokens: a budget per row that overrides the one in ``params``. A response that
+                reaches ``max_model_len`` ends there, with ``"length"``.
+            seeds: one per prompt, in place of the one in ``params``; the same seed, prompt and
+                weights give the same response.
+
+        Returns:
+            One generation per prompt, in order.
+
+        Raises:
+            EngineDied: the engine is gone, stuck, closed or broken; ``results`` holds the rows that
+                were finished.
+            RuntimeError: it lost its weights, or serves other ones than it was given.
+            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt.
+        """
+        self.check_sampling(params)
+        budgets = max_new_tokens
+        if budgets is None:
+            budgets = [params.max_new_tokens] * len(prompts)
+        seeds = params.row_seeds(len(prompts)) if seeds is None else seeds
+        if not len(budgets) == len(seeds) == len(prompts):
+            raise ValueError(
+                f"{type(self).__name__}.generate: {len(prompts)} prompts, but {len(budgets)} "
+                f"max_new_tokens and {len(seeds)} seeds."
+            )
+        rows = [Row(*row) for row in zip(prompts, budgets, seeds, strict=True)]
+        try:
+            return [finished(result, params) for result in self._draw(rows, params)]
+        except EngineDied as error:
+            error.results = [r and finished(r, params) for r in error.results or [None] * len(rows)]
+            raise
+
+    @abstractmethod
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+        """One generation per row, in order."""
+
+    def _check_not_mixed(self) -> None:
+        if self._mixed:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot serve: an update failed in the middle, and its "
+                "weights are a mixture. Update them again."
+            )
+
+    @abstractmethod
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """Replace the weights, all or none.
+
+        Args:
+            state_dict: parameter name (Transformers' names) to value; the values are kept.
+            version: the number of these weights, above the present one; ``None`` counts on.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it holds. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+# One response while it is drawn: tokens as they come, and the version that drew each.
+
+
+class Delta(NamedTuple):
+    """New tokens of a response."""
+
+    ids: list[int]
+    """One or more sampled tokens."""
+    log_probs: list[float]
+    """One per token, in nats, of the distribution that it was drawn from."""
+    version: int
+    """Of the weights that drew them."""
+
+
+class VersionedGeneration(NamedTuple):
+    """A response, and the versions of the weights that drew it."""
+
+    generation: Generation
+    """The whole response; ``finish_reason`` may also be ``"abort"``, with the tokens so far."""
+    versions: list[VersionSpan]
+    """In order, without gaps, from 0 to the number of tokens."""
+
+
+class RespondingEngine(EngineOver, ABC):
+    """Gives whole responses, by whatever draws one."""
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+    ) -> VersionedGeneration:
+        """Draw one response. Cancelling the caller aborts the request.
+
+        It takes and raises what `submit` does; also `EngineDied` if there is no progress.
+
+        Returns:
+            The response, with the versions that drew it.
+        """
+        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
+        return drawn._replace(generation=finished(drawn.generation, params))
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+    ) -> Generation:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`.
+
+        vLLM finds what it has read by the tokens alone, so ``session`` changes nothing.
+        """
+        del session
+        drawn = await self.draw(self._row(prompt, params, max_new_tokens), params)
+        return finished(drawn.generation._replace(versions=drawn.versions), params)
+
+    def end_session(self, session: Hashable) -> None:
+        """Nothing: vLLM forgets what was not used for the longest time."""
+
+    @abstractmethod
+    async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
+        """Draw one response as `generate` does, with a seed of its own."""
+
+    def _row(
+        self, prompt: Sequence[int], params: SamplingParameters, max_new_tokens: int | None
+    ) -> Row:
+        self.check_sampling(params)
+        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return Row(prompt, budget, params.row_seeds(1)[0])
+
+
+class GenerationStream:
+    """A request to an `AsyncVLLMEngine`: iterate for the tokens, or await `result`."""
+
+    # As a context manager it aborts the request on leaving, unless it is finished. Made by
+    # `AsyncVLLMEngine.submit`; for one consumer.
+
+    def __init__(
+        self,
+        abort: Callable[["GenerationStream"], None],
+        check: Callable[[], None],
+        stall_timeout_s: float,
+        stops: StopStrings | None = None,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.request_id: str | None = None
+        self.version: int | None = None  # of all its tokens, where that does not change
+        self._abort = abort
+        self._check = check
+        self._stall_timeout_s = stall_timeout_s
+        self._queue: asyncio.Queue[Delta | Generation | BaseException] = asyncio.Queue()
+        self._stops = stops
+        self._drawn: list[int] = []  # the engine's side: what `stops` has been shown
+        self._deltas: list[Delta] = []
+        self._end: Generation | BaseException | None = None
+
+    def deliver(self, item: "Delta | Generation | BaseException") -> None:
+        """Hand over tokens, why it ended, or what broke the engine; in the stream's event loop."""
+        self._queue.put_nowait(item)
+
+    def completes_stop_string(self, ids: list[int]) -> bool:
+        """Whether these next tokens end the response; called by the engine, in its thread."""
+        if self._stops is None:
+            return False
+        self._drawn += ids
+        return self._stops.just_ended(self._drawn)
+
+    def abort(self) -> None:
+        """Stop drawing. The result is then what there is, with ``finish_reason="abort"``."""
+        self._abort(self)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._end is None:
+            item = await self._next_item()
+            if isinstance(item, Delta):
+                self._deltas.append(item)
+                return item
+            self._end = item
+        if isinstance(self._end, BaseException):
+            raise self._end
+        raise StopAsyncIteration
+
+    async def _next_item(self) -> "Delta | Generation | BaseException":
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    return await self._queue.get()
+            except TimeoutError:
+                self._check()
+
+    async def result(self) -> VersionedGeneration:
+        """Wait for the end."""
+        async for _ in self:
+            pass
+        assert isinstance(self._end, Generation)
+        ids = [token for delta in self._deltas for token in delta.ids]
+        log_probs = [value for delta in self._deltas for value in delta.log_probs]
+        generation = self._end._replace(ids=ids, log_probs=log_probs)
+        return VersionedGeneration(generation, version_spans(self._deltas))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._end is None:
+            self.abort()
+
+
+def version_spans(deltas: list[Delta]) -> list[VersionSpan]:
+    """Spans over the tokens of a response, given its parts in order; neighbours are joined.
+
+    Example:
+        >>> version_spans([Delta([5, 6], [0.0, 0.0], 0), Delta([7], [0.0], 1)])
+        [VersionSpan(version=0, start=0, end=2), VersionSpan(version=1, start=2, end=3)]
+    """
+    spans: list[VersionSpan] = []
+    end = 0
+    for delta in deltas:
+        start, end = end, end + len(delta.ids)
+        if spans and spans[-1].version == delta.version:
+            start = spans.pop().start
+        spans.append(VersionSpan(delta.version, start, end))
+    return spans

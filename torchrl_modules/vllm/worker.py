@@ -1,7 +1,7 @@
 """What vLLM's workers are given so that they can be asked for their limits and sent new weights.
 
 vLLM takes it with ``worker_extension_cls="torchrl_modules.vllm.worker.vLLMWorker"``, which
-``VLLMEngine`` and ``python -m torchrl_modules.vllm.launch`` add. Its import in a worker also
+``VLLMEngine`` and ``python -m torchrl_modules.vllm.server`` add. Its import in a worker also
 registers the weight transfer ``"c10d"``.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from torchrl_modules.engines.process_state import end_with_parent, this_process
+from torchrl_modules.engines.supervision import end_with_parent, this_process
 
 from .requests import own_ends
 from .runtime import PARENT_VARIABLE, register_weight_transfer
@@ -18,7 +18,7 @@ from .weights import load_all_or_none
 
 if PARENT_VARIABLE in os.environ:
     end_with_parent()  # the engine of a server that ends with its own parent
-register_weight_transfer("c10d", "torchrl_modules.vllm.transfer", "C10dWeightTransferEngine")
+register_weight_transfer("c10d", "torchrl_modules.vllm.weights", "C10dWeightTransferEngine")
 
 
 class vLLMWorker:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from collectors import CheckpointError, CheckpointStore
 from collectors.checkpoint import fsio
-from collectors.checkpoint.manifest import MANIFEST, read_manifest, sha256, write_manifest
-from collectors.checkpoint.tensor_file import Written
+from collectors.checkpoint.files import MANIFEST, Written, read_manifest, sha256, write_manifest
 
 STATE = {"weights": torch.arange(3.0), "text": ["a", (1, b"x")]}
 PROPERTY = settings(

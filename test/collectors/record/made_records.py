@@ -1,8 +1,7 @@
 """Records made by hand, for what shows them."""
 
 from collectors.record import GroupSummary, RolloutSample, SampleTokens, StepSummary, TokenSpan
-from collectors.record.files import write_lines
-from collectors.record.samples import FORMAT, RecordedToolCall, to_json
+from collectors.record.samples import FORMAT, RecordedToolCall, to_json, write_lines
 
 
 def sample(step=1, group=0, index=0, **changed):

@@ -9,7 +9,7 @@ from made_records import event, sample, write_record
 from playwright.sync_api import sync_playwright
 
 from collectors.record import RunRecord, TokenSpan, write_html
-from torchrl_envs.browser.chromium import find_chromium
+from torchrl_envs.tools.browser import find_chromium
 
 PAYLOADS = [
     f"{opening}{body}{closing}"

@@ -17,14 +17,20 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector, StreamingCollector, Wait
 from collectors.ledger import GroupLedger
 from collectors.record import RolloutRecorder, RunRecord
-from collectors.record.files import json_line, read_lines, write_lines
-from collectors.record.provenance import token_spans
-from collectors.record.samples import StepSummary, TokenSpan, to_json
+from collectors.record.recorder import token_spans
+from collectors.record.samples import (
+    StepSummary,
+    TokenSpan,
+    json_line,
+    read_lines,
+    to_json,
+    write_lines,
+)
 from objectives import GRPOLoss, MCAdvantage
-from torchrl_data.conversation.record import Source
+from torchrl_data.messages import Source
 from torchrl_envs import ChatEnv, DataLoadingPrimer, FunctionTools, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.bridges import BatchingEngine
 
 ROWS = [{"prompt": f"question <{i}>", "number": i} for i in range(8)]
 SLOW_S = 0.03

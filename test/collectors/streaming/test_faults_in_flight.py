@@ -23,8 +23,8 @@ from torchrl_envs import (
     RewardFunctions,
 )
 from torchrl_modules import EngineDied
-from torchrl_modules.engines.batching_engine import BatchingEngine
-from torchrl_modules.weights.state import UpdateRefused
+from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 FAULTY = (3, 7)

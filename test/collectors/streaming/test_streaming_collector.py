@@ -15,7 +15,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
-from collectors.streaming.evaluation import Evaluator
+from collectors.streaming.producer import Evaluator
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -28,9 +28,9 @@ from torchrl_envs import (
     StepCounter,
 )
 from torchrl_modules import EngineDied, TransformersWrapper
-from torchrl_modules.engines.batching_engine import BatchingEngine
-from torchrl_modules.policies.async_policy import AsyncPolicy
-from torchrl_modules.weights.state import UpdateRefused
+from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.policies.base import AsyncPolicy
+from torchrl_modules.weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 # TorchRL's storages count in shared memory, whose file lives to the end.

@@ -20,7 +20,7 @@ from agents_for_tests import (
 from torchrl.envs.transforms import Compose
 
 from torchrl_envs import AgentCommand, AgentProgram, ChatEnv, DataLoadingPrimer, StepCounter
-from torchrl_envs.testing.scripted_turns import ScriptedTurns
+from torchrl_envs.testing import ScriptedTurns
 
 
 def fails(endpoint, *, before):

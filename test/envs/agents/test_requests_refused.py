@@ -19,9 +19,9 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from torchrl_data import Conversations
 from torchrl_envs import AgentProgram, ChatEnv, DataLoadingPrimer, TokenBudget
-from torchrl_envs.testing.scripted_turns import ScriptedTurns
+from torchrl_envs.testing import ScriptedTurns
 from torchrl_modules import TransformersWrapper
-from torchrl_modules.engines.protocol import Generation
+from torchrl_modules.engines.engine import Generation
 
 USER = {"role": "user", "content": "x"}
 

@@ -15,8 +15,8 @@ from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
 from torchrl_data import ToolsNotShownError, builtin_template
-from torchrl_data.conversation.batched_object import read_objects
-from torchrl_data.errors import MissingEntryError
+from torchrl_data.batch_objects import read_objects
+from torchrl_data.checks import MissingEntryError
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -25,7 +25,7 @@ from torchrl_envs import (
     FunctionTools,
     RewardFunctions,
 )
-from torchrl_envs.tool_calls.schemas import schema_tool
+from torchrl_envs.tool_schemas import schema_tool
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(4)]
 

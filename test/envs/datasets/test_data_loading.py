@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from torchrl_data.conversation.batched_object import read_objects
+from torchrl_data.batch_objects import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataExhaustedError,
@@ -29,7 +29,7 @@ from torchrl_envs import (
     load_rows,
 )
 from torchrl_envs.datasets.primer import IDS_PER_EPOCH
-from torchrl_envs.datasets.sources import Frontier
+from torchrl_envs.datasets.rows import Frontier
 
 ROWS = [{"prompt": f"<{i}>", "number": i} for i in range(7)]
 

@@ -9,7 +9,7 @@ from torchrl.envs import RenameTransform, RewardScaling, RewardSum
 from torchrl.envs.transforms import Compose
 
 from collectors import LLMCollector
-from collectors.trajectory_rows import trajectory_rows
+from collectors.llm_collector import trajectory_rows
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -20,9 +20,9 @@ from torchrl_envs import (
     StepCounter,
     TokenBudget,
 )
-from torchrl_envs.episode.async_runner import AsyncEpisodeRunner
-from torchrl_modules.engines.batching_engine import BatchingEngine
-from torchrl_modules.policies.async_policy import AsyncPolicy
+from torchrl_envs.episode.episode_env import AsyncEpisodeRunner
+from torchrl_modules.engines.bridges import BatchingEngine
+from torchrl_modules.policies.base import AsyncPolicy
 
 
 def add(a: int, b: int) -> int:

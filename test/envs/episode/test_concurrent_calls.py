@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from torchrl_envs.concurrency.calls import CallTimeoutError, ConcurrentCalls
-from torchrl_envs.concurrency.threads import DaemonThreads
+from torchrl_envs.concurrency import CallTimeoutError, ConcurrentCalls, DaemonThreads
 
 
 def said(outcomes):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_data.conversation.batched_object import read_objects
-from torchrl_data.errors import MissingEntryError
+from torchrl_data.batch_objects import read_objects
+from torchrl_data.checks import MissingEntryError
 from torchrl_envs import LLMHashingEnv
 
 

@@ -5,11 +5,10 @@ from collections import Counter
 
 import pytest
 
-from torchrl_envs.tasks.games.wordle import guess_feedback
-from torchrl_envs.tasks.number_guessing import NumberGuessing
-from torchrl_envs.tasks.questions.demonstrations import guesses_with_slips
+from torchrl_envs.tasks.games import guess_feedback
 from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.task import TaskEnv
+from torchrl_envs.tasks.small_games import NumberGuessing
+from torchrl_envs.tasks.task import TaskEnv, guesses_with_slips
 
 
 def guesses(conversation):

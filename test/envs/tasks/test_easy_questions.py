@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_envs.tasks.questions.demonstrations import Slips, common_phrases
-from torchrl_envs.tasks.questions.easy import EASY
-from torchrl_envs.tasks.questions.reasoning_gym import Question, question_task, score_answer
+from torchrl_envs.tasks.reasoning_gym import EASY, Question, question_task, score_answer
 from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.task import Slips, common_phrases
 from torchrl_modules.tiny_model import train_tokenizer
 
 MAX_PROMPT_TOKENS = 256

@@ -9,15 +9,10 @@ from hypothesis import strategies as st
 from torchrl.envs.transforms import Compose
 
 from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFunctions, StepCounter
-from torchrl_envs.concurrency.own_random import OwnRandom
-from torchrl_envs.tasks.games.catch import CatchGame
-from torchrl_envs.tasks.games.wordle import WORDS, WordleGame, guess_feedback
-from torchrl_envs.tasks.multi_env import combine_tasks
-from torchrl_envs.tasks.registry import make_task
-from torchrl_envs.tasks.textarena_games import (
-    TextArenaSession,
-    textarena_environment,
-)
+from torchrl_envs.concurrency import OwnRandom
+from torchrl_envs.tasks.games import WORDS, CatchGame, WordleGame, guess_feedback
+from torchrl_envs.tasks.registry import combine_tasks, make_task
+from torchrl_envs.tasks.remote import TextArenaSession, textarena_environment
 
 # Rules ------------------------------------------------------------------------------------------
 

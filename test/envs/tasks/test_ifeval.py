@@ -7,16 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectors import LLMCollector
-from torchrl_data.conversation.batched_object import read_objects
+from torchrl_data.batch_objects import read_objects
 from torchrl_envs import ChatEnv, DataLoadingPrimer, IFEvalEnv, IFEvalScoreData, IfEvalScorer
-from torchrl_envs.graders.instructions import (
+from torchrl_envs.tasks.ifeval import (
     INSTRUCTIONS,
+    SCRIPT_OF,
     count_sentences,
     follows,
     loose_variants,
+    may_be_language,
+    score_instructions,
 )
-from torchrl_envs.graders.languages import SCRIPT_OF, may_be_language
-from torchrl_envs.tasks.ifeval import score_instructions
 
 # Instruction, arguments, texts that follow it, texts that do not.
 CASES = [

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_data.conversation.batched_object import read_objects, write_objects
+from torchrl_data.batch_objects import read_objects, write_objects
 from torchrl_envs import make_mlgym
-from torchrl_envs.tasks.mlgym.env import NO_ACTION
-from torchrl_envs.tasks.mlgym.session import command_file, score_gain
+from torchrl_envs.tasks.mlgym import NO_ACTION, command_file, score_gain
 
 STAND_IN = Path(__file__).parent / "mlgym_stand_in"
 

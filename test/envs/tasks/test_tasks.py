@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from torchrl_data.tool_calls.parse import parse_tool_calls
-from torchrl_envs.tasks.calculator import TOOLS, calculator_task
-from torchrl_envs.tasks.number_guessing import NumberGuessing, number_guessing_task
-from torchrl_envs.tasks.questions.reasoning_gym import question_task
+from torchrl_data.tool_calls import parse_tool_calls
+from torchrl_envs.tasks.reasoning_gym import TOOLS, calculator_task, question_task
 from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.small_games import NumberGuessing, number_guessing_task
 from torchrl_envs.tasks.task import TaskEnv
 
 SMALL = {"num_rows": 120, "num_held_out": 20, "num_demonstrations": 60}

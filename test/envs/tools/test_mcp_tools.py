@@ -17,8 +17,8 @@ import pytest
 from mcp.server import MCPServer
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.batched_object import read_objects
-from torchrl_data.layout.conversation_io import read_conversations
+from torchrl_data.batch_io import read_conversations
+from torchrl_data.batch_objects import read_objects
 from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
@@ -27,7 +27,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
-from torchrl_envs.tools.mcp_connection import MCPConnection, MCPServerError
+from torchrl_envs.tools.mcp import MCPConnection, MCPServerError
 
 SERVER = Path(__file__).parent / "mcp_server_for_tests.py"
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_data.tool_calls.parse import (
+from torchrl_data.tool_calls import (
     MAX_CALL_CHARS,
     MAX_CALLS,
     MAX_DEPTH,

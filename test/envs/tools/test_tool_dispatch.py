@@ -9,8 +9,8 @@ import threading
 import pytest
 from torchrl.envs.transforms import Compose
 
-from torchrl_data.conversation.batched_object import read_objects
-from torchrl_data.layout.conversation_io import read_conversations
+from torchrl_data.batch_io import read_conversations
+from torchrl_data.batch_objects import read_objects
 from torchrl_envs import (
     Answer,
     ChatEnv,
@@ -22,7 +22,7 @@ from torchrl_envs import (
     StepCounter,
     ToolSource,
 )
-from torchrl_envs.tool_calls.schemas import function_tool
+from torchrl_envs.tool_schemas import function_tool
 
 
 class Tools(ToolSource):
@@ -270,7 +270,7 @@ def test_settings_that_can_not_work_are_refused():
 
 
 def test_the_runner_of_calls_can_be_sent_to_another_process():
-    from torchrl_envs.concurrency.calls import ConcurrentCalls
+    from torchrl_envs.concurrency import ConcurrentCalls
 
     calls = ConcurrentCalls(timeout_s=3.0, max_threads=2)
     calls.run([[int]])

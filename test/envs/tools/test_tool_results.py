@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_envs.concurrency.calls import Outcome
-from torchrl_envs.tool_calls.results import MAX_ERROR_BYTES, result_text
+from torchrl_envs.concurrency import Outcome
+from torchrl_envs.tool_results import MAX_ERROR_BYTES, result_text
 
 
 class Point(NamedTuple):

@@ -28,10 +28,10 @@ from torchrl_modules import (
     open_async,
     vLLMWrapper,
 )
-from torchrl_modules.engines.engine_state import EngineState
-from torchrl_modules.engines.fleet.routing import SessionRouter
-from torchrl_modules.vllm.bridges import OwnServerEngine
-from torchrl_modules.weights.state import UpdateRefused
+from torchrl_modules.engines.fleet import SessionRouter
+from torchrl_modules.engines.supervision import EngineState
+from torchrl_modules.vllm.server import OwnServerEngine
+from torchrl_modules.weights import UpdateRefused
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 FAKE = Path(__file__).parents[1] / "engines/fake_engine.py"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_modules import TransformersEngine
-from torchrl_modules.engines.decoding.kept_caches import KeptCaches
-from torchrl_modules.weights.state import weights_fingerprint
+from torchrl_modules.engines.decoding import KeptCaches
+from torchrl_modules.weights import weights_fingerprint
 
 IDS = st.lists(st.integers(0, 2) | st.just(1 << 20), max_size=6)
 

@@ -22,7 +22,7 @@ from torchrl_modules import (
     open_async,
     vLLMWrapper,
 )
-from torchrl_modules.engines.batching_engine import BatchingEngine
+from torchrl_modules.engines.bridges import BatchingEngine
 
 BUDGET = 90
 SAMPLING = {"max_new_tokens": BUDGET, "stop_token_ids": ()}

@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_modules.engines.engine_state import EngineState
-from torchrl_modules.engines.process_state import is_stopped, this_process
-from torchrl_modules.engines.protocol import EngineDied
-from torchrl_modules.engines.watchdog import StallClock
-from torchrl_modules.sampling.params import SamplingParameters
+from torchrl_modules.engines.engine import EngineDied
+from torchrl_modules.engines.supervision import EngineState, StallClock, is_stopped, this_process
+from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.vllm.client import VLLMServerEngine
 from torchrl_modules.vllm.requests import StaleWeights
-from torchrl_modules.vllm.supervised import SupervisedEngine
+from torchrl_modules.vllm.server import SupervisedEngine
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 PROMPTS = [[1, 2], [3], [4, 5, 6], [8]]

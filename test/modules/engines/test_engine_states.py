@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchrl_modules.engines.engine_state import EngineState, Supervision
+from torchrl_modules.engines.supervision import EngineState, Supervision
 
 EVENTS = {
     "restarting": lambda s: s.restarting(),

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from torchrl_modules import SamplingParameters, VLLMServerEngine
-from torchrl_modules.vllm import launch
-from torchrl_modules.vllm.http import TOKEN_VARIABLE, AccessControl, JSONClient
+from torchrl_modules.vllm import server
+from torchrl_modules.vllm.client import TOKEN_VARIABLE, AccessControl, JSONClient
 
 PARAMS = SamplingParameters(max_new_tokens=4, stop_token_ids=())
 TOKEN = "a secret of many letters"
@@ -116,10 +116,10 @@ def test_where_a_server_listens(monkeypatch, capsys, tmp_path, words, token, exp
     monkeypatch.setattr(sys, "argv", ["launch", "--model", "x", *words])
     if expected is SystemExit:
         with pytest.raises(SystemExit, match=TOKEN_VARIABLE):
-            launch._access(launch._command_line_options(), str(tmp_path))
+            server._access(server._command_line_options(), str(tmp_path))
         return
-    options = launch._access(launch._command_line_options(), str(tmp_path))
-    assert options[:2] == ["--middleware", "torchrl_modules.vllm.http.AccessControl"]
+    options = server._access(server._command_line_options(), str(tmp_path))
+    assert options[:2] == ["--middleware", "torchrl_modules.vllm.client.AccessControl"]
     assert options[2:] == ([expected, f"{tmp_path}/socket"] if expected else [])
     assert capsys.readouterr().out == (f"unix://{tmp_path}/socket\n" if expected else "")
 
@@ -131,7 +131,7 @@ def test_every_route_of_a_real_server_asks_for_the_token(model_directory, model,
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--dtype=float32", "--max-model-len=128", f"--kv-cache-memory-bytes={16 << 20}"]
-    module = [sys.executable, "-m", "torchrl_modules.vllm.launch"]
+    module = [sys.executable, "-m", "torchrl_modules.vllm.server"]
     process = subprocess.Popen(
         [*module, model_directory, f"--port={port}", *options],
         env=os.environ | {TOKEN_VARIABLE: TOKEN},

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectors.weight_update.adapters_alone import adapter_weights
-from collectors.weight_update.in_process import InProcessUpdater
+from collectors.weight_update.updaters import InProcessUpdater
+from collectors.weight_update.weights import adapter_weights
 from torchrl_modules import AsyncVLLMEngine, VLLMEngine, vLLMWrapper
-from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.weights.adapters import AdapterWeights
-from torchrl_modules.weights.state import UpdateRefused
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.weights import AdapterWeights, UpdateRefused
 
 peft = pytest.importorskip("peft")
 pytestmark = [

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from torchrl_modules.vllm.http import JSONClient
+from torchrl_modules.vllm.client import JSONClient
 
 
 class Echo(BaseHTTPRequestHandler):

@@ -11,11 +11,10 @@ import psutil
 import pytest
 import torch
 
-from torchrl_modules.engines.protocol import EngineDied
-from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.vllm.client import VLLMServerEngine
-from torchrl_modules.vllm.http import TOKEN_VARIABLE
-from torchrl_modules.vllm.launch import start_server
+from torchrl_modules.engines.engine import EngineDied
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.vllm.client import TOKEN_VARIABLE, VLLMServerEngine
+from torchrl_modules.vllm.server import start_server
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 PARAMS = SamplingParameters(max_new_tokens=24, temperature=0.7, top_k=20, stop_token_ids=(3,))
@@ -102,7 +101,7 @@ def test_a_server_started_by_hand_serves_over_http(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--dtype=float32", "--max-model-len=128", f"--kv-cache-memory-bytes={16 << 20}"]
-    module = [sys.executable, "-m", "torchrl_modules.vllm.launch"]
+    module = [sys.executable, "-m", "torchrl_modules.vllm.server"]
     process = subprocess.Popen([*module, model_directory, f"--port={port}", *options])
     try:
         engine = VLLMServerEngine(f"http://127.0.0.1:{port}", wait_s=120, num_connections=8)

@@ -9,8 +9,8 @@ import torch
 
 from collectors.weight_update import vLLMUpdater
 from torchrl_modules import vLLMWrapper
-from torchrl_modules.sampling.params import SamplingParameters
-from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.vllm.engine import AsyncVLLMEngine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10], [11] * 40, [12, 13, 14]]
 PARAMS = SamplingParameters(max_new_tokens=24, stop_token_ids=())

@@ -13,12 +13,12 @@ from torchrl.envs.transforms import Compose
 from collectors import LLMCollector
 from collectors.weight_update import vLLMUpdater
 from objectives import GRPOLoss
-from torchrl_data.conversation.batched_object import read_objects
-from torchrl_data.conversation.conversations import Conversations
-from torchrl_data.layout.conversation_io import write_conversations
+from torchrl_data.batch_io import write_conversations
+from torchrl_data.batch_objects import read_objects
+from torchrl_data.conversation import Conversations
 from torchrl_envs import ChatEnv, DataLoadingPrimer, RewardFunctions, StepCounter
 from torchrl_modules import TransformersWrapper, vLLMWrapper
-from torchrl_modules.vllm.async_engine import AsyncVLLMEngine
+from torchrl_modules.vllm.engine import AsyncVLLMEngine
 
 pytestmark = pytest.mark.vllm
 

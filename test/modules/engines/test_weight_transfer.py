@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from torchrl_modules.weights.buckets import WeightLayout
-from torchrl_modules.weights.process_group import stateless_init_process_group
-from torchrl_modules.weights.shared_file import weights_file
-from torchrl_modules.weights.state import ExpectedWeights, next_version
-from torchrl_modules.weights.transfer import C10dWeightTransfer, TransferControl, _free_port
+from torchrl_modules.weight_transfer import (
+    C10dWeightTransfer,
+    TransferControl,
+    WeightLayout,
+    _free_port,
+    stateless_init_process_group,
+    weights_file,
+)
+from torchrl_modules.weights import ExpectedWeights, next_version
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)

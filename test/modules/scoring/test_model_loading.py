@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper
-from torchrl_modules.scoring.token_scoring import PackedScorer
+from torchrl_modules.scoring.scorer import PackedScorer
 
 SMALL = {
     "vocab_size": 64,

@@ -25,11 +25,11 @@ from transformers import (
     NemotronForCausalLM,
 )
 
-from torchrl_data.ragged.packed import pack
+from torchrl_data.ragged import pack
 from torchrl_modules import TransformersEngine, chunked_log_prob
-from torchrl_modules.scoring import chunked_head
+from torchrl_modules.scoring import scorer as chunked_head
 from torchrl_modules.scoring.model_reader import Layout
-from torchrl_modules.scoring.token_scoring import PackedScorer
+from torchrl_modules.scoring.scorer import PackedScorer
 
 VOCABULARY = 64
 SMALL = {

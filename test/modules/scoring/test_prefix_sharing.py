@@ -6,9 +6,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from torchrl_data.ragged.packed import pack
-from torchrl_modules.scoring.prefix_trie import PrefixTrie, Segment, build_trie, trie_attention
-from torchrl_modules.scoring.token_scoring import PackedScorer
+from torchrl_data.ragged import pack
+from torchrl_modules.scoring.packed_attention import PrefixTrie, Segment, build_trie, trie_attention
+from torchrl_modules.scoring.scorer import PackedScorer
 
 # Few tokens, so that sequences often begin alike.
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8)

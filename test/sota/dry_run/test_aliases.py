@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchrl_agents import command
-from torchrl_agents.resume.earlier_run import plain_settings
+from torchrl_agents.run import plain_settings
 from torchrl_agents.settings.command_line import compose_config, prepare
 
 SCRIPTS = Path(__file__).parents[3] / "sota-implementations"

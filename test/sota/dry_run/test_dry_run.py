@@ -10,10 +10,9 @@ import mlflow
 import pytest
 from transformers import AutoConfig
 
-from torchrl_agents.dry_run import rehearsal
-from torchrl_agents.recipe.trackers import check_loggers
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import LoggerConfig, TrainingConfig
+from torchrl_agents import start
+from torchrl_agents.results import check_loggers
+from torchrl_agents.settings.schema import LoggerConfig, SettingsError, TrainingConfig
 from torchrl_agents.start import run_recipe
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
@@ -155,7 +154,7 @@ def test_servers_are_asked(run, models):
     ],
 )
 def test_packages_that_are_not_there(run, models, monkeypatch, recipe, setting, package):
-    monkeypatch.setattr(rehearsal, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(start, "find_spec", lambda name: None if name == package else name)
     with pytest.raises(SystemExit, match=f"{setting} needs the package {package}"):
         run(recipe, *TASK, STUDENT, setting, "dry_run=true")
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torchrl_agents.settings.errors import SettingsError
-from torchrl_agents.settings.schema import PolicyConfig
+from torchrl_agents.settings.schema import PolicyConfig, SettingsError
 from torchrl_modules import TransformersWrapper
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
-from torchrl_data.protocols import TokenScores
+from torchrl_data.checks import TokenScores
 
 IDS = torch.arange(5)
 LENGTHS = torch.tensor([3, 2])
@@ -19,7 +19,7 @@ MASK = torch.tensor([False, True, True, False, True])
 @pytest.fixture
 def panel(script):
     script("distillation")
-    return sys.modules["panel"]
+    return sys.modules["teachers"]
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_run_with_a_teacher_for_each_task(run_recipe, tmp_path, monkeypatch):
             "distillation", *fast, *task, by_task, f"teachers={{echo: {{model: '{model}'}}}}"
         )
     with monkeypatch.context() as patch:  # a minute that would be lost
-        patch.setattr("torchrl_agents.recipe.preparation.warm_start", None)
+        patch.setattr("torchrl_agents.tasks.warm_start", None)
         with pytest.raises(SystemExit, match=r"another vocabulary than the student"):
             run_recipe("distillation", *fast, "task=calculator", f"teacher.model={model}")
     tiny = (

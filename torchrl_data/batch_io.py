@@ -1,0 +1,641 @@
+"""Conversations are read from a batch and written into it, and a row has a saved form."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensorclass,
+)
+from torch import Tensor
+
+from .batch_objects import BatchedObject, objects_of_leaf, snapshot_of, view_of
+from .checks import MissingEntryError, missing_part
+from .conversation import Conversations, conversation_states, conversations_from_states
+from .history import History
+from .keys import (
+    ASSISTANT_MASK,
+    DONE,
+    FULL,
+    HISTORY,
+    IMAGES,
+    INPUT_MODES,
+    LOG_PROBS_FULL,
+    PROMPT,
+    STEP_MASK,
+    TEXT,
+)
+from .layout import (
+    TOKEN_GROUPS,
+    ChatHistory,
+    ConversationView,
+    HistoryView,
+    LogProbs,
+    Masks,
+    Text,
+    Tokens,
+)
+from .messages import (
+    ConversationRecord,
+    Message,
+    Position,
+    Source,
+    Turn,
+    check_messages,
+    extra_values,
+    images_of,
+)
+from .ragged import TokenEntries, entries_of, first_entries
+
+if TYPE_CHECKING:
+    from .templates.encoder import ConversationEncoder
+
+
+# Conversations in a TensorDict: one opaque object for the whole batch, or the tokens row by row.
+#
+# In the loop a `BatchedObject` carries the :class:`Conversations`. The group that holds the leaves
+# is a :class:`ChatHistory`, which builds a ``History`` when somebody asks for one. A loss and a
+# buffer have one TensorDict per row. Shape legend: B rows, T tokens of a row.
+
+_NO_BATCH: Final = torch.Size([])
+
+
+def one_dimension(batch: TensorDictBase) -> TensorDictBase:
+    """The batch itself if it is ``[B]``, and otherwise its rows in one dimension."""
+    return batch if batch.ndim == 1 else batch.reshape(batch.numel())
+
+
+def active_rows(batch: TensorDictBase) -> Tensor:
+    """The rows that take part in a step, bool ``[B]``."""
+    # Those of the step mask, or all when there is none, but for those that are done already.
+    mask = batch.get(STEP_MASK, None)
+    rows = torch.ones(batch.numel(), dtype=torch.bool) if mask is None else mask.view(-1)
+    done = batch.get(DONE, None)
+    return rows if done is None else rows & ~done.view(-1)
+
+
+def write_conversations(
+    batch: TensorDictBase,
+    which: str,
+    conversations: Conversations,
+    *,
+    mode: str | None = None,
+    encoder: "ConversationEncoder | None" = None,
+) -> None:
+    """Put a snapshot at ``(mode, which)``.
+
+    Args:
+        batch: a TensorDict of as many rows as the snapshot has.
+        which: ``"prompt"``, ``"response"`` or ``"full"``.
+        conversations: the snapshot.
+        mode: ``"history"``, ``"text"`` or ``"tokens"``; when not given, that of the conversations
+            of this name which the batch holds already, or else ``"history"``.
+        encoder: spells them out in the modes ``"text"`` and ``"tokens"``.
+
+    Raises:
+        ValueError: the number of rows differs, or an encoder is needed and not given.
+    """
+    if len(conversations) != batch.numel():
+        raise ValueError(
+            f"A batch of {batch.numel()} rows can't hold {len(conversations)} conversations."
+        )
+    codec: Any = encoder
+    if mode is None:
+        stored = _newest(batch, which)
+        view = None if stored is None else view_of(stored.leaf)
+        is_spelled = isinstance(view, ConversationView)
+        mode, codec = (view.mode, view.encoder) if is_spelled else (HISTORY, None)
+    write_parts(batch, {which: conversations}, mode=mode, encoder=codec)
+
+
+def write_parts(
+    batch: TensorDictBase,
+    parts: Mapping[str, Conversations],
+    *,
+    mode: str = HISTORY,
+    encoder: "ConversationEncoder | None" = None,
+) -> None:
+    """Put snapshots of the batch's rows at ``(mode, which)``; see :func:`write_conversations`."""
+    size = batch.batch_size
+    rows = torch.arange(batch.numel()).view(size)
+    leaves = {}
+    for which, conversations in parts.items():
+        view: Any = HistoryView(which)
+        if mode != HISTORY:
+            if encoder is None:
+                raise ValueError(f"Conversations are spelled out as {mode} by an encoder: give it.")
+            view = ConversationView(mode, which, encoder)
+        leaves[which] = BatchedObject.of(conversations, size, rows, rows, view)
+    group = _group(batch, mode)
+    if group is None:
+        batch.set(mode, _new_group(mode, leaves, size))
+        return
+    for which, leaf in leaves.items():
+        group.set(which, leaf)
+
+
+def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conversations:
+    """The snapshot of a name, in whatever mode, with exactly the rows of the batch.
+
+    Args:
+        batch: what holds it at ``("history", which)``, ``("text", which)`` or
+            ``("tokens", which)``.
+        which: ``"prompt"``, ``"response"`` or ``"full"``.
+        who: the component that reads, named in the error.
+
+    Raises:
+        MissingEntryError: there is none.
+    """
+    stored = _newest(batch, which)
+    if stored is None:
+        group = _group(batch, HISTORY)
+        leaf = None if group is None else group.get(which, None)
+        found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
+        raise MissingEntryError(
+            f"{who} reads {(HISTORY, which)}, where the batch holds {type(leaf).__name__} instead "
+            f"of Conversations. The batch holds {found}. Reset the environment (prompt) or run "
+            "the policy (full) first."
+        )
+    return stored.conversations
+
+
+def _group(batch: TensorDictBase, mode: str) -> Any:
+    """The group of a mode; a value of the same name (a column ``text``, say) is none."""
+    group = batch.get(mode, None)
+    if group is None or is_non_tensor(group):
+        return None
+    return group if isinstance(group, TensorDictBase) else group._tensordict
+
+
+class Stored(NamedTuple):
+    """Conversations that a batch holds as such."""
+
+    conversations: Conversations
+    leaf: Any
+
+
+def stored_conversations(batch: TensorDictBase, mode: str, which: str) -> Stored | None:
+    """What is at ``(mode, which)`` if it is conversations, and otherwise ``None``."""
+    group = _group(batch, mode)
+    if isinstance(group, LazyStackedTensorDict):
+        # Of rows of other kinds there may be no stack: the first one tells.
+        first = first_entries(group).get(which, None)
+        group = group if snapshot_of(first, Conversations) is not None else None
+    leaf = None if group is None else group.get(which, None)
+    conversations = snapshot_of(leaf, Conversations)
+    return None if conversations is None else Stored(conversations, leaf)
+
+
+def _newest(batch: TensorDictBase, which: str) -> Stored | None:
+    """The conversations of a name."""
+    # A policy writes `history` in every mode, so that of another mode is the newer one.
+    found = (stored_conversations(batch, mode, which) for mode in reversed(INPUT_MODES))
+    return next((stored for stored in found if stored is not None), None)
+
+
+def _new_group(mode: str, parts: dict[str, Any], batch_size: torch.Size) -> Any:
+    if mode == HISTORY:
+        return ChatHistory.of(parts, batch_size)
+    group: Any = Text if mode == TEXT else Tokens
+    entries = TensorDict._new_unsafe(parts, batch_size=batch_size)
+    return group._from_tensordict(entries, {})
+
+
+def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
+    """One TensorDict per row, with everything that a loss reads of its tokens.
+
+    Args:
+        conversations: a snapshot.
+
+    Returns:
+        B TensorDicts without batch size: ``tokens``, a :class:`Tokens` of prompt, response and
+        full, int64; ``masks``, a :class:`Masks`, bool; ``log_probs``, a :class:`LogProbs` of
+        response and full, float32; ``("policy_versions", "full")``, int64; further values as
+        ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
+        for prompt and response, which are its beginning and end. ``images`` of a row that has any.
+    """
+    rows = zip(conversations._records, conversations._positions, strict=True)
+    return [_row_tensordict(record, position) for record, position in rows]
+
+
+def _row_tensordict(record: ConversationRecord, position: Position) -> TensorDict:
+    n, start = position.num_tokens, position.response_start
+    ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
+    log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
+    groups = {
+        "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
+        "masks": {
+            "all_attention_mask": torch.ones(n, dtype=torch.bool),
+            "all_assistant_mask": torch.from_numpy(
+                np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
+            ),
+        },
+        "log_probs": {"response": log_probs[start:], "full": log_probs},
+        "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
+    }
+    for name, values in extra_values(record, n).items():
+        groups[name] = {"response": values[start:], "full": values}
+    entries: dict[str, Any] = {}
+    for name, group in groups.items():
+        values, kind = TensorDict._new_unsafe(group, batch_size=_NO_BATCH), TOKEN_GROUPS.get(name)
+        entries[name] = values if kind is None else kind._from_tensordict(values, {})
+    if images := images_of(record.messages[: position.num_encoded]):
+        entries[IMAGES] = NonTensorData({"data": images})
+    return TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)
+
+
+# A row of a buffer as plain values: what a file holds of it without pickle.
+#
+# Nested dictionaries and lists of strings, numbers, booleans, ``None`` and tensors, so the tensors
+# can go into safetensors and all else into JSON. Shape legend: T tokens of a row.
+
+_GROUPS: Final[dict[str, Any]] = {
+    kind.__name__: kind for kind in (ChatHistory, LogProbs, Masks, Text, Tokens)
+}
+_ROWS: Final = "rows"
+
+
+def row_state(row: TensorDictBase) -> dict[str, Any]:
+    """A row as plain values, for a checkpoint.
+
+    Args:
+        row: of any batch size; tensors, Python values and rows within it, groups such as
+            :class:`Tokens` and :class:`ChatHistory` with their conversations.
+
+    Returns:
+        Dictionaries with strings as keys, and lists, of plain values and tensors; the tensors are
+        copies, of their dtype and on their device. :func:`row_from_state` makes the row again;
+        tuples come back as lists.
+
+    Raises:
+        TypeError: an entry holds something that is no plain value; the message names it.
+    """
+    return _state(row, ())
+
+
+def row_from_state(state: Mapping[str, Any]) -> TensorDict:
+    """The row of which :func:`row_state` made plain values.
+
+    Args:
+        state: what it gave.
+
+    Returns:
+        The row; conversations have records of their own.
+    """
+    row = TensorDict({}, batch_size=state["batch_size"])
+    for key, entry in state["entries"].items():
+        if isinstance(entry, Tensor):
+            row.set(key, entry)
+            continue
+        ((kind, content),) = entry.items()
+        if kind == "value":
+            row.set_non_tensor(key, content)
+        elif kind == "list":
+            row.set(key, content)
+        elif kind == "messages":
+            row.set(key, History.from_chats(content))
+        elif kind == "conversations":
+            view = HistoryView(key)
+            row.set(
+                key, BatchedObject.of(conversations_from_states(content), row.batch_size, view=view)
+            )
+        else:
+            entries = row_from_state(content)
+            row.set(key, entries if kind == _ROWS else _GROUPS[kind]._from_tensordict(entries, {}))
+    return row
+
+
+# To plain values ---------------------------------------------------------------------------------
+
+
+def _state(row: TensorDictBase, path: tuple[str, ...]) -> dict[str, Any]:
+    entries = {str(key): _entry(value, (*path, str(key))) for key, value in row.items()}
+    return {"batch_size": list(row.batch_size), "entries": entries}
+
+
+def _entry(value: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(value, Tensor):
+        return _copied(value)
+    if isinstance(value, BatchedObject):
+        return _object(value, path)
+    if isinstance(value, NonTensorStack):
+        return {"list": _plain(value.tolist(), path)}
+    if isinstance(value, NonTensorData):
+        return {"value": _plain(value.data, path)}
+    if isinstance(value, History):
+        return {"messages": _plain(value.to_chats(), path)}
+    name = type(value).__name__
+    if name in _GROUPS:
+        return {name: _state(entries_of(value), path)}
+    if isinstance(value, TensorDictBase) and not is_tensorclass(value):
+        return {_ROWS: _state(value, path)}
+    raise _not_plain(value, path)
+
+
+def _object(leaf: BatchedObject, path: tuple[str, ...]) -> dict[str, Any]:
+    conversations, view = snapshot_of(leaf, Conversations), view_of(leaf)
+    if conversations is None and view is None:
+        return {"value": _plain(leaf.shown(), path)}
+    if conversations is None or not isinstance(view, HistoryView):
+        raise _not_plain(leaf, path)
+    return {"conversations": _plain(conversation_states(conversations), path)}
+
+
+def _copied(value: Tensor) -> Tensor:
+    """By itself, in order: a view would take what it looks at into the file."""
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    """A value with the types that JSON has, and tensors."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):  # members of enumerations too
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Tensor):
+        return _copied(value)
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise _not_plain(value, path)
+        return {str(key): _plain(item, (*path, str(key))) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*path, str(i))) for i, item in enumerate(value)]
+    raise _not_plain(value, path)
+
+
+def _not_plain(value: Any, path: tuple[str, ...]) -> TypeError:
+    return TypeError(
+        f"row_state: the entry {path} holds a {type(value).__name__} ({value!r:.80}), which has no "
+        "plain form. A row that is saved holds tensors, strings, numbers, lists, dictionaries "
+        "with strings as keys, and conversations: convert it, or leave it out (map_row= of the "
+        "data, exclude() of the row)."
+    )
+
+
+# Conversations that somebody else wrote into a batch, taken over exactly.
+#
+# The loop keeps append-only records. A user may put messages, text or token ids in their place, and
+# a policy of another library writes them too: here they become records, to the token.
+#
+# Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
+
+
+def read_prompts(
+    batch: TensorDictBase, mode: str, *, encoder: "ConversationEncoder | None", who: str
+) -> Conversations:
+    """The conversations at ``(mode, "prompt")``, whoever wrote them."""
+    # mode: `"history"` (a `History [B, M]`), `"text"` (strings) or `"tokens"` (ids, ragged or
+    # padded beside `("masks", "all_attention_mask")`).
+    # Gives B conversations. Messages wait to be encoded; text and tokens are the whole prompt, to
+    # which no template is applied, and show as one message of the user (unless a policy left a
+    # record of the same tokens at `("history", "prompt")`).
+    stored = stored_conversations(batch, mode, PROMPT)
+    if stored is not None:
+        return stored.conversations
+    if mode == HISTORY:
+        return Conversations.from_messages(_chats(batch, PROMPT, who))
+    encoder = _need(encoder, mode, who)
+    if mode == TEXT:
+        return prompt_of_tokens(encode_texts(_texts(batch, PROMPT, who), encoder), encoder)
+    ids = TokenEntries(batch, PROMPT, who=who).ids()
+    record = stored_conversations(batch, HISTORY, PROMPT)
+    if record is not None and _all_ids(record.conversations) == ids:
+        return record.conversations
+    return prompt_of_tokens(ids, encoder)
+
+
+def prompt_of_tokens(ids: Sequence[Sequence[int]], encoder: "ConversationEncoder") -> Conversations:
+    """Conversations whose prompts are exactly these tokens; the policy is to speak."""
+    messages = [[{"role": "user", "content": text}] for text in encoder.decode(ids)]
+    return Conversations.from_tokens(ids, messages, awaits_response=True)
+
+
+def read_fulls(
+    batch: TensorDictBase, mode: str, *, encoder: "ConversationEncoder | None", who: str
+) -> Conversations:
+    """The conversations at ``(mode, "full")``, whoever wrote them."""
+    # A record of the same tokens at `("history", "full")`, as policies write one, is used. Where
+    # `full` goes on from the prompt of the batch, only what is new is taken over, as a turn of the
+    # assistant; `("masks", "all_assistant_mask")` and `("log_probs", "full")` beside it say that
+    # the policy sampled it.
+    stored = stored_conversations(batch, mode, FULL)
+    if stored is not None:
+        return stored.conversations
+    prompt = None
+    if has_entry(batch, (mode, PROMPT)):
+        prompt = read_prompts(batch, mode, encoder=encoder, who=who)
+    if mode == HISTORY:
+        return _continued_chats(prompt, _chats(batch, FULL, who))
+    encoder = _need(encoder, mode, who)
+    stored = stored_conversations(batch, HISTORY, FULL)
+    record = None if stored is None else stored.conversations
+    if mode == TEXT:
+        return _full_texts(_texts(batch, FULL, who), prompt, record, encoder)
+    return _full_tokens(TokenEntries(batch, FULL, who=who), prompt, record, encoder)
+
+
+def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
+    """Whether a group of the batch holds a part."""
+    group = batch.get(key[0], None)
+    if group is None or is_non_tensor(group):
+        return False
+    entries = first_entries(group)
+    if key[1] not in set(entries_of(group).keys()):
+        return False
+    leaf = entries.get(key[1])
+    # A TensorClass lists fields that are unset too, as entries of nothing.
+    is_value = isinstance(leaf, NonTensorData) and snapshot_of(leaf, Conversations) is None
+    return not is_value or leaf.data is not None
+
+
+def _part(batch: TensorDictBase, mode: str, which: str, who: str) -> Any:
+    if not has_entry(batch, (mode, which)):
+        raise missing_part(batch, (mode, which), who)
+    return entries_of(batch.get(mode)).get(which)
+
+
+def _need(encoder: "ConversationEncoder | None", mode: str, who: str) -> "ConversationEncoder":
+    if encoder is None:
+        raise ValueError(f"{who} can't read {mode} without a tokenizer: give it tokenizer=.")
+    return encoder
+
+
+# Messages ----------------------------------------------------------------------------------------
+
+
+def _chats(batch: TensorDictBase, which: str, who: str) -> list[list[Message]]:
+    return chats_of(_part(batch, HISTORY, which, who), batch.numel(), who=who)
+
+
+def chats_of(leaf: Any, size: int, *, who: str) -> list[list[Message]]:
+    """The messages of each conversation of a ``History``."""
+    # leaf: a `History`: one conversation [M], or a batch [*B, M].
+    if not isinstance(leaf, History):
+        raise TypeError(
+            f"{who} reads conversations from 'history': a History, got {type(leaf).__name__}. "
+            "Build one with History.from_chats([[{'role': ..., 'content': ...}]])."
+        )
+    chats = _flat_chats(leaf.to_chats())
+    if len(chats) != size:
+        raise ValueError(
+            f"{who}: a History of {len(chats)} conversations in a batch of {size} rows."
+        )
+    for row, chat in enumerate(chats):
+        check_messages(chat, row=row)
+    return chats
+
+
+def _flat_chats(chats: Any) -> list[list[Message]]:
+    if isinstance(chats, Mapping):
+        return [[dict(chats)]]
+    if isinstance(chats[0], Mapping):
+        return [[m for m in chats if m["role"] != "<none>"]]
+    return [chat for part in chats for chat in _flat_chats(part)]
+
+
+def _continued_chats(prompt: Conversations | None, chats: Sequence[list[Message]]) -> Conversations:
+    if prompt is None:
+        return Conversations.from_messages(chats)
+    before = [prompt.messages(i) for i in range(len(prompt))]
+    grown = prompt.append_messages(
+        [
+            chat[len(old) :] if chat[: len(old)] == old else []
+            for old, chat in zip(before, chats, strict=True)
+        ]
+    )
+    other = Conversations.from_messages(chats)
+    index = [
+        i if chat[: len(old)] == old else i + len(chats)
+        for i, (old, chat) in enumerate(zip(before, chats, strict=True))
+    ]
+    return Conversations.cat([grown, other])[index]
+
+
+# Text and tokens ---------------------------------------------------------------------------------
+
+
+class _Turn(NamedTuple):
+    """What follows a prompt."""
+
+    ids: list[int]
+    content: str
+    log_probs: list[float] | None
+    """When the policy sampled it."""
+
+
+def _texts(batch: TensorDictBase, which: str, who: str) -> list[str]:
+    texts = objects_of_leaf(_part(batch, TEXT, which, who), batch.batch_size)
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"{who}: {(TEXT, which)} of row {row} is {type(text).__name__} ({text!r:.80}), "
+                "not a string."
+            )
+    return texts
+
+
+def _full_texts(
+    texts: list[str],
+    prompt: Conversations | None,
+    record: Conversations | None,
+    encoder: "ConversationEncoder",
+) -> Conversations:
+    if record is not None and encoder.decode(_all_ids(record)) == texts:
+        return record
+    if prompt is None:
+        return _without_prompt(encode_texts(texts, encoder), encoder)
+    prompt = encoder.encode_waiting(prompt)
+    turns: list[_Turn | None] = []
+    for text, before in zip(texts, encoder.decode(_all_ids(prompt)), strict=True):
+        if not text.startswith(before):
+            turns.append(None)
+            continue
+        ids, content = encoder.encode_turn(text[len(before) :])
+        turns.append(_Turn(ids, content, None))
+    return _continued(prompt, turns, lambda: encode_texts(texts, encoder), encoder)
+
+
+def _full_tokens(
+    entries: TokenEntries,
+    prompt: Conversations | None,
+    record: Conversations | None,
+    encoder: "ConversationEncoder",
+) -> Conversations:
+    rows = entries.ids()
+    if record is not None and _all_ids(record) == rows:
+        return record
+    if prompt is None:
+        return _without_prompt(rows, encoder)
+    prompt = encoder.encode_waiting(prompt)
+    masks = entries.aligned(ASSISTANT_MASK)
+    log_probs = entries.aligned(LOG_PROBS_FULL)
+    turns: list[_Turn | None] = []
+    for i, (row, before) in enumerate(zip(rows, _all_ids(prompt), strict=True)):
+        start = len(before)
+        if row[:start] != before:
+            turns.append(None)
+            continue
+        sampled = None
+        if masks is not None and log_probs is not None and bool(masks[i][start:].all()):
+            sampled = log_probs[i][start:].tolist()
+        turns.append(_Turn(row[start:], encoder.decode_responses([row[start:]])[0], sampled))
+    return _continued(prompt, turns, lambda: rows, encoder)
+
+
+def _continued(
+    prompt: Conversations,
+    turns: Sequence[_Turn | None],
+    full_ids: Any,
+    encoder: "ConversationEncoder",
+) -> Conversations:
+    """The prompts with their turns; rows that do not go on from theirs are taken over whole."""
+    prompt = prompt.append_turns(
+        [
+            Turn(turn.ids, turn.log_probs, _assistant_message(turn.content))
+            if turn is not None and turn.ids
+            else None
+            for turn in turns
+        ]
+    )
+    if all(turn is not None for turn in turns):
+        return prompt
+    other = _without_prompt(full_ids(), encoder)
+    index = [i if turn is not None else i + len(turns) for i, turn in enumerate(turns)]
+    return Conversations.cat([prompt, other])[index]
+
+
+def _without_prompt(ids: Sequence[Sequence[int]], encoder: "ConversationEncoder") -> Conversations:
+    """Where nobody knows what of it is the response, the whole is shown as one turn."""
+    return Conversations.from_tokens(
+        ids, [[_assistant_message(text)] for text in encoder.decode(ids)]
+    )
+
+
+def _assistant_message(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def encode_texts(texts: Sequence[str], encoder: "ConversationEncoder") -> list[list[int]]:
+    """Token ids of texts as they are: no template, no token added; control tokens are such tokens.
+
+    Args:
+        texts: per row.
+        encoder: of the tokenizer.
+    """
+    if not len(texts):
+        return []
+    return encoder.tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+
+def _all_ids(conversations: Conversations) -> list[list[int]]:
+    return [conversations.ids(i) for i in range(len(conversations))]

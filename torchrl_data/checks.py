@@ -1,0 +1,217 @@
+"""Checks of arguments and entries, and the protocol of what scores tokens."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+# Checks of single settings, the same everywhere: who, what is wrong, what was found.
+#
+# Settings are given by name (``check_counts("Primer", group_size=size)``); None is off.
+
+Choice = TypeVar("Choice", bound=str)
+
+POSITIVE: Final = "(0, inf)"
+NOT_NEGATIVE: Final = "[0, inf)"
+
+
+def _named(who: str, name: str) -> str:
+    return f"{who}: {name}" if who else name
+
+
+def one_of(
+    name: str,
+    value: object,
+    choices: Sequence[Choice],
+    aliases: Mapping[str, Choice] | None = None,
+    *,
+    who: str = "",
+) -> Choice:
+    """Check a setting that takes one of a few names."""
+    known = (aliases or {}).get(value, value) if isinstance(value, str) else value
+    for choice in choices:
+        if known == choice:
+            return choice
+    raise ValueError(f"{_named(who, name)} must be one of {tuple(choices)}, got {value!r}.")
+
+
+def check_not_none(who: str, /, **settings: object) -> None:
+    """Check that settings which can't be off are not None."""
+    for name, value in settings.items():
+        if value is None:
+            raise ValueError(f"{_named(who, name)} must be given, got None.")
+
+
+def check_counts(who: str = "", least: int = 1, /, **counts: int | None) -> None:
+    """Check that settings are whole numbers of at least ``least``."""
+    for name, value in counts.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"{_named(who, name)} must be a whole number, at least {least}, got {value!r}."
+            )
+
+
+def check_numbers(who: str = "", within: str = "(-inf, inf)", /, **numbers: float | None) -> None:
+    """Check that settings are finite numbers within an interval, written as in ``"(0, 1]"``."""
+    low, high = map(float, within[1:-1].split(","))
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        holds = (
+            isinstance(value, Real)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and (low <= value if within[0] == "[" else low < value)
+            and (value <= high if within[-1] == "]" else value < high)
+        )
+        if not holds:
+            where = "" if within == "(-inf, inf)" else f" in {within}"
+            raise ValueError(f"{_named(who, name)} must be a finite number{where}, got {value!r}.")
+
+
+def pair(name: str, value: object, *, who: str = "") -> tuple[float, float]:
+    """Check a setting that takes two numbers."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+        low, high = value
+        if isinstance(low, Real) and isinstance(high, Real):
+            return float(low), float(high)
+    raise ValueError(f"{_named(who, name)} takes a pair of numbers (low, high), got {value!r}.")
+
+
+def check_type(name: str, value: object, kind: type, *, who: str = "") -> None:
+    """Check a setting that takes an object of a class."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{_named(who, name)} takes {kind.__name__}(...), got {value!r}.")
+
+
+def check_names(who: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Check that settings given by name are known."""
+    for name in names:
+        if name not in known:
+            meant = get_close_matches(name, known, n=1)
+            hint = f" Did you mean {meant[0]!r}?" if meant else ""
+            raise TypeError(f"{who} has no setting {name!r}.{hint} It has {sorted(known)}.")
+
+
+# Errors that say who, what is wrong, what was found and what to do.
+
+
+class MissingEntryError(KeyError):
+    """A batch lacks an entry that a component reads.
+
+    ``KeyError`` prints its message through ``repr``; this class prints it as it is written.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def require_entries(batch: TensorDictBase, keys: Iterable[NestedKey], who: str) -> None:
+    """Check that a batch holds all of some entries.
+
+    Args:
+        batch: what is about to be read.
+        keys: the entries that must be there.
+        who: the component that reads, named in the message.
+
+    Raises:
+        MissingEntryError: one or more entries are missing; the message names them and what the
+            batch holds instead.
+    """
+    present = set(batch.keys(include_nested=True))
+    missing = [key for key in keys if key not in present]
+    if missing:
+        found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
+        raise MissingEntryError(
+            f"{who} reads {missing}, which the batch lacks. The batch holds {found}. "
+            "Run the step that writes the entry first, or rename it."
+        )
+
+
+def missing_part(batch: TensorDictBase, key: tuple[str, str], who: str) -> MissingEntryError:
+    """The error for a part of a mode that a batch lacks."""
+    found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
+    return MissingEntryError(
+        f"{who} reads {key}, which the batch lacks. The batch holds {found}. Reset the environment "
+        "(prompt) or run the policy (full) first, or choose another input_mode."
+    )
+
+
+# What packages ask of each other's objects, so that they need not import each other.
+#
+# Shape legend: N packed tokens, B sequences, K target tokens (the ``True`` entries of a mask).
+
+
+class TokenScores(NamedTuple):
+    """Per-target-token results of a scorer, in the order of the packed tokens."""
+
+    log_prob: Tensor
+    """float32 ``[K]``, in nats, differentiable in the model's parameters."""
+    entropy: Tensor | None = None
+    """float32 ``[K]``, in nats; only when asked for."""
+    untempered_log_prob: Tensor | None = None
+    """float32 ``[K]``, in nats, under the model's own softmax; only when asked for."""
+
+
+@runtime_checkable
+class TokenScorer(Protocol):
+    """Something that gives the log-probability of tokens in packed sequences.
+
+    ``TransformersWrapper`` is one; a loss takes any. For batches of which rows have images, one
+    takes ``images=`` too: those of each sequence in order, in base 64.
+    """
+
+    def score_packed(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """Score the masked tokens of packed sequences, each given the tokens before it.
+
+        Args:
+            ids: int64 ``[N]``, the sequences one after the other, without padding.
+            lengths: int64 ``[B]``, tokens of each sequence; sums to N.
+            target_mask: bool ``[N]``; the tokens to score. The first token of a sequence has
+                nothing before it and cannot be a target.
+            temperature: the logits are divided by it before the softmax.
+            entropy: also give the entropy of the distribution that each target was drawn from.
+
+        Returns:
+            The K scores in packed order.
+        """
+        ...
+
+
+def image_arguments(
+    scorer: TokenScorer, images: Sequence[Sequence[str]] | None, who: str
+) -> dict[str, Any]:
+    """What ``score_packed`` is told of the images of its sequences; nothing where there are none.
+
+    Raises:
+        TypeError: there are images, and the scorer takes none.
+    """
+    if not images or not any(images):
+        return {}
+    if "images" not in inspect.signature(scorer.score_packed).parameters:
+        raise TypeError(
+            f"{who}: {sum(map(bool, images))} of {len(images)} rows have images, and score_packed "
+            f"of {type(scorer).__name__} takes none. Score with TransformersWrapper(processor=...)."
+        )
+    return {"images": images}

@@ -1,0 +1,462 @@
+"""A batch of conversations that share what they have in common, and their saved form."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .messages import (
+    ConversationRecord,
+    EncodedMessages,
+    Message,
+    Position,
+    Source,
+    Turn,
+    Waiting,
+    extra_values,
+    images_of,
+    with_plain_images,
+)
+
+# Conversations as append-only token records: the state that environment and policy share.
+#
+# Tokens are the truth: a row keeps every token with who wrote it, its log-probability and the
+# policy version that sampled it, beside the messages that it spells. Nothing is ever re-tokenised.
+# A :class:`Conversations` object is a snapshot of a whole batch (how far each row had got):
+# appending gives a new snapshot of the same records in time proportional to what is new, and
+# appending to an old snapshot copies the row first, so that every snapshot stays what it was.
+#
+# Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
+
+
+class Conversations:
+    """Snapshot of a batch of conversations.
+
+    Args:
+        records: B records.
+        positions: how far each has got; the end of the record when not given.
+    """
+
+    __slots__ = ("_positions", "_records")
+
+    def __init__(
+        self, records: Sequence[ConversationRecord], positions: Sequence[Position] | None = None
+    ) -> None:
+        self._records = list(records)
+        self._positions = (
+            [Position(len(r.ids), len(r.messages)) for r in records]
+            if positions is None
+            else list(positions)
+        )
+
+    @classmethod
+    def from_messages(
+        cls,
+        rows: Iterable[Sequence[Message]],
+        tools: Iterable[Sequence[dict[str, Any]] | None] | None = None,
+    ) -> Self:
+        """Start conversations; nothing is encoded yet.
+
+        Args:
+            rows: the messages of each row.
+            tools: JSON schemas of the tools of each row.
+        """
+        rows = list(rows)
+        tools = [None] * len(rows) if tools is None else list(tools)
+        records = []
+        for messages, schemas in zip(rows, tools, strict=True):
+            record = ConversationRecord(schemas)
+            record.messages.extend(map(with_plain_images, messages))
+            records.append(record)
+        return cls(records)
+
+    @classmethod
+    def from_tokens(
+        cls,
+        rows: Iterable[Sequence[int]],
+        messages: Iterable[Sequence[Message]],
+        *,
+        awaits_response: bool = False,
+    ) -> Self:
+        """Start conversations from tokens that somebody hands in; they are kept as they are.
+
+        Args:
+            rows: token ids of each row; none of them is the policy's.
+            messages: what each row says, for people, tools and rewards.
+            awaits_response: the next token is the policy's.
+        """
+        records, positions = [], []
+        for ids, row_messages in zip(rows, messages, strict=True):
+            record = ConversationRecord()
+            record.extend_tokens(ids, [Source.CONTENT] * len(ids))
+            record.messages.extend(row_messages)
+            n, m = len(record.ids), len(record.messages)
+            records.append(record)
+            positions.append(Position(n, m, m, awaits_response, n if awaits_response else 0))
+        return cls(records, positions)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator["Conversations"]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Self:
+        """Rows of the snapshot, as a snapshot (an integer gives one of a single row)."""
+        rows = _row_indices(index, len(self))
+        return type(self)([self._records[i] for i in rows], [self._positions[i] for i in rows])
+
+    def __repr__(self) -> str:
+        return (
+            f"Conversations({len(self)} rows, "
+            f"tokens={[p.num_tokens for p in self._positions]}, "
+            f"messages={[p.num_messages for p in self._positions]})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when messages, tokens and provenance are."""
+        if not isinstance(other, Conversations):
+            return NotImplemented
+        return len(self) == len(other) and all(
+            self._row_state(i) == other._row_state(i) for i in range(len(self))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> Self:
+        """The same object: nothing changes a snapshot."""
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same object: nothing changes a snapshot."""
+        return self
+
+    def _row_state(self, row: int) -> tuple[object, ...]:
+        record, position = self._records[row], self._positions[row]
+        n = position.num_tokens
+        return (
+            position,
+            record.messages[: position.num_messages],
+            record.ids[:n],
+            record.sources[:n],
+            record.log_probs[:n],
+            record.versions[:n],
+            record.tools,
+        )
+
+    @staticmethod
+    def cat(parts: Sequence["Conversations"]) -> "Conversations":
+        """One batch of the rows of several."""
+        return Conversations(
+            [record for part in parts for record in part._records],
+            [position for part in parts for position in part._positions],
+        )
+
+    def row(self, index: int) -> Self:
+        """A snapshot of one row by itself.
+
+        Args:
+            index: which.
+        """
+        row = object.__new__(type(self))
+        row._records, row._positions = [self._records[index]], [self._positions[index]]
+        return row
+
+    def split(self) -> list[Self]:
+        """A snapshot of each row by itself."""
+        return [self.row(index) for index in range(len(self))]
+
+    # What is in a row ---------------------------------------------------------------------------
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """How far each row has got."""
+        return tuple(self._positions)
+
+    def position(self, row: int) -> Position:
+        """How far a row has got."""
+        return self._positions[row]
+
+    def tools(self, row: int) -> tuple[dict[str, Any], ...] | None:
+        """JSON schemas of the tools that a row was started with."""
+        return self._records[row].tools
+
+    def messages(self, row: int) -> list[Message]:
+        """The messages of a row."""
+        return self._records[row].messages[: self._positions[row].num_messages]
+
+    def waiting_messages(self, row: int) -> list[Message]:
+        """The messages of a row that have no tokens yet."""
+        position = self._positions[row]
+        return self._records[row].messages[position.num_encoded : position.num_messages]
+
+    def images(self, row: int) -> list[str]:
+        """The images of a row that have their tokens, in order, in base 64."""
+        position = self._positions[row]
+        return images_of(self._records[row].messages[: position.num_encoded])
+
+    def last_message(self, row: int) -> Message:
+        """The newest message of a row."""
+        return self._records[row].messages[self._positions[row].num_messages - 1]
+
+    def first_response(self, row: int) -> int:
+        """Messages before the policy's first turn.
+
+        A conversation that was not sampled here is taken to have its first turn where the first
+        message of the role ``assistant`` is.
+        """
+        first = self._records[row].first_response
+        messages = self.messages(row)
+        if first is not None:
+            return min(first, len(messages))
+        roles = [message["role"] for message in messages]
+        return roles.index("assistant") if "assistant" in roles else len(roles)
+
+    def num_tokens(self, row: int) -> int:
+        """Tokens of a row."""
+        return self._positions[row].num_tokens
+
+    def was_sampled(self, row: int) -> bool:
+        """Whether the policy sampled any token of a row."""
+        return self._records[row].sources.find(bytes([Source.MODEL]), 0, self.num_tokens(row)) >= 0
+
+    def num_tokens_before_policy(self, row: int) -> int:
+        """Tokens of a row before the first one that the policy sampled; all, if it has none."""
+        first = self._records[row].sources.find(bytes([Source.MODEL]), 0, self.num_tokens(row))
+        return self.num_tokens(row) if first < 0 else first
+
+    def ids(self, row: int) -> list[int]:
+        """Token ids of a row."""
+        return self._records[row].ids[: self._positions[row].num_tokens].tolist()
+
+    def last_id(self, row: int) -> int:
+        """The newest token of a row."""
+        return self._records[row].ids[self._positions[row].num_tokens - 1]
+
+    def token_ids(self, row: int) -> Tensor:
+        """Token ids of a row, int64 ``[T]``."""
+        return self._copy(self._records[row].ids, row, np.int64)
+
+    def log_probs(self, row: int) -> Tensor:
+        """Log-probs of a row, float32 ``[T]``; 0 where the policy did not sample."""
+        return self._copy(self._records[row].log_probs, row, np.float32)
+
+    def extra(self, row: int) -> dict[str, Tensor]:
+        """Further values of the sampled tokens by name, float32 ``[T]``; 0 elsewhere."""
+        return extra_values(self._records[row], self._positions[row].num_tokens)
+
+    def policy_versions(self, row: int) -> Tensor:
+        """Policy version of each token, int64 ``[T]``; -1 where the policy did not sample."""
+        return self._copy(self._records[row].versions, row, np.int64)
+
+    def sources(self, row: int) -> Tensor:
+        """Who wrote each token, uint8 ``[T]`` of :class:`Source`."""
+        return self._copy(self._records[row].sources, row, np.uint8)
+
+    def assistant_mask(self, row: int) -> Tensor:
+        """True on sampled tokens, stop token included; bool ``[T]``."""
+        return self.sources(row) == Source.MODEL
+
+    def _copy(self, buffer: array | bytearray, row: int, dtype: Any) -> Tensor:
+        # The slice is a copy, so the record can go on growing.
+        return torch.from_numpy(np.frombuffer(buffer[: self._positions[row].num_tokens], dtype))
+
+    # How it grows -------------------------------------------------------------------------------
+
+    def append_messages(self, rows: Sequence[Sequence[Message]]) -> Self:
+        """A snapshot with messages added to each row; they are encoded when someone asks.
+
+        Args:
+            rows: new messages per row; may be empty.
+        """
+        records, positions = list(self._records), list(self._positions)
+        for i, messages in enumerate(rows):
+            if messages:
+                records[i] = record = self._writable(i)
+                record.messages.extend(map(with_plain_images, messages))
+                positions[i] = positions[i]._replace(num_messages=len(record.messages))
+        return type(self)(records, positions)
+
+    def replace_waiting(self, rows: Sequence[Sequence[Message] | None]) -> Self:
+        """A snapshot with other messages in place of those that have no tokens yet.
+
+        Args:
+            rows: the messages per row; ``None`` leaves the row.
+        """
+        records, positions = list(self._records), list(self._positions)
+        for i, messages in enumerate(rows):
+            if messages is not None:
+                position = positions[i]
+                record = records[i].copy_prefix(position.num_tokens, position.num_encoded)
+                record.messages.extend(map(with_plain_images, messages))
+                records[i] = record
+                positions[i] = position._replace(num_messages=len(record.messages))
+        return type(self)(records, positions)
+
+    def append_encoded(self, encoded: Sequence[EncodedMessages | None]) -> Self:
+        """A snapshot in which all messages of some rows are encoded and the header is open.
+
+        Args:
+            encoded: the tokens of a row's waiting messages and of the generation header, or
+                ``None`` to leave the row.
+        """
+        records, positions = list(self._records), list(self._positions)
+        for i, new in enumerate(encoded):
+            if new is not None:
+                records[i] = record = self._writable(i)
+                record.extend_tokens(new.ids, new.sources)
+                positions[i] = positions[i]._replace(
+                    num_tokens=len(record.ids),
+                    num_encoded=positions[i].num_messages,
+                    awaits_response=True,
+                    response_start=len(record.ids),
+                )
+        return type(self)(records, positions)
+
+    def append_turns(self, turns: Sequence[Turn | None]) -> Self:
+        """A snapshot with a turn of the assistant added.
+
+        Args:
+            turns: one per row; ``None`` leaves the row as it is. Every row has all columns of
+                further values from then on.
+
+        Raises:
+            RuntimeError: a row does not await a response.
+            ValueError: a turn has not as many log-probs, versions or further values, as ids.
+        """
+        records, positions = list(self._records), list(self._positions)
+        columns = {name for turn in turns if turn is not None for name in turn.extra}
+        for i, turn in enumerate(turns):
+            if turn is None:
+                for name in columns:
+                    records[i].extra.setdefault(name, array("f"))
+                continue
+            if not positions[i].awaits_response:
+                raise RuntimeError(f"Row {i} does not await a response: encode its messages first.")
+            turn.check(i)
+            records[i] = record = self._writable(i)
+            positions[i] = record.append_turn(turn)
+        return type(self)(records, positions)
+
+    def _writable(self, row: int) -> ConversationRecord:
+        """The record, or a copy of its beginning if it has grown past this snapshot."""
+        record, position = self._records[row], self._positions[row]
+        if len(record.ids) == position.num_tokens and len(record.messages) == position.num_messages:
+            return record
+        return record.copy_prefix(position.num_tokens, position.num_messages)
+
+
+def _row_indices(index: int | slice | Sequence[int] | Tensor, size: int) -> list[int]:
+    if isinstance(index, int):
+        if not -size <= index < size:
+            raise IndexError(f"Row {index} of {size} conversations.")
+        return [index % size]
+    if isinstance(index, slice):
+        return list(range(size))[index]
+    if isinstance(index, Tensor):
+        if index.dtype == torch.bool:
+            index = index.reshape(-1).nonzero().squeeze(-1)
+        index = index.reshape(-1).tolist()
+    return [range(size)[i] for i in index]
+
+
+def waiting_rows(conversations: Conversations) -> list[Waiting | None]:
+    """What has no tokens yet in each row; ``None`` where the next token is the policy's."""
+    found: list[Waiting | None] = []
+    for record, at in zip(conversations._records, conversations._positions, strict=True):
+        messages = record.messages[at.num_encoded : at.num_messages]
+        last_id = record.ids[at.num_tokens - 1] if at.num_tokens else None
+        waiting = Waiting(messages, at.num_encoded, last_id, record.tools)
+        found.append(None if at.awaits_response else waiting)
+    return found
+
+
+def ids_and_images(conversations: Conversations) -> tuple[list[list[int]], list[list[str]]]:
+    """Token ids of all rows, and their images: what an engine reads."""
+    rows = list(zip(conversations._records, conversations._positions, strict=True))
+    ids = [record.ids[: at.num_tokens].tolist() for record, at in rows]
+    return ids, [images_of(record.messages[: at.num_encoded]) for record, at in rows]
+
+
+def continues(later: Conversations, earlier: Conversations) -> bool:
+    """Whether all tokens of one conversation, and its images, begin another one."""
+    old, new = earlier._records[0], later._records[0]
+    n = earlier._positions[0].num_tokens
+    if later._positions[0].num_tokens < n:
+        return False
+    if new is old:
+        return True
+    if new.ids[:n] != old.ids[:n] or new.sources[:n] != old.sources[:n]:
+        return False
+    images = earlier.images(0)
+    return later.images(0)[: len(images)] == images
+
+
+# Conversations as plain values and tensors, for whoever stores them.
+#
+# Shape legend: T tokens of a row (ragged).
+
+
+def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
+    """One dictionary a row of all that a snapshot knows; its tensors ``[T]`` are copies."""
+    return [_state(conversations, row) for row in range(len(conversations))]
+
+
+def _state(conversations: Conversations, row: int) -> dict[str, Any]:
+    record, position = conversations._records[row], conversations.position(row)
+    first = record.first_response
+    return {
+        "position": position._asdict(),
+        "messages": conversations.messages(row),
+        "tools": record.tools,
+        # As in a copy of the record's beginning: it may have grown past the snapshot.
+        "first_response": None if first is None or first >= position.num_messages else first,
+        "ids": conversations.token_ids(row),
+        "sources": conversations.sources(row),
+        "log_probs": conversations.log_probs(row),
+        "versions": conversations.policy_versions(row),
+        "extra": conversations.extra(row),
+    }
+
+
+def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversations:
+    """A snapshot of records of its own, the inverse of :func:`conversation_states`.
+
+    Raises:
+        ValueError: a row's columns or messages do not fit its position.
+    """
+    rows = [_record(number, state) for number, state in enumerate(states)]
+    return Conversations([record for record, _ in rows], [position for _, position in rows])
+
+
+def _record(row: int, state: Mapping[str, Any]) -> tuple[ConversationRecord, Position]:
+    record = ConversationRecord(state["tools"])
+    record.ids = _column("q", state["ids"])
+    record.sources = bytearray(state["sources"].cpu().numpy().tobytes())
+    record.log_probs = _column("f", state["log_probs"])
+    record.versions = _column("q", state["versions"])
+    record.extra = {name: _column("f", values) for name, values in state["extra"].items()}
+    record.messages = list(state["messages"])
+    record.first_response = state["first_response"]
+    position = Position(**state["position"])
+    columns = [record.ids, record.sources, record.log_probs, record.versions]
+    if any(len(column) != position.num_tokens for column in (*columns, *record.extra.values())):
+        raise ValueError(
+            f"Conversation {row} has {position.num_tokens} tokens but columns of "
+            f"{[len(column) for column in columns]}."
+        )
+    if len(record.messages) != position.num_messages:
+        raise ValueError(
+            f"Conversation {row} has {position.num_messages} messages, and "
+            f"{len(record.messages)} are stored."
+        )
+    return record, position
+
+
+def _column(code: str, values: Tensor) -> array:
+    column = array(code)
+    column.frombytes(values.cpu().numpy().tobytes())
+    return column

@@ -1,1 +1,0 @@
-"""Append-only records of conversations: messages, tokens and who wrote them."""

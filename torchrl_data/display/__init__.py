@@ -1,1 +1,0 @@
-"""Conversations for people: in the terminal and as HTML."""

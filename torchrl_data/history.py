@@ -1,0 +1,772 @@
+"""The ``History`` of TorchRL: messages as a tensorclass, rendered by a template and parsed back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorClass,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
+
+from .batch_objects import documented
+from .messages import (
+    EncodedMessages,
+    Message,
+    Source,
+    check_messages,
+    cut_at_end_mark,
+    with_end_mark,
+    with_plain_images,
+)
+from .ragged import entries_of, pad, value_stack
+from .templates.encoder import ConversationEncoder
+from .templates.template import (
+    EntriesShown,
+    control_literals,
+    refusal,
+    render_template,
+    resolve_template,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+
+# Parts of a message that are not only text: images, audio, video, files, function calls.
+
+ContentType = Literal["text", "image", "audio", "video", "file", "function_call"]
+
+
+@documented
+class ContentBase(TensorClass["nocast", "shadow"]):
+    """One part of a message's content.
+
+    Parts are stacked along a last dimension, one more than the message has.
+
+    Examples:
+        >>> from tensordict import lazy_stack
+        >>> text = ContentBase(type="text", text="What is this?")
+        >>> image = ContentBase(type="image", url="https://example.com/cat.jpg")
+        >>> list(lazy_stack([text, image]).type)
+        ['text', 'image']
+
+    Raises:
+        ValueError: the type is not one of ``text``, ``image``, ``audio``, ``video``, ``file``,
+            ``function_call``.
+    """
+
+    _documentation = __doc__
+
+    type: ContentType  # type: ignore[override]
+    """What the part is."""
+    text: str | None = None
+    """The text of a ``text`` part."""
+    url: str | None = None
+    """Where the medium is."""
+    data: str | None = None  # type: ignore[override]
+    """The medium itself, in base 64."""
+    mime_type: str | None = None
+    """For instance ``"image/jpeg"``."""
+    name: str | None = None
+    """File name or description."""
+    size: int | None = None  # type: ignore[override]
+    """Bytes of a file."""
+    function_name: str | None = None
+    """The function that a ``function_call`` calls."""
+    function_args: dict | None = None
+    """Its arguments."""
+
+    def __post_init__(self) -> None:
+        kinds = self.type if isinstance(self.type, list) else [self.type]
+        known = get_args(ContentType)
+        for kind in kinds:
+            if isinstance(kind, str) and kind not in known:
+                raise ValueError(
+                    f"ContentBase has the unknown type {kind!r}; the types are {list(known)}."
+                )
+
+    def to_part(self) -> dict[str, Any]:
+        """The part as a dictionary of the fields that are set.
+
+        Raises:
+            RuntimeError: this is a batch of parts.
+        """
+        if self.batch_dims:
+            raise RuntimeError(
+                f"to_part converts one part, this is a batch of shape {tuple(self.batch_size)}; "
+                "use to_parts."
+            )
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def to_parts(self) -> list[dict[str, Any]]:
+        """The parts of a stack ``[P]``, as dictionaries."""
+        return [part.to_part() for part in self.unbind(0)]
+
+
+_FIELDS = (
+    "type",
+    "text",
+    "url",
+    "data",
+    "mime_type",
+    "name",
+    "size",
+    "function_name",
+    "function_args",
+)
+
+
+# The fields of a ``History``, and how a message in the chat format maps to them.
+
+OPTIONAL: Final = (
+    "tool_calls",
+    "tool_responses",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "metadata",
+)
+"""Fields that most messages lack."""
+FIELDS: Final = ("role", "content", "is_complete", *OPTIONAL)
+"""All fields, in order."""
+
+
+def plain(value: Any) -> Any:
+    """Plain lists instead of the lists that write through to a TensorDict."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def with_plain_parts(message: Any) -> Any:
+    """A message whose parts are dictionaries of plain values, where it holds others."""
+    return with_plain_images(_without_content_base(message))
+
+
+def _without_content_base(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, ContentBase):
+        content = [content]
+    if not isinstance(content, list | tuple):
+        return message
+    if not any(isinstance(part, ContentBase) for part in content):
+        return message
+    parts: list[Any] = []
+    for part in content:
+        if not isinstance(part, ContentBase):
+            parts.append(part)
+        else:
+            parts += part.to_parts() if part.batch_dims else [part.to_part()]
+    return {**message, "content": parts}
+
+
+def message_fields(message: Message) -> dict[str, Any]:
+    """Values of all fields for a message; entries that are no field go to ``metadata``."""
+    fields: dict[str, Any] = dict.fromkeys(FIELDS)
+    fields["is_complete"] = True
+    other = {}
+    for key, value in message.items():
+        if key in fields and key != "metadata":
+            fields[key] = value
+        else:
+            other[key] = value
+    fields["metadata"] = other or None
+    return fields
+
+
+def to_message(fields: Mapping[str, Any]) -> Message:
+    """The message in the chat format, without the fields that say nothing."""
+    content = fields["content"]
+    if isinstance(content, ContentBase):
+        content = content.to_parts() if content.batch_dims else [content.to_part()]
+    message: Message = {"role": fields["role"], "content": plain(content)}
+    if fields["is_complete"] is False:
+        message["is_complete"] = False
+    for field in OPTIONAL[:-1]:
+        if fields[field] is not None:
+            message[field] = plain(fields[field])
+    return message | plain(fields["metadata"] or {})
+
+
+# Chats as text or tokens, with a chat template.
+#
+# Shape legend: B rows, M messages of a row, T tokens of a row.
+
+
+@dataclass(frozen=True)
+class RenderingOptions:
+    """The options of ``History.apply_chat_template``."""
+
+    add_generation_prompt: bool
+    chat_template: str | None
+    chat_template_name: str | None
+    continue_final_message: bool
+    tokenize: bool | None
+    padding: bool | str
+    truncation: bool | str
+    return_tensors: str | None
+    return_dict: bool | None
+    return_assistant_tokens_mask: bool
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError(
+                "add_generation_prompt opens a new turn and continue_final_message stays in the "
+                "last one: ask for one of them."
+            )
+        if self.return_tensors not in (None, "pt"):
+            raise ValueError(f"return_tensors is 'pt' or None, got {self.return_tensors!r}.")
+        if self.tokenize is False and (self.return_assistant_tokens_mask or self.return_tensors):
+            raise ValueError("A mask or tensors need tokens: leave tokenize=False out.")
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether tokens are asked for, openly or by asking for tensors or a mask."""
+        if self.tokenize is not None:
+            return self.tokenize
+        return self.return_assistant_tokens_mask or self.return_tensors is not None
+
+    @property
+    def wants_dict(self) -> bool:
+        """Whether a TensorDict is asked for."""
+        if self.return_dict is not None:
+            return self.return_dict
+        return self.return_assistant_tokens_mask
+
+
+def render_chats(
+    rows: Sequence[Sequence[Message]],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    options: RenderingOptions,
+    variables: Mapping[str, Any],
+    *,
+    single: bool,
+) -> Any:
+    """See ``History.apply_chat_template``; ``single`` gives one result, not a batch of one."""
+    values = dict(variables)
+    tools = values.pop("tools", None)
+    max_length = values.pop("max_length", None)
+    for row, messages in enumerate(rows):
+        check_messages(messages, row=None if single else row)
+    template = resolve_template(
+        tokenizer,
+        chat_template=options.chat_template,
+        chat_template_name=options.chat_template_name,
+    )
+    if not options.wants_tokens:
+        seen = EntriesShown()
+        texts = [_text(row, tokenizer, template, options, tools, values, seen) for row in rows]
+        return texts[0] if single else texts
+    encoder = _encoder(tokenizer or byte_tokenizer(template), template, values)
+    encoded = encoder.encode_chats(
+        [[m for m in row if m["role"] != "<none>"] for row in rows],
+        tools=tools,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+    )
+    if options.truncation:
+        encoded = _truncated(encoded, max_length)
+    return _tensors(encoded, single, options, encoder.tokenizer)
+
+
+def _text(
+    messages: Sequence[Message],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    template: str,
+    options: RenderingOptions,
+    tools: Any,
+    variables: Mapping[str, Any],
+    seen: EntriesShown,
+) -> str:
+    special = {} if tokenizer is None else tokenizer.special_tokens_map
+
+    def render(shown: Sequence[Message]) -> str:
+        return render_template(
+            template,
+            shown,
+            tools=tools,
+            add_generation_prompt=options.add_generation_prompt,
+            variables={**special, **variables},
+        ).text
+
+    text = render(messages)
+    if dropped := seen.dropped(messages, render, None):
+        raise ValueError(refusal(dropped, messages))
+    if options.continue_final_message:
+        return cut_at_end_mark(render([*messages[:-1], with_end_mark(messages[-1])]))
+    return text
+
+
+def _truncated(encoded: list[EncodedMessages], max_length: int | None) -> list[EncodedMessages]:
+    if max_length is None:
+        raise ValueError("truncation needs max_length, the most tokens of a row.")
+    return [EncodedMessages(e.ids[:max_length], e.sources[:max_length]) for e in encoded]
+
+
+def _tensors(
+    encoded: list[EncodedMessages],
+    single: bool,
+    options: RenderingOptions,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> Any:
+    ids = [torch.tensor(row.ids, dtype=torch.int64) for row in encoded]
+    if not options.wants_dict:
+        if options.padding and not single:
+            return _padded(ids, tokenizer, _pad_id(tokenizer))
+        return ids[0] if single else ids
+    columns = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
+    if options.return_assistant_tokens_mask:
+        columns["assistant_masks"] = [
+            (torch.tensor(row.sources) == Source.MODEL).to(torch.int64) for row in encoded
+        ]
+    if options.padding and not single:
+        fill = {"input_ids": _pad_id(tokenizer)}
+        padded = {k: _padded(v, tokenizer, fill.get(k, 0)) for k, v in columns.items()}
+        return TensorDict(padded, batch_size=[len(ids)])
+    rows = [
+        TensorDict(dict(zip(columns, values, strict=True)), batch_size=[])
+        for values in zip(*columns.values(), strict=True)
+    ]
+    return rows[0] if single else lazy_stack(rows)
+
+
+def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    index = tokenizer.pad_token_id
+    return index if isinstance(index, int) else 0
+
+
+def _padded(
+    rows: list[torch.Tensor], tokenizer: "PreTrainedTokenizerBase", value: int
+) -> torch.Tensor:
+    return pad(rows, value=value, side=tokenizer.padding_side)
+
+
+# Encoders are kept, as making one reads the whole vocabulary --------------------------------------
+
+_encoders: WeakKeyDictionary[Any, dict[Any, ConversationEncoder]] = WeakKeyDictionary()
+
+
+def _encoder(
+    tokenizer: "PreTrainedTokenizerBase", template: str, variables: Mapping[str, Any]
+) -> ConversationEncoder:
+    kept = _encoders.setdefault(tokenizer, {})
+    key = (template, repr(sorted(variables.items())), len(tokenizer))
+    if key not in kept:
+        kept[key] = ConversationEncoder(
+            tokenizer, chat_template=template, chat_template_kwargs=dict(variables)
+        )
+    return kept[key]
+
+
+def encoder_for(
+    tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None, chat_template: str | None
+) -> ConversationEncoder:
+    """The encoder of a tokenizer and a template; it is kept for the next call."""
+    template = resolve_template(
+        tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
+    )
+    return _encoder(tokenizer, template, {})
+
+
+_byte_tokenizers: dict[str, Any] = {}
+
+
+def byte_tokenizer(template: str) -> "PreTrainedTokenizerBase":
+    """A tokenizer of UTF-8 bytes, and of the control tokens that a template spells."""
+    if template not in _byte_tokenizers:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+        backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        )
+        control: list[Any] = control_literals(template)
+        made.add_tokens(control, special_tokens=True)
+        _byte_tokenizers[template] = made
+    return _byte_tokenizers[template]
+
+
+# Conversations as a TensorClass: what people, rewards and tools look at.
+#
+# ``History`` is a view for whoever asks. The loop itself keeps tokens (see ``conversation``);
+# nothing that is trained on is made from a ``History`` again.
+#
+# Shape legend: B rows, M messages of a row (ragged).
+
+
+@documented
+class History(TensorClass["nocast"]):
+    """A message, a conversation ``[M]``, or a batch of conversations ``[B, M]`` (M may be ragged).
+
+    Examples:
+        >>> history = History.from_chats(
+        ...     [[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]]
+        ... )
+        >>> history.shape
+        torch.Size([1, 2])
+        >>> history[0].append(History(role="user", content="Bye")).role
+        LinkedList(['user', 'assistant', 'user'])
+        >>> history[..., -1].content
+        LinkedList(['Hi!'])
+    """
+
+    _documentation = __doc__
+
+    role: str | list[str] | list[list[str]]
+    """Who speaks; ``"<none>"`` is a placeholder, which is never rendered."""
+    content: str | ContentBase | list[Any] | None
+    """What is said: a string, or parts (dictionaries or :class:`ContentBase`)."""
+    is_complete: bool | list[Any] = True
+    """False when the message was cut before its end-of-turn token."""
+    tool_calls: list[Any] | None = None
+    """The calls that an assistant's message makes, as dictionaries."""
+    tool_responses: list[Any] | None = None
+    """What the tools answered, when several answers share a message."""
+    tool_call_id: str | list[Any] | None = None
+    """The call that a tool's message answers."""
+    name: str | list[Any] | None = None
+    """The tool, or the speaker."""
+    reasoning_content: str | list[Any] | None = None
+    """The reasoning before the content of an assistant's message."""
+    metadata: dict[str, Any] | list[Any] | None = None
+    """Whatever other entries the message had, kept for :meth:`to_chats`."""
+
+    def __post_init__(self) -> None:
+        # TensorClass runs this on every index and stack too, not only on a new message.
+        entries: Any = entries_of(self)
+        if isinstance(entries, LazyStackedTensorDict):
+            return
+        unset = self.__dict__["_non_tensordict"]
+        for field in [name for name, value in unset.items() if value is None]:
+            del unset[field]
+            entries.set(field, NonTensorData(None, batch_size=entries.batch_size))
+        if not entries.batch_dims:
+            # A single message holds its lists and dictionaries as values, not as batches.
+            for field, value in list(entries.items()):
+                if isinstance(value, NonTensorStack):
+                    entries.set(field, NonTensorData(plain(value.tolist())))
+
+    # From and to plain messages -----------------------------------------------------------------
+
+    @classmethod
+    def from_chats(cls, chats: Sequence[Any]) -> Self:
+        """Build a history from messages in the chat format.
+
+        Args:
+            chats: the messages of one conversation, or of several, or of batches of them. The
+                parts of a content are dictionaries or :class:`ContentBase`.
+
+        Returns:
+            ``[M]`` for one conversation, ``[B, M]`` for several, ``[*B, M]`` for nested batches.
+
+        Raises:
+            ValueError: there are no messages, or one has an unknown role or nothing in it.
+            TypeError: a message, a role or a content has the wrong type.
+        """
+        return cls._from_nested(chats, ())
+
+    @classmethod
+    def _from_nested(cls, chats: Sequence[Any], place: tuple[int, ...]) -> Self:
+        row = place[0] if len(place) == 1 else place or None
+        if not len(chats):
+            none = "got none" if row is None else f"row {row} has none"
+            raise ValueError(f"from_chats needs at least one message a row, {none}.")
+        if _is_batch(chats):
+            rows = [cls._from_nested(chat, (*place, i)) for i, chat in enumerate(chats)]
+            return lazy_stack(rows)  # type: ignore[return-value]
+        messages = [with_plain_parts(message) for message in chats]
+        check_messages(messages, row=row)
+        return cls._from_messages(messages)
+
+    @classmethod
+    def _from_messages(cls, messages: Sequence[Message]) -> Self:
+        rows = [message_fields(message) for message in messages]
+        size = torch.Size([len(rows)])
+        entries = {}
+        for field in FIELDS:
+            values = [row[field] for row in rows]
+            if field in OPTIONAL and all(value is None for value in values):
+                entries[field] = NonTensorData(None, batch_size=size)
+            else:
+                entries[field] = value_stack(values)
+        return cls._from_tensordict(TensorDict._new_unsafe(entries, batch_size=size), {})
+
+    def to_chats(self) -> Message | list[Message] | list[list[Message]]:
+        """The messages in the chat format, the inverse of :meth:`from_chats`.
+
+        Returns:
+            A message for ``[]``, a list of them for ``[M]``, a list of lists for ``[B, M]``.
+        """
+        if not self.batch_dims:
+            return to_message({field: getattr(self, field) for field in FIELDS})
+        return [item.to_chats() for item in self.unbind(0)]  # type: ignore[misc]
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str | list[str],
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+    ) -> Self:
+        """Parse what a chat template rendered.
+
+        Args:
+            text: one conversation, or one per row.
+            chat_template_name: whose inverse parser to use; found from the tokenizer's family, or
+                from the template, when not given.
+            chat_template: Jinja source; the named template with the same source is used.
+            tokenizer: whose family decides.
+
+        Returns:
+            ``[M]`` for one text, ``[B, M]`` for a list.
+
+        Raises:
+            ValueError: nothing could be parsed, or the template has no inverse parser.
+        """
+        from .tool_calls import inverse_parser
+
+        parse = inverse_parser(chat_template_name, chat_template, tokenizer)
+        if not isinstance(text, str):
+            return lazy_stack([cls._parsed(parse(row)) for row in text])  # type: ignore[return-value]
+        return cls._parsed(parse(text))
+
+    @classmethod
+    def _parsed(cls, result: "Self | Sequence[Message]") -> Self:
+        return result if isinstance(result, cls) else cls._from_messages(result)  # type: ignore[arg-type]
+
+    def apply_chat_template(
+        self,
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        add_generation_prompt: bool | None = None,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        continue_final_message: bool = False,
+        tokenize: bool | None = None,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
+        return_assistant_tokens_mask: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Render the conversation as text or as tokens.
+
+        Args:
+            tokenizer: decides the template unless one is given. Without it the tokens are UTF-8
+                bytes and each control token of the template has an id above 255: enough to look
+                at a mask, of no use to a model.
+            add_generation_prompt: end with the header of an assistant turn; ``True`` unless
+                ``continue_final_message``.
+            chat_template: Jinja source.
+            chat_template_name: name of a built-in or added template.
+            continue_final_message: end inside the last message, so that it is continued.
+            tokenize: tokens instead of text; ``True`` when tensors or a mask are asked for.
+            padding: pad rows on the right to the longest (only with a batch).
+            truncation: cut rows to ``max_length`` tokens, which is then required.
+            return_tensors: only ``"pt"``.
+            return_dict: with tokens, a TensorDict instead of the ids alone.
+            return_assistant_tokens_mask: add ``assistant_masks``: 1 on what the assistant wrote,
+                end-of-turn token included.
+            **kwargs: ``tools``, ``max_length``, and whatever else the template reads.
+
+        Returns:
+            Text: a string for ``[M]``, a list of strings for ``[B, M]``. Tokens: int64 ``[T]``, or
+            a list of them; with ``return_dict`` a TensorDict with ``input_ids`` and
+            ``attention_mask``, int64 ``[T]`` or ragged ``[B, T]``.
+
+        Raises:
+            ValueError: options contradict each other, or the template is unknown or unmarked.
+        """
+        if not self.batch_dims:
+            raise ValueError(
+                "A chat template renders conversations, this History is a single message. Call "
+                "unsqueeze(0) first."
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        options = RenderingOptions(
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            chat_template_name=chat_template_name,
+            continue_final_message=continue_final_message,
+            tokenize=tokenize,
+            padding=padding,
+            truncation=truncation,
+            return_tensors=return_tensors,
+            return_dict=return_dict,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+        )
+        return render_chats(self._rows(), tokenizer, options, kwargs, single=self.batch_dims == 1)
+
+    # Growing ------------------------------------------------------------------------------------
+
+    def append(self, history: "History", *, inplace: bool = True, dim: int = -1) -> "History":
+        """Add one item along a dimension.
+
+        Args:
+            history: what to add, with one dimension less than this one.
+            inplace: change this history (its rows included, where it is a batch) or make another.
+            dim: along which dimension.
+
+        Returns:
+            The longer history.
+
+        Raises:
+            ValueError: the dimensions do not fit.
+        """
+        if self.batch_dims != history.batch_dims + 1:
+            raise ValueError(
+                f"append adds an item with one dimension less: this history has shape "
+                f"{tuple(self.batch_size)}, the item {tuple(history.batch_size)}. "
+                "Use extend for several items, or unsqueeze(0) to make a message a conversation."
+            )
+        return self._concatenate([history], dim % self.batch_dims, inplace)
+
+    def extend(self, history: "History", *, inplace: bool = True, dim: int = 0) -> "History":
+        """Add several items along a dimension.
+
+        Args:
+            history: what to add, with as many dimensions as this one.
+            inplace: change this history or make another.
+            dim: along which dimension; 0 adds rows to a batch, -1 messages to every row.
+
+        Returns:
+            The longer history.
+
+        Raises:
+            ValueError: the dimensions do not fit.
+        """
+        if not self.batch_dims or self.batch_dims != history.batch_dims:
+            raise ValueError(
+                "extend joins histories of as many dimensions (at least 1): this one has shape "
+                f"{tuple(self.batch_size)}, the other {tuple(history.batch_size)}."
+            )
+        dim %= self.batch_dims
+        return self._concatenate(_unbind(history, dim), dim, inplace)
+
+    def _concatenate(self, items: Sequence["History"], dim: int, inplace: bool) -> "History":
+        joined = _joined(self, items, dim)
+        if inplace:
+            self.__dict__["_tensordict"] = joined
+            return self
+        return type(self)._from_tensordict(joined, {})
+
+    # For people ---------------------------------------------------------------------------------
+
+    def show(
+        self,
+        *,
+        reward: float | torch.Tensor | None = None,
+        rewards: Sequence[float | None] | torch.Tensor | None = None,
+        console: "Console | None" = None,
+    ) -> None:
+        """Print a conversation ``[M]``, or each of a batch, a panel per message.
+
+        Args:
+            reward: of a single conversation, printed at its end.
+            rewards: of each conversation of a batch.
+            console: where to print; a new one on standard output when not given.
+
+        Raises:
+            ValueError: there are not as many rewards as conversations.
+        """
+        from .display import rewards_of_rows, show_messages
+
+        chats = self._rows()
+        for chat, value in zip(chats, rewards_of_rows(reward, rewards, len(chats)), strict=True):
+            show_messages(chat, reward=value, console=console)
+
+    def to_html(
+        self,
+        *,
+        reward: float | torch.Tensor | None = None,
+        rewards: Sequence[float | None] | torch.Tensor | None = None,
+    ) -> str:
+        """One self-contained HTML page that runs nothing, whatever the messages spell.
+
+        Args:
+            reward: of a single conversation.
+            rewards: of each conversation of a batch.
+
+        Raises:
+            ValueError: there are not as many rewards as conversations.
+        """
+        from .display import messages_html
+
+        return messages_html(self._rows(), reward=reward, rewards=rewards)
+
+    def _rows(self) -> list[list[Message]]:
+        chats: Any = self.to_chats()
+        return chats if self.batch_dims > 1 else [chats if self.batch_dims else [chats]]
+
+    # Where TensorDict needs to know -------------------------------------------------------------
+
+    def to_tensordict(self, *, retain_none: bool | None = None) -> TensorDictBase:
+        """A TensorDict of the same entries; rows of unequal lengths stay rows.
+
+        Args:
+            retain_none: as in TensorDict.
+        """
+        if self.batch_dims < 2:
+            return entries_of(self).to_tensordict(retain_none=retain_none)
+        return lazy_stack([row.to_tensordict(retain_none=retain_none) for row in self.unbind(0)])
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,)) -> Any:
+        """A spec of such a history, for environments and transforms.
+
+        Args:
+            shape: of the history; -1 where it varies.
+        """
+        return _spec(cls, torch.Size(shape))
+
+
+def _spec(kind: type[History], size: torch.Size) -> Any:
+    from torchrl.data import Composite, NonTensor
+
+    examples = {"role": "user", "content": "", "is_complete": True}
+    leaves = {field: NonTensor(example_data=examples.get(field), shape=size) for field in FIELDS}
+    return Composite(leaves, shape=size[:-1], data_cls=kind)
+
+
+def _joined(history: History, items: Sequence[History], dim: int) -> TensorDictBase:
+    if dim == 0:
+        return lazy_stack([*entries_of(history).unbind(0), *map(entries_of, items)])
+    # A ragged batch is a stack of rows: each row grows by its share of every item.
+    rows, others = history.unbind(0), [item.unbind(0) for item in items]
+    return lazy_stack([_joined(r, [o[i] for o in others], dim - 1) for i, r in enumerate(rows)])
+
+
+def _is_batch(chats: Sequence[Any]) -> bool:
+    first = chats[0]
+    return isinstance(first, Sequence) and not isinstance(first, str)
+
+
+def _unbind(history: History, dim: int) -> list[History]:
+    if dim == 0:
+        return list(history.unbind(0))
+    lengths = {len(row) for row in history.unbind(0)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"extend along dimension {dim} needs rows of one length, got {sorted(lengths)}. "
+            "Extend each row by itself."
+        )
+    return list(history.unbind(dim))

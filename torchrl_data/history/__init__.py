@@ -1,1 +1,0 @@
-"""``History``, the messages of a batch as a TensorClass."""

@@ -1,0 +1,629 @@
+"""The layout of a batch.
+
+Text, tokens, masks and log-probs of prompt, response and full conversation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
+
+import torch
+from tensordict import TensorClass, TensorDict, lazy_stack
+from torch import Tensor
+
+from .batch_objects import attribute_reader, documented, in_shape, snapshot_of
+from .conversation import Conversations
+from .history import History, encoder_for
+from .keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TEXT, TOKENS
+from .messages import PLACEHOLDER_ROLE, EncodedMessages, Message, Source
+from .ragged import (
+    TokenRows,
+    entries_of,
+    indexed_by_name,
+    is_padded,
+    pad,
+    read_token_rows,
+    value_stack,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .templates.encoder import ConversationEncoder
+
+
+# What conversations look like to whoever reads them as text or as tokens.
+#
+# The record of tokens stays the truth; a view is worked out when somebody looks.
+#
+# Shape legend: B rows, T tokens of a row (ragged).
+
+
+class ConversationCodec(Protocol):
+    """What spells conversations out: a ``ConversationEncoder``."""
+
+    def encode_rows(self, conversations: Conversations) -> Any:
+        """Encode what waits and open the policy's turn; ``.conversations`` is the result."""
+        ...
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class ConversationView:
+    """A part of conversations as text or as token ids."""
+
+    # part: `"prompt"`, `"response"` or `"full"`. A prompt ends with the open header of the next
+    # turn: what waits in the conversations is encoded when somebody looks.
+
+    mode: str
+    part: str
+    encoder: ConversationCodec
+
+    def show(self, conversations: Conversations, shape: Sequence[int]) -> Any:
+        """The rows as nested lists of a batch's shape."""
+        return in_shape(self.rows(conversations), shape)
+
+    def rows(self, conversations: Conversations) -> list[Any]:
+        """The part of each row: B strings, or B tensors of ids, int64 ``[T]``."""
+        if self.part == PROMPT:
+            # A row that can't be encoded shows what it has; whoever runs it says what is wrong.
+            conversations = self.encoder.encode_rows(conversations).conversations
+        if self.mode == TEXT:
+            return self._texts(conversations)
+        ids = [conversations.token_ids(i) for i in range(len(conversations))]
+        if self.part != RESPONSE:
+            return ids
+        return [row[conversations.position(i).response_start :] for i, row in enumerate(ids)]
+
+    def _texts(self, conversations: Conversations) -> list[str]:
+        ids = [conversations.ids(i) for i in range(len(conversations))]
+        full = self.encoder.decode(ids)
+        if self.part != RESPONSE:
+            return full
+        starts = [conversations.position(i).response_start for i in range(len(conversations))]
+        before = self.encoder.decode([row[:n] for row, n in zip(ids, starts, strict=True)])
+        return [
+            text[len(prompt) :] if text.startswith(prompt) else self.encoder.decode([row[n:]])[0]
+            for text, prompt, row, n in zip(full, before, ids, starts, strict=True)
+        ]
+
+
+# Prompt, response and full as plain columns: what the classes of the layout are made of.
+#
+# A column is a list of one value per row: token ids, int64 ``[T]``, or strings.
+#
+# Shape legend: B rows, T tokens of a row (ragged), P and R tokens of the longest prompt and
+# response.
+
+Columns = dict[str, list[Tensor]]
+PARTS: Final = (PROMPT, RESPONSE, FULL)
+"""Names of the three parts."""
+
+
+def conversation_columns(conversations: Conversations) -> Columns:
+    """The token ids of conversations, exactly as they hold them."""
+    rows = range(len(conversations))
+    return split_columns(
+        [conversations.token_ids(i) for i in rows],
+        [conversations.position(i).response_start for i in rows],
+    )
+
+
+def split_columns(full: Sequence[Tensor], starts: Sequence[int]) -> Columns:
+    """The three parts of full rows whose responses start somewhere."""
+    pairs = list(zip(full, starts, strict=True))
+    return {
+        PROMPT: [row[:start] for row, start in pairs],
+        RESPONSE: [row[start:] for row, start in pairs],
+        FULL: list(full),
+    }
+
+
+def joined_columns(prompt: Sequence[Tensor], response: Sequence[Tensor]) -> Columns:
+    """The three parts of prompts and their responses."""
+    full = [torch.cat([p, r]) for p, r in zip(prompt, response, strict=True)]
+    return {PROMPT: list(prompt), RESPONSE: list(response), FULL: full}
+
+
+def decode_columns(
+    columns: Mapping[str, Sequence[Tensor]],
+    tokenizer: "PreTrainedTokenizerBase",
+    skip_special_tokens: bool,
+) -> dict[str, list[str]]:
+    """The text of each column, spaces kept as they are."""
+    return {
+        name: tokenizer.batch_decode(
+            [row.tolist() for row in rows],
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        for name, rows in columns.items()
+    }
+
+
+def encode_columns(
+    texts: Mapping[str, Sequence[str]], tokenizer: "PreTrainedTokenizerBase"
+) -> Columns:
+    """Tokenise prompt and response each by itself; full is their concatenation."""
+    columns = {}
+    for name, rows in texts.items():
+        encoded = tokenizer(list(rows), add_special_tokens=False)["input_ids"]
+        columns[name] = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]  # type: ignore[union-attr]
+    if PROMPT in columns and RESPONSE in columns:
+        return joined_columns(columns[PROMPT], columns[RESPONSE])
+    return columns
+
+
+class PaddedColumns(NamedTuple):
+    """Dense parts, prompts padded on the left and responses on the right."""
+
+    prompt: Tensor
+    """int64 ``[B, P]``."""
+    response: Tensor
+    """int64 ``[B, R]``."""
+    attention_mask: Tensor
+    """bool ``[B, P + R]``, True on tokens."""
+
+
+def pad_columns(
+    prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int
+) -> PaddedColumns:
+    """Pad prompts on the left and responses on the right."""
+    real = [
+        pad([torch.ones_like(row, dtype=torch.bool) for row in rows], value=False, side=side)
+        for rows, side in ((prompts, "left"), (responses, "right"))
+    ]
+    return PaddedColumns(
+        pad(prompts, value=pad_token_id, side="left"),
+        pad(responses, value=pad_token_id),
+        torch.cat(real, -1),
+    )
+
+
+def unpad_columns(full: Tensor, attention_mask: Tensor, width: int) -> Columns:
+    """Undo :func:`pad_columns`; ``width`` is that of the padded prompts."""
+    rows = list(zip(full, attention_mask, strict=True))
+    return joined_columns(
+        [ids[:width][mask[:width]] for ids, mask in rows],
+        [ids[width:][mask[width:]] for ids, mask in rows],
+    )
+
+
+def chat_columns(
+    prompt: Sequence[Sequence[Message]] | None,
+    full: Sequence[Sequence[Message]] | None,
+    encoder: "ConversationEncoder",
+) -> Columns:
+    """Token ids of chats; the response is what the full one has beyond the prompt."""
+    columns: dict[str, Any] = {}
+    if prompt is not None:
+        encoded = encoder.encode_chats(prompt, add_generation_prompt=True)
+        columns[PROMPT] = [torch.tensor(row.ids, dtype=torch.int64) for row in encoded]
+    if full is not None:
+        encoded = encoder.encode_chats(full)
+        columns[FULL] = [
+            torch.tensor(_until_answered(row, chat), dtype=torch.int64)
+            for row, chat in zip(encoded, full, strict=True)
+        ]
+    if len(columns) < 2:
+        return columns
+    for row, (start, ids) in enumerate(zip(columns[PROMPT], columns[FULL], strict=True)):
+        if not torch.equal(ids[: len(start)], start):
+            raise ValueError(
+                f"Row {row}: the full conversation does not begin with the tokens of the prompt "
+                f"({len(start)} tokens), so there is no response to tell apart. The messages of "
+                "the prompt must be the first of the full conversation."
+            )
+    return split_columns(columns[FULL], [len(start) for start in columns[PROMPT]])
+
+
+def _until_answered(encoded: EncodedMessages, chat: Sequence[Message]) -> list[int]:
+    """Tokens up to the end of the assistant's last turn, where a policy's response ends."""
+    if chat[-1]["role"] != "assistant" or Source.MODEL not in encoded.sources:
+        return encoded.ids
+    return encoded.ids[: len(encoded.ids) - encoded.sources[::-1].index(Source.MODEL)]
+
+
+# What conversations look like from outside: messages as a ``History``.
+#
+# Shape legend: M messages of a row.
+
+
+@dataclass(frozen=True)
+class HistoryView:
+    """Conversations shown as a ``History``; of the part ``"response"`` the last message only."""
+
+    part: str
+
+    def rows(self, conversations: Conversations) -> list[History]:
+        """The messages of each row, ``[M]``."""
+        return list(self.show(conversations, [len(conversations)]).unbind(0))
+
+    def show(self, conversations: Conversations, shape: Sequence[int]) -> History:
+        """The messages, ``[*B, M]``."""
+        return history_view(conversations, shape, response_only=self.part == RESPONSE)
+
+
+def history_view(
+    conversations: Conversations, batch_size: Sequence[int], *, response_only: bool = False
+) -> History:
+    """The messages as a ``History``.
+
+    Args:
+        conversations: as many as the batch has elements.
+        batch_size: the batch; the history has one dimension more.
+        response_only: the last message only; a placeholder where the policy has not answered.
+    """
+    rows = [
+        History._from_messages(
+            [_response(conversations, i)] if response_only else conversations.messages(i)
+        )
+        for i in range(len(conversations))
+    ]
+    stacked: Any = rows
+    for size in reversed(batch_size):
+        stacked = [lazy_stack(stacked[i : i + size]) for i in range(0, len(stacked), size)]
+    return stacked[0]
+
+
+def _response(conversations: Conversations, row: int) -> Message:
+    if conversations.position(row).awaits_response:
+        return {"role": PLACEHOLDER_ROLE, "content": ""}
+    return conversations.last_message(row)
+
+
+# The layout of a batch: ``prompt``, ``response`` and ``full`` of whatever a batch holds.
+#
+# ``full = prompt + response``, always, to the token. Rows are ragged; padded, nested and packed are
+# views (see ``ragged``). The arithmetic of the conversions is in ``columns``.
+#
+# Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
+
+
+@documented
+@indexed_by_name
+@attribute_reader(read_token_rows)
+class Tokens(TokenRows, TensorClass["nocast"]):
+    """Token ids, int64: ragged, or padded (prompt on the left, response on the right).
+
+    Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+    """
+
+    _documentation = __doc__
+
+    prompt: Tensor | None = None
+    """Shape ``[B, T]``."""
+    response: Tensor | None = None
+    """Shape ``[B, T]``."""
+    full: Tensor | None = None
+    """Prompt, then response; shape ``[B, T]``."""
+    padded: bool | None = None
+    """Whether the rows are padded."""
+
+    def to_text(
+        self, tokenizer: "PreTrainedTokenizerBase", skip_special_tokens: bool = False
+    ) -> "Text":
+        """Decode ragged rows.
+
+        Args:
+            tokenizer: decodes.
+            skip_special_tokens: leave special tokens out.
+
+        Raises:
+            ValueError: the rows are padded (a pad id may be a real token too).
+        """
+        if is_padded(self):
+            raise ValueError(
+                "Padded tokens can't be decoded, as a pad id may be a real token too. Call "
+                "to_ragged(masks) first."
+            )
+        columns = {name: self.rows(name) for name in _present_parts(self)}
+        return Text.from_rows(**decode_columns(columns, tokenizer, skip_special_tokens))
+
+    def to_history(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template_name: str | None = None,
+        skip_special_tokens: bool = False,
+    ) -> "ChatHistory":
+        """Decode and parse: see :meth:`to_text` and :meth:`Text.to_history`."""
+        text = self.to_text(tokenizer, skip_special_tokens)
+        return text.to_history(tokenizer, chat_template_name)
+
+    def to_padded(self, pad_token_id: int) -> "tuple[Tokens, Masks]":
+        """Padded tokens: prompt on the left, response on the right, full is both.
+
+        Args:
+            pad_token_id: fills the gaps.
+
+        Returns:
+            The tokens ``[B, T]`` and their attention mask, without which padding can't be told
+            from tokens.
+        """
+        dense = pad_columns(self.rows(PROMPT), self.rows(RESPONSE), pad_token_id)
+        size = torch.Size([len(dense.prompt)])
+        tokens = Tokens(
+            prompt=dense.prompt,
+            response=dense.response,
+            full=torch.cat([dense.prompt, dense.response], -1),
+            padded=True,
+            batch_size=size,
+        )
+        masks = Masks(all_attention_mask=dense.attention_mask, padded=True, batch_size=size)
+        return tokens, masks
+
+    def to_ragged(self, masks: "Masks") -> "Tokens":
+        """Undo :meth:`to_padded`.
+
+        Args:
+            masks: what :meth:`to_padded` gave beside the tokens.
+        """
+        entries = entries_of(self)
+        mask = entries_of(masks).get("all_attention_mask")
+        width = entries.get(PROMPT).shape[-1]
+        return Tokens.from_rows(**unpad_columns(entries.get(FULL), mask, width))
+
+
+@documented
+@indexed_by_name
+@attribute_reader(read_token_rows)
+class LogProbs(TokenRows, TensorClass["nocast"]):
+    """Log-probabilities, float32 in nats, aligned with the tokens of the same name.
+
+    Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+    """
+
+    _documentation = __doc__
+
+    prompt: Tensor | None = None
+    """Shape ``[B, T]``."""
+    response: Tensor | None = None
+    """Shape ``[B, T]``."""
+    full: Tensor | None = None
+    """Shape ``[B, T]``; 0 where the policy did not sample."""
+    padded: bool | None = None
+    """Whether the rows are padded."""
+
+
+@documented
+@indexed_by_name
+@attribute_reader(read_token_rows)
+class Masks(TokenRows, TensorClass["nocast"]):
+    """Masks over ``("tokens", "full")``, bool.
+
+    Ragged entries read as lists of B tensors ``[T_i]``, padded ones as tensors ``[B, T]``.
+    """
+
+    _documentation = __doc__
+
+    all_attention_mask: Tensor | None = None
+    """True on tokens, False on padding; shape ``[B, T]``."""
+    all_assistant_mask: Tensor | None = None
+    """True on what the policy sampled, end-of-turn token included; shape ``[B, T]``."""
+    padded: bool | None = None
+    """Whether the rows are padded."""
+
+
+TOKEN_GROUPS: Final[dict[str, Any]] = {TOKENS: Tokens, LOG_PROBS: LogProbs, MASKS: Masks}
+"""The class of each group of token rows; others are TensorDicts."""
+
+
+@documented
+class Text(TensorClass["nocast"]):
+    """Strings, one per row."""
+
+    _documentation = __doc__
+
+    prompt: str | list[str] | None = None
+    response: str | list[str] | None = None
+    full: str | list[str] | None = None
+
+    @classmethod
+    def from_rows(cls, **columns: Sequence[str]) -> Self:
+        """A group of strings.
+
+        Args:
+            **columns: for each entry, one string a row; at least one entry.
+        """
+        size = torch.Size([len(next(iter(columns.values())))])
+        leaves = {name: value_stack(values) for name, values in columns.items()}
+        return cls._from_tensordict(TensorDict(leaves, batch_size=size), {})
+
+    def _columns(self) -> dict[str, list[str]]:
+        columns = {}
+        for name in _present_parts(self):
+            value = getattr(self, name)
+            columns[name] = [value] if isinstance(value, str) else list(value)
+        return columns
+
+    def to_tokens(self, tokenizer: "PreTrainedTokenizerBase") -> Tokens:
+        """Tokenise: prompt and response each by itself, full is their concatenation.
+
+        Args:
+            tokenizer: encodes, without adding special tokens.
+        """
+        return Tokens.from_rows(**encode_columns(self._columns(), tokenizer))
+
+    def to_history(
+        self, tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None = None
+    ) -> "ChatHistory":
+        """Parse what a chat template rendered.
+
+        Args:
+            tokenizer: decides the inverse parser.
+            chat_template_name: decides it instead.
+
+        Raises:
+            ValueError: a text can't be parsed.
+        """
+        columns = self._columns()
+        parsed: dict[str, list[Any]] = {
+            name: [History.from_text(row, chat_template_name, tokenizer=tokenizer) for row in rows]
+            for name, rows in columns.items()
+            if name != RESPONSE or len(columns) == 1
+        }
+        if PROMPT in parsed and FULL in parsed:
+            pairs = zip(parsed[PROMPT], parsed[FULL], strict=True)
+            parsed[RESPONSE] = [full[len(prompt) :] for prompt, full in pairs]
+        size = [len(next(iter(parsed.values())))]
+        return ChatHistory.of({name: lazy_stack(rows) for name, rows in parsed.items()}, size)
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        from torchrl.data import Composite, NonTensor
+
+        size = torch.Size(shape)
+        leaves = {key: NonTensor(shape=size, example_data="") for key in keys or PARTS}
+        return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def _read_history(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+    if name not in PARTS:
+        return read(group, name)
+    conversations = snapshot_of(group._tensordict.get(name, None), Conversations)
+    if conversations is None:
+        return read(group, name)
+    return HistoryView(name).show(conversations, group.batch_size)
+
+
+@documented
+@attribute_reader(_read_history)
+class ChatHistory(TensorClass["nocast"]):
+    """Messages of ``prompt``, ``response`` and ``full``, each a ``History [B, M]``.
+
+    Inside the loop each is one opaque :class:`Conversations` for the whole batch; reading an
+    attribute builds the ``History`` of the rows that are asked for.
+    """
+
+    _documentation = __doc__
+
+    prompt: History | None = None
+    """The conversation so far."""
+    response: History | None = None
+    """What the policy answered."""
+    full: History | None = None
+    """Both."""
+
+    def __post_init__(self) -> None:
+        entries = entries_of(self)
+        for name in PARTS:
+            value: Any = entries.get(name, None)
+            if isinstance(value, History) and self.batch_dims and value.ndim == self.batch_dims:
+                # One message a row.
+                entries.set(name, value.unsqueeze(-1))
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any], batch_size: Sequence[int]) -> "ChatHistory":
+        """Build from leaves or histories, unchecked.
+
+        Args:
+            parts: values by name.
+            batch_size: of the batch, ``[B]``.
+        """
+        entries = TensorDict._new_unsafe(dict(parts), batch_size=torch.Size(batch_size))
+        return cls._from_tensordict(entries, {})
+
+    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """The stored leaf, as TensorDict's ``get``; attributes build a ``History`` instead."""
+        return entries_of(self).get(key, *args, **kwargs)
+
+    def apply_chat_template(self, **kwargs: Any) -> Any:
+        """Render the prompt, or the full conversation if there is none: see :class:`History`."""
+        history = self.prompt if self.prompt is not None else self.full
+        if history is None:
+            raise ValueError("This ChatHistory has neither a prompt nor a full conversation.")
+        return history.apply_chat_template(**kwargs)
+
+    def to_tokens(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> Tokens:
+        """Tokenise; conversations that have their tokens give exactly those.
+
+        Args:
+            tokenizer: encodes.
+            chat_template_name: which template, instead of the tokenizer's.
+            chat_template: Jinja source, instead of the tokenizer's.
+
+        Raises:
+            ValueError: the full conversation does not start with the prompt.
+        """
+        for name in (FULL, PROMPT):
+            conversations = snapshot_of(entries_of(self).get(name, None), Conversations)
+            if conversations is not None and any(p.num_tokens for p in conversations.positions):
+                return Tokens.from_rows(**conversation_columns(conversations))
+        if self.prompt is None and self.full is None:
+            raise ValueError("This ChatHistory has neither a prompt nor a full conversation.")
+        encoder = encoder_for(tokenizer, chat_template_name, chat_template)
+        prompt: Any = None if self.prompt is None else self.prompt.to_chats()
+        full: Any = None if self.full is None else self.full.to_chats()
+        return Tokens.from_rows(**chat_columns(prompt, full, encoder))
+
+    def to_text(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+    ) -> Text:
+        """The text of :meth:`to_tokens`."""
+        return self.to_tokens(tokenizer, chat_template_name, chat_template).to_text(tokenizer)
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        from torchrl.data import Composite
+
+        size = torch.Size(shape)
+        leaves = {key: History.default_spec((*size, -1)) for key in keys or PARTS}
+        return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def _refuse_state_dict(group: Any, *_: Any, **__: Any) -> Any:
+    del group
+    raise RuntimeError(
+        "TensorDict's state_dict keeps tensors only: it would leave out the messages, texts and "
+        "data rows, and so does a replay buffer's. RunState(buffer=buffer) of collectors saves a "
+        "buffer whole, in a CheckpointStore, and loads it without pickle."
+    )
+
+
+# TensorClass writes its own over that of the class body.
+ChatHistory.state_dict = _refuse_state_dict  # type: ignore[method-assign]
+
+
+def _present_parts(group: Any) -> list[str]:
+    names = set(entries_of(group).keys())
+    return [name for name in PARTS if name in names]
+
+
+# Conversations as the ragged groups of a batch.
+#
+# Shape legend: B rows, T tokens of a row (ragged).
+
+
+def conversation_tokens(conversations: Conversations) -> tuple[Tokens, Masks, LogProbs]:
+    """The ragged groups of conversations, with exactly the tokens that they hold.
+
+    Args:
+        conversations: B rows.
+
+    Returns:
+        Tokens, masks and log-probs, each ``[B, T]``.
+    """
+    rows = range(len(conversations))
+    columns = conversation_columns(conversations)
+    masks = Masks.from_rows(
+        all_attention_mask=[torch.ones_like(ids, dtype=torch.bool) for ids in columns[FULL]],
+        all_assistant_mask=[conversations.assistant_mask(i) for i in rows],
+    )
+    log_probs = split_columns(
+        [conversations.log_probs(i) for i in rows],
+        [conversations.position(i).response_start for i in rows],
+    )
+    return Tokens.from_rows(**columns), masks, LogProbs.from_rows(**log_probs)

@@ -1,1 +1,0 @@
-"""The entries of a batch: prompt, response and full, as text, tokens and messages."""

@@ -1,0 +1,491 @@
+"""Rows of unequal length: packed, padded, grouped, and as the token entries of a batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+    unravel_key,
+)
+from torch import Tensor
+
+from .batch_objects import objects_of_leaf
+from .checks import missing_part
+from .keys import ATTENTION_MASK, FULL, IMAGES, MASKS, PROMPT, RESPONSE, TOKENS
+
+# Groups of ragged rows in a TensorDict: a stack of one TensorDict per row, never padded.
+#
+# Shape legend: B rows, T tokens of a row.
+
+
+def value_stack(values: Sequence[Any]) -> Any:
+    """One leaf of a TensorDict that holds a Python value per element."""
+    stack: Any = NonTensorStack
+    return stack(*[NonTensorData(value) for value in values])
+
+
+def ragged_entries(columns: Mapping[str, Sequence[Any]]) -> LazyStackedTensorDict:
+    """A stack of one TensorDict per row."""
+    # columns: by name, the values of the B rows: tensors [T_i] or leaves of TensorDict.
+    counts = {len(values) for values in columns.values()}
+    if len(counts) != 1 or not counts.copy().pop():
+        raise ValueError(
+            f"A ragged group needs columns of one number of rows, got "
+            f"{ {name: len(values) for name, values in columns.items()} }."
+        )
+    size = torch.Size([])
+    rows = [
+        TensorDict._new_unsafe(dict(zip(columns, values, strict=True)), batch_size=size)
+        for values in zip(*columns.values(), strict=True)
+    ]
+    return LazyStackedTensorDict(*rows)
+
+
+# Packed sequences: rows one after the other, without padding, beside their lengths.
+#
+# Packed is the layout from buffer to loss; padded is a view for whoever asks for it. Whatever a
+# batch holds ragged rows in, :func:`read_rows` gives them packed.
+#
+# Shape legend: B sequences, T tokens of the longest one, N tokens of all of them.
+
+
+def pack(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Concatenate ragged rows.
+
+    Args:
+        rows: B tensors ``[T_i, ...]`` of one dtype; empty rows are allowed, no rows are not.
+
+    Returns:
+        The values ``[N, ...]`` and the lengths, int64 ``[B]``.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("pack needs at least one row, got none.")
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return torch.cat(list(rows)), lengths
+
+
+def unpack(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+    """Split packed values into rows, the inverse of :func:`pack`.
+
+    Args:
+        values: ``[N, ...]``.
+        lengths: int64 ``[B]``; must sum to N.
+
+    Returns:
+        B views ``[T_i, ...]`` of the values.
+
+    Raises:
+        ValueError: the lengths do not sum to N.
+    """
+    if int(lengths.sum()) != len(values):
+        raise ValueError(
+            f"unpack: the lengths sum to {int(lengths.sum())}, but there are {len(values)} values."
+        )
+    return values.split(lengths.tolist())
+
+
+def cumulative_lengths(lengths: Tensor) -> Tensor:
+    """Offsets of packed sequences (``cu_seqlens``).
+
+    Args:
+        lengths: int64 ``[B]``.
+
+    Returns:
+        int64 ``[B + 1]``: 0, then the running sum; sequence i is ``values[out[i]:out[i + 1]]``.
+    """
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def sequence_index(lengths: Tensor) -> Tensor:
+    """Which sequence each packed token belongs to.
+
+    Args:
+        lengths: int64 ``[B]``.
+
+    Returns:
+        int64 ``[N]``.
+    """
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def pad(rows: Sequence[Tensor], *, value: float | int | bool, side: str = "right") -> Tensor:
+    """Padded view of ragged rows.
+
+    Args:
+        rows: B tensors ``[T_i]``.
+        value: what fills the gaps.
+        side: ``"right"`` or ``"left"``, where the padding goes.
+
+    Returns:
+        ``[B, T]``.
+
+    Raises:
+        ValueError: the side is neither.
+    """
+    if side not in ("left", "right"):
+        raise ValueError(f"pad: side must be 'left' or 'right', got {side!r}.")
+    return torch.nn.utils.rnn.pad_sequence(
+        list(rows), batch_first=True, padding_value=value, padding_side=side
+    )
+
+
+class Rows(NamedTuple):
+    """Ragged rows, one after the other."""
+
+    values: Tensor
+    """``[N]``."""
+    lengths: Tensor
+    """int64 ``[B]``, on the CPU, summing to N."""
+
+    def split(self) -> list[Tensor]:
+        """B views ``[T]`` of the values."""
+        return list(unpack(*self))
+
+    def where(self, mask: Tensor) -> "Rows":
+        """The values where a mask over all of them, bool ``[N]``, is True."""
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0)).cpu()
+        ends = self.lengths.cumsum(0)
+        return Rows(self.values[mask], before[ends] - before[ends - self.lengths])
+
+
+def entries_of(group: Any) -> TensorDictBase:
+    """The TensorDict inside a TensorClass, or the TensorDict itself."""
+    return group if isinstance(group, TensorDictBase) else group._tensordict
+
+
+def first_entries(group: Any) -> TensorDictBase:
+    """The TensorDict of a stack's first row, or the TensorDict itself."""
+    # Ragged rows can't be one tensor, so what all rows have in common is looked up in the first.
+    entries = entries_of(group)
+    while isinstance(entries, LazyStackedTensorDict):
+        entries = entries_of(entries.tensordicts[0])
+    return entries
+
+
+def read_rows(batch: Any, key: NestedKey) -> Rows | None:
+    """The rows of an entry, one after the other; ``None`` where the batch, or a row, has none.
+
+    The entry may be a tensor, dense ``[*B, T]`` or nested; a stack of rows of different lengths;
+    or one Python object per row: tensors, lists of numbers, conversations shown as tokens.
+
+    Args:
+        batch: a TensorDict or TensorClass ``[*B]``, lazily stacked or not; without batch size it
+            is one row.
+        key: the entry. More dimensions than ``[*B, T]`` are flattened into T.
+    """
+    path: Any = unravel_key(key)
+    values: list[Tensor] = []
+    lengths: list[int] = []
+    if not _collect(batch, (path,) if isinstance(path, str) else path, values, lengths):
+        return None
+    packed = torch.cat(values) if len(values) != 1 else values[0]
+    return Rows(packed, torch.tensor(lengths, dtype=torch.int64))
+
+
+def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: list[int]) -> bool:
+    """Add the rows of an entry to those so far; whether all of them have it."""
+    entries = entries_of(group)
+    if isinstance(entries, LazyStackedTensorDict):
+        return _collect_stacked(entries.unbind(0), path, values, lengths)
+    leaf = entries.get(path[0], None)
+    if leaf is None or (len(path) > 1 and (is_non_tensor(leaf) or isinstance(leaf, Tensor))):
+        return False
+    if len(path) > 1:
+        return _collect(leaf, path[1:], values, lengths)
+    if isinstance(leaf, Tensor) and not leaf.is_nested:
+        count = entries.batch_size.numel()
+        values.append(leaf.reshape(-1))
+        lengths.extend([leaf.numel() // max(count, 1)] * count)
+        return True
+    if isinstance(leaf, Tensor):
+        rows = list(leaf.unbind())
+    elif is_non_tensor(leaf):
+        rows = objects_of_leaf(leaf, entries.batch_size)
+    else:
+        return False
+    if any(row is None for row in rows):
+        return False
+    flat = [torch.as_tensor(row).reshape(-1) for row in rows]
+    values.extend(flat)
+    lengths.extend(map(len, flat))
+    return True
+
+
+def _collect_stacked(
+    rows: Sequence[Any], path: tuple[str, ...], values: list[Tensor], lengths: list[int]
+) -> bool:
+    for row in rows:
+        # What nearly every row is, read with one call.
+        leaf = row.get(path, None) if type(row) is TensorDict and not row.batch_size else None
+        if type(leaf) is Tensor and not leaf.is_nested:
+            values.append(leaf if leaf.ndim == 1 else leaf.reshape(-1))
+            lengths.append(leaf.numel())
+        elif not _collect(row, path, values, lengths):
+            return False
+    return True
+
+
+def read_images(batch: Any) -> list[list[str]] | None:
+    """The images of each row, in order and in base 64; ``None`` where no row has any."""
+    # Rows of a lazy stack are asked one by one: those without images lack the entry.
+    entries = entries_of(batch)
+    if isinstance(entries, LazyStackedTensorDict):
+        found = [read_images(row) for row in entries.unbind(0)]
+        if all(row is None for row in found):
+            return None
+        sizes = [row.batch_size.numel() for row in entries.unbind(0)]
+        lists = [[[]] * n if row is None else row for row, n in zip(found, sizes, strict=True)]
+        return [row for rows in lists for row in rows]
+    leaf = entries.get(IMAGES, None)
+    if leaf is None:
+        return None
+    rows = objects_of_leaf(leaf, entries.batch_size)
+    return [[] if row is None else list(row["data"]) for row in rows]
+
+
+# Padded form of the token entries of a batch: prompt on the left, response on the right.
+#
+# Shape legend: B rows, P and R tokens of the longest prompt and response.
+
+_FILL = {"policy_versions": -1}
+
+
+def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorDict:
+    """Pad what :func:`~torchrl_data.row_tensordicts` gives.
+
+    Args:
+        rows: B rows, at least one, of the same entries.
+        pad_token_id: fills the gaps of the tokens; ``("masks", "all_attention_mask")`` tells them
+            from real ones.
+
+    Returns:
+        Dense entries: ``prompt`` ``[B, P]`` padded on the left, ``response`` ``[B, R]`` on the
+        right, ``full`` and the masks ``[B, P + R]``. Gaps are False in masks, -1 in policy
+        versions, 0 in what else there is.
+    """
+    starts = [row.get((TOKENS, PROMPT)).shape[-1] for row in rows]
+    names = [
+        (group, name)
+        for group, entries in rows[0].items()
+        if is_tensor_collection(entries)
+        for name in entries_of(entries).keys()  # noqa: SIM118
+    ]
+    padded = TensorDict(batch_size=[len(rows)])
+    for group, name in names:
+        values = [row.get((group, name)) for row in rows]
+        fill = pad_token_id if group == TOKENS else _FILL.get(group, 0)
+        if name == PROMPT:
+            padded.set((group, name), pad(values, value=fill, side="left"))
+        elif name == RESPONSE:
+            padded.set((group, name), pad(values, value=fill))
+        else:
+            assert name == FULL or group == MASKS
+            left = [value[:n] for value, n in zip(values, starts, strict=True)]
+            right = [value[n:] for value, n in zip(values, starts, strict=True)]
+            both = [pad(left, value=fill, side="left"), pad(right, value=fill)]
+            padded.set((group, name), torch.cat(both, -1))
+    return padded
+
+
+# What the groups of token rows share: reading ragged rows, views of them, specs.
+#
+# Shape legend: B rows, T tokens of a row (ragged), N tokens of all of them.
+
+_RAGGED: Final = NonTensorData(False)
+
+
+def indexed_by_name(cls: Any) -> Any:
+    """Decorate a TensorClass so that ``group["full"]`` is the attribute, as in a TensorDict."""
+    indexed = cls.__getitem__
+
+    def __getitem__(self: Any, item: Any) -> Any:
+        if isinstance(item, str):
+            if item not in self.keys():
+                raise KeyError(f"{cls.__name__} has no {item!r}; it has {sorted(self.keys())}.")
+            return getattr(self, item)
+        return indexed(self, item)
+
+    cls.__getitem__ = __getitem__
+    return cls
+
+
+def read_token_rows(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+    """An attribute of a group: ragged ones as lists of rows, others as they are stored."""
+    entries = group._tensordict
+    if not isinstance(entries, LazyStackedTensorDict):
+        return read(group, name)
+    if name == "padded":
+        return is_padded(group)
+    names = {*type(group).__annotations__, *entries.keys()}
+    if name not in names:
+        raise AttributeError(
+            f"{type(group).__name__} has no {name!r}; it has {sorted(names - {'padded'})}."
+        )
+    return _nested_rows(entries, name)
+
+
+def _nested_rows(entries: Any, name: str) -> Any:
+    """The rows of a ragged entry as nested lists of the batch's shape, or ``None``."""
+    if not isinstance(entries, LazyStackedTensorDict):
+        return entries.get(name, None)
+    rows = [_nested_rows(part, name) for part in entries.unbind(0)]
+    return None if any(row is None for row in rows) else rows
+
+
+class TokenRows:
+    """Views that every group of token rows has."""
+
+    _tensordict: Any
+    _from_tensordict: Any
+
+    def _get_tuple(self, key: Any, default: Any, **kwargs: Any) -> Any:
+        # What TensorDict calls for a nested key: ragged rows are a list, as for the attribute.
+        entries = self._tensordict
+        if len(key) == 1 and not kwargs and isinstance(entries, LazyStackedTensorDict):
+            rows = _nested_rows(entries, key[0])
+            if rows is not None:
+                return rows
+        return entries._get_tuple(key, default, **kwargs)
+
+    @classmethod
+    def from_rows(cls, **columns: Sequence[Tensor]) -> Self:
+        """A ragged group.
+
+        Args:
+            **columns: for each entry, one tensor ``[T_i]`` a row.
+
+        Raises:
+            ValueError: there are no rows, or the entries differ in their number.
+        """
+        count = len(next(iter(columns.values()), ()))
+        return cls._from_tensordict(ragged_entries({**columns, "padded": [_RAGGED] * count}), {})
+
+    def rows(self, name: str) -> list[Tensor]:
+        """The rows of an entry, B tensors ``[T_i]``."""
+        return self._read(name).split()
+
+    def _read(self, name: str) -> Rows:
+        rows = read_rows(self, name)
+        if rows is None:
+            raise KeyError(f"{type(self).__name__} has no {name!r} in every row.")
+        return rows
+
+    def packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """The rows one after the other ``[N]`` and their lengths, int64 ``[B]``."""
+        return self._read(name)
+
+    def nested(self, name: str) -> Tensor:
+        """The rows as a jagged nested tensor ``[B, T_i]``."""
+        values, lengths = self._read(name)
+        offsets = cumulative_lengths(lengths).to(values.device)
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    def dense(self, name: str, *, value: float = 0, side: str = "right") -> Tensor:
+        """The rows padded with ``value`` on a side, ``[B, T]``."""
+        return pad(self.rows(name), value=value, side=side)
+
+    @classmethod
+    def default_spec(cls, shape: Sequence[int] = (-1,), keys: Sequence[str] | None = None) -> Any:
+        """A spec of such a group; ``shape`` is that of the batch, ``keys`` the entries."""
+        from torchrl.data import Composite, NonTensor, Unbounded
+
+        size = torch.Size(shape)
+        names = keys or [name for name in cls.__annotations__ if name != "padded"]
+        leaves: dict[str, Any] = {name: Unbounded(shape=torch.Size((*size, -1))) for name in names}
+        leaves["padded"] = NonTensor(shape=size, example_data=False)
+        return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
+
+
+def is_padded(group: Any) -> bool:
+    """Whether a group of token rows says that it is padded."""
+    leaf = first_entries(group).get("padded", None)
+    value = leaf.data if is_non_tensor(leaf) else leaf
+    return bool(value.any()) if isinstance(value, Tensor) else bool(value)
+
+
+# Token rows of a batch in whatever layout: ragged, dense, nested, or padded beside a mask.
+#
+# Shape legend: B rows, T tokens of a row (ragged).
+
+
+class TokenEntries:
+    """One part of the tokens of a batch, and what is aligned with it, without padding."""
+
+    def __init__(self, batch: TensorDictBase, which: str, *, who: str) -> None:
+        self._batch, self._key, self._who = batch, (TOKENS, which), who
+        rows = read_rows(batch, self._key)
+        if rows is None:
+            raise missing_part(batch, self._key, who)
+        size = batch.batch_size.numel()
+        if len(rows.lengths) != size:
+            raise ValueError(
+                f"{who}: {self._key} has {len(rows.lengths)} rows in a batch of {size}."
+            )
+        if rows.values.is_floating_point() or rows.values.dtype == torch.bool:
+            raise TypeError(f"{who}: token ids are integers, {self._key} has {rows.values.dtype}.")
+        self._rows = rows
+        self._mask = self._attention()
+
+    def _attention(self) -> Tensor | None:
+        """Which of the values are tokens, bool ``[N]``; ``None`` where all are."""
+        mask = read_rows(self._batch, ATTENTION_MASK)
+        if mask is not None:
+            is_token = self._own_part(mask)
+            if is_token is not None:
+                return None if bool(is_token.all()) else is_token
+        if is_padded(self._batch.get(TOKENS)):
+            raise ValueError(
+                f"{self._who}: {self._key} is padded, and a pad id may be a real token "
+                f"too. Put a bool mask of its shape at {ATTENTION_MASK}, or use ragged rows: "
+                "Tokens.from_rows(...)."
+            )
+        return None
+
+    def _own_part(self, mask: Rows) -> Tensor | None:
+        """What the mask of a batch says of this part; ``None`` where it is of other rows."""
+        if torch.equal(mask.lengths, self._rows.lengths):
+            return mask.values.bool()
+        full = read_rows(self._batch, (TOKENS, FULL))
+        is_full = full is not None and torch.equal(mask.lengths, full.lengths)
+        if self._key[1] != PROMPT or not is_full or not is_padded(self._batch.get(TOKENS)):
+            return None
+        # A padded row begins with the padded prompt, and the mask is of the whole row.
+        rows = zip(mask.split(), self._rows.lengths.tolist(), strict=True)
+        return torch.cat([row[:length] for row, length in rows]).bool()
+
+    @property
+    def keep(self) -> list[Tensor] | None:
+        """Where the tokens are among padding, a bool tensor per row; ``None`` without padding."""
+        return None if self._mask is None else Rows(self._mask, self._rows.lengths).split()
+
+    def ids(self) -> list[list[int]]:
+        """Token ids per row."""
+        return [row.tolist() for row in self._kept(self._rows)]
+
+    def aligned(self, key: tuple[str, str]) -> list[Tensor] | None:
+        """Rows of an entry that is aligned with the tokens, or ``None`` if there is none."""
+        rows = read_rows(self._batch, key)
+        if rows is None:
+            return None
+        pairs = zip(rows.lengths.tolist(), self._rows.lengths.tolist(), strict=True)
+        for row, (found, length) in enumerate(pairs):
+            if found != length:
+                raise ValueError(
+                    f"{self._who}: {key} has {found} values in row {row}, which has {length} "
+                    f"tokens at {self._key}. They must be aligned."
+                )
+        return self._kept(rows)
+
+    def _kept(self, rows: Rows) -> list[Tensor]:
+        return (rows if self._mask is None else rows.where(self._mask)).split()

@@ -1,1 +1,0 @@
-"""Ragged rows: packed, padded and nested."""

@@ -1,0 +1,799 @@
+"""Chat templates.
+
+Where they come from, how they render, and what of their text the assistant says.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from importlib.resources import files
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import jinja2
+import jinja2.nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchrl_data.messages import PLACEHOLDER_ROLE, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Which chat template a tokenizer uses, the templates that come with the toolkit, and your own.
+#
+# A template is *generation-marked* when ``{% generation %}`` surrounds what the assistant says,
+# end-of-turn token included: that is what may be trained on. Where it is not, the assistant's spans
+# are found from what the template renders (see ``assistant_spans``).
+
+DEFAULT_TEMPLATE: Final = "chatml"
+ALIASES: Final = {"chatml_format": "chatml"}
+"""Other names of built-in templates."""
+FAMILIES: Final[dict[str, tuple[str, ...]]] = {
+    "qwen3": ("qwen3", "qwq"),
+    "qwen": ("qwen",),
+    "dialogpt": ("dialogpt", "microsoft/dialo"),
+    "falcon": ("falcon",),
+    "deepseek3": ("deepseek-r1", "deepseek-v3"),
+    "deepseek": ("deepseek",),
+    "llama": ("llama",),
+    "mistral": ("mistral", "mixtral"),
+    "smollm": ("smollm",),
+}
+"""Built-in templates and the words in a tokenizer's name that stand for them; first match wins."""
+_CONTROL_LITERAL = re.compile(
+    r"<[|｜][^<>|｜]{1,40}[|｜]>|</?(?:think|tool_call|minimax:tool_call|TOOLCALL|TOOL_RESPONSE"
+    r"|(?:start|end)_of_turn|sop|SPECIAL_[0-9]+)>|\[/?[A-Z_]{4,}\]|\[gMASK\]|\]~!b\[|\]~b\]|\[e~\["
+)
+_TAG = re.compile(r"</?[a-zA-Z_:]+>")
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class _Added(NamedTuple):
+    template: str
+    inverse_parser: Callable[[str], Any] | None
+    keywords: tuple[str, ...]
+
+
+_added: dict[str, _Added] = {}
+
+
+def add_chat_template(
+    template_name: str,
+    template: str,
+    inverse_parser: Callable[[str], Any] | None = None,
+    model_family_keywords: Sequence[str] | None = None,
+) -> None:
+    r"""Register a template under a name, for this process; a name that exists is replaced.
+
+    Args:
+        template_name: what ``chat_template_name`` will say.
+        template: Jinja source; ``{% generation %} ... {% endgeneration %}`` surrounds what the
+            assistant says, end-of-turn token included.
+        inverse_parser: turns rendered text into a ``History``, or a list of messages.
+        model_family_keywords: tokenizers whose ``name_or_path`` contains one of these words, in
+            any case, use this template, whatever template they come with.
+
+    Raises:
+        ValueError: the template has no ``{% generation %}`` block.
+    """
+    if not is_generation_marked(template):
+        raise ValueError(
+            f"The template {template_name!r} has no {{% generation %}} block, so it does not say "
+            f"which tokens the assistant wrote: {template!r:.80}. Surround the assistant's content "
+            "and its end-of-turn token with {% generation %} ... {% endgeneration %}."
+        )
+    keywords = tuple(keyword.lower() for keyword in model_family_keywords or ())
+    _added[template_name] = _Added(template, inverse_parser, keywords)
+
+
+def template_names() -> list[str]:
+    """Names of all templates, built-in and added."""
+    folder = files("torchrl_data.templates") / "builtin"
+    return sorted({*_added, *(path.name.removesuffix(".jinja") for path in folder.iterdir())})
+
+
+def builtin_template(name: str) -> str:
+    """Jinja source of a built-in or added template.
+
+    Args:
+        name: for instance ``"chatml"``.
+
+    Raises:
+        ValueError: there is no such template; the message lists those that there are.
+    """
+    if name in _added:
+        return _added[name].template
+    path = files("torchrl_data.templates") / "builtin" / f"{ALIASES.get(name, name)}.jinja"
+    if not name.replace("_", "").isalnum() or not path.is_file():
+        raise ValueError(
+            f"There is no chat template named {name!r}; there are {template_names()}. Register "
+            "yours with add_chat_template."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def added_inverse_parser(name: str) -> Callable[[str], Any] | None:
+    """The inverse parser that was registered with a template, if any."""
+    return _added[name].inverse_parser if name in _added else None
+
+
+def is_generation_marked(template: str) -> bool:
+    """Whether a template says which part of it the assistant wrote."""
+    return _GENERATION_MARK.search(template) is not None
+
+
+def control_literals(template: str, *, of_turns: bool = False) -> list[str]:
+    """Control tokens that a template's source spells, sorted.
+
+    Args:
+        template: Jinja source.
+        of_turns: leave out tags such as ``<think>``, which work as ordinary text, too.
+    """
+    found = set(_CONTROL_LITERAL.findall(template))
+    return sorted(
+        token
+        for token in found
+        if not of_turns or not _TAG.fullmatch(token) or token.endswith("_of_turn>")
+    )
+
+
+def own_template(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
+    """The template that a tokenizer comes with, the default one if it has several."""
+    own = getattr(tokenizer, "chat_template", None)
+    if isinstance(own, dict):
+        own = own.get("default")
+    return own if isinstance(own, str) and own else None
+
+
+def family_of(
+    tokenizer: "PreTrainedTokenizerBase | None", *, added_only: bool = False
+) -> str | None:
+    """The template that the name of a tokenizer stands for, or ``None``."""
+    name = str(getattr(tokenizer, "name_or_path", "") or "").lower()
+    for template, added in reversed(_added.items()):
+        if any(keyword in name for keyword in added.keywords):
+            return template
+    if added_only:
+        return None
+    for template, keywords in FAMILIES.items():
+        if any(keyword in name for keyword in keywords):
+            return template
+    return None
+
+
+def resolve_template(
+    tokenizer: "PreTrainedTokenizerBase | None",
+    *,
+    chat_template: str | None = None,
+    chat_template_name: str | None = None,
+) -> str:
+    """The template for a tokenizer.
+
+    The first that applies: the one asked for; one registered with a keyword that the tokenizer's
+    name contains; the tokenizer's own; the built-in one of its family; ChatML.
+
+    Args:
+        tokenizer: whose template it is.
+        chat_template: Jinja source that overrides everything.
+        chat_template_name: name of a built-in or added template.
+
+    Raises:
+        ValueError: both are given, or there is no template of that name.
+    """
+    if chat_template is not None and chat_template_name is not None:
+        raise ValueError("Give either chat_template or chat_template_name, not both.")
+    if chat_template is not None:
+        return chat_template
+    name = chat_template_name or family_of(tokenizer, added_only=True)
+    if name is None:
+        own = own_template(tokenizer)
+        if own is not None:
+            return own
+        name = family_of(tokenizer) or DEFAULT_TEMPLATE
+    return builtin_template(name)
+
+
+# What decides how messages become tokens, so that two encoders can be compared.
+#
+# An environment and a policy each have an encoder; where they render differently, what the
+# environment shows is not what the policy samples from.
+
+
+class RenderingIdentity(NamedTuple):
+    """Equal where the same messages give the same tokens."""
+
+    template: str
+    """Jinja source."""
+    variables: str
+    """Special tokens and template kwargs that the template names, as JSON."""
+    reasoning_in_content: bool
+    """A ``<think>`` block that begins an assistant's content is its reasoning."""
+    vocabulary: str
+    """Digest of the tokenizer's backend."""
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that stand for all of it."""
+        return _digest(json.dumps(self))
+
+
+def rendering_identity(
+    template: str,
+    variables: Mapping[str, Any],
+    reasoning_in_content: bool,
+    backend: Any,
+) -> RenderingIdentity:
+    """The identity of what an encoder is made of; ``backend`` is a fast tokenizer's."""
+    read = {name: value for name, value in variables.items() if name in template}
+    tokenizer = json.loads(backend.to_str())
+    for stage in ("truncation", "padding", "post_processor"):  # encoders use none of them
+        tokenizer.pop(stage, None)
+    return RenderingIdentity(
+        template,
+        json.dumps(read, sort_keys=True, default=repr),
+        reasoning_in_content,
+        _digest(json.dumps(tokenizer, sort_keys=True)),
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Renders(Protocol):
+    """A :class:`~torchrl_data.ConversationEncoder`."""
+
+    tokenizer: Any
+
+    @property
+    def rendering(self) -> RenderingIdentity:
+        """What decides how messages become tokens."""
+        ...
+
+
+def check_same_rendering(env_encoder: Renders, policy_encoder: Renders) -> None:
+    """Check that an environment shows what a policy samples from.
+
+    Args:
+        env_encoder: of the environment (``env.encoder``).
+        policy_encoder: of the policy (``policy.encoder``).
+
+    Raises:
+        ValueError: templates, what they read, or tokenizers differ; the message says in what.
+    """
+    if env_encoder is policy_encoder:
+        return
+    env, policy = env_encoder.rendering, policy_encoder.rendering
+    if env == policy:
+        return
+    differences = []
+    if env.template != policy.template:
+        differences.append(f"the chat template ({env.template!r:.80} / {policy.template!r:.80})")
+    ours, theirs = json.loads(env.variables), json.loads(policy.variables)
+    differences += [
+        f"{name} ({ours.get(name, 'not given')!r} / {theirs.get(name, 'not given')!r})"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name, _ABSENT) != theirs.get(name, _ABSENT)
+    ]
+    if env.reasoning_in_content != policy.reasoning_in_content:
+        differences.append(
+            f"reasoning_in_content ({env.reasoning_in_content} / {policy.reasoning_in_content})"
+        )
+    if env.vocabulary != policy.vocabulary:
+        differences.append(
+            f"the tokenizer ({_name(env_encoder.tokenizer)} / {_name(policy_encoder.tokenizer)})"
+        )
+    raise ValueError(
+        "The environment shows other text than the policy samples from. They differ (environment / "
+        f"policy) in {', '.join(differences)}. Give both the same tokenizer, chat template and "
+        "template kwargs."
+    )
+
+
+_ABSENT = object()
+
+
+def _name(tokenizer: Any) -> str:
+    return f"{type(tokenizer).__name__} {tokenizer.name_or_path!r} of {len(tokenizer)} tokens"
+
+
+# Rendering a chat template, and which part of the text its generation blocks gave.
+#
+# The environment is the one that transformers renders chat templates with, but for the generation
+# blocks: they are marked in the text itself, so that any number of threads can render at once.
+
+# Nobody can guess the marks, so no content can spell them.
+_SECRET: Final = secrets.token_hex(8)
+_BEGIN: Final = f"\ua789{_SECRET}<"
+_END: Final = f"\ua789{_SECRET}>"
+_MARKS = re.compile(f"{_BEGIN}|{_END}")
+
+
+class Rendered(NamedTuple):
+    """What a template gave."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """Where the generation blocks are, in characters: start and end of each."""
+
+
+class _GenerationBlocks(Extension):
+    """``{% generation %} ... {% endgeneration %}`` leaves marks around its output."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_mark")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _now
+    return environment.from_string(source)
+
+
+def render_template(
+    source: str,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """Render messages."""
+    shown = [_joined(message) for message in messages if message["role"] != PLACEHOLDER_ROLE]
+    values = {
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **(variables or {}),
+    }
+    rendered = _render(source, shown, values)
+    for i, message in enumerate(shown):
+        content = message.get("content")
+        if isinstance(content, _Parts):
+            texts = {**message, "content": content.without_media()}
+            if _render(source, [*shown[:i], texts, *shown[i + 1 :]], values) == rendered:
+                raise ValueError(
+                    f"The chat template leaves out what is no text in message {i} "
+                    f"({message['role']}), which has parts of the types {content.types}. Take "
+                    "them out, or use a template that shows them (chat_template_name)."
+                )
+    return _read_marks(rendered)
+
+
+def _render(source: str, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
+    try:
+        return _compile(source).render(messages=messages, **values)
+    except (jinja2.TemplateError, TypeError, AttributeError, RecursionError) as error:
+        roles = [message["role"] for message in messages]
+        raise ValueError(
+            f"The chat template can't render messages of roles {roles}: {error}. Change the "
+            "messages, or use another template (chat_template_name)."
+        ) from error
+
+
+class _Parts(list[Any]):
+    """Parts of a content; a template that would print them as Python does can't render them."""
+
+    @property
+    def types(self) -> list[Any]:
+        return [part.get("type") for part in self]
+
+    def without_media(self) -> "_Parts":
+        return _Parts(part for part in self if part.get("type") == "text")
+
+    def __radd__(self, text: Any) -> Any:
+        return text + str(self)
+
+    def __str__(self) -> str:
+        raise TypeError(f"it shows content as text, which has parts of the types {self.types}")
+
+
+def _joined(message: Message) -> Message:
+    """A message whose parts are all text, with a string as content."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    if any(part.get("type") != "text" for part in parts):
+        return {**message, "content": _Parts(parts)}
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
+
+
+def _read_marks(marked: str) -> Rendered:
+    if _SECRET not in marked:
+        return Rendered(marked, [])
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = last = begin = 0
+    for match in _MARKS.finditer(marked):
+        parts.append(marked[last : match.start()])
+        length += match.start() - last
+        last = match.end()
+        if match.group() == _BEGIN:
+            begin = length
+        else:
+            spans.append((begin, length))
+    parts.append(marked[last:])
+    return Rendered("".join(parts), spans)
+
+
+# Whether a chat template shows all that it is given: tools, and what messages hold.
+
+_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "Tool7",
+        "description": "D",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+class ToolsNotShownError(ValueError):
+    """A chat template leaves tools out of the prompt, so the policy would not know of them."""
+
+
+def shows_tools(render: Callable[[Sequence[dict[str, Any]] | None], str]) -> bool:
+    """Whether what a template renders depends on the tools that it is given."""
+    without = render(None)
+    try:
+        return render([_TOOL]) != without
+    except ValueError:
+        return True  # it looks at them, and says what is wrong with one
+
+
+def check_tools_are_named(
+    tools: Sequence[dict[str, Any]], messages: Sequence[Message], template: str
+) -> None:
+    """Raise ``ToolsNotShownError`` unless messages name the tools that a template leaves out."""
+    text = "\n".join(str(message.get("content")) for message in messages)
+    names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+    missing = [name for name in names if name not in text]
+    if missing:
+        raise ToolsNotShownError(
+            f"The chat template does not show tools, so the policy would not know of {missing}: "
+            f"{template!r:.120}. Use a template that does (chat_template_name='chatml', say), or "
+            "name the tools in a system prompt."
+        )
+
+
+# What messages hold -----------------------------------------------------------------------------
+
+_MAX_SHAPES: Final = 512
+TOOL_ROLES: Final = ("tool", "function", "ipython")
+"""Roles of what a tool answers; which one it was is told by the order, too."""
+# Nobody can guess it, so nothing else in a rendered text can spell it.
+_SECRET_TOOLS_SHOWN: Final = f"mark{secrets.token_hex(8)}"
+
+
+class Entry(NamedTuple):
+    """Something that a message holds, and that a template may leave out."""
+
+    message: int
+    key: str
+    """Of the message: ``content``, ``name``, ``reasoning_content`` or ``tool_calls``."""
+    call: int = 0
+    part: str = ""
+    """Of a call: ``name`` or ``arguments``."""
+
+    def told(self, message: Message) -> str:
+        """The entry in words.
+
+        Args:
+            message: that has it.
+        """
+        if not self.part:
+            return repr(self.key)
+        name = _function(message["tool_calls"][self.call]).get("name")
+        return f"a call of {name!r}" if self.part == "name" else f"the arguments for {name!r}"
+
+
+def entries_of(messages: Sequence[Message]) -> Iterator[Entry]:
+    """Whatever is to be read in messages, but for what is only white space."""
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role == PLACEHOLDER_ROLE:
+            continue
+        if _text(message.get("content")).strip():
+            yield Entry(i, "content")
+        if _text(message.get("reasoning_content")).strip():
+            yield Entry(i, "reasoning_content")
+        name = message.get("name")
+        if name and name != role and role not in TOOL_ROLES:
+            yield Entry(i, "name")
+        for j, call in enumerate(message.get("tool_calls") or ()):
+            function = _function(call)
+            yield Entry(i, "tool_calls", j, "name")
+            if function.get("arguments") not in (None, {}, "", "{}"):
+                yield Entry(i, "tool_calls", j, "arguments")
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if part["type"] == "text")
+    return content if isinstance(content, str) else ""
+
+
+def _function(call: Any) -> dict[str, Any]:
+    return call.get("function") or call
+
+
+def _replaced(message: Message, entry: Entry, mark: str) -> Message:
+    """A message with a mark in the place of one entry."""
+    value: Any = message[entry.key]
+    if entry.part:
+        calls = [dict(call) for call in value]
+        call, function = calls[entry.call], dict(_function(calls[entry.call]))
+        arguments = f'{{"{mark}": "{mark}"}}'
+        if entry.part == "arguments" and not isinstance(function["arguments"], str):
+            function["arguments"] = {mark: mark}
+        else:
+            function[entry.part] = arguments if entry.part == "arguments" else mark
+        calls[entry.call] = {**call, "function": function} if call.get("function") else function
+        value = calls
+    elif isinstance(value, list):
+        value = [{**part, "text": mark} if part["type"] == "text" else part for part in value]
+    else:
+        value = mark
+    return {**message, entry.key: value}
+
+
+def _with_marks(messages: Sequence[Message], entries: Sequence[Entry]) -> list[Message]:
+    marked = list(messages)
+    for n, entry in enumerate(entries):
+        marked[entry.message] = _replaced(
+            marked[entry.message], entry, f"{_SECRET_TOOLS_SHOWN}n{n}x"
+        )
+    return marked
+
+
+class EntriesShown:
+    """Finds what a template leaves out of messages, by a look at each shape of messages once."""
+
+    def __init__(self) -> None:
+        self._suspects: dict[Any, tuple[Entry, ...]] = {}
+
+    def dropped(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str], context: Any
+    ) -> list[Entry]:
+        """What the rendered text does not tell of.
+
+        What a template leaves out because the conversation has gone on (the thoughts of earlier
+        turns) is no loss: it was shown when it was the last message.
+
+        Args:
+            messages: escaped, as they are rendered.
+            render: of such messages.
+            context: what else decides what is rendered, to be told from other contexts.
+        """
+        entries = tuple(entries_of(messages))
+        shape = (context, tuple([(m["role"], tuple(m)) for m in messages]), entries)
+        suspects = self._suspects.get(shape)
+        if suspects is None:
+            suspects = _suspects(messages, entries, render)
+            if len(self._suspects) < _MAX_SHAPES:
+                self._suspects[shape] = suspects
+        return [entry for entry in suspects if _is_dropped(messages, entry, render)]
+
+
+def _suspects(
+    messages: Sequence[Message], entries: tuple[Entry, ...], render: Callable[..., str]
+) -> tuple[Entry, ...]:
+    """Entries whose marks are not found where all entries are marked; all, where none may be."""
+    marked = _with_marks(messages, entries)
+    try:
+        text = render(marked).casefold()
+        missing = [n for n, _ in enumerate(entries) if f"{_SECRET_TOOLS_SHOWN}n{n}x" not in text]
+        return tuple(
+            entries[n]
+            for n in missing
+            if entries[n].key != "reasoning_content"
+            or f"{_SECRET_TOOLS_SHOWN}n{n}x"
+            not in render(marked[: entries[n].message + 1]).casefold()
+        )
+    except ValueError:  # the template looks at what it shows
+        return entries
+
+
+def _is_dropped(messages: Sequence[Message], entry: Entry, render: Callable[..., str]) -> bool:
+    """Whether another value in the place of an entry leaves the text as it is."""
+    others = list(messages)
+    others[entry.message] = _replaced(messages[entry.message], entry, _SECRET_TOOLS_SHOWN)
+    rendered = render(messages)
+    try:
+        if render(others) != rendered:
+            return False
+        if entry.key != "reasoning_content":
+            return True
+        end = entry.message + 1
+        return render(others[:end]) == render(messages[:end])
+    except ValueError:
+        return False  # it was looked at
+
+
+def refusal(
+    dropped: Sequence[Entry],
+    messages: Sequence[Message],
+    *,
+    first: int = 0,
+    row: int | None = None,
+    remedy: str = "",
+) -> str:
+    """The error for messages of which a template leaves something out.
+
+    Args:
+        dropped: what; the first message that has any is named.
+        messages: all of them.
+        first: the number of the first of them.
+        row: whose they are.
+        remedy: templates that show it, if some are known.
+    """
+    number = dropped[0].message
+    message = messages[number]
+    what = " and ".join(entry.told(message) for entry in dropped if entry.message == number)
+    where = f"Message {first + number} ({message['role']})"
+    where += "" if row is None else f" of row {row}"
+    return (
+        f"{where} has {what}, "
+        "which the chat template leaves out, so that nobody would read or learn it. "
+        f"{remedy or 'Use a chat template that shows it'}, or say it in the message's 'content'."
+    )
+
+
+# What the assistant wrote, in the text of a template that does not mark it.
+#
+# Nothing is compared with a known template: a fork, or one with a trailing space, works like the
+# original. A turn starts after the header that the template itself gives for a generation prompt
+# and ends with its first end-of-turn token. Content can't spell either, if they hold control
+# tokens; if they hold none, each turn is measured by rendering the messages before it.
+
+Render = Callable[[Sequence[Message], bool], str]
+"""Renders escaped messages, with or without a generation prompt."""
+
+QUESTION: Message = {"role": "user", "content": "Question7"}
+ANSWER: Message = {"role": "assistant", "content": "Answer7"}
+
+
+_LAST_TAG = re.compile(r"(-?)(%\}|\}\}|#\})((?:(?!%\}|\}\}|#\}).)*)\Z", re.DOTALL)
+
+
+class TurnShape(NamedTuple):
+    """How a template opens and closes an assistant's turn."""
+
+    header: str
+    """What opens the turn; nothing for some templates."""
+    end_of_turn: str
+    """The control token that ends it; nothing if there is none."""
+    after: str
+    """What follows the content: white space, end of turn and whatever comes after it."""
+    header_is_control: bool
+    """The header holds a control token, so that content can't spell it."""
+    tail: str
+    """What the template's source ends with, whatever the messages."""
+
+
+def turn_shape(
+    source: str, render: Render, first_control: Callable[[str], str | None]
+) -> TurnShape:
+    """Find how a template opens and closes an assistant's turn."""
+    asked = render([QUESTION], False)
+    opened = render([QUESTION], True)
+    answered = render([QUESTION, ANSWER], False)
+    at = answered.find(ANSWER["content"])
+    if at < 0:
+        raise ValueError(
+            "The chat template does not show what the assistant says: messages "
+            f"{[QUESTION, ANSWER]} are rendered as {answered!r}. Use another template, or mark the "
+            "assistant's part with {% generation %} ... {% endgeneration %}."
+        )
+    header = opened[_common(asked, opened) : _common(opened, answered[:at])]
+    after = answered[at + len(ANSWER["content"]) :]
+    control = first_control(after)
+    if control is None or after.split(control, 1)[0].strip():
+        control = ""
+    tail = _static_tail(source)
+    if not all(text.endswith(tail) for text in (asked, opened, answered)):
+        tail = ""
+    return TurnShape(header, control, after, first_control(header) is not None, tail)
+
+
+def _static_tail(source: str) -> str:
+    """The text after the last tag of a template, as Jinja gives it."""
+    match = _LAST_TAG.search(source)
+    if match is None or match.group(1) == "-":
+        return ""
+    # Jinja drops one line end at the end of the source, and one after a block or a comment.
+    tail = match.group(3).removesuffix("\n")
+    return tail if match.group(2) == "}}" else tail.removeprefix("\n")
+
+
+def _common(left: str, right: str) -> int:
+    """Characters that two texts begin with alike."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )
+
+
+def find_spans(
+    rendered: str, messages: Sequence[Message], render: Render, shape: TurnShape
+) -> list[tuple[int, int]]:
+    """Start and end, in characters, of each assistant's message, end-of-turn token included."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if shape.header_is_control and shape.end_of_turn:
+        spans = _scan(rendered, len(turns), shape)
+        if spans is not None:
+            return spans
+    return [_measure(rendered, messages, i, render, shape) for i in turns]
+
+
+def _scan(rendered: str, count: int, shape: TurnShape) -> list[tuple[int, int]] | None:
+    spans = []
+    position = 0
+    for _ in range(count):
+        header = rendered.find(shape.header, position)
+        start = header + len(shape.header)
+        end = rendered.find(shape.end_of_turn, start)
+        if header < 0 or end < 0:
+            return None
+        position = end + len(shape.end_of_turn)
+        spans.append((start, position))
+    return spans
+
+
+def _measure(
+    rendered: str, messages: Sequence[Message], turn: int, render: Render, shape: TurnShape
+) -> tuple[int, int]:
+    before = render(messages[:turn], True).removesuffix(shape.tail)
+    until = render(messages[: turn + 1], False).removesuffix(shape.after)
+    if not until.startswith(before) or not rendered.startswith(until):
+        raise ValueError(
+            f"Message {turn} (assistant) can't be told from the text that the chat template renders"
+            ", as the template changes earlier text when messages are added. Mark the assistant's "
+            "part with {% generation %} ... {% endgeneration %}."
+        )
+    end = len(until)
+    if shape.end_of_turn:
+        end = rendered.index(shape.end_of_turn, end) + len(shape.end_of_turn)
+    return len(before), end

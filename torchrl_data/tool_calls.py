@@ -1,0 +1,835 @@
+"""Tool calls in the text of a model: every format in which they are written, read strictly."""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from .messages import Message, split_reasoning
+from .templates.template import (
+    ALIASES,
+    DEFAULT_TEMPLATE,
+    added_inverse_parser,
+    builtin_template,
+    family_of,
+    own_template,
+    template_names,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# What a parser of tool calls finds.
+
+
+class ToolCall(NamedTuple):
+    """A call that is well formed; whether such a tool exists is for the environment to say."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+    """How the model calls this call, where its format has such names."""
+    is_text: bool = False
+    """The arguments are text, as formats write that do not quote them; the tool's schema says what
+    each stands for."""
+
+
+class MalformedCall(NamedTuple):
+    """A call that could not be read."""
+
+    error: str
+    """What is wrong with it, so that the model can repair it."""
+
+
+class Found(NamedTuple):
+    """A call and where it is in the text."""
+
+    start: int
+    end: int
+    call: ToolCall | MalformedCall
+
+
+class ParsedTurn(NamedTuple):
+    """What one assistant turn holds."""
+
+    content: str
+    """The text outside the calls."""
+    calls: list[ToolCall | MalformedCall]
+    """Calls in the order in which they were written."""
+    positions: Sequence[int] = ()
+    """Where each call starts, in characters of the turn."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the model tried to call anything, rightly or not."""
+        return bool(self.calls)
+
+
+# JSON as a model writes it: read strictly, in bounded time, whatever the text.
+
+MAX_CALL_CHARS: Final = 64 * 1024
+"""Most characters of one value."""
+MAX_DEPTH: Final = 64
+"""Most nested braces and brackets of one value."""
+MAX_DIGITS: Final = 1000
+"""Most digits of one integer."""
+
+# The next bracket outside strings. Possessive, so that whatever has none is passed over once.
+_BRACKET: Final = re.compile(
+    r'[^"\[\]{}]*+(?:"(?:[^"\\]|\\.)*+"?[^"\[\]{}]*+)*+([\[\]{}])', re.DOTALL
+)
+
+
+def value_end(text: str, start: int) -> int:
+    """The position after the last bracket of what opens at ``start``; -1 beyond MAX_CHARS."""
+    depth = 0
+    last = start + MAX_CALL_CHARS
+    while bracket := _BRACKET.match(text, start, last):
+        depth += 1 if bracket[1] in "[{" else -1
+        start = bracket.end()
+        if depth <= 0:
+            return start
+    return -1
+
+
+def read_json(body: str) -> Any:
+    """Read JSON that holds no key twice, no NaN, no huge integer, and is not too long or deep."""
+    if len(body) > MAX_CALL_CHARS:
+        raise ValueError(f"the call has {len(body)} characters; at most {MAX_CALL_CHARS}")
+    # Counting is cheap, and the brackets of most calls are few.
+    if body.count("{") + body.count("[") > MAX_DEPTH and _depth(body) > MAX_DEPTH:
+        raise ValueError(f"the call is nested deeper than {MAX_DEPTH} levels")
+    try:
+        return _DECODER.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the call is not valid JSON: {error}") from error
+
+
+def _depth(body: str) -> int:
+    """Deepest nesting of brackets outside strings."""
+    depth = deepest = position = 0
+    while bracket := _BRACKET.match(body, position):
+        depth += 1 if bracket[1] in "[{" else -1
+        deepest = max(deepest, depth)
+        position = bracket.end()
+    return deepest
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise ValueError(f"a key is given twice in {[key for key, _ in pairs[:8]]}")
+    return unique
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a JSON number")
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is not finite")
+    return value
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_constant=_refuse,
+    parse_float=_parse_float,
+    parse_int=_parse_int,
+)
+
+
+# How the families of models write tool calls: one function per format.
+#
+# Each finds the calls of a text, lazily and in order. All are total: any text gives calls and
+# errors, never an exception, in time linear in its length for a bounded number of calls.
+
+Finder = Callable[[str, int], Iterator[Found]]
+"""Finds the calls of a text from a position on."""
+
+
+class Format(NamedTuple):
+    """A way to write tool calls."""
+
+    find: Finder
+    example: str
+    """One call, shown to a model that got it wrong."""
+
+
+# Shared pieces -----------------------------------------------------------------------------------
+
+
+def call_of(value: Any, *, argument_keys: tuple[str, ...] = ("arguments",)) -> ToolCall:
+    """A call from the JSON object that stands for it."""
+    first = argument_keys[0]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError(f'a call is {{"name": <tool>, "{first}": {{...}}}}')
+    unknown = sorted(value.keys() - {"name", "id", "type", *argument_keys})
+    if unknown:
+        raise ValueError(f'a call has "name" and "{first}", not {", ".join(unknown):.200}')
+    arguments: Any = next((value[key] for key in argument_keys if key in value), {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f'"{first}" must be an object')
+    call_id = value.get("id")
+    return ToolCall(value["name"], arguments, call_id if isinstance(call_id, str) else None)
+
+
+def _read(body: str, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | MalformedCall:
+    try:
+        return call_of(read_json(body), argument_keys=keys)
+    except ValueError as error:
+        return MalformedCall(str(error))
+
+
+def _read_arguments(name: str, body: str, call_id: str | None = None) -> ToolCall | MalformedCall:
+    try:
+        arguments = read_json(body)
+    except ValueError as error:
+        return MalformedCall(str(error))
+    if not isinstance(arguments, dict):
+        return MalformedCall("the arguments must be an object")
+    return ToolCall(name, arguments, call_id)
+
+
+_SPACE = re.compile(r"\s*+")
+
+
+def _skip_space(text: str, position: int) -> int:
+    space = _SPACE.match(text, position)
+    return position if space is None else space.end()
+
+
+def _object_body(text: str, position: int, closer: str) -> tuple[int, int, int] | None:
+    """Start and end of the value at a position, and the end of what closes it, if all is there."""
+    # Looks inside JSON strings, so that a closer that an argument spells is none.
+    start = _skip_space(text, position)
+    if text[start : start + 1] not in ("{", "["):
+        return None
+    end = value_end(text, start)
+    after = _skip_space(text, end)
+    if end < 0 or not text.startswith(closer, after):
+        return None
+    return start, end, after + len(closer)
+
+
+def _closed_by(text: str, start: int, body: int, closer: str) -> Found:
+    """The call between an opener and its closer."""
+    span = _object_body(text, body, closer)
+    if span is not None:
+        return Found(start, span[2], _read(text[span[0] : span[1]]))
+    end = text.find(closer, body)
+    if end < 0:
+        return Found(start, len(text), MalformedCall(f"the call is not closed with {closer}"))
+    return Found(start, end + len(closer), _read(text[body:end]))
+
+
+# Formats -----------------------------------------------------------------------------------------
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def find_hermes(text: str, position: int = 0) -> Iterator[Found]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
+    while (start := text.find(_OPEN, position)) >= 0:
+        found = _closed_by(text, start, start + len(_OPEN), _CLOSE)
+        position = found.end
+        yield found
+
+
+_FUNCTION = re.compile(r"(?:<tool_call>\s{0,8})?<function=")
+_FUNCTION_NAME = re.compile(r"<function=([^<>\n]{1,256})>")
+_PARAMETER = re.compile(r"\s*+<parameter=([^<>\n]{1,256})>\n?")
+_FUNCTION_END = re.compile(r"\s*+</function>(?:\s*+</tool_call>)?")
+
+
+def find_xml(text: str, position: int = 0) -> Iterator[Found]:
+    """``<tool_call><function=name><parameter=key>value</parameter>...``: Qwen3-Coder, Qwen 3.5."""
+    # Values are not quoted; a string's own first and last line break is kept, the ones that the
+    # format writes around it are not.
+    while match := _FUNCTION.search(text, position):
+        start = match.start()
+        found = _xml_call(text, start, match.end() - len("<function="))
+        position = found.end
+        yield found
+
+
+def _xml_call(text: str, start: int, at: int) -> Found:
+    arguments: dict[str, Any] = {}
+    name = _FUNCTION_NAME.match(text, at)
+    if name is None:
+        return Found(start, at + 1, MalformedCall("the call has no <function=name>"))
+    position = name.end()
+    while parameter := _PARAMETER.match(text, position):
+        end = text.find("</parameter>", parameter.end())
+        if end < 0:
+            return Found(start, len(text), MalformedCall("a parameter has no </parameter>"))
+        if parameter[1] in arguments:
+            error = MalformedCall(f"the parameter {parameter[1]:.80} is given twice")
+            return Found(start, _xml_end(text, end), error)
+        arguments[parameter[1]] = text[parameter.end() : end].removesuffix("\n")
+        position = end + len("</parameter>")
+    close = _FUNCTION_END.match(text, position)
+    if close is None:
+        return Found(start, _xml_end(text, position), MalformedCall("the call has no </function>"))
+    if close.end() - start > MAX_CALL_CHARS:
+        error = f"the call has {close.end() - start} characters; at most {MAX_CALL_CHARS}"
+        return Found(start, close.end(), MalformedCall(error))
+    return Found(start, close.end(), ToolCall(name[1].strip(), arguments, is_text=True))
+
+
+def _xml_end(text: str, position: int) -> int:
+    """Where to go on after a broken call."""
+    end = text.find("</function>", position)
+    return len(text) if end < 0 else end + len("</function>")
+
+
+_QWEN = re.compile(r"(?:<tool_call>\s{0,8})?(?P<xml><function=)|<tool_call>")
+
+
+def find_qwen(text: str, position: int = 0) -> Iterator[Found]:
+    """JSON or XML inside ``<tool_call>``, told apart by what comes first."""
+    while match := _QWEN.search(text, position):
+        is_xml = match["xml"] is not None
+        found = next((find_xml if is_xml else find_hermes)(text, match.start()))
+        position = found.end
+        yield found
+
+
+_LLAMA = re.compile(
+    r'(?P<tag><\|python_tag\|>)\s*+|(?:\A|(?<=[;\n]))[ \t]*+(?=\{\s*+"(?:name|type|function)"\s*+:)'
+)
+_LLAMA_KEYS = ("parameters", "arguments")
+_MAX_OPEN: Final = 16
+"""Objects that do not end, after which no more are looked at: each costs a look at much text."""
+
+
+def find_llama(text: str, position: int = 0) -> Iterator[Found]:
+    """``{"name": ..., "parameters": {...}}``, perhaps after ``<|python_tag|>``: Llama 3."""
+    # Without the tag, only an object that begins a line and has a name and parameters is a call:
+    # any other JSON is an answer.
+    num_open = 0
+    while num_open < _MAX_OPEN and (match := _LLAMA.search(text, position)):
+        start, body = match.start(), match.end()
+        is_tagged = match["tag"] is not None
+        end = value_end(text, body) if text.startswith("{", body) else -1
+        num_open += end < 0
+        position = end if end > 0 else body + 1
+        if end > 0:
+            window = text[body:end]
+            call = _read(window, _LLAMA_KEYS)
+        else:
+            window = text[body : body + MAX_CALL_CHARS]
+            call = MalformedCall("a call is one JSON object whose braces are closed")
+        if is_tagged or any(f'"{key}"' in window for key in _LLAMA_KEYS):
+            position = end if end > 0 else len(text)
+            yield Found(start, position, call)
+
+
+_MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_NAME = re.compile(r"\s*+([\w.-]{1,256})(?:\[CALL_ID\]([\w-]{1,256}))?(?:\[ARGS\])?\s*+")
+
+
+def find_mistral(text: str, position: int = 0) -> Iterator[Found]:
+    """``[TOOL_CALLS] [{...}, ...]``, or ``[TOOL_CALLS]name[ARGS]{...}``: Mistral."""
+    while (start := text.find(_MISTRAL, position)) >= 0:
+        body = _skip_space(text, start + len(_MISTRAL))
+        position = body
+        if text.startswith("[", body):
+            end = value_end(text, body)
+            position = len(text) if end < 0 else end
+            yield from _mistral_list(text, start, body, end)
+            continue
+        name = _MISTRAL_NAME.match(text, body)
+        at = body if name is None else name.end()
+        end = value_end(text, at) if name is not None and text.startswith("{", at) else -1
+        if name is None or end < 0:
+            following = text.find(_MISTRAL, body)
+            position = len(text) if following < 0 else following
+            yield Found(start, position, MalformedCall("the call has no name and JSON arguments"))
+        else:
+            position = end
+            yield Found(start, end, _read_arguments(name[1], text[at:end], name[2]))
+
+
+def _mistral_list(text: str, start: int, body: int, end: int) -> Iterator[Found]:
+    if end < 0:
+        yield Found(start, len(text), MalformedCall("the list of calls is not closed with ]"))
+        return
+    try:
+        values = read_json(text[body:end])
+    except ValueError as error:
+        yield Found(start, end, MalformedCall(str(error)))
+        return
+    for value in values:
+        try:
+            call: ToolCall | MalformedCall = call_of(value)
+        except ValueError as error:
+            call = MalformedCall(str(error))
+        # The calls of a list share its place in the text.
+        yield Found(start, end, call)
+
+
+_DS_OPEN, _DS_SEP, _DS_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_DS_FIRST, _DS_LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_FENCE = re.compile(r"\s*+([^\n`]{1,256})\n```(?:json)?\s*+")
+
+
+def find_deepseek(text: str, position: int = 0) -> Iterator[Found]:
+    """DeepSeek V3 and R1: a type, a name and fenced JSON; V3.1: a name and JSON."""
+    while (start := text.find(_DS_OPEN, position)) >= 0:
+        head = start + len(_DS_OPEN)
+        end = _deepseek_end(text, head)
+        # What is around all calls belongs to the first one and to the last one.
+        start -= len(_DS_FIRST) * text.endswith(_DS_FIRST, position, start)
+        position = end + len(_DS_LAST) * text.startswith(_DS_LAST, end)
+        sep = text.find(_DS_SEP, head, end)
+        if sep < 0:
+            yield Found(start, position, MalformedCall(f"the call has no {_DS_SEP}"))
+            continue
+        name = text[head:sep].strip()
+        body = _skip_space(text, sep + len(_DS_SEP))
+        fence = None if text.startswith("{", body) else _FENCE.match(text, sep + len(_DS_SEP))
+        if fence is not None:
+            name, body = fence[1].strip(), fence.end()
+        last = value_end(text, body) if text.startswith("{", body) else -1
+        if last < 0 or last > end:
+            yield Found(start, position, MalformedCall("the call has no JSON arguments"))
+        elif not text.startswith(_DS_CLOSE, end - len(_DS_CLOSE)):
+            yield Found(start, position, MalformedCall(f"the call is not closed with {_DS_CLOSE}"))
+        else:
+            yield Found(start, position, _read_arguments(name, text[body:last]))
+
+
+def _deepseek_end(text: str, head: int) -> int:
+    end = text.find(_DS_CLOSE, head)
+    return len(text) if end < 0 else end + len(_DS_CLOSE)
+
+
+_HARMONY_END = re.compile(r"<\|(?:call|end|return|start)\|>")
+
+
+def find_harmony(text: str, position: int = 0) -> Iterator[Found]:
+    """``<|channel|>commentary to=functions.name json<|message|>{...}<|call|>``: gpt-oss."""
+    # The last token of a turn is not in its text, so the end of the text closes a call too.
+    while (mark := text.find("<|message|>", position)) >= 0:
+        start = _header_start(text, position, mark)
+        header = text[start:mark]
+        body = mark + len("<|message|>")
+        position = body
+        to = _RECIPIENT.search(header)
+        if to is None:
+            continue
+        close = _HARMONY_END.search(text, body)
+        end = len(text) if close is None else close.start()
+        position = end if close is None or close.group() != "<|call|>" else close.end()
+        name = to[1].removeprefix("functions.")
+        yield Found(start, position, _read_arguments(name, text[body:end].strip()))
+
+
+_RECIPIENT = re.compile(r"(?:\A|\s)to=([^\s<]{1,256})")
+_MAX_HEADER: Final = 1024
+
+
+def _header_start(text: str, position: int, mark: int) -> int:
+    """Where the header before a message starts: after the last message, or at the beginning."""
+    lowest = max(position, mark - _MAX_HEADER)
+    for opener in ("<|start|>", "<|end|>", "<|call|>"):
+        found = text.rfind(opener, lowest, mark)
+        if found >= 0:
+            lowest = max(lowest, found + (0 if opener == "<|start|>" else len(opener)))
+    return lowest
+
+
+FORMATS: Final[dict[str, Format]] = {
+    "hermes": Format(
+        find_hermes, '<tool_call>\n{"name": <tool>, "arguments": {...}}\n</tool_call>'
+    ),
+    "qwen3_coder": Format(
+        find_qwen,
+        "<tool_call>\n<function=tool>\n<parameter=key>\nvalue\n</parameter>\n</function>\n"
+        "</tool_call>",
+    ),
+    "llama3": Format(find_llama, '{"name": <tool>, "parameters": {...}}'),
+    "mistral": Format(find_mistral, '[TOOL_CALLS] [{"name": <tool>, "arguments": {...}}]'),
+    "deepseek": Format(
+        find_deepseek,
+        f"{_DS_OPEN}function{_DS_SEP}tool\n```json\n{{...}}\n```{_DS_CLOSE}",
+    ),
+    "harmony": Format(
+        find_harmony,
+        "<|channel|>commentary to=functions.tool <|constrain|>json<|message|>{...}<|call|>",
+    ),
+}
+"""Formats by name."""
+
+
+# Tool calls in what a model wrote, in the format of its family.
+#
+# The parser is total: any text gives calls and errors, never an exception, in time linear in its
+# length.
+
+MAX_CALLS: Final = 16
+"""Most calls of one turn; further ones are refused with one error."""
+DEFAULT_FORMAT: Final = "hermes"
+
+TurnParser = Callable[[str], ParsedTurn]
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+
+
+def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
+    """Find the tool calls of an assistant turn.
+
+    What a model calls while it thinks (before ``</think>``) is no call.
+
+    Args:
+        text: what the model wrote, in any shape.
+        format: one of :data:`FORMATS`.
+
+    Returns:
+        The text outside the calls, and the calls in order.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    written = _format(format)
+    found = _collect(written, text, _start(text))
+    end = _thought_end(text, found)
+    if end > 0:
+        after = _collect(written, text, end)
+        # A call that is broken may have spelled the end of a thought itself.
+        if after or not any(start < end < stop for start, stop, _ in found):
+            found = after
+    if not found:
+        return ParsedTurn(text.strip(), [], [])
+    pieces: list[str] = []
+    position = 0
+    for start, stop, _ in found:
+        pieces.append(text[position:start])
+        position = max(position, stop)
+    pieces.append(text[position:])
+    return ParsedTurn(
+        "".join(pieces).strip(), [call for _, _, call in found], [start for start, _, _ in found]
+    )
+
+
+def tool_call_parser(
+    format: str | TurnParser | None = None, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> TurnParser:
+    """The parser of a format, of the tokenizer's if none is given; your own has to be total."""
+    if callable(format):
+        return format
+    name = format or detect_tool_call_format(tokenizer)
+    _format(name)
+    return functools.partial(parse_tool_calls, format=name)
+
+
+_SIGNS: Final = (
+    ("<function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|channel|>", "harmony"),
+    ("<tool_call>", "hermes"),
+    ("<|start_header_id|>", "llama3"),
+)
+_FAMILIES: Final = {
+    "llama": "llama3",
+    "mistral": "mistral",
+    "deepseek": "deepseek",
+    "deepseek3": "deepseek",
+}
+
+
+def detect_tool_call_format(tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """The format that a model's chat template teaches."""
+    template = own_template(tokenizer) or ""
+    for sign, name in _SIGNS:
+        if sign in template:
+            return name
+    return _FAMILIES.get(family_of(tokenizer) or "", DEFAULT_FORMAT)
+
+
+def _format(name: str) -> Format:
+    if name not in FORMATS:
+        raise ValueError(f"There is no tool call format {name!r}; there are {sorted(FORMATS)}.")
+    return FORMATS[name]
+
+
+def _collect(format: Format, text: str, start: int) -> list[Found]:
+    """Calls; those that are malformed say how to write one."""
+    found: list[Found] = []
+    for item in format.find(text, start):
+        if len(found) == MAX_CALLS:
+            error = MalformedCall(f"at most {MAX_CALLS} calls in a turn; the rest is ignored")
+            found.append(Found(item.start, len(text), error))
+            break
+        if isinstance(item.call, MalformedCall):
+            error = f"{item.call.error}; write a call as {format.example}"
+            found.append(item._replace(call=MalformedCall(error)))
+        else:
+            found.append(item)
+    return found
+
+
+def _start(text: str) -> int:
+    """Where the answer starts in a turn that begins with a thought, which may never end."""
+    if not text.lstrip().startswith(_THOUGHT):
+        return 0
+    end = text.find(_THOUGHT_END)
+    return len(text) if end < 0 else end + len(_THOUGHT_END)
+
+
+def _thought_end(text: str, found: list[Found]) -> int:
+    """The end of a thought that began before the turn; an argument may spell it too."""
+    end = text.find(_THOUGHT_END)
+    while end >= 0:
+        if not any(
+            start < end < stop and isinstance(call, ToolCall) for start, stop, call in found
+        ):
+            return end + len(_THOUGHT_END)
+        end = text.find(_THOUGHT_END, end + 1)
+    return 0
+
+
+# Messages from the text that a chat template rendered.
+#
+# Text does not say who wrote a control token, so a conversation that somebody forged in a user's
+# message is parsed as forged: parse text for people, and train on tokens.
+
+Parser = Callable[[str], Any]
+_EOS: Final = ("<｜end▁of▁sentence｜>", "<|endoftext|>", "<|eos|>", "</s>", "<eos>")
+_BOS: Final = re.compile(r"(?:<｜begin▁of▁sentence｜>|<\|begin_of_text\|>|<s>|<bos>)")
+_TOOL_RESPONSE = re.compile(r"\n?<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
+
+
+def inverse_parser(
+    name: str | None, template: str | None, tokenizer: "PreTrainedTokenizerBase | None"
+) -> Parser:
+    """The parser of a template, by its name, its source, or the tokenizer's name and template."""
+    if name is None:
+        name = _name_of(template, tokenizer)
+    added = added_inverse_parser(name)
+    if added is not None:
+        return added
+    known = ALIASES.get(name, name)
+    if known not in _PARSERS or name not in {*template_names(), *ALIASES}:
+        raise ValueError(
+            f"The chat template {name!r} has no inverse parser; {sorted(_PARSERS)} have one. Give "
+            "add_chat_template an inverse_parser."
+        )
+    return lambda text: _checked(_PARSERS[known](text), text, name)
+
+
+def _checked(messages: list[Message], text: str, name: str) -> list[Message]:
+    if not messages:
+        raise ValueError(
+            f"No message was found in {text!r:.120}, read as the template {name!r} writes. Name "
+            "the template that wrote it (chat_template_name), and keep its control tokens "
+            "(skip_special_tokens=False)."
+        )
+    return messages
+
+
+def _name_of(template: str | None, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    added = family_of(tokenizer, added_only=True)
+    if template is None and added is not None:
+        return added
+    source = template or own_template(tokenizer)
+    if source is None:
+        return family_of(tokenizer) or DEFAULT_TEMPLATE
+    for name in template_names():
+        if builtin_template(name) == source:
+            return name
+    # A template that is nobody's by its text is known by the control tokens that it writes.
+    for mark, name in _TEMPLATE_SIGNS:
+        if mark in source:
+            return name
+    return family_of(tokenizer) or DEFAULT_TEMPLATE
+
+
+_TEMPLATE_SIGNS: Final = (
+    ("reasoning_content", "qwen3"),
+    ("<|im_start|>", "qwen"),
+    ("<|start_header_id|>", "llama"),
+    ("<｜Assistant｜>", "deepseek3"),
+    ("[INST]", "mistral"),
+)
+
+
+# ChatML and its relatives ------------------------------------------------------------------------
+
+_CHATML = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>|<\|endoftext\|>|\Z)", re.DOTALL)
+_LLAMA_TURN = re.compile(
+    r"<\|start_header_id\|>(.*?)<\|end_header_id\|>\n\n(.*?)(<\|eot_id\|>|<\|eom_id\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def _turn(role: str, content: str, complete: bool) -> Message:
+    message: Message = {"role": role, "content": content}
+    if not complete:
+        message["is_complete"] = False
+    return message
+
+
+def _parse_chatml(text: str) -> list[Message]:
+    messages: list[Message] = []
+    for match in _CHATML.finditer(text):
+        role, content, end = match.groups()
+        responses = _TOOL_RESPONSE.findall("\n" + content)
+        if role in ("user", "tool") and responses:
+            messages += [{"role": "tool", "content": response} for response in responses]
+        elif content or end:
+            message = _turn(role, content, bool(end))
+            messages.append(_with_calls(message) if role == "assistant" else message)
+    return messages
+
+
+def _with_calls(message: Message, mark: str = "<tool_call>", format: str = "hermes") -> Message:
+    """Move tool calls out of the content, if all of them can be read."""
+    content = message["content"]
+    if mark not in content:
+        return message
+    before, _, rest = content.partition(mark)
+    parsed = parse_tool_calls(mark + rest, format)
+    if parsed.content.strip() or not all(isinstance(call, ToolCall) for call in parsed.calls):
+        return message
+    calls = [_call(call) for call in parsed.calls if isinstance(call, ToolCall)]
+    return {**message, "content": before.removesuffix("\n"), "tool_calls": calls}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def _parse_reasoning(text: str) -> list[Message]:
+    return [split_reasoning(message) for message in _parse_chatml(text)]
+
+
+def _parse_llama(text: str) -> list[Message]:
+    messages = []
+    for role, content, end in _LLAMA_TURN.findall(text):
+        if content or end:
+            messages.append(_turn("tool" if role == "ipython" else role, content, bool(end)))
+    return messages
+
+
+_MISTRAL_TURN = re.compile(
+    r"\[AVAILABLE_TOOLS\].*?\[/AVAILABLE_TOOLS\]"  # no message: the schemas of the tools
+    r"|\[INST\] ?(?P<user>.*?)\[/INST\]"
+    r"|\[TOOL_RESULTS\] ?(?P<tool>.*?)\[/TOOL_RESULTS\]"
+    r"|(?P<assistant>[^\[]+?|.+?)(?P<end></s>|(?=\[INST\])|\Z)",
+    re.DOTALL,
+)
+
+
+def _parse_mistral(text: str) -> list[Message]:
+    messages: list[Message] = []
+    for match in _MISTRAL_TURN.finditer(_BOS.sub("", text, count=1)):
+        if match["assistant"] is not None:
+            turn = _turn("assistant", match["assistant"].removeprefix(" "), bool(match["end"]))
+            messages.append(_with_calls(turn, "[TOOL_CALLS]", "mistral"))
+        elif match["tool"] is not None:
+            messages.append(_mistral_result(match["tool"]))
+        elif match["user"] is not None:
+            messages.append({"role": "user", "content": match["user"]})
+    return messages
+
+
+def _mistral_result(text: str) -> Message:
+    """What a tool answered, with the call that it answers, where both can be read."""
+    try:
+        result = json.loads(text)
+    except ValueError:
+        result = None
+    if not isinstance(result, dict) or not isinstance(result.get("content"), str):
+        return {"role": "tool", "content": text}
+    message: Message = {"role": "tool", "content": result["content"]}
+    return message | ({"tool_call_id": result["call_id"]} if "call_id" in result else {})
+
+
+_DEEPSEEK3 = re.compile(
+    r"(?P<user><｜User｜>)|(?P<assistant><｜Assistant｜>)|(?P<tool><｜tool▁output▁begin｜>)"
+    r"|<｜end▁of▁sentence｜>|</s>|<｜tool▁output▁end｜>|<｜tool▁outputs▁(?:begin|end)｜>"
+)
+
+
+def _parse_deepseek3(text: str) -> list[Message]:
+    messages: list[Message] = []
+    role, position = "system", 0
+    text = _BOS.sub("", text, count=1)
+    marks = [*_DEEPSEEK3.finditer(text), None]
+    for match in marks:
+        content = text[position : match.start() if match else len(text)]
+        complete = match is not None or role != "assistant"
+        if role and (content or (role == "assistant" and complete)):
+            messages.append(split_reasoning(_turn(role, content, complete)))
+        if match:
+            role, position = match.lastgroup or "", match.end()
+    return messages
+
+
+# Templates whose roles are plain words -----------------------------------------------------------
+
+_WORDS = re.compile(r"(?:(?<=\n)|(?<=\A))(User|Assistant|Tool):")
+
+
+def _parse_words(text: str) -> list[Message]:
+    text = _BOS.sub("", text, count=1)
+    for eos in _EOS:
+        # The end of a turn is also where the next one may begin.
+        text = text.replace(eos, f"{_TURN_END}\n")
+    parts = _WORDS.split(text)
+    messages: list[Message] = []
+    if parts[0].strip():
+        messages.append(_word_turn("system", parts[0]))
+    for role, content in zip(parts[1::2], parts[2::2], strict=True):
+        if content.strip():
+            messages.append(_word_turn(role.lower(), content.removeprefix(" ")))
+    return messages
+
+
+_TURN_END: Final = "\ue003"
+
+
+def _word_turn(role: str, content: str) -> Message:
+    body, ended, _ = content.partition(_TURN_END)
+    if role == "assistant":
+        return _turn(role, body, bool(ended))
+    return _turn(role, body.removesuffix("\n\n"), True)
+
+
+def _parse_dialogpt(text: str) -> list[Message]:
+    pattern = "|".join(map(re.escape, _EOS))
+    *turns, rest = re.split(pattern, text)
+    messages = [
+        _turn("assistant" if i % 2 else "user", content, True) for i, content in enumerate(turns)
+    ]
+    if rest:
+        messages.append(_turn("assistant" if len(turns) % 2 else "user", rest, False))
+    return messages
+
+
+_PARSERS: Final[dict[str, Callable[[str], list[Message]]]] = {
+    "chatml": _parse_chatml,
+    "qwen": _parse_chatml,
+    "qwen3": _parse_reasoning,
+    "smollm": _parse_chatml,
+    "llama": _parse_llama,
+    "mistral": _parse_mistral,
+    "deepseek": _parse_words,
+    "deepseek3": _parse_deepseek3,
+    "falcon": _parse_words,
+    "dialogpt": _parse_dialogpt,
+}

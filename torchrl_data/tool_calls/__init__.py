@@ -1,1 +1,0 @@
-"""Tool calls in what a model wrote: formats, parsers, records."""

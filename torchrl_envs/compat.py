@@ -1,0 +1,330 @@
+"""Environments that TorchRL's users know by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Categorical, Composite, NonTensor, SipHash, Unbounded
+from torchrl.envs import EnvBase
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_data.batch_io import encode_texts, prompt_of_tokens, read_conversations
+from torchrl_data.batch_objects import write_objects
+from torchrl_data.checks import MissingEntryError
+from torchrl_data.conversation import Conversations
+from torchrl_data.keys import PROMPT, TEXT, TOKENS
+from torchrl_data.messages import EncodedMessages, Turn
+
+from .datasets.primer import DataLoadingPrimer
+from .datasets.rows import load_rows, one_of
+from .episode.chat_env import ChatEnv, QueryReader
+from .episode.episode_env import EpisodeEnv
+
+# Token by token, with a hash of everything so far: for search trees and for pruning duplicates.
+#
+# Shape legend: B rows, T tokens so far.
+
+
+class LLMHashingEnv(EnvBase):
+    """An action is the next token; ``hashing`` names the token sequence that it leads to.
+
+    A hash is that of the hash before and the new token, so hashing costs the same however long the
+    sequence, and equal continuations of equal prompts have equal hashes. It never ends an episode.
+
+    Args:
+        vocab_size: number of tokens; the tokenizer's when not given.
+        hashing_module: int64 ``[B, 2]`` to int64 ``[B]`` (of a prompt ``[B, T]``); TorchRL's
+            ``SipHash`` when not given, whose values are those of one process (of all processes
+            with the same ``PYTHONHASHSEED``).
+        observation_key: the tokens so far, int64 ``[B, T]``.
+        text_output: whether to write the text as well.
+        tokenizer: decodes the text.
+        text_key: the text, a string per row.
+        batch_size: B.
+
+    Raises:
+        TypeError: there is neither ``vocab_size`` nor a tokenizer, or text is asked for without a
+            tokenizer.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int | None = None,
+        *,
+        hashing_module: Callable[[Tensor], Tensor] | None = None,
+        observation_key: str = "observation",
+        text_output: bool = True,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        text_key: str = "text",
+        batch_size: int = 1,
+    ) -> None:
+        if vocab_size is None and tokenizer is not None:
+            vocab_size = len(tokenizer)
+        if vocab_size is None or (text_output and tokenizer is None):
+            raise TypeError("LLMHashingEnv needs a tokenizer, or vocab_size and text_output=False.")
+        super().__init__(batch_size=(batch_size,))
+        self.vocab_size = vocab_size
+        self._hash: Any = hashing_module or SipHash()
+        self._tokenizer = tokenizer
+        self.observation_key = observation_key
+        self.text_key = text_key if text_output else None
+        size = self.batch_size
+        one = torch.Size((*size, 1))
+        entries: dict[str, Any] = {
+            observation_key: Unbounded(torch.Size((*size, -1)), dtype=torch.int64),
+            "hashing": Unbounded(one, dtype=torch.int64),
+        }
+        if self.text_key is not None:
+            entries[self.text_key] = NonTensor(shape=size, example_data="text")
+        self.observation_spec = Composite(entries, shape=size)
+        self.action_spec = Categorical(vocab_size, shape=one, dtype=torch.int64)
+        self.full_reward_spec = Composite(shape=size)
+        self.full_done_spec = Composite(
+            {key: Binary(1, one, dtype=torch.bool) for key in ("done", "terminated")}, shape=size
+        )
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        del kwargs
+        tokens = None if tensordict is None else tensordict.get(self.observation_key, None)
+        if tokens is None:
+            raise MissingEntryError(
+                f"LLMHashingEnv.reset reads {self.observation_key!r}, the tokens of the prompt."
+            )
+        if tokens.shape[:-1] != self.batch_size or not tokens.shape[-1]:
+            raise ValueError(
+                f"LLMHashingEnv.reset: {self.observation_key!r} must have the shape [B, T] with "
+                f"B = {self.batch_size.numel()} and at least one token, got {list(tokens.shape)}."
+            )
+        return self._observed(tokens, self._hash(tokens))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action = tensordict.get("action")
+        tokens = torch.cat([tensordict.get(self.observation_key), action], -1)
+        return self._observed(
+            tokens, self._hash(torch.cat([tensordict.get("hashing"), action], -1))
+        )
+
+    def _observed(self, tokens: Tensor, hashing: Tensor) -> TensorDictBase:
+        out = TensorDict(self.full_done_spec.zero(), batch_size=self.batch_size)
+        out.set(self.observation_key, tokens)
+        out.set("hashing", hashing.view(*self.batch_size, 1))
+        if self.text_key is not None and self._tokenizer is not None:
+            write_objects(out, self.text_key, self._tokenizer.batch_decode(tokens))
+        return out
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing is random here."""
+
+
+# Text or token ids that a model goes on with, as they are: no roles, no chat template.
+#
+# Shape legend: B rows, T tokens of a row (ragged).
+
+
+class LLMEnv(ChatEnv):
+    """What was said is what comes next: a response is appended to its prompt, and nothing else.
+
+    TorchRL's forerunner of :class:`~torchrl_envs.ChatEnv`, for completion rather than conversation:
+    ``reset`` takes a ``query`` (or ``text``) as the whole prompt, ``step`` appends the response,
+    with its stop token if it was sampled. By itself it never ends; with a transform
+    (:meth:`append_transform`, :meth:`from_dataloader`) it is an
+    :class:`~torchrl_envs.EpisodeEnv`, whose episodes end with the first turn that
+    nobody answers. Control tokens that a prompt spells are control tokens; use ``ChatEnv`` for what
+    others have written.
+
+    Args:
+        tokenizer: the policy's.
+        from_text: whether prompts are shown as strings, ``("text", "prompt")``, or as token ids,
+            ``("tokens", "prompt")``, int64 ``[T]`` per row. Queries are strings in both, and ids
+            too with ``from_text=False``.
+        batch_size: as of ``ChatEnv``.
+
+    Raises:
+        ValueError: the batch has no row.
+
+    Examples:
+        >>> env = LLMEnv(tokenizer=tokenizer, batch_size=1)
+        >>> batch = env.reset(TensorDict({"query": ["Once upon"]}, batch_size=[1]))
+        >>> batch["text_response"] = [" a time"]
+        >>> env.step(batch)["next", "text"].prompt
+        ['Once upon a time']
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        from_text: bool = True,
+        batch_size: Sequence[int] | int = (1,),
+    ) -> None:
+        mode = TEXT if from_text else TOKENS
+        super().__init__(input_mode=mode, batch_size=batch_size, tokenizer=tokenizer)
+        self._queries = _PromptReader(
+            mode, self.encoder, system_prompt=None, system_role="system", user_role="user"
+        )
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        dataloader: Any,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        from_text: bool = True,
+        batch_size: Sequence[int] | int = (1,),
+        repeats: int = 1,
+        **kwargs: Any,
+    ) -> EpisodeEnv:
+        """An environment whose prompts come from data.
+
+        Args:
+            dataloader: whatever a ``DataLoadingPrimer`` takes; the batches of a torch
+                ``DataLoader`` are taken apart.
+            tokenizer: see the class.
+            from_text: see the class.
+            batch_size: see the class.
+            repeats: rollouts of one row, which form a group.
+            **kwargs: of the ``DataLoadingPrimer``.
+        """
+        env = cls(tokenizer=tokenizer, from_text=from_text, batch_size=batch_size)
+        return env.append_transform(DataLoadingPrimer(dataloader, group_size=repeats, **kwargs))
+
+    def _with_text(self, batch: TensorDictBase, texts: Sequence[str]) -> Conversations:
+        """The prompts with what somebody handed in, as it is."""
+        prompt = read_conversations(batch, PROMPT, who="LLMEnv.step")
+        rows = encode_texts(texts, self.encoder)
+        turns = [
+            Turn(ids, None, {"role": "assistant", "content": text})
+            for ids, text in zip(rows, texts, strict=True)
+        ]
+        return prompt.append_turns(turns)
+
+    def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
+        """The next token is the policy's, without a generation header."""
+        super()._write_prompt(batch, _awaiting(prompt))
+
+    def open(self, query: Any, tools: Any) -> Conversations:
+        """See :meth:`ChatEnv.open`."""
+        return _awaiting(super().open(query, tools))
+
+
+def _awaiting(prompt: Conversations) -> Conversations:
+    nothing = EncodedMessages([], [])
+    return prompt.append_encoded([None if p.awaits_response else nothing for p in prompt.positions])
+
+
+class _PromptReader(QueryReader):
+    """Queries are prompts, to the token."""
+
+    def open(self, query: Any, tools: Any) -> Conversations:
+        """See :meth:`QueryReader.open`."""
+        del tools
+        assert self.encoder is not None
+        if isinstance(query, str):
+            return prompt_of_tokens(encode_texts([query], self.encoder), self.encoder)
+        if self.mode == TOKENS and isinstance(query, Tensor | Sequence):
+            return self._open_tokens([int(index) for index in query])
+        also = " or token ids" if self.mode == TOKENS else ""
+        raise TypeError(
+            f"LLMEnv.reset: a query is a string{also}, got {type(query).__name__}: "
+            f"{query!r:.80}. Messages need roles: use ChatEnv."
+        )
+
+
+# A chat environment whose conversations begin with the rows of a data set.
+#
+# Shape legend: B rows.
+
+CollateFn = Callable[[list[dict[str, Any]]], Any]
+
+
+class DatasetChatEnv(EpisodeEnv):
+    """A :class:`~torchrl_envs.ChatEnv` with a :class:`~torchrl_envs.DataLoadingPrimer`.
+
+    Append rewards, tools and limits as to any environment.
+
+    Args:
+        dataset: anything that a ``DataLoadingPrimer`` takes: a hub id, a path, data.
+        num_envs: rows of the environment, B; a multiple of the group size.
+        group_size: rollouts of one draw; 1 when not given.
+        repeats: TorchRL's name of the same.
+        shuffle: whether to draw in random order.
+        seed: of the order and the groups' seeds.
+        name: of the configuration, for a hub id or a path; :func:`~torchrl_envs.load_rows` has
+            more settings.
+        split: which split.
+        num_epochs: passes over the data; ``None`` goes on for ever.
+        collate_fn: changes rows as in TorchRL: gets a list of one row, gives a list of one row, a
+            row, or columns of one value.
+        system_prompt: of all conversations; the class's ``SYSTEM_PROMPT`` when not given.
+        primer_kwargs: further arguments of the ``DataLoadingPrimer``, such as ``prompt_column``.
+        **kwargs: of the :class:`~torchrl_envs.ChatEnv`: ``tokenizer``, ``input_mode``, ...
+
+    Raises:
+        ValueError: a setting is out of range, or the data can't be used.
+    """
+
+    SYSTEM_PROMPT: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        *,
+        dataset: Any,
+        num_envs: int = 1,
+        group_size: int | None = None,
+        repeats: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        name: str | None = None,
+        split: str | None = None,
+        num_epochs: int | None = None,
+        collate_fn: CollateFn | None = None,
+        system_prompt: str | None = None,
+        primer_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        primer = DataLoadingPrimer(
+            load_rows(dataset, name=name, split=split),
+            group_size=one_of(group_size=group_size, repeats=repeats, default=1),
+            map_row=None if collate_fn is None else _Collated(collate_fn),
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+            **(primer_kwargs or {}),
+        )
+        env = ChatEnv(
+            batch_size=(num_envs,), system_prompt=system_prompt or self.SYSTEM_PROMPT, **kwargs
+        )
+        super().__init__(env, primer)
+        primer.check(self)
+
+    @classmethod
+    def from_dataloader(
+        cls, dataloader: Any, *, batch_size: int | Sequence[int] = 1, **kwargs: Any
+    ) -> Self:
+        """An environment over a torch ``DataLoader`` or another iterable, in its own order.
+
+        Args:
+            dataloader: its batches are taken apart.
+            batch_size: of the environment: one number, B.
+            **kwargs: of the class.
+        """
+        (rows,) = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        return cls(dataset=dataloader, num_envs=rows, **{"shuffle": False, **kwargs})
+
+
+class _Collated:
+    """A collate function as a function of one row; can be sent to a worker process."""
+
+    def __init__(self, collate_fn: CollateFn) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, row: dict[str, Any]) -> Mapping[str, Any]:
+        collated = self._collate_fn([row])
+        if isinstance(collated, Mapping):
+            if all(isinstance(v, list) and len(v) == 1 for v in collated.values()):
+                return {name: column[0] for name, column in collated.items()}
+            return collated
+        (only,) = collated
+        return only

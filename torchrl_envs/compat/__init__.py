@@ -1,1 +1,0 @@
-"""Environments that TorchRL's users know by name."""

@@ -1,1 +1,0 @@
-"""Many calls at once: threads, an event loop, deadlines, and closing."""

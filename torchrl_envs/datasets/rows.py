@@ -1,0 +1,783 @@
+"""Rows of data: loaded, prepared in workers, checked, and drawn in an order that can be resumed."""
+
+import contextlib
+import hashlib
+import json
+import pickle
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import cloudpickle
+import numpy as np
+import torch
+
+from torchrl_data.checks import POSITIVE, check_counts, check_not_none, check_numbers
+from torchrl_data.conversation import Conversations
+from torchrl_data.messages import check_messages, images_of, with_plain_images
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_envs.concurrency import CallTimeoutError, DaemonThreads
+from torchrl_envs.processes import ToolProcessError, WorkerPool, WorkerStartError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Data sets by name: a hub id or a local path.
+
+_BUILDERS: Final = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+
+
+def load_rows(
+    source: Any,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    streaming: bool = False,
+    load_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load a data set, for :class:`~torchrl_envs.DataLoadingPrimer` or to look at.
+
+    Args:
+        source: a folder that ``save_to_disk`` wrote, another folder or a file (JSON lines, CSV,
+            Parquet, Arrow, text), or else an id on the hub. Several splits by name give one of
+            them; other data come back as they are.
+        name: of the configuration.
+        split: which; the only one, or ``"train"``, when not given.
+        streaming: read while iterating instead of loading first.
+        load_options: passed to ``datasets.load_dataset``.
+
+    Raises:
+        ValueError: no split is given and there are several, none of them ``"train"``; or an option
+            does not apply to the source.
+    """
+    if not isinstance(source, str | Path):
+        return _loaded(source, split, name is not None or streaming or bool(load_options))
+    import datasets
+
+    path = Path(source)
+    if path.is_dir() and _is_saved(path):
+        if name is not None or streaming or load_options:
+            raise ValueError(
+                f"{source} was written by save_to_disk: name=, streaming= and load_options= do not "
+                "apply to it."
+            )
+        return _pick_split(datasets.load_from_disk(str(path)), split)
+    options = {"name": name, "split": split, "streaming": streaming, **(load_options or {})}
+    if path.is_file():
+        builder = _BUILDERS.get(path.suffix)
+        if builder is None:
+            raise ValueError(f"{source} is no data file that is known: {sorted(_BUILDERS)}.")
+        return _pick_split(datasets.load_dataset(builder, data_files=str(path), **options), split)
+    return _pick_split(datasets.load_dataset(str(source), **options), split)
+
+
+def _loaded(rows: Any, split: str | None, has_options: bool) -> Any:
+    if has_options:
+        raise ValueError(
+            "load_rows: name=, streaming= and load_options= are for a hub id or a path, got "
+            f"{type(rows).__name__}."
+        )
+    if isinstance(rows, Mapping) and not any(isinstance(v, list) for v in rows.values()):
+        return _pick_split(rows, split)
+    if split is not None:
+        raise ValueError(
+            f"load_rows: split= is for a hub id, a path or several splits, got "
+            f"{type(rows).__name__}."
+        )
+    return rows
+
+
+def _pick_split(loaded: Any, split: str | None) -> Any:
+    """One split of what may hold several: the one named, the only one, or ``"train"``."""
+    if not isinstance(loaded, Mapping):
+        return loaded
+    if split is None:
+        split = next(iter(loaded)) if len(loaded) == 1 else "train"
+    if split not in loaded:
+        raise ValueError(f"There is no split {split!r}; there are {sorted(loaded)}. Name one.")
+    return loaded[split]
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def one_of(*, default: Any = None, **choices: Any) -> Any:
+    """The value of the one of several names that was used; not more than one may be."""
+    used = {name: value for name, value in choices.items() if value is not None}
+    if len(used) > 1 or (not used and default is None):
+        raise ValueError(f"DataLoadingPrimer: give one of {', '.join(choices)}, got {len(used)}.")
+    return next(iter(used.values()), default)
+
+
+# Settings of how data are read that most users leave as they are.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """How a :class:`~torchrl_envs.DataLoadingPrimer` reads and checks its rows.
+
+    Args:
+        shuffle_buffer_size: rows that a stream draws from when it is shuffled.
+        worker_timeout_s: how long a worker may take for its next rows.
+        num_checked_rows: rows of a sequence that are checked before anything runs, spread evenly
+            over it if it is longer. A row that is found bad later is skipped.
+        skip_bad_rows: skip bad rows that are found before anything runs, too.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    shuffle_buffer_size: int = 1000
+    worker_timeout_s: float = 300.0
+    num_checked_rows: int = 10_000
+    skip_bad_rows: bool = False
+
+    def __post_init__(self) -> None:
+        check_not_none("DataOptions", **vars(self))
+        check_counts("DataOptions", shuffle_buffer_size=self.shuffle_buffer_size)
+        check_counts("DataOptions", 0, num_checked_rows=self.num_checked_rows)
+        check_numbers("DataOptions", POSITIVE, worker_timeout_s=self.worker_timeout_s)
+
+
+# How a row is made; what worker processes import of this package, and no more.
+
+
+class BadRow(NamedTuple):
+    """A row that could not be prepared."""
+
+    reason: str
+
+
+class PrepareRow:
+    """Fetches a row by its key, which without rows is the row, and applies the user's function.
+
+    It can be sent to a worker process.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Any] | None,
+        function: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+    ) -> None:
+        self._rows = rows
+        self._function = function
+
+    def __call__(self, key: Any) -> dict[str, Any] | BadRow:
+        """The row, or why there is none: one bad row is no reason to stop."""
+        try:
+            row = key if self._rows is None else self._rows[key]
+            if self._function is not None:
+                row = self._function(dict(row) if isinstance(row, Mapping) else row)
+        except Exception as error:  # the data's reader and the user's function
+            return BadRow(f"{type(error).__name__}: {error}")
+        if not isinstance(row, Mapping):
+            return BadRow(f"the row is a {type(row).__name__}, not a dictionary: {row!r:.80}")
+        return dict(row)
+
+
+class PrepareRows:
+    """In a worker: pickled keys to pickled rows."""
+
+    def __init__(self, prepare: PrepareRow) -> None:
+        self._prepare = prepare
+
+    def __call__(self, request: bytes) -> bytes:
+        """A list of rows, each pickled."""
+        return pickle.dumps([self._sent(self._prepare(key)) for key in pickle.loads(request)])
+
+    @staticmethod
+    def _sent(row: dict[str, Any] | BadRow) -> bytes:
+        try:
+            return pickle.dumps(row)
+        except Exception as error:  # the code of the user's objects
+            reason = f"it can't be sent from its worker process: {type(error).__name__}: {error}"
+            return pickle.dumps(BadRow(reason))
+
+
+# Rows that worker processes prepare, some chunks ahead, in order.
+
+T = TypeVar("T")
+_Key = TypeVar("_Key")
+_CHUNK: Final = 8
+"""Rows that a worker prepares at a time."""
+_CHUNKS_AHEAD: Final = 2
+"""For each worker."""
+
+
+def prepared(
+    order: Iterator[tuple[_Key, Any]], prepare: PrepareRow, *, num_workers: int, timeout_s: float
+) -> Generator[tuple[_Key, dict[str, Any] | BadRow], None, None]:
+    """Rows in their order; the workers end with the iterator."""
+    # A row of which a worker dies, or which takes too long, is a bad row, and no other is.
+    pool = WorkerPool(sendable(prepare), num_processes=num_workers, timeout_s=timeout_s)
+    threads = DaemonThreads(num_workers)
+    closed = threading.Event()
+    waiting: deque[tuple[tuple[_Key, ...], Future[Any]]] = deque()
+    chunks = _chunks(order)
+    try:
+        while True:
+            for chunk in islice(chunks, _CHUNKS_AHEAD * num_workers - len(waiting)):
+                places, keys = zip(*chunk, strict=True)
+                waiting.append((places, threads.submit(partial(_ask, pool, keys, closed))))
+            if not waiting:
+                return
+            places, rows = waiting.popleft()
+            yield from zip(places, rows.result(), strict=True)
+    finally:
+        closed.set()
+        pool.close()
+        threads.close()
+
+
+def _chunks(order: Iterator[T]) -> Iterator[list[T]]:
+    while chunk := list(islice(order, _CHUNK)):
+        yield chunk
+
+
+def sendable(prepare: PrepareRow) -> bytes:
+    """What a worker gets; functions of the program itself are sent whole, others by their name."""
+    try:
+        return cloudpickle.dumps(PrepareRows(prepare))
+    except Exception as error:  # the code of the user's objects
+        raise ValueError(
+            "DataLoadingPrimer: with num_workers, the data and map_row are sent to worker "
+            f"processes, and these can't be: {type(error).__name__}: {error}. Use num_workers=0, "
+            "or open what they hold inside map_row."
+        ) from error
+
+
+def _ask(pool: WorkerPool, keys: Sequence[Any], closed: threading.Event) -> list[Any]:
+    """The rows of some keys; where that fails, each is tried alone, and may fail alone."""
+    try:
+        return [pickle.loads(row) for row in pickle.loads(pool.ask(pickle.dumps(keys)))]
+    except WorkerStartError:
+        raise
+    except (ToolProcessError, CallTimeoutError):
+        return [_ask_alone(pool, key, closed) for key in keys]
+
+
+def _ask_alone(pool: WorkerPool, key: Any, closed: threading.Event) -> Any:
+    if closed.is_set():
+        return BadRow("the workers were closed")
+    try:
+        (row,) = pickle.loads(pool.ask(pickle.dumps([key])))
+        return pickle.loads(row)
+    except WorkerStartError:
+        raise
+    except (ToolProcessError, CallTimeoutError) as error:
+        return BadRow(f"a worker process could not prepare it: {error}")
+
+
+# Where rows come from: a sequence that is indexed, or a stream that is walked through.
+#
+# :class:`RowStream` gives those of all epochs in order, prepared here or in worker processes;
+# :class:`Frontier` knows which groups have ended: where a resumed run goes on.
+
+Place = tuple[int, int]
+"""Epoch, and place in the order of the epoch."""
+COUNTS: Final = ("drawn", "ended", "abandoned")
+
+
+class SequenceSource:
+    """Rows that can be read by their number."""
+
+    def __init__(self, rows: Sequence[Any], *, shuffle: bool, seed: int) -> None:
+        self.rows = rows
+        self.num_rows = len(rows)
+        self._shuffle = shuffle
+        self._seed = seed
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Row ids in the order of an epoch, each with its index in ``rows``."""
+        order: Iterable[int] = range(self.num_rows)
+        if self._shuffle:
+            permutation = np.random.default_rng([self._seed, number]).permutation(self.num_rows)
+            order = permutation.tolist()
+        return ((index, index) for index in order[start:])  # type: ignore[index]
+
+
+class StreamSource:
+    """Rows that can only be walked through, from the beginning, as often as needed."""
+
+    # The row id is the place in the stream. Shuffling holds `buffer_size` rows and draws from them.
+
+    num_rows = None
+    rows = None
+    """A row can't be read by its number: it is handed on itself."""
+
+    def __init__(
+        self,
+        walk: Callable[[int], Iterator[Any]],
+        *,
+        shuffle: bool,
+        buffer_size: int,
+        seed: int,
+    ) -> None:
+        self._walk = walk
+        self._shuffle = shuffle
+        self._buffer_size = buffer_size
+        self._seed = seed
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
+        """Row ids and rows, see :meth:`SequenceSource.epoch`; all are read, those left out too."""
+        rows = enumerate(self._walk(number))
+        order = self._from_buffer(rows, number) if self._shuffle else rows
+        for place, item in enumerate(order):
+            if place >= start:
+                yield item
+
+    def _from_buffer(
+        self, rows: Iterator[tuple[int, Any]], number: int
+    ) -> Iterator[tuple[int, Any]]:
+        random = np.random.default_rng([self._seed, number])
+        buffer: list[tuple[int, Any]] = []
+        for row in rows:
+            if len(buffer) < self._buffer_size:
+                buffer.append(row)
+                continue
+            place = int(random.integers(len(buffer)))
+            yield buffer[place]
+            buffer[place] = row
+        random.shuffle(buffer)  # type: ignore[arg-type]
+        yield from buffer
+
+
+def open_source(
+    rows: Any, *, shuffle: bool, buffer_size: int, seed: int
+) -> SequenceSource | StreamSource:
+    """The source of a sequence, of what can be iterated again and again, or of a function."""
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, Mapping):
+        if len(rows) == 0:
+            raise ValueError("DataLoadingPrimer: the data set has no rows.")
+        return SequenceSource(rows, shuffle=shuffle, seed=seed)
+    walk = _walk_of(rows, seed)
+    if next(walk(0), None) is None:
+        raise ValueError("DataLoadingPrimer: the data set has no rows.")
+    return StreamSource(walk, shuffle=shuffle, buffer_size=buffer_size, seed=seed)
+
+
+def _walk_of(rows: Any, seed: int) -> Callable[[int], Iterator[Any]]:
+    if callable(rows) and not isinstance(rows, Iterable):
+        return lambda epoch: _rows_of(rows(), epoch, seed)
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | str | bytes):
+        raise TypeError(
+            "DataLoadingPrimer takes a data set of datasets, a sequence or an iterable of "
+            f"dictionaries, a torch DataLoader, a hub id or a path, got {type(rows).__name__}."
+        )
+    if not hasattr(rows, "batch_size") and iter(rows) is rows:
+        raise ValueError(
+            f"DataLoadingPrimer: this {type(rows).__name__} can be walked through only once, so "
+            "there is no second epoch and no resuming. Pass a list, an object whose __iter__ "
+            "starts anew, or a function that returns a fresh iterator."
+        )
+    return lambda epoch: _rows_of(rows, epoch, seed)
+
+
+def _rows_of(rows: Any, epoch: int, seed: int) -> Iterator[Any]:
+    if hasattr(rows, "set_epoch"):
+        rows.set_epoch(epoch)
+    if isinstance(rows, torch.utils.data.DataLoader):
+        yield from _loader_rows(rows, epoch, seed)
+    elif getattr(rows, "batch_size", None):
+        for batch in rows:
+            yield from _taken_apart(batch)
+    else:
+        yield from rows
+
+
+def _loader_rows(loader: torch.utils.data.DataLoader[Any], epoch: int, seed: int) -> Iterator[Any]:
+    """The rows of a DataLoader; what it draws at random depends on seed and epoch only."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(_mixed(seed, epoch))
+        if loader.generator is not None:
+            loader.generator.manual_seed(_mixed(seed, epoch))
+        batches = iter(loader)
+        first = next(batches, None)
+    if first is None:
+        return
+    is_batched = loader.batch_size is not None or loader.batch_sampler is not None
+    for batch in chain([first], batches):
+        yield from _taken_apart(batch) if is_batched else [batch]
+
+
+def _mixed(seed: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+
+
+def _taken_apart(batch: Any) -> Iterator[Any]:
+    """The rows of a batch: a list of rows, or columns of equal length."""
+    if not isinstance(batch, Mapping):
+        yield from batch
+        return
+    columns = {
+        name: column.tolist() if isinstance(column, torch.Tensor) else list(column)
+        for name, column in batch.items()
+    }
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+class Item(NamedTuple):
+    """A row and its place."""
+
+    epoch: int
+    place: int
+    """In the order of the epoch."""
+    row_id: int
+    """Its number in the data set: the same in every order."""
+    row: dict[str, Any] | BadRow
+
+
+class RowStream:
+    """An iterator over all epochs whose position can be read and set."""
+
+    # The order does not depend on the number of workers.
+
+    def __init__(
+        self,
+        source: SequenceSource | StreamSource,
+        prepare: PrepareRow,
+        *,
+        num_epochs: int | None,
+        num_workers: int,
+        worker_timeout_s: float,
+    ) -> None:
+        if num_workers:
+            sendable(prepare)
+        self._source = source
+        self._prepare = prepare
+        self._num_epochs = num_epochs
+        self._num_workers = num_workers
+        self._worker_timeout_s = worker_timeout_s
+        self._items: Generator[Item, None, None] | None = None
+        self.position = (0, 0)
+        """Epoch and place of the next item."""
+
+    def seek(self, epoch: int, place: int) -> None:
+        """Go on from an item; what a stream has to read again is read at the next draw."""
+        self.position = (epoch, place)
+        items, self._items = self._items, None
+        if items is not None:
+            items.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy reads for itself, from the same position on."""
+        return {**self.__dict__, "_items": None}
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._items is None:
+            self._items = self._prepared()
+        try:
+            item = next(self._items)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._items = None  # the next call goes on from here
+            raise
+        self.position = (item.epoch, item.place + 1)
+        return item
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.seek(*self.position)
+
+    def _order(self) -> Iterator[tuple[tuple[int, int, int], Any]]:
+        epoch, start = self.position
+        while self._num_epochs is None or epoch < self._num_epochs:
+            place = start - 1
+            for place, (row_id, key) in enumerate(self._source.epoch(epoch, start=start), start):
+                yield (epoch, place, row_id), key
+            if place < 0:
+                raise RuntimeError(
+                    f"DataLoadingPrimer: epoch {epoch} of the data set has no rows, though the "
+                    "first one had. Its iterator does not start anew; pass a function that "
+                    "returns a fresh one."
+                )
+            epoch, start = epoch + 1, 0
+
+    def _prepared(self) -> Generator[Item, None, None]:
+        if not self._num_workers:
+            for where, key in self._order():
+                yield Item(*where, self._prepare(key))
+            return
+        rows = prepared(
+            self._order(),
+            self._prepare,
+            num_workers=self._num_workers,
+            timeout_s=self._worker_timeout_s,
+        )
+        with contextlib.closing(rows):
+            for where, row in rows:
+                yield Item(*where, row)
+
+
+class Frontier:
+    """Follows the groups that are under way, and counts rollouts."""
+
+    # `drawn == ended + abandoned + in flight` holds after every event.
+
+    def __init__(self) -> None:
+        self._open: dict[Place, int] = {}
+        self._ended_after: set[Place] = set()
+        self._last: Place = (-1, -1)
+        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rollouts that were drawn and have neither ended nor been abandoned."""
+        return self.counts["drawn"] - self.counts["ended"] - self.counts["abandoned"]
+
+    def open(self, place: Place, size: int) -> None:
+        """A group was drawn, of as many rollouts."""
+        self._open[place] = size
+        self._last = max(self._last, place)
+
+    def draw(self) -> None:
+        """A rollout of an open group begins."""
+        self.counts["drawn"] += 1
+
+    def close(self, place: Place, how: str) -> None:
+        """A rollout is over: ``"ended"``, or ``"abandoned"`` by a reset before its end."""
+        self.counts[how] += 1
+        self._open[place] -= 1
+        if not self._open[place]:
+            del self._open[place]
+            self._ended_after.add(place)
+            first = min(self._open, default=self._last)
+            self._ended_after = {p for p in self._ended_after if p > first}
+
+    def has_ended(self, place: Place) -> bool:
+        """Whether a group after the frontier is done, here or before the state was saved."""
+        return place in self._ended_after
+
+    def state(self, next_place: Place) -> dict[str, Any]:
+        """What a resumed run needs: it draws again what was under way, and nothing that ended."""
+        counts = {**self.counts, "drawn": self.counts["drawn"] - self.num_in_flight}
+        return {
+            "next": list(min(self._open, default=next_place)),
+            "ended_after": sorted(map(list, self._ended_after)),
+            "counts": counts,
+        }
+
+    def load(self, state: dict[str, Any]) -> Place:
+        """Take a state over; gives the place to go on from."""
+        self._open = {}
+        self._last = (-1, -1)
+        self._ended_after = {(int(epoch), int(place)) for epoch, place in state["ended_after"]}
+        self.counts = {name: int(state["counts"][name]) for name in COUNTS}
+        epoch, place = state["next"]
+        return int(epoch), int(place)
+
+
+# What a row must be to begin an episode, and what to say of one that is not.
+
+RowCheck = Callable[[Mapping[str, Any]], str]
+"""What is wrong with a row; ``""`` if nothing is."""
+
+PROMPT_COLUMNS: Final = ("prompt", "query", "question", "messages", "text")
+"""Where the prompt is looked for when no column is named."""
+_SHOWN_ERRORS: Final = 5
+MAX_SKIPPED: Final = 1000
+"""Skipped rows that are remembered one by one."""
+
+
+class SkippedRow(NamedTuple):
+    """A row that was not used."""
+
+    epoch: int
+    row_id: int
+    reason: str
+
+
+class SkippedRows:
+    """The rows that were not used: the last ones, and how many there were by kind of reason."""
+
+    def __init__(self) -> None:
+        self.rows: deque[SkippedRow] = deque(maxlen=MAX_SKIPPED)
+        self.counts: Counter[str] = Counter()
+
+    def add(self, row: SkippedRow, kind: str) -> None:
+        """Note one."""
+        self.rows.append(row)
+        self.counts[kind] += 1
+
+
+def sample_rows(
+    source: SequenceSource | StreamSource, prepare: PrepareRow, count: int
+) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Some rows of a sequence, spread evenly, or the first one of a stream, with their ids."""
+    if source.num_rows is None:
+        keys: Iterable[tuple[int, Any]] = islice(source.epoch(0), min(count, 1))
+    else:
+        ids = np.linspace(0, source.num_rows - 1, min(count, source.num_rows)).round()
+        keys = ((row_id, row_id) for row_id in ids.astype(int).tolist())
+    return ((row_id, prepare(key)) for row_id, key in keys)
+
+
+def columns_of(
+    source: SequenceSource | StreamSource, prepare: PrepareRow, count: int
+) -> tuple[str, ...]:
+    """The columns of the first row that can be read."""
+    reason = ""
+    for row_id, row in sample_rows(source, prepare, max(1, count)):
+        if not isinstance(row, BadRow):
+            return tuple(row)
+        reason = reason or f"row {row_id}: {row.reason}"
+    raise ValueError(f"DataLoadingPrimer: none of the rows can be read; {reason}.")
+
+
+def refuse_bad_rows(rows: Iterable[tuple[int, dict[str, Any] | BadRow]], check: RowCheck) -> None:
+    """Rows that are bad are an error before anything runs."""
+    errors = ((row_id, row_error(row, [check])) for row_id, row in rows)
+    bad = [f"row {row_id}: {error}" for row_id, error in errors if error]
+    if bad:
+        shown = "; ".join(bad[:_SHOWN_ERRORS]) + ("; ..." if len(bad) > _SHOWN_ERRORS else "")
+        raise ValueError(
+            f"DataLoadingPrimer: {len(bad)} rows can't be used: {shown}. Mend the data, or leave "
+            "such rows out with options=DataOptions(skip_bad_rows=True)."
+        )
+
+
+def find_prompt_column(columns: Sequence[str], asked: str | None) -> str:
+    """The column that holds the prompt."""
+    candidates = PROMPT_COLUMNS if asked is None else (asked,)
+    for column in candidates:
+        if column in columns:
+            return column
+    wanted = " or ".join(map(repr, candidates))
+    raise ValueError(
+        f"DataLoadingPrimer: the data set has no prompt column {wanted}; its columns are "
+        f"{list(columns)}. Name the one that holds the prompt with prompt_column=."
+    )
+
+
+def prompt_error(row: Mapping[str, Any], column: str) -> str:
+    """What is wrong with a row's prompt: it is a string or a list of messages, and is text."""
+    if column not in row:
+        return f"it has no column {column!r}; it has {sorted(map(str, row))}"
+    value = row[column]
+    if isinstance(value, list) and value:
+        try:
+            check_messages(value)
+            images_of(value)
+        except (TypeError, ValueError) as error:
+            return f"column {column!r}: {error}"
+    elif not isinstance(value, str):
+        return (
+            f"column {column!r} must hold strings or lists of messages, got "
+            f"{type(value).__name__}: {value!r:.80}"
+        )
+    return "" if is_text(value) else f"column {column!r} is not text: it can't be encoded as UTF-8"
+
+
+def with_plain_prompt(row: Any, column: str) -> dict[str, Any]:
+    """A row whose prompt holds images as plain values: read once for all rollouts of a group."""
+    if isinstance(row[column], str):
+        return row
+    return {**row, column: [with_plain_images(message) for message in row[column]]}
+
+
+def is_text(value: Any) -> bool:
+    """Whether every string in nested lists and dictionaries can be encoded."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    elif isinstance(value, Mapping):
+        return all(is_text(key) and is_text(item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        return all(map(is_text, value))
+    return True
+
+
+def row_error(row: dict[str, Any] | BadRow, checks: Sequence[RowCheck]) -> str:
+    """The first thing that is wrong with a row, or ``""``."""
+    if isinstance(row, BadRow):
+        return row.reason
+    return next(filter(None, (check(row) for check in checks)), "")
+
+
+class PromptLimit:
+    """Most tokens that a prompt may have, as the conversation that it opens.
+
+    The system prompt and the chat template count, schemas of tools do not.
+
+    Args:
+        max_tokens: rows with a longer prompt are skipped.
+        tokenizer: counts.
+        chat_template_name: with which built-in template; the tokenizer's own when not given.
+
+    Raises:
+        ValueError: ``max_tokens`` is no positive number, or there is no such template.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        chat_template_name: str | None = None,
+    ) -> None:
+        check_not_none("PromptLimit", max_tokens=max_tokens)
+        check_counts("PromptLimit", max_tokens=max_tokens)
+        self.max_tokens = max_tokens
+        self._encoder = ConversationEncoder(tokenizer, chat_template_name=chat_template_name)
+
+    def error(self, prompt: str | list[dict[str, Any]], system_prompt: str | None) -> str:
+        """That a prompt is too long, or ``""``."""
+        messages = opening_messages(prompt, system_prompt)
+        opened = self._encoder.encode_waiting(Conversations.from_messages([messages]))
+        length = opened.num_tokens(0)
+        if length <= self.max_tokens:
+            return ""
+        return f"the prompt has {length} tokens, {self.max_tokens} are allowed"
+
+
+def opening_messages(
+    prompt: str | list[dict[str, Any]], system_prompt: str | None
+) -> list[dict[str, Any]]:
+    """The conversation that a prompt opens, after the system prompt unless it has its own."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def check_same(settings: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where a saved position belongs to something else, naming what."""
+    other = [
+        f"{name} is {value!r:.80} here and {saved.get(name)!r:.80} there"
+        for name, value in settings.items()
+        if value != saved.get(name)
+    ]
+    if other:
+        raise ValueError(
+            "DataLoadingPrimer: the saved position belongs to other data or settings: "
+            f"{'; '.join(other)}."
+        )
+
+
+def digest(rows: Sequence[Any]) -> str:
+    """The same for the same rows in every process."""
+    shown = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(shown.encode(errors="replace")).hexdigest()[:16]

@@ -1,0 +1,373 @@
+"""The entries that environments write: rewards, observations, padded tokens, whole trajectories."""
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from tensordict import NestedKey, NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+
+from torchrl_data.batch_objects import write_objects
+from torchrl_data.keys import REWARD, REWARDS, SCORABLE
+
+from .concurrency import Outcome
+
+# How rewards of several sources come together in a batch, one each or one per token.
+#
+# What has one value per token is padded with zeros in a batch of environment rows, ``[B, T, ...]``;
+# a note beside it says so, so that whoever takes rows out of the batch cuts the padding off.
+#
+# Shape legend: B rows, T tokens of the longest row written, T_i tokens of a row.
+
+TOKEN_ENTRIES: Final = "token_entries"
+"""Which entries are padded per-token ones: entry of the batch to entry of a row."""
+
+
+def write_token_entry(
+    batch: TensorDictBase,
+    key: NestedKey,
+    rows: Sequence[int],
+    values: Sequence[Tensor],
+    *,
+    row_key: NestedKey | None = None,
+) -> None:
+    """Set one value per token for some rows."""
+    # key: the entry, written as [B, T, ...], 0 where nothing was given; values: [T_i, ...] for
+    # each.
+    if not rows:
+        return
+    length = max(max(len(value) for value in values), 1)
+    padded = values[0].new_zeros(batch.batch_size[0], length, *values[0].shape[1:])
+    for row, value in zip(rows, values, strict=True):
+        padded[row, : len(value)] = value
+    batch.set(key, padded)
+    note = batch.get(TOKEN_ENTRIES, None)
+    noted = {} if note is None else dict(note.data)
+    noted[key] = key if row_key is None else row_key
+    batch.set(TOKEN_ENTRIES, NonTensorData(noted, batch_size=batch.batch_size))
+
+
+def read_token_entry(
+    batch: TensorDictBase, key: NestedKey, row: int, num_tokens: int
+) -> Tensor | None:
+    """One row of a per-token entry, without padding."""
+    # Gives [T_i, ...], or `None` if there is no such per-token entry.
+    note = batch.get(TOKEN_ENTRIES, None)
+    if note is None or key not in note.data:
+        return None
+    value = batch.get(key)[row, :num_tokens]
+    missing = num_tokens - len(value)
+    return value if not missing else torch.cat([value, value.new_zeros(missing, *value.shape[1:])])
+
+
+def token_entries_of_row(
+    batch: TensorDictBase, row: int, num_tokens: int
+) -> dict[NestedKey, Tensor]:
+    """All per-token entries of a row, by their names in a row, each ``[T_i, ...]``."""
+    note = batch.get(TOKEN_ENTRIES, None)
+    found: dict[NestedKey, Tensor] = {}
+    for key, row_key in ({} if note is None else note.data).items():
+        value = read_token_entry(batch, key, row, num_tokens)
+        if value is not None:
+            found[row_key] = value
+    return found
+
+
+REWARD_ERRORS: Final = "reward_errors"
+"""What went wrong, a string per row; empty where nothing did."""
+
+SCORED_BY: Final = "scored_by"
+"""Which transform scored a finished trajectory, so that it does so once."""
+
+MOST_REWARD: Final = 1e30
+"""What lies beyond it is an error: float32, in which rewards are added up, ends at 3e38."""
+
+REWARD_KEYS: Final = frozenset({REWARD, REWARDS, SCORABLE, REWARD_ERRORS, TOKEN_ENTRIES})
+"""Entries that say how an episode was scored; every step has its own."""
+
+
+class RewardSource:
+    """Something that can score episodes."""
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Name of each reward that it gives."""
+        raise NotImplementedError
+
+
+class RowReward(NamedTuple):
+    """What a source gave one row."""
+
+    value: float | Tensor | None = None
+    """A number, or one per token, float32 ``[T]``; ``None`` where the source does not apply."""
+    error: str = ""
+    """What went wrong."""
+
+
+@dataclass(slots=True)
+class Score:
+    """What the sources of rewards gave one episode."""
+
+    # An episode is `scorable` when at least one source applies and none failed: a reward that
+    # raised, is NaN or infinite, or is not a number makes it unscorable, and its `error` says why.
+
+    by_source: dict[str, float] = field(default_factory=dict)
+    """The reward of each source that applies; the sum where it gave one per token."""
+    total: float = 0.0
+    """The weighted sum of the rewards of whole episodes."""
+    by_token: Tensor | None = None
+    """The weighted sum of the rewards per token, float32 ``[T]`` over all tokens of all rows."""
+    error: str = ""
+    """What went wrong, of all sources."""
+    is_scored: bool = False
+    """Whether a source applies that scores, rather than punishes."""
+
+    @property
+    def is_scorable(self) -> bool:
+        """Whether it was scored, and nothing failed."""
+        return self.is_scored and not self.error
+
+    def add(
+        self, name: str, reward: RowReward, *, weight: float = 1.0, scores: bool = True
+    ) -> None:
+        """Add what a source gave, already checked."""
+        value, error = reward
+        if error:
+            self.error = f"{self.error}\n{error}".strip()
+        if value is None or error:
+            return
+        self.is_scored |= scores
+        if isinstance(value, Tensor):
+            self.by_source[name] = float(value.sum())
+            self.by_token = weight * value + (0 if self.by_token is None else self.by_token)
+        else:
+            self.by_source[name] = value
+            self.total += weight * value
+
+    def add_outcome(
+        self,
+        name: str,
+        outcome: Outcome,
+        *,
+        weight: float = 1.0,
+        who: str,
+        nan_applies: bool = True,
+    ) -> None:
+        """Add what a source's call gave: a number, ``None`` (it does not apply), or an error."""
+        self.add(name, _row_reward(outcome, who, nan_applies), weight=weight)
+
+
+def write_scores(
+    batch: TensorDictBase,
+    rows: Sequence[int],
+    scores: Sequence[Score],
+    dense: Sequence[Tensor] | None,
+    names: Sequence[str],
+) -> None:
+    """Write the rewards of finished episodes: once, when all sources have scored."""
+    # batch: of B rows; gets `reward`, [B, 1, 1] or [B, T, 1], 0 outside `rows`; `scorable`,
+    # `("rewards", name)` and `reward_errors`.
+    # dense: of each the reward by token, [T, 1], or `None` if no source gave it so.
+    size = batch.batch_size[0]
+    reward, scorable, errors = [0.0] * size, [False] * size, [""] * size
+    everybody = dict.fromkeys([*names, *(name for score in scores for name in score.by_source)])
+    by_source = {name: [math.nan] * size for name in everybody}
+    for row, score in zip(rows, scores, strict=True):
+        reward[row], scorable[row], errors[row] = score.total, score.is_scorable, score.error
+        for name, value in score.by_source.items():
+            by_source[name][row] = value
+    named = {name: torch.tensor(values).view(size, 1, 1) for name, values in by_source.items()}
+    batch.set(SCORABLE, torch.tensor(scorable).view(size, 1))
+    batch.set(REWARDS, TensorDict._new_unsafe(named, batch_size=batch.batch_size))
+    write_objects(batch, REWARD_ERRORS, errors)
+    if dense is None:
+        batch.set(REWARD, torch.tensor(reward).view(size, 1, 1))
+    else:
+        write_token_entry(batch, REWARD, rows, dense)
+
+
+def dense_reward(total: Tensor, by_token: Tensor | None, assistant_mask: Tensor) -> Tensor:
+    """A reward for each token, whose sum is that of what is given."""
+    # total: of the trajectory, one value; it goes to the last sampled token (to the last token, if
+    # nothing was sampled). Or already by token, [T, 1].
+    # by_token: added, [T].
+    # assistant_mask: bool [T], True on sampled tokens.
+    # Gives float32 [max(T, 1), 1].
+    length = max(len(assistant_mask), 1)
+    values = torch.zeros(length)
+    sampled = assistant_mask.nonzero()
+    if total.numel() == length > 1:
+        values += total.reshape(-1)
+    else:
+        values[int(sampled[-1]) if len(sampled) else -1] += float(total)
+    if by_token is not None:
+        values += by_token
+    return values[:, None]
+
+
+def turn_ends(assistant_mask: Tensor) -> Tensor:
+    """The last token of each turn of the policy."""
+    # assistant_mask: bool [T], True on sampled tokens.
+    # Gives int64 [num_turns], rising.
+    after = torch.nn.functional.pad(assistant_mask[1:], (0, 1), value=False)
+    return (assistant_mask & ~after).nonzero().squeeze(-1)
+
+
+def number_or_error(value: Any, who: str, nan_applies: bool = True) -> tuple[float | None, str]:
+    """A finite reward, or ``None`` where there is none, and what is wrong with it."""
+    if value is None:
+        return None, ""
+    try:
+        single = not isinstance(value, str | bytes) and getattr(value, "ndim", 0) == 0
+        number = float(value) if single else None
+    except OverflowError:
+        return None, f"{who} gave a whole number beyond the range of floats"
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        return None, f"{who} gave {value!r:.80}, which is not a number"
+    if math.isnan(number) and not nan_applies:
+        return None, ""
+    if not math.isfinite(number):
+        return None, f"{who} gave {number}"
+    if abs(number) > MOST_REWARD:
+        return None, f"{who} gave {number}, and a reward lies within {MOST_REWARD:.0e}"
+    return number, ""
+
+
+def raised_text(error: BaseException, who: str) -> str:
+    """What is recorded of an error that a source raised: the end of its traceback."""
+    return f"{who} raised {''.join(traceback.format_exception(error))[-2048:]}"
+
+
+def _row_reward(outcome: Outcome, who: str, nan_applies: bool) -> RowReward:
+    if outcome.error is not None:
+        return RowReward(error=raised_text(outcome.error, who))
+    return RowReward(*number_or_error(outcome.value, who, nan_applies))
+
+
+# What an environment says on reset, and where in the conversation it goes.
+
+
+def with_observation(query: Any, observation: Any) -> Any:
+    """The query with an observation, in its last message if that is the user's, or in one more."""
+    if observation is None or observation in ("", []):
+        return query
+    if not isinstance(observation, str) and not _are_parts(observation):
+        raise TypeError(
+            "An environment's reset returns a string, a list of content parts or None, got "
+            f"{type(observation).__name__}."
+        )
+    if isinstance(query, str):
+        joined = _joined(query, observation)
+        return joined if isinstance(joined, str) else [{"role": "user", "content": joined}]
+    if query and query[-1]["role"] == "user":
+        last = {**query[-1], "content": _joined(query[-1]["content"], observation)}
+        return [*query[:-1], last]
+    return [*query, {"role": "user", "content": observation}]
+
+
+def _are_parts(observation: Any) -> bool:
+    return isinstance(observation, list) and all(
+        isinstance(part, Mapping) and "type" in part for part in observation
+    )
+
+
+def _joined(content: str | list[Any], observation: str | list[Any]) -> str | list[Any]:
+    """A message's content and an observation after it; parts as soon as one of them has parts."""
+    if not content:
+        return observation
+    if isinstance(content, str) and isinstance(observation, str):
+        return f"{content}\n\n{observation}"
+    return [*_parts(content), *_parts(observation)]
+
+
+def _parts(content: str | list[Any]) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+# Rows of different lengths stacked into one batch: nested, or padded on the left.
+#
+# Shape legend: B rows, T_i tokens of a row, T tokens of the longest.
+
+
+def as_nested_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Stack rows; each entry becomes a jagged nested tensor ``[B, T_i]``.
+
+    Args:
+        list_of_tensordicts: B rows with the same entries, each ``[T_i, ...]``.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+
+    def nest(*values: Tensor) -> Tensor:
+        return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+
+    return _stacked(list_of_tensordicts, nest, dim=0)
+
+
+def as_padded_tensor(
+    list_of_tensordicts: Sequence[TensorDictBase], dim: int = 0, stack_dim: int = 0
+) -> TensorDictBase:
+    """Stack rows; each entry is padded on the left with zeros, ``[B, T, ...]``.
+
+    A zero may be a real token too: stack a mask with the tokens.
+
+    Args:
+        list_of_tensordicts: B rows with the same entries.
+        dim: the dimension of an entry that differs.
+        stack_dim: the dimension that is new.
+
+    Raises:
+        ValueError: there are no rows, or a dimension is negative.
+    """
+    if dim < 0 or stack_dim < 0:
+        raise ValueError(
+            f"as_padded_tensor: dimensions count from the front, got {dim} and {stack_dim}."
+        )
+
+    def pad(*values: Tensor) -> Tensor:
+        length = max(value.shape[dim] for value in values)
+        out = []
+        for value in values:
+            gap = list(value.shape)
+            gap[dim] = length - gap[dim]
+            out.append(torch.cat([value.new_zeros(gap), value], dim))
+        return torch.stack(out, stack_dim)
+
+    return _stacked(list_of_tensordicts, pad, dim=stack_dim)
+
+
+def _stacked(
+    rows: Sequence[TensorDictBase], stack: Callable[..., Tensor], *, dim: int
+) -> TensorDictBase:
+    if not rows:
+        raise ValueError("There are no rows to stack.")
+    size = list(rows[0].shape)
+    size.insert(dim, len(rows))
+    stacked = rows[0].apply(stack, *rows[1:], batch_size=size)
+    assert stacked is not None
+    return stacked
+
+
+# Batches of finished trajectories, taken apart into rows and put together again.
+
+
+def copied_rows(batch: TensorDictBase) -> list[TensorDictBase]:
+    """The rows of a batch; setting an entry of one does not change the batch."""
+    if batch.ndim == 0:
+        return [batch.copy()]
+    flat = batch if batch.ndim == 1 else batch.reshape(-1)
+    return [row.copy() for row in flat.unbind(0)]
+
+
+def joined_rows(rows: Sequence[TensorDictBase], batch_size: torch.Size) -> TensorDictBase:
+    """The inverse of :func:`copied_rows`: a lazy stack of a shape."""
+    if not batch_size:
+        return rows[0]
+    stacked = lazy_stack(list(rows))
+    return stacked if len(batch_size) == 1 else stacked.reshape(batch_size)

@@ -1,1 +1,0 @@
-"""Entries that environments write: rewards, observations, padded tokens."""

@@ -1,0 +1,351 @@
+"""Tasks of users: an environment or an agent by its entry point, and an agent as an example."""
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
+
+from torchrl_data.checks import check_counts
+from torchrl_envs.agents.agent_program import AgentProgram
+from torchrl_envs.agents.programs import AgentCommand, AgentEndpoint
+from torchrl_envs.concurrency import OwnRandom, accepted_arguments
+from torchrl_envs.tools.environments import StepEnvironments, protocol_of
+
+from .reasoning_gym import TOOLS, calculator_task, score_answer
+from .task import Task, load_task_rows
+
+# A function of the user's as a task: it makes an environment of any known protocol, or a task.
+
+PROMPT: Final = "Act in the environment: each of your messages is one action."
+
+
+def environment_task(
+    *,
+    factory: str,
+    arguments: Any = None,
+    row_argument: str | None = None,
+    reset_columns: Sequence[str] = (),
+    reward: str = "sum",
+    global_random: bool = False,
+    prompt: str = PROMPT,
+    dataset: Any = None,
+    name: str | None = None,
+    split: str | None = None,
+    held_out_split: str | None = None,
+    system_prompt: str | None = None,
+    max_turns: int = 8,
+    max_new_tokens: int = 256,
+    num_rows: int = 4096,
+    num_held_out: int = 64,
+    seed: int = 0,
+) -> Task:
+    """What a function makes: an environment, or a whole task.
+
+    Args:
+        factory: ``package.module:name``; what it makes is known by its methods: an environment
+            with tools (``EnvironmentTools``) or steps (``StepEnvironments``), or a ``Task``.
+        arguments: that it is called with, by name.
+        row_argument: the argument that gets the row of the data, if one does.
+        reset_columns: columns that are ``options`` of ``reset``, of environments with steps.
+        reward: the sum of the steps' rewards, or the last one.
+        global_random: see :class:`~torchrl_envs.StepEnvironments`.
+        prompt: what every episode begins with where there are no data: they differ in their seed.
+        dataset: a hub id, a local path, or rows with a ``prompt`` each.
+        name: of the configuration, for a hub id.
+        split: which to train on.
+        held_out_split: which to test on; when not given, rows of ``split``.
+        system_prompt: begins every episode.
+        max_turns: most turns of the policy.
+        max_new_tokens: most tokens of a turn, for the embedded model.
+        num_rows: training rows, where there are no data.
+        num_held_out: rows held out.
+        seed: given to a function that makes a task.
+
+    Raises:
+        ValueError: no such function, too few rows, or a setting has no effect on what it makes.
+        TypeError: what it makes follows no known protocol.
+    """
+    check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
+    given, make = _arguments(arguments), found("factory", factory)
+    rows: Any = [{"prompt": prompt}] * num_rows, [{"prompt": prompt}] * num_held_out
+    if dataset is not None:
+        splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
+        rows = load_task_rows(dataset, name=name, num_held_out=num_held_out, **splits)
+    made = _tried(factory, make, given, row_argument, next(iter(rows[0])), seed, num_held_out)
+    steps: Any = {"reset_columns": reset_columns, "reward": reward, "global_random": global_random}
+    if isinstance(made, Task):
+        steps |= {"row_argument": row_argument, "dataset": dataset, "system_prompt": system_prompt}
+        _refuse(factory, "a task, which has all of its own", steps)
+        return made
+    if protocol_of(made) is not None and not hasattr(made, "get_reward"):
+        call = functools.partial(_from_row, make, given, row_argument)
+        parts: dict[str, Any] = {"tools": lambda _: [StepEnvironments(call, **steps)]}
+    else:
+        _refuse(factory, "an environment with tools", {**steps, "row_argument": row_argument})
+        parts = {"environment": functools.partial(make, **given)}
+    return Task(
+        name="environment",
+        train_rows=rows[0],
+        held_out_rows=rows[1],
+        columns=("prompt", *reset_columns),
+        prompt_column="prompt",
+        system_prompt=system_prompt,
+        max_turns=max_turns,
+        max_new_tokens=max_new_tokens,
+        **parts,
+    )
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"arguments must be {{name: value}}, got {given!r}.")
+    return {str(name): value for name, value in given.items()}
+
+
+def found(setting: str, path: str) -> Callable[..., Any]:
+    """What ``package.module:name`` names.
+
+    Args:
+        setting: that has it.
+        path: its value.
+
+    Raises:
+        ValueError: there is no such thing, or it can't be called.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{setting} must be package.module:name, got {path!r}.")
+    try:
+        named = functools.reduce(getattr, name.split("."), import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{setting}={path!r} can't be found: {error}") from error
+    if not callable(named):
+        raise ValueError(f"{setting}={path!r} can't be called: it is {named!r:.80}.")
+    return named
+
+
+def _from_row(
+    make: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    row_argument: str | None,
+    row: Mapping[str, Any],
+) -> Any:
+    return make(**arguments, **({} if row_argument is None else {row_argument: dict(row)}))
+
+
+def _tried(
+    factory: str,
+    make: Callable[..., Any],
+    arguments: dict[str, Any],
+    row_argument: str | None,
+    row: Mapping[str, Any],
+    seed: int,
+    num_held_out: int,
+) -> Any:
+    """What it makes of the first row, to see what that is; an environment is closed again."""
+    own = {"seed": seed, "num_held_out": num_held_out} if _makes_task(make) else {}
+    arguments = {**accepted_arguments(make, own), **arguments} if own else arguments
+    try:
+        with OwnRandom(seed)():  # not the caller's
+            made = _from_row(make, arguments, row_argument, row)
+    except Exception as error:
+        raise ValueError(f"factory={factory!r} failed: {type(error).__name__}: {error}") from error
+    if hasattr(made, "close"):
+        made.close()
+    if not isinstance(made, Task) and not hasattr(made, "reset") and protocol_of(made) is None:
+        raise TypeError(
+            f"factory={factory!r} made a {type(made).__name__}, which has neither reset() with "
+            "tools, nor reset() and step(), nor init() and step()."
+        )
+    return made
+
+
+def _makes_task(make: Callable[..., Any]) -> bool:
+    try:
+        return inspect.signature(make).return_annotation in (Task, "Task")
+    except ValueError:  # a class that is not written in Python
+        return False
+
+
+def _refuse(factory: str, what: str, settings: Mapping[str, Any]) -> None:
+    usual = inspect.signature(environment_task).parameters
+    changed = [name for name, value in settings.items() if value != usual[name].default]
+    if changed:
+        raise ValueError(f"{changed[0]} has no effect: factory={factory!r} makes {what}.")
+
+
+# An agent of the user's as a task: a program that owns its loop, see ``AgentProgram``.
+
+
+def agent_task(
+    *,
+    program: str | None = None,
+    command: Sequence[str] | None = None,
+    dataset: Any = None,
+    name: str | None = None,
+    split: str | None = None,
+    held_out_split: str | None = None,
+    prompt_column: str = "prompt",
+    prints_reward: bool = True,
+    error_reward: float | None = None,
+    cut_reward: float | None = 0.0,
+    ignored_parameters: Sequence[str] = (),
+    timeout_s: float = 300.0,
+    max_turns: int = 16,
+    max_new_tokens: int = 256,
+    num_held_out: int = 64,
+) -> Task:
+    """An agent, as a function or a command, and the data that it gets.
+
+    Args:
+        program: ``package.module:name`` of a function, see :class:`~torchrl_envs.AgentProgram`.
+        command: in its place, a command and its arguments, see
+            :class:`~torchrl_envs.AgentCommand`.
+        dataset: a hub id, a local path, or rows.
+        name: of the configuration, for a hub id.
+        split: which to train on.
+        held_out_split: which to test on; when not given, rows of ``split``.
+        prompt_column: the column that tells rows apart; what the policy reads is the agent's.
+        prints_reward: whether a command prints its reward.
+        error_reward: what an episode is given whose agent raised; none leaves it out of training.
+        cut_reward: the same of one that was cut by a limit.
+        ignored_parameters: of the agent's requests, such as ``temperature``.
+        timeout_s: longest time between an answer and the agent's next request.
+        max_turns: most requests of an episode.
+        max_new_tokens: most tokens of a turn, for the embedded model.
+        num_held_out: rows held out.
+
+    Raises:
+        ValueError: there is not one of ``program`` and ``command``, no such function, no data, or
+            too few rows.
+    """
+    check_counts("agent", max_turns=max_turns, max_new_tokens=max_new_tokens)
+    if (program is None) == (command is None):
+        raise ValueError(
+            "agent takes one of program (package.module:name) and command (a list of words)."
+        )
+    if dataset is None:
+        raise ValueError("agent needs a dataset: the rows that the agent works on.")
+    run: Any = (
+        AgentCommand(list(command or ()), prints_reward=prints_reward)
+        if program is None
+        else found("program", program)
+    )
+    part = partial(
+        AgentProgram,
+        run,
+        error_reward=error_reward,
+        cut_reward=cut_reward,
+        ignored_parameters=list(ignored_parameters),
+        timeout_s=timeout_s,
+    )
+    splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
+    train_rows, held_out_rows = load_task_rows(
+        dataset, name=name, num_held_out=num_held_out, prompt_column=prompt_column, **splits
+    )
+    return Task(
+        name="agent",
+        train_rows=train_rows,
+        held_out_rows=held_out_rows,
+        prompt_column=prompt_column,
+        tools=lambda _: [part()],
+        max_turns=max_turns,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+# The calculator's questions, answered by an agent that owns its loop; to copy for one of yours.
+#
+# ``answer`` is what somebody might have written for a hosted model: its own prompt, its own reading
+# of calls, its own tools, and OpenAI's client. Needs the package ``openai`` (``pip install torchrl-
+# agents[graders]``).
+
+MAX_REQUESTS: Final = 4
+_CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+@functools.lru_cache(maxsize=8)
+def _client(base_url: str) -> Any:
+    return _openai().OpenAI(base_url=base_url, api_key="that of each episode", max_retries=0)
+
+
+def _openai() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise ImportError(
+            "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
+        ) from error
+    return openai
+
+
+def answer(endpoint: AgentEndpoint, *, prompt: str, entry: dict[str, Any], generator: str) -> float:
+    """Answer one question with the calculator's tools.
+
+    Args:
+        endpoint: of the policy.
+        prompt: the question.
+        entry: reasoning-gym's, which scores.
+        generator: of the question.
+
+    Returns:
+        1 for a right answer and 0 for another one.
+    """
+    client = _client(endpoint.base_url).with_options(api_key=endpoint.api_key)
+    chat: list[Any] = [{"role": "user", "content": prompt}]
+    for _ in range(MAX_REQUESTS):
+        reply = client.chat.completions.create(model=endpoint.model, messages=chat)
+        text = reply.choices[0].message.content
+        chat.append({"role": "assistant", "content": text})
+        call = _CALL.search(text)
+        if call is None:
+            return float(score_answer(text, {"entry": entry, "generator": generator}) >= 1.0)
+        chat.append({"role": "tool", "content": _result(call[1])})
+    return 0.0
+
+
+def _result(text: str) -> str:
+    try:
+        call = json.loads(text)
+        tool: Any = TOOLS[call["name"]]
+        return tool(None, **call["arguments"])
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        return f"error: {type(error).__name__}: {error}"
+
+
+def calculator_agent_task(
+    *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 8192, seed: int = 0
+) -> Task:
+    """The task ``calculator``, by an agent.
+
+    Args:
+        num_rows: most rows; as many for each tool.
+        num_held_out: rows held out.
+        num_demonstrations: conversations for the warm start.
+        seed: of everything.
+
+    Raises:
+        ValueError: too few different questions to hold so many out.
+        ImportError: the package ``openai`` is not installed.
+    """
+    _openai()
+    task = calculator_task(
+        num_rows=num_rows,
+        num_held_out=num_held_out,
+        num_demonstrations=num_demonstrations,
+        seed=seed,
+    )
+    return replace(
+        task,
+        name="calculator_agent",
+        environment=None,
+        tools=lambda _: [AgentProgram(answer, timeout_s=60.0)],
+        max_turns=MAX_REQUESTS,
+    )

@@ -1,1 +1,0 @@
-"""Tasks of other libraries and of users."""

@@ -1,1 +1,0 @@
-"""Rules of small games: plain Python, so that an environment server can import them too."""

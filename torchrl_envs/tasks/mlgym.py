@@ -1,0 +1,378 @@
+"""MLGym's tasks, each episode in a container of MLGym's."""
+
+import functools
+import importlib
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from torchrl.envs.transforms import Compose
+
+from torchrl_data.messages import Message
+from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
+from torchrl_envs.concurrency import Outcome
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries import RewardSource
+from torchrl_envs.episode.chat_env import ChatEnv
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.tool_source import Answer, Job, ToolSource
+from torchrl_envs.tool_results import clean_text, code_blocks, error_line
+from torchrl_envs.tools.environments import Instance, start_instance
+
+# One MLGym environment, spoken to in the words of its own templates.
+#
+# The interface is that of MLGym's first release, which TorchRL 0.14 wraps too. MLGym needs
+# containers and is not on PyPI: this was run against a stand-in with the same interface
+# (``test/envs/tasks/mlgym_stand_in``), never against MLGym itself.
+
+Metrics = Mapping[str, float]
+ScoreOf = Callable[[Metrics, Metrics], float]
+"""From what an evaluation measured, and what the baseline reached (``{}`` if there is none)."""
+
+
+class Reply(NamedTuple):
+    """What an environment says to an action."""
+
+    text: str
+    """For the model."""
+    is_over: bool
+    """Whether the episode has ended."""
+
+
+def score_gain(metrics: Metrics, baseline: Metrics) -> float:
+    """How much better than the baseline: the metric ``Score``, or the only one that there is."""
+    if "Score" not in metrics and len(metrics) != 1:
+        raise ValueError(
+            f"MLGym measured {sorted(metrics)}, and none is 'Score': say which counts with "
+            "score=lambda metrics, baseline: ..."
+        )
+    name = "Score" if "Score" in metrics else next(iter(metrics))
+    return float(metrics[name]) - float(baseline.get(name, 0.0))
+
+
+class MLGymSession:
+    """An ``MLGymEnv`` with its agent's commands and templates."""
+
+    # Making it makes the environment, which starts a container.
+    # make: makes an `MLGymEnv` whose attribute `config` is the agent's configuration (templates,
+    # commands, environment variables).
+
+    def __init__(self, make: Callable[[], Any], *, score: ScoreOf = score_gain) -> None:
+        self._env = make()
+        self._score = score
+        self._config = self._env.config
+        self._metrics: list[Metrics] = []
+        self._reward = 0.0
+
+    def reset(self) -> list[Message]:
+        """Begin the task, install the agent's commands, and say what the task is."""
+        self._env.reset()
+        self._install_commands()
+        config = self._config
+        templates = [config.task_template]
+        if config.strategy_template is not None:
+            templates.append(config.strategy_template)
+        task = "\n".join(self._filled(template, "") for template in templates)
+        system = config.system_template.format(**self._constants())
+        return [{"role": "system", "content": system}, {"role": "user", "content": task}]
+
+    def step(self, action: str) -> Reply:
+        """Run a command."""
+        observation, reward, is_over, info = self._env.step(action)
+        self._reward += float(reward)
+        self._metrics += info.get("score") or []
+        if is_over:
+            return Reply(observation or "", True)
+        text = (observation or "").strip()
+        config = self._config
+        template = config.next_step_template if text else config.next_step_no_output_template
+        return Reply(self._filled(template, observation or ""), False)
+
+    def get_reward(self) -> float:
+        """The steps' own rewards, and the score of the last evaluation, if there was one."""
+        if not self._metrics:
+            return self._reward
+        baselines: Sequence[Metrics] = self._env.task_args.baseline_scores
+        return self._reward + self._score(self._metrics[-1], baselines[0] if baselines else {})
+
+    def close(self) -> None:
+        """Stop the container."""
+        self._env.close()
+
+    def _constants(self) -> dict[str, Any]:
+        tools = self._config.tools_handler
+        task = asdict(self._env.task_args)
+        return {**task, "command_docs": tools.command_docs, **tools.env_variables}
+
+    def _filled(self, template: str, observation: str) -> str:
+        env = self._env
+        state = json.loads(env.communicate(self._config.state_command.name))
+        return template.format(
+            **{**self._constants(), **state},
+            current_step=env.current_step,
+            remaining_steps=env.max_steps - env.current_step,
+            observation=observation,
+        )
+
+    def _install_commands(self) -> None:
+        env, config = self._env, self._config
+        variables = [f"{name}={value}" for name, value in config.env_variables.items()]
+        output = env.communicate("\n".join([config.state_command.code, *variables]))
+        if env.returncode != 0:
+            raise RuntimeError(
+                f"MLGym's shell refused the agent's variables (exit code {env.returncode}): "
+                f"{output:.500}"
+            )
+        env.add_commands([command_file(Path(path)) for path in config.command_files])
+
+
+def command_file(path: Path) -> dict[str, str]:
+    """A file of commands as MLGym's ``add_commands`` takes it."""
+    # path: a program that begins with `#!`, shell functions (`.sh`), or a helper whose name begins
+    # with an underscore.
+    contents = path.read_text(encoding="utf-8")
+    if contents.lstrip().startswith("#!"):
+        return {"name": path.stem, "contents": contents, "type": "script"}
+    kind = "source_file" if path.suffix == ".sh" else "utility" if path.name[0] == "_" else None
+    if kind is None:
+        raise ValueError(
+            f"MLGym's command file {path} is no program (no #! on its first line), no .sh file and "
+            "no helper (a name with an underscore before it)."
+        )
+    return {"name": path.name, "contents": contents, "type": kind}
+
+
+# MLGym's research tasks: a container per rollout, and shell commands in code blocks.
+#
+# Shape legend: B rows.
+
+NO_ACTION: Final = (
+    "No command was run: put exactly one command into a code block, between two lines of ```."
+)
+REPOSITORY: Final = "https://github.com/facebookresearch/MLGym"
+
+
+class MLGymActions(ToolSource, RewardSource):
+    """Runs the last code block of each turn in the row's MLGym environment."""
+
+    # The answer is a message of the user in MLGym's own words. A turn without a closed block is
+    # answered with `NO_ACTION`. The episode ends when MLGym says so; a step that raises or misses
+    # its deadline loses the environment, and the row alone is truncated and unscorable.
+    # environments: make an `MLGymEnv` each, by task; see `MLGymSession`.
+
+    def __init__(
+        self,
+        environments: Mapping[str, Callable[[], Any]],
+        *,
+        score: ScoreOf,
+        reward_wrong_format: float,
+        timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self.reward_wrong_format = reward_wrong_format
+        self.start_timeout_s = start_timeout_s
+        self._factories = {
+            task: functools.partial(MLGymSession, make, score=score)
+            for task, make in environments.items()
+        }
+
+    @property
+    def reward_names(self) -> list[str]:
+        """One."""
+        return ["MLGym"]
+
+    async def begin(self, episode: Episode) -> None:
+        """Start an environment; what it says is the query."""
+        task = str((episode.example or {}).get("task"))
+        episode.query = await start_instance(
+            self,
+            episode,
+            Instance(f"MLGym {task}", self._factories[task]),
+            MLGymSession,
+            {},
+            start_timeout_s=self.start_timeout_s,
+            timeout_s=self.timeout_s,
+        )
+
+    def read_turn(self, episode: Episode, text: str) -> list[Job | Answer]:
+        """The command of a turn."""
+        instance: Instance | None = episode.resources.get(self)
+        if instance is None:
+            return []
+        blocks = [block for block in code_blocks(text) if block.is_closed and block.code.strip()]
+        if not blocks:
+            num_wrong = episode.memory.get(self.key, 0) + 1
+            episode.memory = {**episode.memory, self.key: num_wrong}
+            return [Answer({"role": "user", "content": NO_ACTION}, is_error=True)]
+        step = functools.partial(instance.environment.step, blocks[-1].code)
+        position = blocks[-1].position
+        return [Job(step, self._phrase, self.timeout_s, lane=episode.id, position=position)]
+
+    def _phrase(self, outcome: Outcome) -> Answer:
+        if outcome.error is not None:
+            reason = f"{ENVIRONMENT_ERROR}: MLGym: {error_line(outcome.error)}"
+            return Answer(None, is_error=True, stop_reason=reason, is_truncation=True)
+        reply: Reply = outcome.value
+        message = {"role": "user", "content": clean_text(reply.text, self.max_result_bytes)}
+        return Answer(message, stop_reason=ENVIRONMENT_DONE if reply.is_over else "")
+
+    async def finish(self, episode: Episode) -> None:
+        """What the environment measured."""
+        instance: Instance | None = episode.resources.get(self)
+        if instance is None:
+            return
+        (outcome,) = await self.call(instance.environment.get_reward, timeout_s=self.timeout_s)
+        if outcome.error is None:
+            wrong = self.reward_wrong_format * episode.memory.get(self.key, 0)
+            outcome = Outcome(outcome.value + wrong)
+        episode.score.add_outcome(self.reward_names[0], outcome, who="MLGym")
+
+
+class MLGymWrapper(EpisodeEnv):
+    """Conversations with MLGym: each turn's code block is a command, its output the answer.
+
+    A :class:`~torchrl_envs.ChatEnv` with data (one row per task), an MLGym environment per rollout
+    and its reward: the steps' own, plus the score of the last evaluation (``validate`` or
+    ``submit``) less that of the task's baseline. It was run against a stand-in with MLGym's
+    interface, see :mod:`~torchrl_envs.tasks.mlgym`.
+
+    Args:
+        environments: make an ``MLGymEnv`` each, by the task's name. Its attribute ``config`` must
+            be the agent's configuration. Called once per episode; making one starts a container.
+        num_envs: rows, B, each with its own container.
+        repeats: rollouts of one draw, which form a group.
+        shuffle: whether tasks are drawn in random order.
+        seed: of that order.
+        num_epochs: passes over the tasks; ``None`` goes on for ever.
+        score: of what was measured and the baseline; the metric ``Score``, or the only one, less
+            the baseline's when not given.
+        reward_wrong_format: added for each turn without a code block.
+        timeout_s: deadline of a step, in seconds; longer than MLGym's own of a training run.
+        start_timeout_s: deadline of starting a container, and of setting up the task, in seconds.
+        **kwargs: see :class:`~torchrl_envs.ChatEnv`.
+
+    Raises:
+        ValueError: there is no task, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Callable[[], Any]],
+        *,
+        num_envs: int = 1,
+        repeats: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        score: ScoreOf = score_gain,
+        reward_wrong_format: float = 0.0,
+        timeout_s: float = 4000.0,
+        start_timeout_s: float = 1800.0,
+        **kwargs: Any,
+    ) -> None:
+        if not environments:
+            raise ValueError("MLGymWrapper: no environment was given; give {task: factory}.")
+        primer = DataLoadingPrimer(
+            [{"prompt": task, "task": task} for task in environments],
+            group_size=repeats,
+            shuffle=shuffle,
+            seed=seed,
+            num_epochs=num_epochs,
+        )
+        actions = MLGymActions(
+            environments,
+            score=score,
+            reward_wrong_format=reward_wrong_format,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+        parts = Compose(primer, actions)  # type: ignore[call-arg]
+        super().__init__(ChatEnv(batch_size=num_envs, **kwargs), parts)
+        self.check()
+
+
+def make_mlgym(
+    *,
+    task: str | None = None,
+    tasks: Sequence[str] | None = None,
+    tokenizer: Any = None,
+    max_steps: int = 10,
+    container_type: str = "docker",
+    seed: int = 42,
+    **kwargs: Any,
+) -> MLGymWrapper:
+    """MLGym's tasks by name. Nothing is started before the first reset.
+
+    Args:
+        task: one task, ``"prisonersDilemma"`` say.
+        tasks: or several, of which each group draws one.
+        tokenizer: the policy's, or the name of one.
+        max_steps: most commands of an episode.
+        container_type: ``"docker"`` or ``"podman"``.
+        seed: MLGym's, and of the order of the tasks.
+        **kwargs: see :class:`MLGymWrapper`.
+
+    Raises:
+        ValueError: not exactly one of ``task`` and ``tasks`` is given.
+        ImportError: MLGym is not installed.
+        RuntimeError: the working folder is not MLGym's, to which its configurations are relative.
+    """
+    names = [task] if task is not None else list(tasks or ())
+    if not names or (task is not None and tasks is not None):
+        raise ValueError(
+            f"make_mlgym takes exactly one of task and tasks, got {task!r}, {tasks!r}."
+        )
+    if isinstance(tokenizer, str):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    _check_installed()
+    devices = itertools.count()
+    settings = {"max_steps": max_steps, "container_type": container_type, "seed": seed}
+    environments = {
+        name: functools.partial(_make_environment, name, devices, settings) for name in names
+    }
+    return MLGymWrapper(environments, tokenizer=tokenizer, seed=seed, **kwargs)
+
+
+def _check_installed() -> None:
+    try:
+        mlgym = importlib.import_module("mlgym")
+    except ImportError as error:
+        raise ImportError(
+            f"make_mlgym needs MLGym, which is not on PyPI: git clone {REPOSITORY}, then pip "
+            "install -e MLGym, with docker or podman for its containers."
+        ) from error
+    folder = Path(str(mlgym.__file__)).parent.parent.resolve()
+    if Path.cwd().resolve() != folder:
+        raise RuntimeError(
+            f"MLGym finds its tasks and data relative to its own folder: start the program in "
+            f"{folder}, not in {Path.cwd()}."
+        )
+
+
+def _make_environment(
+    task: str, devices: "itertools.count[int]", settings: Mapping[str, Any]
+) -> Any:
+    """An ``MLGymEnv`` and its agent's configuration. Starts a container."""
+    environment: Any = importlib.import_module("mlgym.environment.env")
+    agent: Any = importlib.import_module("mlgym.agent.base")
+    backend: Any = importlib.import_module("mlgym.backend.base")
+    config_dir: Path = importlib.import_module("mlgym").CONFIG_DIR
+    arguments = environment.EnvironmentArguments(
+        task_config_path=f"tasks/{task}.yaml",
+        verbose=False,
+        aliases_file="docker/aliases.sh",
+        **settings,
+    )
+    # A device's name is part of the container's: no two rows share one.
+    env = environment.MLGymEnv(arguments, devices=[f"cpu_{next(devices)}"])
+    env.config = agent.AgentArguments(
+        model=backend.ModelArguments(""), agent_config_path=config_dir / "agents" / "default.yaml"
+    ).config
+    return env

@@ -1,1 +1,0 @@
-"""MLGym's tasks."""

@@ -1,0 +1,264 @@
+"""Tasks of other libraries: OpenEnv servers and TextArena's games."""
+
+import contextlib
+import io
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+from torchrl_data.messages import Message
+from torchrl_envs.concurrency import OwnRandom
+from torchrl_envs.openenv.tools import OpenEnvTools, RewardOf
+
+from .task import Row, Task, load_task_rows, played
+
+# An OpenEnv server as a task: it brings the tools, the state and the reward.
+
+PROMPT: Final = "Use the tools until the environment says that it is done."
+
+
+def openenv_task(
+    *,
+    base_url: str,
+    prompt: str = PROMPT,
+    dataset: Any = None,
+    name: str | None = None,
+    split: str | None = None,
+    held_out_split: str | None = None,
+    reset_columns: Sequence[str] = (),
+    reward: RewardOf = "sum",
+    timeout_s: float = 60.0,
+    system_prompt: str | None = None,
+    max_turns: int = 8,
+    num_rows: int = 4096,
+    num_held_out: int = 64,
+) -> Task:
+    """A session of an OpenEnv server in each rollout; see :class:`OpenEnvTools`.
+
+    Args:
+        base_url: of the server, which must allow as many sessions as a step has rollouts.
+        prompt: what every episode begins with where there are no data: they differ in their seed.
+        dataset: a hub id, a local path, or rows with a ``prompt`` each.
+        name: of the configuration, for a hub id.
+        split: which to train on; the only one, or ``"train"``, when not given.
+        held_out_split: which to test on; when not given, rows of ``split`` are held out.
+        reset_columns: columns of the data that ``reset`` gets, beside the group's seed.
+        reward: ``"sum"`` of the steps' rewards, or the ``"last"`` one that the server gave.
+        timeout_s: deadline of one answer of the server.
+        system_prompt: begins every episode.
+        max_turns: most turns of the policy.
+        num_rows: training rows, where there are no data.
+        num_held_out: rows held out.
+
+    Raises:
+        ValueError: there are too few rows, no such split, or the URL is wrong.
+    """
+    if dataset is None:
+        train, held_out = [{"prompt": prompt}] * num_rows, [{"prompt": prompt}] * num_held_out
+    else:
+        train, held_out = load_task_rows(
+            dataset,
+            name=name,
+            split=split,
+            held_out_split=held_out_split,
+            num_held_out=num_held_out,
+        )
+
+    def tools(show_schemas: bool) -> list[OpenEnvTools]:
+        return [
+            OpenEnvTools(
+                base_url,
+                reset_columns=reset_columns,
+                reward=reward,
+                timeout_s=timeout_s,
+                show_schemas=show_schemas,
+            )
+        ]
+
+    return Task(
+        name="openenv",
+        train_rows=train,
+        held_out_rows=held_out,
+        tools=tools,
+        columns=("prompt", *reset_columns),
+        prompt_column="prompt",
+        system_prompt=system_prompt,
+        max_turns=max_turns,
+    )
+
+
+# Single-player games of the package textarena as environments: Sudoku, 2048, Mastermind, ...
+#
+# Needs the package ``textarena``. Its games draw from Python's global random numbers; here each
+# session has a state of its own, whatever runs beside it. Some games need word lists that the
+# package would download; nothing is downloaded here.
+
+PREFIX: Final = "textarena/"
+"""What the names of these tasks begin with."""
+MAX_TURNS: Final = 40
+
+
+def textarena_games() -> list[str]:
+    """The names of all games of the package; not all are for one player."""
+    return sorted(_registry())
+
+
+@cache
+def _registry() -> Mapping[str, Any]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            import_module("textarena")
+    except ImportError as error:
+        raise ImportError(
+            "The package textarena is not installed: pip install textarena."
+        ) from error
+    return import_module("textarena.envs.registration").ENV_REGISTRY
+
+
+@contextlib.contextmanager
+def _no_downloads(game: str) -> Iterator[None]:
+    """TextArena's word games download word lists when they are imported; here that is an error."""
+    nltk: Any = import_module("nltk")
+    download = nltk.download
+
+    def refuse(names: Any = None, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        raise LookupError(
+            f"TextArena's {game} needs the word lists {names!r} of nltk. Install them once with "
+            f"nltk.download({names!r}); nothing is downloaded during training."
+        )
+
+    nltk.download = refuse
+    try:
+        yield
+    finally:
+        nltk.download = download
+
+
+class TextArenaSession:
+    """One game for one player."""
+
+    def __init__(self, game: str, *, seed: int) -> None:
+        if game not in _registry():
+            raise ValueError(f"TextArena has no game {game!r}; see textarena_games().")
+        self.done = False
+        self.reward = 0.0
+        self.game = game
+        self._random = OwnRandom(seed)
+        with self._random(), _no_downloads(game), contextlib.redirect_stdout(io.StringIO()):
+            self._env = import_module("textarena").make(game)
+            try:
+                self._env.reset(num_players=1, seed=seed)
+            except (AssertionError, ValueError) as error:
+                raise ValueError(f"TextArena's {game} can't be played alone: {error}") from error
+            # The games' prompts and boards pile up in the wrapper's text: kept to show what is new.
+            self._shown = str(self._env.get_observation()[1])
+        self.opening = self._shown
+
+    def act(self, action: str) -> str:
+        """Make a move."""
+        if self.done:
+            raise ValueError("the game is over")
+        with self._random(), contextlib.redirect_stdout(io.StringIO()):
+            done, _ = self._env.step(action)
+            self.done = bool(done)
+            if not done:
+                shown = str(self._env.get_observation()[1])
+                new = shown.removeprefix(self._shown)
+                self._shown = shown
+                return new.strip()
+            rewards, info = self._env.close()
+        self.reward = float(rewards[0]) if rewards else 0.0
+        reason = info[0].get("reason") if info else None
+        return f"The game is over. {reason or ''}".strip()
+
+
+class TextArenaGame:
+    """A game as an environment; :func:`textarena_environment` says which.
+
+    The reward is the game's own at its end, usually 1 for a game that is won and the fraction that
+    is solved otherwise; 0 for a game that did not end.
+    """
+
+    game: str
+
+    def reset(self, *, seed: int, **row: Any) -> str:
+        """Begin a game.
+
+        Args:
+            seed: the group's seed, or the row's ``game_seed`` where the data has one.
+            **row: other columns.
+        """
+        game_seed = row.get("game_seed")
+        self._session = TextArenaSession(self.game, seed=seed if game_seed is None else game_seed)
+        return self._session.opening
+
+    def act(self, action: str) -> str:
+        """Make a move in the game.
+
+        Args:
+            action: The move, in the notation that the game asks for.
+
+        Returns:
+            What the game says.
+        """
+        return self._session.act(action)
+
+    def get_reward(self) -> float:
+        """The game's own reward."""
+        return self._session.reward
+
+
+def textarena_environment(game: str) -> type[TextArenaGame]:
+    """An environment class for one game."""
+    TextArenaSession(game, seed=0)
+    return type(game.partition("-")[0], (TextArenaGame,), {"game": game})
+
+
+def textarena_task(
+    game: str,
+    *,
+    num_rows: int = 4096,
+    num_held_out: int = 256,
+    num_demonstrations: int = 512,
+    seed: int = 0,
+) -> Task:
+    """A game as a task.
+
+    Args:
+        game: its name.
+        num_rows: training rows, each another game.
+        num_held_out: rows of the test.
+        num_demonstrations: conversations that show how to call the tool, with no skill.
+        seed: of everything.
+
+    Raises:
+        ValueError: there is no such game, or it is not for one player.
+        LookupError: the game needs word lists that are not installed.
+    """
+    environment = textarena_environment(game)
+    rng = random.Random(seed)
+    name = game.partition("-")[0]
+    prompt = f"Play {name}. Make each move with the tool act."
+
+    def rows(count: int) -> list[Row]:
+        return [{"prompt": prompt, "game_seed": rng.randrange(2**31)} for _ in range(count)]
+
+    train, held_out = rows(num_rows), rows(num_held_out)
+    opening = TextArenaSession(game, seed=train[0]["game_seed"]).opening
+    return Task(
+        name=f"{PREFIX}{game}",
+        environment=environment,
+        train_rows=train,
+        held_out_rows=held_out,
+        demonstrations=[_demonstration(prompt, opening, rng) for _ in range(num_demonstrations)],
+        max_turns=MAX_TURNS,
+        max_new_tokens=32,
+    )
+
+
+def _demonstration(prompt: str, opening: str, rng: random.Random) -> list[Message]:
+    numbers = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(1, 3)))
+    return played(f"{prompt}\n\n{opening}", [("act", {"action": f"[{numbers}]"}, "ok")])

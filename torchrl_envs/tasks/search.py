@@ -1,0 +1,450 @@
+"""Questions and a search tool: a retriever, pages that are made up, and the task."""
+
+import math
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, Final, NamedTuple
+
+from torchrl_data.checks import check_counts, check_numbers, one_of
+from torchrl_data.messages import Message
+from torchrl_envs.datasets.rows import load_rows
+from torchrl_envs.graders.answers import exact_match_of, f1_of, final_text, reads_messages
+
+from .task import Task, load_task_rows
+
+# A small world that is made up: things that refer to each other, and questions along the way.
+#
+# Nothing in it can be known by heart: the names are syllables drawn at random, and another seed
+# gives another world.
+
+NAME: Final = r"[A-Z][aeiou][a-z][aeiou]\b"
+"""A name, a regular expression."""
+RELATIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "book": {"author": "person", "setting": "town"},
+    "person": {"birthplace": "town", "teacher": "person"},
+    "town": {"country": "country", "mayor": "person"},
+    "country": {"capital": "town", "ruler": "person"},
+}
+"""Of each kind of page: what it tells, and of which kind that is."""
+_SHARES: Final = {"country": 1, "town": 4, "book": 5, "person": 6}
+"""Pages of each kind, of sixteen."""
+_CONSONANTS: Final = "bdfgklmnprst"
+
+
+class Page(NamedTuple):
+    """Something, and what is told of it."""
+
+    title: str
+    kind: str
+    facts: Mapping[str, str]
+    """The title of something else, by relation."""
+
+    def told(self, relation: str) -> str:
+        """A fact in words."""
+        return f"The {relation} of {self.title} is {self.facts[relation]}."
+
+    def renamed(self, titles: Mapping[str, str]) -> "Page":
+        """The same page in a world of other titles."""
+        facts = {relation: titles[title] for relation, title in self.facts.items()}
+        return Page(titles[self.title], self.kind, facts)
+
+
+class Hops(NamedTuple):
+    """A question: from page to page along some relations."""
+
+    start: str
+    relations: tuple[str, ...]
+    path: tuple[str, ...]
+    """The titles on the way, the answer last."""
+
+    @property
+    def question(self) -> str:
+        """In words: the last relation first."""
+        steps = "".join(f"the {relation} of " for relation in reversed(self.relations))
+        return f"What is {steps}{self.start}?"
+
+    def renamed(self, titles: Mapping[str, str]) -> "Hops":
+        """The same question in a world of other titles."""
+        path = tuple(titles[title] for title in self.path)
+        return Hops(titles[self.start], self.relations, path)
+
+
+def make_world(num_pages: int, seed: int = 0) -> dict[str, Page]:
+    """Pages by title.
+
+    Args:
+        num_pages: of all kinds.
+        seed: of names and facts.
+
+    Raises:
+        ValueError: there are too few for each kind to have two, or more than there are names.
+    """
+    syllables = [consonant + vowel for consonant, vowel in product(_CONSONANTS, "aeiou")]
+    most = len(syllables) ** 2
+    if not 2 * sum(_SHARES.values()) <= num_pages <= most:
+        raise ValueError(
+            f"make_world: num_pages must be between {2 * sum(_SHARES.values())} and {most}, got "
+            f"{num_pages}."
+        )
+    rng = random.Random(seed)
+    pairs = rng.sample(list(product(syllables, repeat=2)), num_pages)
+    names = [first.capitalize() + second for first, second in pairs]
+    of_kind: dict[str, list[str]] = {}
+    for kind, share in _SHARES.items():
+        count = num_pages * share // sum(_SHARES.values())
+        of_kind[kind] = [names.pop() for _ in range(count)]
+    of_kind["person"] += names  # what is left of a number that can't be shared out
+    return {
+        title: Page(
+            title,
+            kind,
+            {r: _other(rng, of_kind[target], title) for r, target in RELATIONS[kind].items()},
+        )
+        for kind, titles in of_kind.items()
+        for title in titles
+    }
+
+
+def _other(rng: random.Random, titles: Sequence[str], own: str) -> str:
+    """One of some titles, and not this one."""
+    while (title := rng.choice(titles)) == own:
+        pass
+    return title
+
+
+def questions_from(world: Mapping[str, Page], start: str, max_hops: int) -> Iterator[Hops]:
+    """Every question that starts at a page and never comes to one twice.
+
+    Args:
+        world: pages by title.
+        start: the title that the question names.
+        max_hops: most relations of one.
+    """
+    ways: list[tuple[tuple[str, ...], tuple[str, ...]]] = [((), ())]
+    for _ in range(max_hops):
+        ways = [
+            ((*relations, relation), (*path, title))
+            for relations, path in ways
+            for relation, title in world[path[-1] if path else start].facts.items()
+            if title not in (start, *path)
+        ]
+        for relations, path in ways:
+            yield Hops(start, relations, path)
+
+
+def question_row(hops: Hops) -> dict[str, Any]:
+    """A question as a row of data."""
+    return {
+        "prompt": hops.question,
+        "answer": hops.path[-1],
+        "num_hops": len(hops.relations),
+        "start": hops.start,
+    }
+
+
+# BM25 over pages in memory.
+#
+# Robertson and Zaragoza, 2009, The Probabilistic Relevance Framework: BM25 and Beyond, equation
+# 3.8.
+
+
+def words_of(text: str) -> list[str]:
+    """The words that are compared: letters and digits, in lower case."""
+    return re.findall(r"\w+", text.lower())
+
+
+class BM25:
+    """Finds the texts that a query is about.
+
+    A text's score is the sum over the words of the query of
+    ``idf (k1 + 1) n / (n + k1 (1 - b + b length / mean length))``, n being how often the text has
+    the word, and ``idf = ln(1 + (N - m + 0.5) / (m + 0.5))`` for a word that m of N texts have.
+
+    Args:
+        texts: what is searched.
+        k1: how soon a word that comes again counts no more.
+        b: how much longer texts pay for their length, in [0, 1].
+
+    Raises:
+        ValueError: there are no texts, or a number is out of range.
+    """
+
+    def __init__(self, texts: Sequence[str], *, k1: float = 1.2, b: float = 0.75) -> None:
+        check_numbers("BM25", "[0, inf)", k1=k1)
+        check_numbers("BM25", "[0, 1]", b=b)
+        if not texts:
+            raise ValueError("BM25: there are no texts to search.")
+        counts = [Counter(words_of(text)) for text in texts]
+        mean_length = sum(each.total() for each in counts) / len(counts) or 1.0
+        postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for index, each in enumerate(counts):
+            norm = k1 * (1 - b + b * each.total() / mean_length)
+            for word, n in each.items():
+                postings[word].append((index, (k1 + 1) * n / (n + norm)))
+        self._postings: dict[str, list[tuple[int, float]]] = {}
+        """Of each word: the texts that have it, and what it adds to their scores."""
+        for word, found in postings.items():
+            idf = math.log(1 + (len(texts) - len(found) + 0.5) / (len(found) + 0.5))
+            self._postings[word] = [(index, idf * share) for index, share in found]
+
+    def scores(self, query: str) -> dict[int, float]:
+        """The score of each text that has a word of the query, by its index."""
+        scores: dict[int, float] = defaultdict(float)
+        for word in words_of(query):
+            for index, score in self._postings.get(word, ()):
+                scores[index] += score
+        return scores
+
+    def search(self, query: str, limit: int) -> list[int]:
+        """The indices of the best texts, the best first; of equal ones the first in order.
+
+        Args:
+            query: words.
+            limit: most of them; texts without any of the words are never among them.
+        """
+        scores = self.scores(query)
+        return sorted(scores, key=lambda index: (-scores[index], index))[:limit]
+
+
+# Search: questions whose answer lies some pages away, and a tool that finds pages.
+#
+# Most demonstrations look up any facts one after the other, as many as they like: which to look up
+# and when to answer is for the policy to find. In each the names are swapped, so that none tells a
+# fact.
+
+SYSTEM_PROMPT: Final = (
+    "Look things up with the tool search, as often as needed. Then answer with nothing but the "
+    "answer."
+)
+SCORES: Final[dict[str, Callable[[str, Any], float]]] = {
+    "exact_match": exact_match_of,
+    "f1": f1_of,
+}
+"""How an answer is scored, by name."""
+_NUM_SEARCHES: Final = (1, 2, 3)
+"""How often demonstrations search."""
+
+
+class Pages:
+    """Pages that are searched with BM25.
+
+    Args:
+        titles: of the pages.
+        texts: as they are shown.
+    """
+
+    def __init__(self, titles: Sequence[str], texts: Sequence[str]) -> None:
+        self.titles = list(titles)
+        self.texts = list(texts)
+        self._index = BM25([f"{t} {x}" for t, x in zip(self.titles, self.texts, strict=True)])
+
+    def find(self, query: str, limit: int) -> list[str]:
+        """The texts of the best pages."""
+        return [self.texts[index] for index in self._index.search(query, limit)]
+
+
+class Search:
+    """A question, and a tool to look things up.
+
+    Args:
+        pages: to be searched.
+        num_results: pages that a search shows.
+        score: of an answer.
+    """
+
+    def __init__(self, pages: Pages, num_results: int, score: Callable[[str, Any], float]) -> None:
+        self._pages = pages
+        self._num_results = num_results
+        self._score = score
+
+    def reset(self, *, answer: Any, **row: Any) -> None:
+        """Take the question of a row.
+
+        Args:
+            answer: the right one, or a list of them.
+            **row: other columns.
+        """
+        del row
+        self._answer = answer
+        self._shown: list[str] = []
+
+    def search(self, query: str) -> str:
+        """Search the pages.
+
+        Args:
+            query: What to look for.
+        """
+        found = self._pages.find(query, self._num_results)
+        self._shown += found
+        return "\n".join(found) or "nothing found"
+
+    def get_reward(self, *, messages: Sequence[Message]) -> float:
+        """Score the last message; 0 for an episode that ended without an answer."""
+        return self._score(final_text(messages), self._answer)
+
+    @property
+    def has_shown_answer(self) -> bool:
+        """Whether a page that was found holds the answer."""
+        answers = [self._answer] if isinstance(self._answer, str) else self._answer
+        shown = "\n".join(self._shown).lower()
+        return any(str(answer).lower() in shown for answer in answers)
+
+
+@reads_messages
+def exact_match(
+    completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any
+) -> list[float]:
+    """1 where the last message is the answer, but for case, punctuation and articles."""
+    return [exact_match_of(final_text(c), a) for c, a in zip(completions, answer, strict=True)]
+
+
+@reads_messages
+def f1(completions: Sequence[Sequence[Message]], answer: Sequence[Any], **_: Any) -> list[float]:
+    """The F1 score of the words of the last message."""
+    return [f1_of(final_text(c), a) for c, a in zip(completions, answer, strict=True)]
+
+
+def found_answer(environments: Sequence[Search], **_: Any) -> list[float]:
+    """1 where a page that the searches found holds the answer: the retrieval's recall."""
+    return [float(environment.has_shown_answer) for environment in environments]
+
+
+def search_task(
+    *,
+    corpus: Any = None,
+    dataset: Any = None,
+    split: str | None = None,
+    held_out_split: str | None = None,
+    num_pages: int = 192,
+    max_hops: int = 2,
+    num_results: int = 1,
+    max_turns: int = 5,
+    score: str = "exact_match",
+    system_prompt: str | None = SYSTEM_PROMPT,
+    num_held_out: int = 256,
+    num_demonstrations: int = 4096,
+    right_fraction: float = 0.3,
+    seed: int = 0,
+) -> Task:
+    """Questions to be answered with a search tool, over pages that are made here or given.
+
+    Args:
+        corpus: pages of your own with ``title`` and ``text``: a file, a folder, a hub id, or rows.
+        dataset: its questions, with ``question`` and ``answer`` (one or a list of them): the same.
+        split: of the data set, to train on; the only one, or ``"train"``, when not given.
+        held_out_split: to test on; when not given, rows of ``split``.
+        num_pages: that are made, where no corpus is given.
+        max_hops: of the questions that are made, the most pages between question and answer.
+        num_results: pages that a search shows.
+        max_turns: most turns of an episode, each a search or the answer.
+        score: the reward: exact_match or f1.
+        system_prompt: says what to do.
+        num_held_out: questions held out; of those that are made, none starts at a page at which a
+            training question starts.
+        num_demonstrations: conversations for the warm start, of questions that are made.
+        right_fraction: fraction of the demonstrations that find the answer.
+        seed: of pages and questions.
+
+    Raises:
+        ValueError: a setting is out of range, pages or questions lack a column, one of the two is
+            given without the other, or there are too few questions to hold so many out.
+    """
+    check_counts("search", num_results=num_results, max_turns=max_turns, max_hops=max_hops)
+    check_numbers("search", "[0, 1]", right_fraction=right_fraction)
+    score = one_of("score", score, list(SCORES), who="search")
+    if (corpus is None) != (dataset is None):
+        raise ValueError("search: corpus and dataset go together; give both, or neither.")
+    if corpus is None:
+        world = make_world(num_pages, seed)
+        facts = [(page, relation) for page in world.values() for relation in page.facts]
+        pages = Pages([f"{r} of {page.title}" for page, r in facts], [p.told(r) for p, r in facts])
+        rng = random.Random(seed)
+        questions = _made_questions(world, max_hops, num_held_out, rng)
+        train, held_out = ([question_row(hops) for hops in part] for part in questions)
+        demonstrations = [
+            _demonstration(rng.choice(questions[0]), world, rng, right_fraction, system_prompt)
+            for _ in range(num_demonstrations)
+        ]
+    else:
+        pages, demonstrations = _pages_of(corpus), []
+        splits = {"split": split, "held_out_split": held_out_split, "num_held_out": num_held_out}
+        train, held_out = load_task_rows(dataset, prompt_column="question", **splits)
+    return Task(
+        name="search",
+        environment=partial(Search, pages, num_results, SCORES[score]),
+        train_rows=train,
+        held_out_rows=held_out,
+        columns=("answer",),
+        prompt_column="prompt" if corpus is None else "question",
+        system_prompt=system_prompt,
+        demonstrations=demonstrations,
+        metrics=(exact_match, f1, found_answer),
+        max_turns=max_turns,
+        max_new_tokens=32,
+        final_answer=lambda text: text.strip() or None,
+        isolated=NAME,
+    )
+
+
+def _pages_of(corpus: Any) -> Pages:
+    rows = load_rows(corpus)
+    titles, texts = [], []
+    for number, row in enumerate(rows):
+        if "title" not in row or "text" not in row:
+            raise ValueError(
+                f"search: pages have the columns title and text; page {number} of the corpus has "
+                f"{sorted(row)}."
+            )
+        titles.append(str(row["title"]))
+        texts.append(f"{row['title']}: {row['text']}")
+    return Pages(titles, texts)
+
+
+def _made_questions(
+    world: Mapping[str, Page], max_hops: int, num_held_out: int, rng: random.Random
+) -> tuple[list[Hops], list[Hops]]:
+    """Training and held-out questions, which start at different pages."""
+    starts = list(world)
+    rng.shuffle(starts)
+    held_out: list[Hops] = []
+    while starts and len(held_out) < num_held_out:
+        held_out += questions_from(world, starts.pop(), max_hops)
+    train = [hops for start in starts for hops in questions_from(world, start, max_hops)]
+    if len(train) < num_held_out or not train:
+        raise ValueError(
+            f"search: {len(held_out) + len(train)} questions are too few to hold {num_held_out} "
+            "out. Make more pages (num_pages) or hold out fewer."
+        )
+    rng.shuffle(held_out)
+    rng.shuffle(train)
+    return train, held_out[:num_held_out]
+
+
+def _demonstration(
+    hops: Hops,
+    world: Mapping[str, Page],
+    rng: random.Random,
+    right_fraction: float,
+    system_prompt: str | None,
+) -> list[Message]:
+    """A conversation along the facts of the question, or any, in a world of swapped titles."""
+    is_right = rng.random() < right_fraction
+    titles = list(world)
+    name = dict(zip(titles, rng.sample(titles, len(titles)), strict=True))
+    messages: list[Message] = [{"role": "user", "content": hops.renamed(name).question}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    title = hops.start
+    for step in range(len(hops.relations) if is_right else rng.choice(_NUM_SEARCHES)):
+        page = world[title]
+        relation = hops.relations[step] if is_right else rng.choice(list(page.facts))
+        query = f"{relation} of {name[title]}"
+        call = {"function": {"name": "search", "arguments": {"query": query}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "content": page.renamed(name).told(relation)})
+        title = page.facts[relation]
+    return [*messages, {"role": "assistant", "content": name[title]}]

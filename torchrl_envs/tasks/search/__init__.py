@@ -1,1 +1,0 @@
-"""Questions and a search tool: a retriever, pages that are made up, and the task."""

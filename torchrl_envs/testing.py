@@ -1,0 +1,393 @@
+"""For tests of environments: the conformance test and scripted turns."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import check_env_specs
+
+from torchrl_data.batch_io import (
+    active_rows,
+    read_conversations,
+    stored_conversations,
+    write_conversations,
+)
+from torchrl_data.batch_objects import write_objects
+from torchrl_data.conversation import Conversations
+from torchrl_data.keys import (
+    DONE,
+    FINISH_REASON,
+    FULL,
+    INPUT_MODES,
+    PROMPT,
+    REWARD,
+    STEP_MASK,
+    TERMINATED,
+    TRUNCATED,
+)
+from torchrl_data.messages import Turn
+from torchrl_data.templates.encoder import ConversationEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# A policy without a model, which says what a script tells it to.
+#
+# Shape legend: B rows.
+
+
+class ScriptedTurns:
+    """Says the turns of a script, the same in every row, each token with log-prob -1."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[str]) -> None:
+        self.encoder = ConversationEncoder(tokenizer)
+        self._turns = [self.encoder.encode_turn(text, close=True) for text in turns]
+        self._num_turns = 0
+        self.sampled: list[int] = []
+        """Token ids of the last turn."""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write ``full`` and ``finish_reason``, in the mode of the batch's prompt."""
+        mode = next(m for m in INPUT_MODES if stored_conversations(batch, m, PROMPT) is not None)
+        ids, content = self._turns[min(self._num_turns, len(self._turns) - 1)]
+        self._num_turns += 1
+        self.sampled = list(ids)
+        prompt = read_conversations(batch, PROMPT, who="ScriptedTurns")
+        active = active_rows(batch).tolist()
+        opened = self.encoder.encode_waiting(prompt)
+        size = len(prompt)
+        index = [row if is_active else size + row for row, is_active in enumerate(active)]
+        prompt = Conversations.cat([opened, prompt])[index]
+        turn = Turn(ids, [-1.0] * len(ids), {"role": "assistant", "content": content})
+        full = prompt.append_turns([turn if is_active else None for is_active in active])
+        for which, value in ((PROMPT, prompt), (FULL, full)):
+            write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
+        write_objects(batch, FINISH_REASON, ["stop"] * size)
+        return batch
+
+
+# The conformance test of environments: run it on your own environment or transform.
+#
+# Each rule is a function that raises with its name; what a rule needs is in :class:`Trial`.
+#
+# Shape legend: B rows, in whatever batch shape.
+
+_FLAGS: Final = (DONE, TERMINATED, TRUNCATED)
+_THREADS_S: Final = 5.0
+"""How long threads may take to end after an environment was closed."""
+
+
+class EnvironmentRuleError(AssertionError):
+    """An environment breaks a rule.
+
+    Attributes:
+        rule: which, one of those that :func:`check_env` lists.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"check_env, rule {rule!r}: {message}")
+        self.rule = rule
+
+
+def check_env(
+    env: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    turns: Sequence[str] = ("Let me think.", "It is 4.", ""),
+    num_steps: int = 4,
+    reset: Callable[[], TensorDictBase] | None = None,
+) -> None:
+    """Test that an environment keeps the contract of :class:`~torchrl_envs.ChatEnv`.
+
+    A policy that follows a script plays a few steps. The rules, each the ``rule`` of its error:
+
+    - ``"reset"``: a reset gives one prompt per row, and no row is done;
+    - ``"specs"``: the specs are those of the data (TorchRL's ``check_env_specs``);
+    - ``"step"``: done is bool ``[*B, 1]``, and terminated or truncated, nothing else;
+    - ``"prefix"``: the tokens of the next prompt begin with those of ``full``;
+    - ``"mask"``: the sampled tokens of a prompt are those that the policy sampled, in order;
+    - ``"done rows"``: a row that takes no part in a step stays as it is;
+    - ``"partial reset"``: a row that is not reset stays as it is, one that is starts anew;
+    - ``"determinism"``: the same seed gives the same prompts, rewards and dones;
+    - ``"close"``: closing works in the middle of an episode, and leaves no thread behind.
+
+    Args:
+        env: an environment, which is closed at the end; or a function without arguments that
+            builds one, the same every time. ``"determinism"`` and threads that stay behind can be
+            tested with a function only.
+        tokenizer: the tokenizer with which the policy speaks.
+        turns: what the policy says, in turn; the last one is repeated.
+        num_steps: most steps of a trial.
+        reset: gives the input of a reset, for an environment without data of its own.
+
+    Raises:
+        EnvironmentRuleError: a rule is broken; the message says how.
+    """
+    make_env = env if not isinstance(env, EnvBase) else None
+    trial = Trial(
+        make_env or (lambda: env), ScriptedSettings(tokenizer, tuple(turns)), num_steps, reset
+    )
+    for rule in (_check_reset, _check_specs, _check_steps, _check_partial_reset):
+        with _closing(trial.make_env(), make_env is not None) as built:
+            rule(trial, built)
+    if make_env is not None:
+        _check_determinism(trial)
+    _check_close(trial)
+
+
+class ScriptedSettings(NamedTuple):
+    """What the policy of a trial says."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    turns: tuple[str, ...]
+
+
+class Trial(NamedTuple):
+    """How an environment is built, reset and played."""
+
+    make_env: Callable[[], Any]
+    script: ScriptedSettings
+    num_steps: int
+    given: Callable[[], TensorDictBase] | None
+
+    def reset(self, env: Any) -> TensorDictBase:
+        """The batch after a reset of all rows."""
+        try:
+            return env.reset() if self.given is None else env.reset(self.given())
+        except Exception as error:
+            raise EnvironmentRuleError("reset", f"{type(error).__name__}: {error}") from error
+
+    def policy(self) -> ScriptedTurns:
+        """A policy at the beginning of its script."""
+        return ScriptedTurns(*self.script)
+
+
+@contextmanager
+def _closing(env: Any, is_own: bool) -> Iterator[Any]:
+    try:
+        yield env
+    except BaseException:
+        # What went wrong first is what is told.
+        with suppress(Exception):
+            env.close(raise_if_closed=False)
+        raise
+    if is_own:
+        _close(env)
+
+
+def _close(env: Any) -> None:
+    try:
+        env.close(raise_if_closed=False)
+    except Exception as error:
+        raise EnvironmentRuleError("close", f"{type(error).__name__}: {error}") from error
+
+
+def _prompt(batch: TensorDictBase, rule: str) -> Conversations:
+    try:
+        return read_conversations(batch, PROMPT, who="check_env")
+    except KeyError as error:
+        raise EnvironmentRuleError(rule, f"there is no prompt: {error}") from error
+
+
+def _check_reset(trial: Trial, env: Any) -> None:
+    batch = trial.reset(env)
+    prompt = _prompt(batch, "reset")
+    for row in range(batch.numel()):
+        if not prompt.messages(row) and not prompt.num_tokens(row):
+            raise EnvironmentRuleError("reset", f"the prompt of row {row} is empty.")
+    for key in _FLAGS:
+        flag = batch.get(key, None)
+        if flag is not None and bool(flag.any()):
+            rows = flag.view(-1).nonzero().view(-1).tolist()
+            raise EnvironmentRuleError("reset", f"rows {rows} are {key} right after a reset.")
+
+
+def _check_specs(trial: Trial, env: Any) -> None:
+    start = trial.reset(env) if trial.given is not None else None
+    if start is not None:
+        known = set(env.full_observation_spec.keys(True, True)) | set(_FLAGS)
+        start = start.select(*known)
+    try:
+        check_env_specs(env, tensordict=start)
+    except Exception as error:
+        raise EnvironmentRuleError("specs", f"{type(error).__name__}: {error}") from error
+
+
+def _check_steps(trial: Trial, env: Any) -> None:
+    """The rules of each step of an episode: step, prefix, mask, done rows."""
+    batch, policy = trial.reset(env), trial.policy()
+    size = batch.numel()
+    over = torch.zeros(size, dtype=torch.bool)
+    sampled: list[list[int]] = [[] for _ in range(size)]
+    for _ in range(trial.num_steps):
+        batch.set(STEP_MASK, (~over).view(batch.batch_size))
+        before = _prompt(batch, "step")
+        batch = policy(batch)
+        full = read_conversations(batch, FULL, who="check_env")
+        for row in (~over).nonzero().view(-1).tolist():
+            sampled[row] += policy.sampled
+        flags = {key: batch.get(key).clone() for key in _FLAGS if batch.get(key, None) is not None}
+        following = env.step(batch).get("next")
+        _check_flags(following, env)
+        after = _prompt(following, "step")
+        for row in range(size):
+            if over[row]:
+                _check_untouched(row, before, after, flags, following)
+            else:
+                _check_row(row, full, after, sampled[row])
+        over |= following.get(DONE).view(-1)
+        batch = following
+        if bool(over.all()):
+            break
+
+
+def _check_flags(batch: TensorDictBase, env: Any) -> None:
+    shape = (*env.batch_size, 1)
+    for key in _FLAGS:
+        flag = batch.get(key, None)
+        if flag is None or flag.dtype != torch.bool or tuple(flag.shape) != shape:
+            found = "nothing" if flag is None else f"{flag.dtype} {tuple(flag.shape)}"
+            raise EnvironmentRuleError("step", f"{key} must be bool {shape}, found {found}.")
+    either = batch.get(TERMINATED) | batch.get(TRUNCATED)
+    if not torch.equal(batch.get(DONE), either):
+        rows = (batch.get(DONE) ^ either).view(-1).nonzero().view(-1).tolist()
+        raise EnvironmentRuleError(
+            "step", f"done must be terminated or truncated; rows {rows} are not."
+        )
+
+
+def _check_row(row: int, full: Conversations, after: Conversations, sampled: list[int]) -> None:
+    ids, following = full.ids(row), after.ids(row)
+    if following[: len(ids)] != ids:
+        same = [one == other for one, other in zip(ids, following, strict=False)]
+        at = same.index(False) if False in same else len(same)
+        raise EnvironmentRuleError(
+            "prefix",
+            f"the next prompt of row {row} does not begin with the tokens of full: they part at "
+            f"token {at} of {len(ids)}. Only append messages, with append_messages().",
+        )
+    marked = after.token_ids(row)[after.assistant_mask(row)].tolist()
+    if marked != sampled:
+        raise EnvironmentRuleError(
+            "mask",
+            f"the assistant mask of row {row} has {len(marked)} tokens, the policy sampled "
+            f"{len(sampled)}, and they are not the same.",
+        )
+
+
+def _check_untouched(
+    row: int,
+    before: Conversations,
+    after: Conversations,
+    flags: dict[str, torch.Tensor],
+    following: TensorDictBase,
+) -> None:
+    same = after.ids(row) == before.ids(row) and after.messages(row) == before.messages(row)
+    if not same:
+        raise EnvironmentRuleError(
+            "done rows",
+            f"row {row} took no part in the step, but its prompt changed. Write to the rows of "
+            "active_rows(tensordict) only.",
+        )
+    for key, values in flags.items():
+        if bool(values.view(-1)[row]) != bool(following.get(key).view(-1)[row]):
+            raise EnvironmentRuleError(
+                "done rows", f"row {row} took no part in the step, but its {key} changed."
+            )
+
+
+def _check_partial_reset(trial: Trial, env: Any) -> None:
+    batch = trial.reset(env)
+    if batch.numel() < 2:
+        return
+    batch = env.step(trial.policy()(batch)).get("next")
+    before = _prompt(batch, "partial reset")
+    chosen = torch.zeros(batch.numel(), dtype=torch.bool)
+    chosen[0] = True
+    if trial.given is not None:
+        batch.update(trial.given())
+    batch.set("_reset", chosen.view(*batch.batch_size, 1))
+    batch = env.reset(batch)
+    after = _prompt(batch, "partial reset")
+    for row in range(1, batch.numel()):
+        if after[row] != before[row]:
+            raise EnvironmentRuleError(
+                "partial reset",
+                f"row {row} was not reset, but its prompt changed. Reset those of '_reset' only.",
+            )
+    if bool(after.assistant_mask(0).any()):
+        raise EnvironmentRuleError(
+            "partial reset", "row 0 was reset, but its prompt holds what the policy had said."
+        )
+    if bool(batch.get(DONE).view(-1)[0]):
+        raise EnvironmentRuleError("partial reset", "row 0 is done right after it was reset.")
+
+
+def _check_determinism(trial: Trial) -> None:
+    first, second = _seeded_run(trial), _seeded_run(trial)
+    for step, (one, other) in enumerate(zip(first, second, strict=False)):
+        for name, value in one.items():
+            if other[name] != value:
+                raise EnvironmentRuleError(
+                    "determinism",
+                    f"with the same seed, {name} differs after {step} steps: {value!r:.200} and "
+                    f"{other[name]!r:.200}. Draw from the seed that set_seed or a reset gives.",
+                )
+
+
+def _seeded_run(trial: Trial) -> list[dict[str, Any]]:
+    """What happens in each step of an episode that starts from one seed."""
+    states: list[dict[str, Any]] = []
+    with torch.random.fork_rng(devices=()), _closing(trial.make_env(), True) as env:
+        state = random.getstate()
+        torch.manual_seed(0)
+        random.seed(0)
+        try:
+            env.set_seed(0)
+            batch, policy = trial.reset(env), trial.policy()
+            states.append(_observed(batch))
+            for _ in range(trial.num_steps):
+                if bool(batch.get(DONE).any()):
+                    break
+                batch = env.step(policy(batch)).get("next")
+                states.append(_observed(batch))
+        finally:
+            random.setstate(state)
+    return states
+
+
+def _observed(batch: TensorDictBase) -> dict[str, Any]:
+    prompt = _prompt(batch, "determinism")
+    seen: dict[str, Any] = {
+        "prompt": [(prompt.messages(i), prompt.ids(i)) for i in range(len(prompt))]
+    }
+    for key in (REWARD, *_FLAGS):
+        value = batch.get(key, None)
+        if value is not None:
+            seen[key] = value.tolist()
+    return seen
+
+
+def _check_close(trial: Trial) -> None:
+    """Close in the middle of an episode."""
+    threads = set(threading.enumerate())
+    env = trial.make_env()
+    try:
+        batch = trial.reset(env)
+        env.step(trial.policy()(batch))
+    finally:
+        _close(env)
+    if not env.is_closed:
+        raise EnvironmentRuleError("close", "is_closed is False after close().")
+    deadline = time.monotonic() + _THREADS_S
+    while left := [t.name for t in set(threading.enumerate()) - threads if t.is_alive()]:
+        if time.monotonic() > deadline:
+            raise EnvironmentRuleError("close", f"threads {left} run on after close().")
+        time.sleep(0.01)

@@ -1,1 +1,0 @@
-"""For tests of environments: the conformance test and scripted turns."""

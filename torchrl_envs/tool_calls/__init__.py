@@ -1,1 +1,0 @@
-"""Calls of tools: schemas, signatures, results."""

@@ -1,0 +1,232 @@
+"""What tools answer, as bounded clean text, and the code that a model wrote for them."""
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Set
+from typing import Any, Final, NamedTuple
+
+from .concurrency import Call, Outcome, is_async
+
+# What the model reads after a call: always valid text, never longer than its cap.
+
+MAX_RESULT_BYTES: Final = 64 * 1024
+"""Default cap of one tool message, in bytes of UTF-8."""
+MAX_ERROR_BYTES: Final = 2 * 1024
+"""Cap of an error's message, in bytes of UTF-8."""
+
+_ITEMS: Final = 1024
+_REST: Final = "\n[... the rest was cut]"
+
+
+def result_text(outcome: Outcome, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
+    """The tool message for a call.
+
+    Args:
+        outcome: what the call gave.
+        max_bytes: longer results are cut, with a mark that says so; bytes of UTF-8 without the
+            mark.
+
+    Returns:
+        What :func:`value_text` gives, or for an error a JSON object
+        ``{"error": "<type>: <message>"}``.
+    """
+    if outcome.error is not None:
+        return error_text(error_line(outcome.error))
+    return value_text(outcome.value, max_bytes=max_bytes)
+
+
+def error_line(error: BaseException) -> str:
+    """The type and the message of an error, whatever its ``str`` does; at most 2 KiB."""
+    return clean_text(f"{type(error).__name__}: {_safe_str(error)}", MAX_ERROR_BYTES)
+
+
+def error_text(message: str) -> str:
+    """A JSON object that tells the model what went wrong."""
+    return json.dumps({"error": clean_text(message, MAX_ERROR_BYTES)}, ensure_ascii=False)
+
+
+def value_text(value: Any, *, max_bytes: int = MAX_RESULT_BYTES) -> str:
+    """Any value as text."""
+    # value: strings and bytes are taken as they are; numbers, `None`, lists, dictionaries, sets,
+    # dataclasses, pydantic models, arrays and what they hold become JSON; anything else becomes
+    # `str(value)`.
+    if isinstance(value, bytes | bytearray | memoryview):
+        size = value.nbytes if isinstance(value, memoryview) else len(value)
+        head = bytes(memoryview(value).cast("B")[: max_bytes + 1])
+        text = head.decode("utf-8", errors="replace")
+        return _cut(text, max_bytes, size) if size > max_bytes else clean_text(text, max_bytes)
+    if isinstance(value, str):
+        return clean_text(value, max_bytes)
+    text, is_whole = _shown(value, max_bytes)
+    return clean_text(text, max_bytes) if is_whole else _head(text, max_bytes) + _REST
+
+
+def clean_text(text: str, max_bytes: int) -> str:
+    """Text that can be encoded, cut to a size."""
+    if len(text) > max_bytes:  # a character is a byte at least
+        return _cut(text, max_bytes, None)
+    # A lone surrogate is not text: it can't be encoded, hence not tokenised.
+    data = text.encode("utf-8", errors="replace")
+    return data.decode("utf-8") if len(data) <= max_bytes else _cut(text, max_bytes, None)
+
+
+def as_text(function: Call, max_bytes: int) -> Call:
+    """A call whose result is made text where it runs, under its deadline."""
+    if is_async(function):
+
+        async def call_async() -> str:
+            return value_text(await function(), max_bytes=max_bytes)
+
+        return call_async
+
+    def call() -> str:
+        value = function()
+        if inspect.iscoroutine(value):
+            value.close()
+            raise TypeError("a tool that is not a coroutine function returned a coroutine")
+        return value_text(value, max_bytes=max_bytes)
+
+    return call
+
+
+def _shown(value: Any, max_bytes: int) -> tuple[str, bool]:
+    """A value as JSON, or else ``str``; and whether that is all of it."""
+    pieces: list[str] = []
+    size = 0
+    try:
+        # In pieces, so that a large structure is never written out whole.
+        is_scalar = value is None or isinstance(value, int | float)
+        for piece in [_JSON.encode(value)] if is_scalar else _JSON.iterencode(value):
+            pieces.append(piece)
+            size += len(piece)
+            if size > max_bytes:
+                return "".join(pieces), False
+    except (TypeError, ValueError, RecursionError):
+        return _safe_str(value), True
+    return "".join(pieces), True
+
+
+class _Items(list[Any]):
+    """The items of an array as a list that JSON can walk through, made as far as it gets."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__()
+        self._array = array
+
+    def __bool__(self) -> bool:
+        return len(self._array) > 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if getattr(self._array, "ndim", 1) > 1:
+            yield from map(_Items, self._array)
+            return
+        for start in range(0, len(self._array), _ITEMS):
+            yield from self._array[start : start + _ITEMS].tolist()
+
+
+def _array_items(array: Any) -> Any:
+    is_scalar = getattr(array, "ndim", 1) == 0 or not hasattr(type(array), "__len__")
+    return array.tolist() if is_scalar else _Items(array)
+
+
+_PLAIN: Final[tuple[Callable[[Any], Any], ...]] = (
+    lambda v: sorted(v, key=repr) if isinstance(v, Set) else None,
+    lambda v: (
+        {f.name: getattr(v, f.name) for f in dataclasses.fields(v)}
+        if dataclasses.is_dataclass(v) and not isinstance(v, type)
+        else None
+    ),
+    lambda v: v.model_dump(mode="json") if hasattr(type(v), "model_dump") else None,
+    lambda v: _array_items(v) if hasattr(type(v), "tolist") else None,
+    lambda v: v.decode("utf-8", errors="replace") if isinstance(v, bytes) else None,
+)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can show of a value that is not JSON itself."""
+    for convert in _PLAIN:
+        plain = convert(value)
+        if plain is not None:
+            return plain
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_plain)
+
+
+def _safe_str(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # str() is the tool's code: it may raise anything
+        return f"<{type(value).__name__} that can't be shown: {type(error).__name__}>"
+
+
+def _head(text: str, max_bytes: int) -> str:
+    """As many whole characters as fit."""
+    head = text[:max_bytes].encode("utf-8", errors="replace")[:max_bytes]
+    return head.decode("utf-8", errors="ignore")
+
+
+def _cut(text: str, max_bytes: int, total: int | None) -> str:
+    """The beginning of a text, and how much is missing."""
+    shown = _head(text, max_bytes)
+    if total is not None:
+        return f"{shown}\n[... {total - max_bytes} more bytes were cut]"
+    return f"{shown}\n[... {len(text) - len(shown)} more characters were cut]"
+
+
+# Fenced code blocks in what a model wrote.
+
+_FENCE: Final = re.compile(r"(?P<indent>[ \t]*)(?P<ticks>`{3,})(?P<info>[^`]*)")
+PYTHON: Final = frozenset({"python", "py", "python3"})
+
+
+class CodeBlock(NamedTuple):
+    """A fenced block."""
+
+    code: str
+    """Its lines, without the indentation of the fence."""
+    language: str
+    """First word after the opening fence, in lower case; may be empty."""
+    position: int
+    """Where the opening fence is, in characters."""
+    is_closed: bool
+    """Whether there was a closing fence."""
+
+
+def code_blocks(text: str) -> Iterator[CodeBlock]:
+    """The fenced blocks of a text, in order; total, and linear in its length."""
+    # A block opens with a line of three or more backticks, and a language; it closes with a line of
+    # at least as many backticks and nothing else. A fence inside a block is its content.
+    opening: re.Match[str] | None = None
+    start, lines = 0, []
+    position = 0
+    for line in text.split("\n"):
+        fence = _FENCE.fullmatch(line.rstrip())
+        if opening is None:
+            if fence is not None:
+                opening, start, lines = fence, position, []
+        elif fence is not None and _closes(fence, opening):
+            yield _block(opening, lines, start, is_closed=True)
+            opening = None
+        else:
+            lines.append(_unindented(line, len(opening["indent"])))
+        position += len(line) + 1
+    if opening is not None:
+        yield _block(opening, lines, start, is_closed=False)
+
+
+def _closes(fence: re.Match[str], opening: re.Match[str]) -> bool:
+    return not fence["info"].strip() and len(fence["ticks"]) >= len(opening["ticks"])
+
+
+def _unindented(line: str, width: int) -> str:
+    return line[min(width, len(line) - len(line.lstrip(" \t"))) :]
+
+
+def _block(opening: re.Match[str], lines: list[str], start: int, *, is_closed: bool) -> CodeBlock:
+    words = opening["info"].split()
+    language = words[0].lower() if words else ""
+    return CodeBlock("\n".join(lines), language, start, is_closed)

@@ -1,0 +1,362 @@
+"""Tools as a model sees them: a schema from a signature, and arguments checked against it."""
+
+import inspect
+import json
+import math
+import re
+import threading
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import regex
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+from torchrl_data.tool_calls import read_json
+
+# Arguments checked against JSON schemas that somebody else wrote, in bounded time all the same.
+
+_DEADLINE_S: Final = 0.25
+"""Of the check of one call's arguments."""
+_MAX_LATE: Final = 3
+"""How often a pattern may miss that deadline before it is tried no more."""
+_MAX_PATTERN: Final = 4096
+_LITERAL: Final = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
+
+_now = threading.local()
+_late: Counter[str] = Counter()
+
+
+class SlowSchemaError(Exception):
+    """Arguments could not be checked in time."""
+
+
+def make_validator(schema: dict[str, Any]) -> Validator:
+    """A validator whose errors :func:`errors_in_time` finds."""
+    Draft202012Validator.check_schema(schema)
+    keywords = set()
+    for keyword, value in _keywords(schema):
+        keywords.add(keyword)
+        patterns = [value] if keyword == "pattern" else []
+        if keyword == "patternProperties" and isinstance(value, Mapping):
+            patterns = list(value)
+        for pattern in patterns:
+            _check_pattern(pattern)
+    if {"unevaluatedProperties", "patternProperties"} <= keywords:
+        raise SchemaError("unevaluatedProperties beside patternProperties is not supported")
+    # A registry of its own, so that a reference to somewhere else is never fetched.
+    return _InTime(schema, registry=Registry())
+
+
+def errors_in_time(validator: Validator, instance: Any) -> Iterator[ValidationError]:
+    """What is wrong with a value."""
+    _now.deadline = time.monotonic() + _DEADLINE_S
+    try:
+        yield from validator.iter_errors(instance)
+    finally:
+        del _now.deadline
+
+
+def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+    waiting = [schema]
+    for node in waiting:
+        if isinstance(node, Mapping):
+            yield from node.items()
+            waiting += [value for key, value in node.items() if key not in _LITERAL]
+        elif isinstance(node, list):
+            waiting += node
+
+
+def _check_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, str):  # an argument of that name
+        return
+    if len(pattern) > _MAX_PATTERN:
+        raise SchemaError(f"a pattern has {len(pattern)} characters, more than {_MAX_PATTERN}")
+    try:
+        regex.compile(pattern)
+    except regex.error as error:
+        raise SchemaError(f"{pattern!r:.200} is no pattern: {error}") from error
+
+
+def _remaining_s() -> float:
+    remaining = getattr(_now, "deadline", math.inf) - time.monotonic()
+    if remaining <= 0:
+        raise SlowSchemaError(f"checking takes more than {_DEADLINE_S:g} s")
+    return remaining
+
+
+def _matches(pattern: str, text: str) -> bool:
+    if _late[pattern] >= _MAX_LATE:
+        raise SlowSchemaError(f"the pattern {pattern!r:.200} takes too long")
+    try:
+        return regex.search(pattern, text, timeout=min(_remaining_s(), _DEADLINE_S)) is not None
+    except TimeoutError:
+        _late[pattern] += 1
+        raise SlowSchemaError(f"the pattern {pattern!r:.200} takes too long") from None
+
+
+Errors = Iterator[ValidationError]
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, _: Any) -> Errors:
+    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, _: Any) -> Errors:
+    if validator.is_type(instance, "object"):
+        for pattern, schema in patterns.items():
+            for name, value in instance.items():
+                if _matches(pattern, name):
+                    yield from validator.descend(value, schema, path=name, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: Any) -> Errors:
+    if not validator.is_type(instance, "object"):
+        return
+    patterns = schema.get("patternProperties", {})
+    named = {
+        name
+        for name in instance
+        if name in schema.get("properties", {}) or any(_matches(p, name) for p in patterns)
+    }
+    rest = {name: value for name, value in instance.items() if name not in named}
+    own = Draft202012Validator.VALIDATORS["additionalProperties"]
+    yield from own(validator, allowed, rest, {})
+
+
+def _unique_items(validator: Any, unique: bool, instance: Any, _: Any) -> Errors:
+    if unique and validator.is_type(instance, "array"):
+        seen = {json.dumps(_comparable(item), sort_keys=True) for item in instance}
+        if len(seen) < len(instance):
+            yield ValidationError(f"{instance!r} has non-unique elements")
+
+
+def _comparable(value: Any) -> Any:
+    """As JSON schemas compare: 1 and 1.0 are equal."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _comparable(item) for name, item in value.items()}
+    return value
+
+
+def _in_time(check: Callable[..., Any]) -> Callable[..., Errors]:
+    def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Errors:
+        _remaining_s()
+        yield from check(validator, value, instance, schema) or ()
+
+    return checked
+
+
+_CHECKS: Final = {
+    **Draft202012Validator.VALIDATORS,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional_properties,
+    "uniqueItems": _unique_items,
+}
+_InTime: Final = extend(
+    Draft202012Validator, {keyword: _in_time(check) for keyword, check in _CHECKS.items()}
+)
+
+
+# Functions and methods as tools: found, documented and checked before anything runs.
+
+RESERVED: Final = frozenset({"reset", "get_reward", "close"})
+"""The lifecycle of an environment; never offered to the model."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NOT_BY_NAME: Final = {
+    inspect.Parameter.POSITIONAL_ONLY: "",
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+class Tool(NamedTuple):
+    """A tool that the model may call."""
+
+    name: str
+    schema: dict[str, Any]
+    """JSON schema in the format that chat templates show."""
+    validator: Validator
+    """Checks the arguments of a call."""
+    plain_types: Mapping[str, type]
+    """The arguments of which the schema says no more than their type, where that is a scalar."""
+    required: frozenset[str]
+    """The arguments that a call must have."""
+
+    def typed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments from their text, as the schema says; for formats that do not quote them."""
+        return typed_arguments(arguments, self.schema["function"]["parameters"])
+
+    def __reduce__(self) -> "tuple[Callable[[dict[str, Any]], Tool], tuple[dict[str, Any]]]":
+        """Validators can't be pickled; a copy has one made from the schema."""
+        return schema_tool, (self.schema,)
+
+    def argument_error(self, arguments: dict[str, Any]) -> str | None:
+        """What is wrong with the arguments of a call, or ``None``."""
+        # Most calls are right, which is soon seen; the validator is asked about the others.
+        types = self.plain_types
+        if self.required <= arguments.keys() and all(
+            type(value) is types.get(name) for name, value in arguments.items()
+        ):
+            return None
+        try:
+            error = best_match(errors_in_time(self.validator, arguments))
+        except (Unresolvable, RecursionError, SlowSchemaError) as unresolved:
+            return f"the tool's own schema can't be used: {unresolved!s:.200}"
+        if error is None:
+            return None
+        place = "".join(f"[{part!r}]" for part in error.absolute_path)
+        return f"arguments{place}: {error.message}"
+
+
+def typed_arguments(arguments: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
+    """The same for a schema that nobody has checked: what it does not say stays text."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    known = properties if isinstance(properties, dict) else {}
+    return {name: _typed(text, known.get(name)) for name, text in arguments.items()}
+
+
+_WORDS: Final = {"true": True, "false": False, "none": None, "null": None}
+
+
+def _typed(text: Any, schema: Any) -> Any:
+    """What the text of an argument stands for; the text itself if its type says so or it is none.
+
+    Templates that do not quote strings write ``True`` and ``None`` as Python does.
+    """
+    written: Any = schema.get("type", ()) if isinstance(schema, dict) else ()
+    listed = [written] if isinstance(written, str) else written
+    types = {t for t in listed if isinstance(t, str)} if isinstance(listed, list | tuple) else set()
+    if isinstance(schema, dict) and schema.get("nullable"):
+        types.add("null")
+    word = text.strip().lower() if isinstance(text, str) and len(text) < 32 else ""
+    if word in _WORDS and ("null" if _WORDS[word] is None else "boolean") in types:
+        return _WORDS[word]
+    if "string" in types or not isinstance(text, str):
+        return text
+    try:
+        return read_json(text)
+    except ValueError:
+        return text
+
+
+def environment_tools(environment: type | object) -> dict[str, Tool]:
+    """The public methods of an environment, as tools."""
+    # As with TRL: methods and class methods, inherited ones included, but for `reset`,
+    # `get_reward` and `close`; properties and static methods are none.
+    cls = environment if isinstance(environment, type) else type(environment)
+    tools: dict[str, Tool] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        for name in vars(owner):
+            static = inspect.getattr_static(cls, name)
+            if name.startswith("_") or name in RESERVED:
+                continue
+            method = static.__func__ if isinstance(static, classmethod) else static
+            if isinstance(method, types.FunctionType):
+                bound = types.MethodType(method, object())
+                tools[name] = function_tool(bound, owner=cls.__name__)
+    return tools
+
+
+def function_tool(
+    function: Callable[..., Any], *, owner: str | None = None, name: str | None = None
+) -> Tool:
+    """A function as a tool."""
+    if not inspect.isroutine(function):
+        raise TypeError(
+            f"A tool is a function or a method, got {type(function).__name__}: {function!r:.80}. "
+            "Define one with def, type hints and a docstring."
+        )
+    name = name or function.__name__
+    label = f"{owner}.{name}" if owner else name
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"The tool {label!r:.80} can't be called by that name: use 1 to 64 letters, digits, "
+            "'_', '-' and '.'."
+        )
+    for argument, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in _NOT_BY_NAME:
+            raise ValueError(
+                f"The tool {label} can't be offered to a model: its argument "
+                f"{_NOT_BY_NAME[parameter.kind]}{argument} is {parameter.kind.description}, but a "
+                "model gives each argument by its name. Write the arguments out."
+            )
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            f"The tool {label} can't be offered to a model: {error} A tool needs a docstring with "
+            "an `Args:` section that describes each argument, and a type hint for each. Prefix the "
+            "name with an underscore if it is not meant as a tool."
+        ) from error
+    schema["function"]["name"] = name
+    return schema_tool(schema)
+
+
+def offered_name(name: str) -> str:
+    """A name that models and templates can write, close to the one given."""
+    written = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    if not _NAME.fullmatch(written):
+        raise ValueError(f"A tool can't be named {name!r:.80}: use 1 to 64 characters.")
+    return written
+
+
+def schema_tool(schema: dict[str, Any], *, is_strict: bool = True) -> Tool:
+    """A tool from a schema in the format that chat templates show."""
+    function = schema["function"]
+    parameters = function["parameters"]
+    # An argument that the tool does not have is an error, not a Python exception inside it.
+    checked = _with_null(parameters)
+    if is_strict:
+        checked = {"additionalProperties": False, **checked}
+    return Tool(function["name"], schema, make_validator(checked), *_plain(checked))
+
+
+_SCALARS: Final = {"string": str, "integer": int, "number": float, "boolean": bool}
+_SAYS_NO_MORE: Final = frozenset({"type", "description", "title", "default"})
+
+
+def _plain(parameters: Mapping[str, Any]) -> tuple[dict[str, type], frozenset[str]]:
+    """What of a schema is no more than types of scalars, and which arguments it requires."""
+    simple = {"type", "properties", "required", "additionalProperties", "title", "description"}
+    if parameters.get("type") != "object" or not parameters.keys() <= simple:
+        # Something else may forbid what the types allow: an argument that no value has.
+        return {}, frozenset([""])
+    plain = {
+        name: _SCALARS[schema["type"]]
+        for name, schema in parameters.get("properties", {}).items()
+        if isinstance(schema, dict)
+        and schema.keys() <= _SAYS_NO_MORE
+        and isinstance(schema.get("type"), str)
+        and schema["type"] in _SCALARS
+    }
+    return plain, frozenset(parameters.get("required", ()))
+
+
+def _with_null(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters whose ``nullable`` ones, OpenAPI's word for it, accept null."""
+    properties = {
+        name: {"anyOf": [schema, {"type": "null"}]}
+        if isinstance(schema, dict) and schema.get("nullable")
+        else schema
+        for name, schema in parameters.get("properties", {}).items()
+    }
+    return {**parameters, "properties": properties} if properties else parameters

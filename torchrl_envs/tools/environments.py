@@ -1,0 +1,627 @@
+"""Tools with a state per episode: environments whose methods are tools, or that have a step."""
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from torchrl_data.checks import check_numbers, one_of
+from torchrl_data.messages import Message
+from torchrl_data.stop_reasons import ENVIRONMENT_DONE, ENVIRONMENT_ERROR
+from torchrl_data.tool_calls import ToolCall
+from torchrl_envs.concurrency import (
+    Call,
+    ConcurrentCalls,
+    Outcome,
+    OwnRandom,
+    accepted_arguments,
+    close_all,
+    log_close_error,
+    run_call,
+)
+from torchrl_envs.datasets.primer import DataLoadingPrimer
+from torchrl_envs.entries import RewardSource, with_observation
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.tool_source import Job, ToolSource
+from torchrl_envs.episode.transform import EpisodeStartError, EpisodeTransform, Event
+from torchrl_envs.tool_results import MAX_RESULT_BYTES, error_line
+from torchrl_envs.tool_schemas import Tool, environment_tools
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode.transform import EpisodeEnvironment
+
+
+# One user's environment per episode: made, reset, and always closed.
+
+Factory = Callable[[], Any]
+
+
+class Instance:
+    """The environment of one episode; it appears when its constructor returns."""
+
+    def __init__(self, name: str, factory: Factory) -> None:
+        self.name = name
+        self._factory = factory
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self.environment: Any = None
+
+    def make(self) -> None:
+        """Call the constructor; what comes after :meth:`closing` was asked closes itself."""
+        environment = self._factory()
+        with self._lock:
+            self.environment = environment
+            too_late = self._abandoned
+        if too_late and hasattr(environment, "close"):
+            log_close_error(environment, run_call(environment.close))
+
+    def reset(self, cls: type, columns: Mapping[str, Any]) -> Call:
+        """A call of ``reset``, sync or ``async`` as the class has it."""
+        if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
+            return functools.partial(self._reset_async, columns)
+        return functools.partial(self._reset, columns)
+
+    def _arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        return accepted_arguments(self.environment.reset, columns, drop="seed")
+
+    def _reset(self, columns: Mapping[str, Any]) -> Any:
+        if self.environment is None:
+            return None  # it could not be made, which is the episode's error
+        return self.environment.reset(**self._arguments(columns))
+
+    async def _reset_async(self, columns: Mapping[str, Any]) -> Any:
+        if self.environment is None:
+            return None
+        result: Coroutine[Any, Any, Any] = self.environment.reset(**self._arguments(columns))
+        return await result
+
+    def closing(self, reason: str) -> Call | None:
+        """Nobody needs it any more: how it is closed, if it has been made and can be."""
+        del reason
+        with self._lock:
+            self._abandoned = True
+        return getattr(self.environment, "close", None)
+
+    def __repr__(self) -> str:
+        return f"Instance({self.name!r})"
+
+
+async def start_instance(
+    owner: EpisodeTransform,
+    episode: Episode,
+    instance: Instance,
+    cls: type,
+    columns: Mapping[str, Any],
+    *,
+    start_timeout_s: float,
+    timeout_s: float,
+) -> Any:
+    """Make and reset the environment of an episode, which holds it from then on."""
+    episode.resources.add(
+        owner, instance, closing=instance.closing, timeout_s=timeout_s, name=cls.__name__
+    )
+    made, reset = await owner.call(
+        instance.make, instance.reset(cls, columns), timeout_s=start_timeout_s
+    )
+    if made.error is not None:
+        raise EpisodeStartError(f"{instance.name}: constructor") from made.error
+    if reset.error is not None:
+        raise EpisodeStartError(f"{instance.name}: reset") from reset.error
+    return reset.value
+
+
+# An environment per rollout: its methods are tools, and it owns its state and its reward.
+
+
+class EnvironmentTools(ToolSource, RewardSource):
+    """Gives every rollout an environment of its own.
+
+    An environment is plain Python: ``reset(**row)`` gets the columns of the data row that it names
+    (all of them if it takes ``**kwargs``), and ``seed``, the group's seed, if it names it; what it
+    returns, a string or a list of content parts, is added to the last user message (a string after
+    a blank line), or becomes a user message if there is none. Every other public method is a tool
+    (class methods too, static ones not, as with TRL).
+    ``get_reward()`` is asked once, when the episode ends; it gets ``messages``, the whole
+    conversation, if it names it, and ``None`` from it means that it does not apply. ``close()`` is
+    always called. All may be ``async``.
+
+    The calls of one rollout run in the order in which the model wrote them, unless the environment
+    may be called while it is being called; those of different rollouts run at once. A call that
+    fails, is malformed or misses its deadline is answered with an error that the model can read;
+    the other rollouts are not disturbed. A row whose environment can't be made or reset in time
+    ends at its first step, truncated and unscorable, with the error in ``stop_reason``.
+
+    Args:
+        factory: a class or callable that makes an environment, or ``{name: factory}`` routed by a
+            column of the data.
+        route_column: the column that names the factory.
+        overlap_calls: whether the calls of one turn may run at once on one environment.
+        timeout_s: deadline of one call, in seconds; also of ``get_reward`` and ``close``.
+        start_timeout_s: deadline of making an environment, and of its ``reset``.
+        max_result_bytes: longer results are cut, with a mark.
+        show_schemas: whether the chat template shows the tools to the model.
+
+    Raises:
+        TypeError: a factory can't be called, a class can't be made without arguments, or its
+            ``get_reward`` or ``close`` requires arguments that nobody gives.
+        ValueError: a tool lacks a docstring or type hints, or there is no tool at all.
+    """
+
+    def __init__(
+        self,
+        factory: Factory | Mapping[str, Factory],
+        *,
+        route_column: str = "environment",
+        overlap_calls: bool = False,
+        timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
+        max_result_bytes: int = MAX_RESULT_BYTES,
+        show_schemas: bool = True,
+    ) -> None:
+        super().__init__(
+            timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
+        )
+        self.is_routed = isinstance(factory, Mapping)
+        self.factories: dict[str, Factory] = (
+            dict(factory) if isinstance(factory, Mapping) else {"": factory}
+        )
+        self.route_column = route_column
+        self.overlap_calls = overlap_calls
+        self.types = {name: _environment_type(f, timeout_s) for name, f in self.factories.items()}
+        for cls in self.types.values():
+            _check_lifecycle(cls)
+        if not self.is_routed:  # known by its class, also where a lambda or a partial makes it
+            name = self.types[""].__name__
+            self.factories, self.types = {name: self.factories[""]}, {name: self.types[""]}
+        self.tools: dict[str, dict[str, Tool]] = {
+            name: environment_tools(cls) for name, cls in self.types.items()
+        }
+        self.start_timeout_s = start_timeout_s
+
+    # Composition --------------------------------------------------------------------------------
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Environments that own a reward."""
+        return [name for name, cls in self.types.items() if hasattr(cls, "get_reward")]
+
+    def check(self, env: "EpisodeEnvironment") -> None:
+        """Data and environments fit together, and somebody gives a reward.
+
+        Raises:
+            ValueError: the routing column or a column that ``reset`` requires is missing, a row
+                names an unknown environment, or there is no reward at all.
+        """
+        loaders = list(env.transforms_of(DataLoadingPrimer))
+        if loaders:
+            self._check_columns(loaders[0])
+        sources = [s for s in env.transforms_of(EpisodeTransform) if isinstance(s, RewardSource)]
+        if not any(source.reward_names for source in sources):
+            raise ValueError(
+                f"No reward: neither {', '.join(self.types)} has a get_reward() method, nor are "
+                "there reward functions. Define get_reward(self) -> float on the environment, or "
+                "append RewardFunctions([...])."
+            )
+
+    def _check_columns(self, loader: DataLoadingPrimer) -> None:
+        columns = set(loader.columns)
+        if self.is_routed:
+            if self.route_column not in columns:
+                raise ValueError(
+                    f"EnvironmentTools routes by the column {self.route_column!r}, which the data "
+                    f"lacks; its columns are {sorted(columns)}. Add it or name another one with "
+                    "route_column=."
+                )
+            if self.only_for is None:
+                loader.require("environment", self._route_error)
+        for name, cls in self.types.items():
+            missing = _required_parameters(cls) - columns - {"seed"}
+            if missing:
+                raise ValueError(
+                    f"{name}.reset needs the columns {sorted(missing)}, which the data lacks; its "
+                    f"columns are {sorted(columns)}. Add them, or give the parameters a default."
+                )
+
+    def _route_error(self, row: Mapping[str, Any]) -> str:
+        name = row.get(self.route_column)
+        known = sorted(self.factories)
+        return "" if name in known else f"it names the environment {name!r}; there are {known}"
+
+    # Lifecycle ----------------------------------------------------------------------------------
+
+    def instance(self, episode: Episode | int) -> Any:
+        """The environment of an episode that is running, or being scored; ``None`` if it has none.
+
+        Args:
+            episode: any, or the number of the row in which it runs.
+        """
+        if isinstance(episode, int):
+            found = self._environment().resources_in(episode).get(self)
+        else:
+            found = episode.resources.get(self)
+        return None if found is None else found.environment
+
+    async def begin(self, episode: Episode) -> None:
+        """Make and reset an environment; add what it says to the query.
+
+        Raises:
+            EpisodeStartError: it can't be made or reset; that ends this episode alone.
+        """
+        columns = dict(episode.example or {})
+        name = columns.get(self.route_column) if self.is_routed else next(iter(self.factories))
+        if name not in self.factories:
+            known = sorted(self.factories)
+            raise EpisodeStartError(f"{name}: route") from ValueError(
+                f"there is no such environment; there are {known}"
+            )
+        observation = await start_instance(
+            self,
+            episode,
+            Instance(name, self.factories[name]),
+            self.types[name],
+            {"seed": episode.seed, **columns},
+            start_timeout_s=self.start_timeout_s,
+            timeout_s=self.timeout_s,
+        )
+        try:
+            query = [] if episode.query is None else episode.query
+            episode.query = with_observation(query, observation)
+        except TypeError as error:
+            raise EpisodeStartError(f"{name}: reset") from error
+
+    # Tools --------------------------------------------------------------------------------------
+
+    def tool_names(self) -> dict[str, str]:
+        """Every tool of every environment."""
+        return {
+            tool: f"the environment {name}" for name, tools in self.tools.items() for tool in tools
+        }
+
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """The tools of the environment that an episode has."""
+        instance = episode.resources.get(self)
+        return {} if instance is None else self.tools[instance.name]
+
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
+        """A call of a method of the episode's environment."""
+        method = getattr(self.instance(episode), call.name)
+        lane = None if self.overlap_calls else episode.id
+        return self.job(call, functools.partial(method, **call.arguments), lane=lane)
+
+    # Reward -------------------------------------------------------------------------------------
+
+    def finish(self, episode: Episode) -> Event:
+        """Ask the environment for its reward."""
+        instance: Instance | None = episode.resources.get(self)
+        if instance is None or not hasattr(self.types[instance.name], "get_reward"):
+            return None
+        return self._score(episode, instance)
+
+    async def _score(self, episode: Episode, instance: Instance) -> None:
+        get_reward = instance.environment.get_reward
+        arguments = accepted_arguments(get_reward, {"messages": episode.messages})
+        (outcome,) = await self.call(
+            functools.partial(get_reward, **arguments), timeout_s=self.timeout_s
+        )
+        episode.score.add_outcome(instance.name, outcome, who=f"{instance.name}.get_reward")
+
+
+def _environment_type(factory: Factory, timeout_s: float) -> type:
+    """The class that a factory makes; a callable that is not a class is called once to see."""
+    if isinstance(factory, type):
+        missing = _required_arguments(factory)
+        if missing:
+            raise TypeError(
+                f"The environment {factory.__name__} is made without arguments, but its "
+                f"constructor requires {missing}. Give them defaults, or give a factory: "
+                f"EnvironmentTools(lambda: {factory.__name__}({missing[0]}=...))."
+            )
+        return factory
+    if not callable(factory):
+        raise TypeError(
+            "EnvironmentTools takes a class, a callable without arguments that makes an "
+            f"environment, or a dict of them by name; got {factory!r}."
+        )
+    probe = factory()
+    calls = ConcurrentCalls(timeout_s=timeout_s)
+    try:
+        close_all([probe], calls)
+    finally:
+        calls.close()
+    return type(probe)
+
+
+def _check_lifecycle(cls: type) -> None:
+    """Methods that are called for the environment require no arguments that nobody gives."""
+    for name, given in (("get_reward", ("messages",)), ("close", ())):
+        method = getattr(cls, name, None)
+        if method is None:
+            continue
+        if not callable(method):
+            raise TypeError(
+                f"{cls.__name__}.{name} must be a method, got {type(method).__name__}: "
+                f"{method!r:.80}."
+            )
+        bound = not isinstance(inspect.getattr_static(cls, name), types.FunctionType)
+        missing = [a for a in _required_arguments(method)[0 if bound else 1 :] if a not in given]
+        if missing:
+            gets = f"{', '.join(given)} if it names it" if given else "no arguments"
+            raise TypeError(
+                f"{cls.__name__}.{name} requires {missing}, which nobody gives: it gets {gets}. "
+                "Keep what it needs on the environment (reset gets the data row), or give the "
+                "arguments defaults."
+            )
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    """What a call must be given; nothing where that can't be told."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a class that is not written in Python
+        return []
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+
+
+def _required_parameters(cls: type) -> set[str]:
+    reset = getattr(cls, "reset", None)
+    if reset is None:
+        raise ValueError(
+            f"The environment {cls.__name__} has no reset(self, **row) method; add one (it may "
+            "return None)."
+        )
+    return set(_required_arguments(reset)[1:])
+
+
+# Environments that are stepped with what the policy wrote: Gymnasium's, GEM's, SkyRL Gym's.
+#
+# None of them is imported: they are known by their methods and by what these return.
+
+RewardOf = Literal["sum", "last"]
+Kind = Literal["gymnasium", "skyrl_gym"]
+REWARDS_OF: Final[tuple[RewardOf, ...]] = ("sum", "last")
+
+
+class StepEnvironments(EpisodeTransform, RewardSource):
+    """Gives every rollout an environment of its own, stepped with the whole text of each turn.
+
+    Two protocols are known, by their methods:
+
+    - ``reset(seed=, options=) -> (observation, info)`` and ``step(text) -> (observation, reward,
+      terminated, truncated, info)``, observations being text: Gymnasium's and GEM's;
+    - ``init(messages) -> (messages, metadata)`` and ``step(text) -> {"observations": messages,
+      "reward": ..., "done": ...}``: SkyRL Gym's.
+
+    What the reset says is added to the last user message; what a step says is the user's next
+    message. A turn that a tool of another part has answered is no step. An environment that raises,
+    gives what its protocol does not know, or is late, ends its episode alone, truncated and not
+    scorable; ``close()`` is always called.
+
+    Args:
+        factory: makes the environment of an episode from its row of the data.
+        name: of the reward.
+        reward: ``"sum"`` of the steps' rewards, or the ``"last"`` one.
+        reset_columns: columns of the data that are ``options`` of ``reset``.
+        global_random: the environments draw from Python's global random numbers, as GEM's games do:
+            each gets a state of its own, from the group's seed, and they step one after the other.
+        timeout_s: deadline of a step, in seconds; also of ``close``.
+        start_timeout_s: deadline of making an environment, and of its reset.
+
+    Raises:
+        TypeError: the factory can't be called.
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[Mapping[str, Any]], Any],
+        *,
+        name: str = "environment",
+        reward: RewardOf | str = "sum",
+        reset_columns: Sequence[str] = (),
+        global_random: bool = False,
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        super().__init__()
+        if not callable(factory):
+            raise TypeError(
+                f"StepEnvironments takes a function that makes an environment from a row, got "
+                f"{factory!r:.80}."
+            )
+        limits = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+        check_numbers("StepEnvironments", "(0, inf)", **limits)
+        self.factory = factory
+        self.name = name
+        self.reward: RewardOf = one_of("reward", reward, REWARDS_OF, who="StepEnvironments")
+        self.reset_columns = tuple(reset_columns)
+        self.global_random = global_random
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The environment's reward."""
+        return [self.name]
+
+    async def begin(self, episode: Episode) -> None:
+        """Make and reset an environment; what it says is a part of the query.
+
+        Raises:
+            EpisodeStartError: it can't be made or reset; that ends this episode alone.
+        """
+        row = dict(episode.example or {})
+        guard = OwnRandom(episode.seed) if self.global_random else nullcontext
+        instance = _Stepped(self.name, functools.partial(self.factory, row), guard)
+        options = {column: row[column] for column in self.reset_columns}
+        episode.query = await start_instance(
+            self,
+            episode,
+            instance,
+            _Stepped,
+            {"query": episode.query, "seed": episode.seed, "options": options},
+            start_timeout_s=self.start_timeout_s,
+            timeout_s=self.timeout_s,
+        )
+
+    async def after_turn(self, episode: Episode) -> None:
+        """Step with what the policy wrote."""
+        instance: _Stepped | None = episode.resources.get(self)
+        if instance is None or episode.is_done or not episode.awaits_answer:
+            return
+        step = functools.partial(instance.step, str(episode.last_message["content"]))
+        (outcome,) = await self.call(step, timeout_s=self.timeout_s)
+        if outcome.error is not None:
+            reason = f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(outcome.error)}"
+            episode.truncate(reason)
+            return
+        result: StepResult = outcome.value
+        episode.say(*result.messages)
+        if result.is_terminated:
+            episode.terminate(ENVIRONMENT_DONE)
+        elif result.is_truncated:
+            episode.truncate(ENVIRONMENT_DONE)
+
+    def finish(self, episode: Episode) -> None:
+        """Add up what the steps gave."""
+        instance: _Stepped | None = episode.resources.get(self)
+        rewards = [] if instance is None else instance.rewards
+        total = None
+        if rewards:
+            total = sum(rewards) if self.reward == "sum" else rewards[-1]
+        episode.score.add_outcome(self.name, Outcome(total), who=f"{self.name}.step")
+
+
+class StepResult(NamedTuple):
+    """What a step of an environment gave, whatever its protocol."""
+
+    messages: list[Message]
+    reward: float
+    is_terminated: bool
+    is_truncated: bool
+
+
+def protocol_of(environment: Any) -> Kind | None:
+    """Which protocol an environment follows, by its methods; none where it has no such methods.
+
+    Args:
+        environment: any object.
+    """
+    if not callable(getattr(environment, "step", None)):
+        return None
+    if callable(getattr(environment, "init", None)):
+        return "skyrl_gym"
+    return "gymnasium" if callable(getattr(environment, "reset", None)) else None
+
+
+class _Stepped(Instance):
+    """The environment of one episode, its rewards so far, and its own random numbers."""
+
+    def __init__(
+        self,
+        name: str,
+        factory: Callable[[], Any],
+        guard: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__(name, factory)
+        self._guard = guard
+        self.rewards: list[float] = []
+
+    def make(self) -> None:
+        """Call the factory."""
+        with self._guard():
+            super().make()
+
+    def reset(self, cls: type, columns: Mapping[str, Any]) -> Call:
+        """A call that gives the query of the episode."""
+        del cls
+        return functools.partial(self._start, **columns)
+
+    def _start(self, query: Any, seed: int, options: Mapping[str, Any]) -> Any:
+        if self.environment is None:
+            return None  # it could not be made, which is the episode's error
+        kind = protocol_of(self.environment)
+        if kind is None:
+            raise TypeError(
+                f"{type(self.environment).__name__} has neither reset() and step() nor init() and "
+                "step()"
+            )
+        with self._guard():
+            if kind == "skyrl_gym":
+                return _start_messages(self.environment, query)
+            more = {"options": dict(options)} if options else {}
+            given = self.environment.reset(seed=seed, **more)
+        return with_observation([] if query is None else query, _observation(given))
+
+    def step(self, text: str) -> StepResult:
+        """Step with a turn of the policy."""
+        with self._guard():
+            given = self.environment.step(text)
+        kind = protocol_of(self.environment)
+        result = _result_of_dict(given, text) if kind == "skyrl_gym" else _result_of_tuple(given)
+        self.rewards.append(result.reward)
+        return result
+
+
+def _observation(given: Any) -> str:
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise TypeError(f"reset() gives (observation, info), got {given!r:.80}")
+    return _text(given[0])
+
+
+def _text(observation: Any) -> str:
+    if isinstance(observation, str):
+        return observation
+    raise TypeError(
+        f"observations are text here, got {type(observation).__name__}: wrap the environment, as "
+        "with gymnasium.wrappers.TransformObservation"
+    )
+
+
+def _result_of_tuple(given: Any) -> StepResult:
+    if not (isinstance(given, tuple) and len(given) == 5):
+        raise TypeError(
+            "step() gives (observation, reward, terminated, truncated, info), got "
+            f"{len(given) if isinstance(given, tuple) else type(given).__name__}"
+            f"{' values' if isinstance(given, tuple) else ''}"
+        )
+    observation, reward, terminated, truncated, _ = given
+    text = _text(observation)
+    messages: list[Message] = [{"role": "user", "content": text}] if text else []
+    return StepResult(messages, float(reward), bool(terminated), bool(truncated))
+
+
+def _start_messages(environment: Any, query: Any) -> Any:
+    prompt = [{"role": "user", "content": query}] if isinstance(query, str) else list(query or [])
+    given = environment.init(prompt)
+    if not (isinstance(given, tuple) and len(given) == 2):
+        raise TypeError(f"init() gives (messages, metadata), got {given!r:.80}")
+    return _messages(given[0], "init()")
+
+
+def _result_of_dict(given: Any, text: str) -> StepResult:
+    missing = {"observations", "reward", "done"} - set(given if isinstance(given, Mapping) else ())
+    if missing:
+        raise TypeError(f"step() gives a dict with {sorted(missing)}, got {given!r:.80}")
+    changed = given.get("postprocessed_action")
+    if changed not in (None, text):
+        raise ValueError(
+            "step() has changed the policy's turn (postprocessed_action), and the tokens that were "
+            "sampled stay as they are: let the engine stop there instead"
+        )
+    messages = _messages(given["observations"], "step()")
+    return StepResult(messages, float(given["reward"]), bool(given["done"]), False)
+
+
+def _messages(given: Any, who: str) -> list[Message]:
+    if isinstance(given, Sequence) and all(
+        isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in given
+    ):
+        return [dict(message) for message in given]  # type: ignore[misc]
+    raise TypeError(f"{who} gives messages with role and content, got {given!r:.80}")

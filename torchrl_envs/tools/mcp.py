@@ -1,0 +1,485 @@
+"""The tools of MCP servers: their processes, connections and calls."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping
+from typing import Any, Final, Literal, TextIO, TypeVar
+
+from jsonschema import SchemaError
+
+from torchrl_data.tool_calls import ToolCall
+from torchrl_envs.concurrency import LoopThread
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.tool_source import Job, ToolSource
+from torchrl_envs.episode.transform import EpisodeStartError
+from torchrl_envs.processes import kept_command
+from torchrl_envs.tool_results import MAX_RESULT_BYTES
+from torchrl_envs.tool_schemas import Tool, offered_name, schema_tool
+
+# A session with an MCP server: the one door to the ``mcp`` library.
+#
+# Everything here runs on one event loop. A session lives in a task of its own, because the
+# library's contexts have to be left by the task that entered them.
+
+T = TypeVar("T")
+
+MAX_RESTARTS: Final = 2
+"""How often in a row a server that died is started again."""
+_MAX_PAGES: Final = 100
+_BACKOFF_S: Final = 0.1
+_CLOSE_S: Final = 15.0
+"""The library stops a server within seconds; this is for when it does not."""
+_PROCESS_KEYS: Final = frozenset({"command", "args", "env", "cwd", "encoding"})
+_HTTP_KEYS: Final = frozenset({"url", "headers"})
+
+
+class MCPServerError(RuntimeError):
+    """A server can't be reached, does not answer, or died."""
+
+
+class MCPToolError(RuntimeError):
+    """A tool of a server failed; the message is the server's."""
+
+
+class MCPToolsChangedError(RuntimeError):
+    """A server no longer offers a tool as it did when the environment was built."""
+
+
+class MCPConnection:
+    """One session with one server; opened when it is needed, and again when the server died."""
+
+    def __init__(self, name: str, server: Any, *, timeout_s: float) -> None:
+        if isinstance(server, Mapping):
+            _check_keys(name, server)
+        self.name = name
+        self.server = server
+        self.timeout_s = timeout_s
+        self._client: Any = None
+        self._owner: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._expected: dict[str, dict[str, Any]] | None = None
+        self._offered: dict[str, dict[str, Any]] = {}
+        self._is_stale = False
+        self._num_failures = 0
+
+    async def tools(self) -> dict[str, dict[str, Any]]:
+        """The server's tools, as the schemas that chat templates show, by name."""
+        # Those of the first time are expected from then on: a call of one that changed is refused.
+        if not await self._open():  # which lists them too
+            await self._in_time(self._list())
+        if self._expected is None:
+            self._expected = dict(self._offered)
+        return self._offered
+
+    def another(self) -> "MCPConnection":
+        """A session of its own with the same server, which expects the same tools."""
+        made = MCPConnection(self.name, self.server, timeout_s=self.timeout_s)
+        made._expected = self._expected
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is not open."""
+        try:
+            pickle.dumps(self.server)
+        except Exception as error:  # it is the server's own code that says so
+            raise TypeError(
+                f"A connection to {self.name} can't be copied or sent to another process: that is "
+                f"an object of this one ({error}). Give a function of a module, which returns it."
+            ) from error
+        state = {"_expected": self._expected}
+        return (
+            functools.partial(type(self), timeout_s=self.timeout_s),
+            (self.name, self.server),
+            state,
+        )
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool; a call is never made twice."""
+        await self._open()
+        if self._is_stale:
+            await self._list()
+        self._check(tool)
+        try:
+            result = await self._request(self._client.call_tool(tool, arguments))
+            self._num_failures = 0
+            return _content(result)
+        except MCPToolError:
+            # Not every server says that its tools changed.
+            await self._list()
+            self._check(tool)
+            raise
+
+    def recheck(self) -> None:
+        """Ask for the tools again before the next call."""
+        self._is_stale = True
+
+    def _check(self, tool: str) -> None:
+        if self._expected is not None and self._offered.get(tool) != self._expected.get(tool):
+            state = "has another schema" if tool in self._offered else "is gone"
+            raise MCPToolsChangedError(f"the tool {tool} of {self.name} {state}")
+
+    async def close(self) -> None:
+        """End the session and the server's process; may be called twice."""
+        owner, self._owner, self._client = self._owner, None, None
+        if owner is None:
+            return
+        self._stop.set()
+        _, pending = await asyncio.wait([owner], timeout=_CLOSE_S)
+        if pending:
+            owner.cancel()
+            await asyncio.wait([owner], timeout=_CLOSE_S)
+
+    # How it works -------------------------------------------------------------------------------
+
+    async def _open(self) -> bool:
+        """Open a session if there is none; whether this one is new."""
+        async with self._opening:
+            if self._client is not None:
+                return False
+            await self.close()
+            if self._num_failures > MAX_RESTARTS:
+                raise MCPServerError(
+                    f"{self.name} died or could not be reached {self._num_failures} times in a "
+                    "row; it is not started again"
+                )
+            if self._num_failures:
+                await asyncio.sleep(_BACKOFF_S * 2**self._num_failures)
+            self._stop = asyncio.Event()
+            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._owner = asyncio.create_task(self._own(ready, self._stop))
+            try:
+                self._client = await self._in_time(ready)
+                await self._in_time(self._list())
+            except BaseException:
+                self._num_failures += 1
+                if self._owner is not None:
+                    self._owner.cancel()
+                await self.close()
+                raise
+            return True
+
+    async def _in_time(self, awaitable: Awaitable[T]) -> T:
+        try:
+            return await asyncio.wait_for(awaitable, self.timeout_s)
+        except TimeoutError as error:
+            raise MCPServerError(
+                f"{self.name} did not answer within {self.timeout_s:g} s"
+            ) from error
+
+    async def _own(self, ready: "asyncio.Future[Any]", stop: asyncio.Event) -> None:
+        try:
+            async with make_client(self.server, self._on_message) as client:
+                ready.set_result(client)
+                await stop.wait()
+        except BaseException as error:
+            # The end of a session that was in use; whoever uses it has seen that.
+            if not ready.done():
+                cause = _first(error)
+                reason = str(cause) if isinstance(cause, MCPServerError) else repr(cause)
+                ready.set_exception(MCPServerError(f"{self.name} can't be reached: {reason:.500}"))
+            if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+                raise
+
+    async def _on_message(self, message: Any) -> None:
+        if type(message).__name__ == "ToolListChangedNotification":
+            self._is_stale = True
+
+    async def _list(self) -> None:
+        self._is_stale = False
+        offered: dict[str, dict[str, Any]] = {}
+        cursor = None
+        for _ in range(_MAX_PAGES):
+            page = await self._request(self._client.list_tools(cursor=cursor, cache_mode="bypass"))
+            offered |= {tool.name: _schema(tool) for tool in page.tools}
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        self._offered = offered
+
+    async def _request(self, awaitable: Any) -> Any:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
+                raise MCPToolError(str(error)) from error
+            # The next call opens another session.
+            self._client = None
+            self._num_failures += 1
+            raise MCPServerError(f"the connection to {self.name} was lost: {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
+    """A session of the library's own client."""
+    # server: `{"command", "args", "env", "cwd"}` (a process, over stdio), `{"url", "headers"}` or a
+    # URL (streamable HTTP), an `MCPServer` or `Server` object (in memory), or a function without
+    # arguments that returns one of these or a transport.
+    try:
+        from mcp import Client, StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+    except ImportError as error:
+        raise ImportError("MCP servers need the package mcp: pip install 'mcp>=2,<3'.") from error
+
+    if callable(server) and not hasattr(server, "list_tools"):
+        server = server()
+    async with contextlib.AsyncExitStack() as stack:
+        target: Any = server
+        if isinstance(server, Mapping) and "command" in server:
+            server = StdioServerParameters(**server)
+        if isinstance(server, StdioServerParameters):
+            # What the server writes to stderr is shown, as it is for any child process.
+            target = stdio_client(_kept(server), errlog=_stderr())
+        elif isinstance(server, Mapping):
+            http = await stack.enter_async_context(
+                create_mcp_http_client(headers=dict(server.get("headers", {})))
+            )
+            target = streamable_http_client(server["url"], http_client=http)
+        client = Client(target, cache=None, message_handler=on_message)
+        yield await stack.enter_async_context(client)
+
+
+def _check_keys(name: str, server: Mapping[str, Any]) -> None:
+    for needed, known in (("command", _PROCESS_KEYS), ("url", _HTTP_KEYS)):
+        if needed in server and server.keys() <= known:
+            return
+    raise ValueError(
+        f"{name} is described by {sorted(server)}. Give 'command' (with 'args', 'env', 'cwd', "
+        "'encoding' as needed) for a process, or 'url' (with 'headers') for HTTP."
+    )
+
+
+def _kept(server: Any) -> Any:
+    """A server whose process, and what that starts, ends with this process."""
+    from mcp.client.stdio import get_default_environment
+
+    path = (get_default_environment() | (server.env or {})).get("PATH")
+    where = os.path.join(server.cwd or "", server.command)
+    command = where if os.path.dirname(server.command) else server.command
+    if shutil.which(command, path=path) is None:
+        raise MCPServerError(f"there is no program {server.command!r} that can be run")
+    command, *args = kept_command([server.command, *server.args])
+    return server.model_copy(update={"command": command, "args": args})
+
+
+def _stderr() -> TextIO:
+    if sys.__stderr__ is None:
+        raise MCPServerError("this process has no stderr, which a server's process needs")
+    return sys.__stderr__
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or tool.title or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+def _content(result: Any) -> Any:
+    """What a tool said: its text, a note for what is not text, or its data."""
+    pieces = [_piece(block) for block in result.content]
+    text = "\n".join(pieces)
+    if result.is_error:
+        raise MCPToolError(text or "the tool failed")
+    if not pieces and result.structured_content is not None:
+        return result.structured_content
+    return text
+
+
+def _piece(block: Any) -> str:
+    text = getattr(block, "text", None) or getattr(getattr(block, "resource", None), "text", None)
+    if isinstance(text, str):
+        return text
+    if block.type == "text":
+        return ""
+    what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
+    return f"[{block.type}: {what}]"
+
+
+def _first(error: BaseException) -> BaseException:
+    """The cause inside a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+# Tools of MCP servers.
+#
+# Shape legend: B rows.
+
+_GRACE_S = 60.0
+"""Most time that opening or closing all sessions may take past its own deadlines."""
+
+
+class MCPToolTransform(ToolSource):
+    """Offers the tools of MCP servers.
+
+    The servers are asked for their tools here, so that what is wrong shows before training. Calls
+    run at the same time, each with its deadline. A server that died is started again at the next
+    call, at most twice in a row; the call during which it died is answered with an error and is not
+    repeated. A tool that the server has changed since is answered with an error too.
+
+    Args:
+        servers: by name; each a dictionary ``{"command", "args", "env", "cwd"}`` (a process, over
+            stdio) or ``{"url", "headers"}`` (streamable HTTP), a URL, or an ``mcp`` server object
+            (in memory). A child process gets few environment variables beside ``env``.
+        session: ``"shared"``: one session per server for all rows. ``"row"``: one for each row,
+            from the beginning of its episode to its end, for servers that keep a state.
+        allow: the tools to offer, as the model calls them; all when not given.
+        prefix_names: call a tool ``server_tool``, for servers whose tools have the same names.
+        timeout_s: deadline of one call, in seconds, and of opening a session.
+        max_result_bytes: longer results are cut, with a mark; bytes of UTF-8.
+        show_schemas: whether the chat template shows the tools to the model.
+
+    Raises:
+        ValueError: there is no server, two tools have the same name, ``allow`` names a tool that
+            does not exist, or a tool has a name or a schema that can't be used.
+        MCPServerError: a server can't be reached or does not answer.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Any],
+        *,
+        session: Literal["shared", "row"] = "shared",
+        allow: Collection[str] | None = None,
+        prefix_names: bool = False,
+        timeout_s: float = 30.0,
+        max_result_bytes: int = MAX_RESULT_BYTES,
+        show_schemas: bool = True,
+    ) -> None:
+        super().__init__(
+            timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
+        )
+        if not servers or session not in ("shared", "row"):
+            raise ValueError(
+                "MCPToolTransform needs at least one server, and session='shared' or 'row'; got "
+                f"{list(servers)} and {session!r}."
+            )
+        self.session = session
+        self.tools: dict[str, Tool] = {}
+        self._homes: dict[str, tuple[str, str]] = {}
+        self._loop = LoopThread()
+        self._shared = {
+            name: MCPConnection(f"the MCP server {name!r}", server, timeout_s=timeout_s)
+            for name, server in servers.items()
+        }
+        try:
+            for server, connection in self._shared.items():
+                for tool, schema in self._run(connection.tools()).items():
+                    self._offer(server, tool, schema, prefix_names)
+            self._keep_allowed(allow)
+            if session == "row":
+                self._run(_close_all(self._shared.values()))
+        except BaseException:
+            self.close()
+            raise
+
+    def _offer(self, server: str, tool: str, schema: dict[str, Any], prefix_names: bool) -> None:
+        name = offered_name(f"{server}_{tool}" if prefix_names else tool)
+        if name in self.tools:
+            raise ValueError(
+                f"Two tools are named {name!r}: of the MCP servers {self._homes[name][0]!r} and "
+                f"{server!r}. Give prefix_names=True, or leave one server out."
+            )
+        schema = {**schema, "function": {**schema["function"], "name": name}}
+        try:
+            self.tools[name] = schema_tool(schema, is_strict=False)
+        except SchemaError as error:
+            raise ValueError(
+                f"The tool {tool!r} of the MCP server {server!r} has an invalid schema: "
+                f"{error.message}"
+            ) from error
+        self._homes[name] = (server, tool)
+
+    def _keep_allowed(self, allow: Collection[str] | None) -> None:
+        if allow is None:
+            return
+        missing = sorted(set(allow) - self.tools.keys())
+        if missing:
+            raise ValueError(
+                f"MCPToolTransform: allow names {missing}, which no server offers; there are "
+                f"{sorted(self.tools)}."
+            )
+        self.tools = {name: tool for name, tool in self.tools.items() if name in set(allow)}
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.submit(coroutine).result(timeout=2 * self.timeout_s + _GRACE_S)
+
+    @property
+    def servers(self) -> dict[str, Any]:
+        """By name."""
+        return {name: connection.server for name, connection in self._shared.items()}
+
+    # Lifecycle ----------------------------------------------------------------------------------
+
+    async def begin(self, episode: Episode) -> None:
+        """Open a session for an episode, if each has its own.
+
+        Raises:
+            EpisodeStartError: a server can't be reached.
+        """
+        if self.session == "shared":
+            for connection in self._shared.values():
+                connection.recheck()
+            return
+        own = {name: connection.another() for name, connection in self._shared.items()}
+        episode.resources.add(self, own, close=functools.partial(self._close, own.values()))
+        opened = await self.call_all(
+            *(functools.partial(self._open, connection) for connection in own.values()),
+            timeout_s=2 * self.timeout_s + _GRACE_S,
+        )
+        for server, outcome in zip(own, opened, strict=True):
+            if outcome.error is not None:
+                raise EpisodeStartError(f"MCP server {server}") from outcome.error
+
+    async def _open(self, connection: MCPConnection) -> None:
+        await asyncio.wrap_future(self._loop.submit(connection.tools()))
+
+    async def _close(self, connections: Collection[MCPConnection]) -> None:
+        await asyncio.wrap_future(self._loop.submit(_close_all(connections)))
+
+    def close(self) -> None:
+        """Close all sessions and stop the servers' processes."""
+        if self._shared:
+            self._run(_close_all(self._shared.values()))
+        self._loop.close()
+
+    # Tools --------------------------------------------------------------------------------------
+
+    def tool_names(self) -> dict[str, str]:
+        """Every tool, and whose it is."""
+        return {name: f"the MCP server {self._homes[name][0]!r}" for name in self.tools}
+
+    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
+        """All tools, for every episode that has a session."""
+        return self.tools if self.session == "shared" or self in episode.resources else {}
+
+    def bind(self, episode: Episode, call: ToolCall) -> Job:
+        """A call of a server's tool."""
+        server, tool = self._homes[call.name]
+        connections = self._shared if self.session == "shared" else episode.resources.get(self)
+        return self.job(
+            call, functools.partial(self._ask, connections[server], tool, call.arguments)
+        )
+
+    async def _ask(self, connection: MCPConnection, tool: str, arguments: dict[str, Any]) -> Any:
+        # The sessions have a loop of their own, which lives as long as they do.
+        return await asyncio.wrap_future(self._loop.submit(connection.call(tool, arguments)))
+
+
+async def _close_all(connections: Collection[MCPConnection]) -> None:
+    await asyncio.gather(*(connection.close() for connection in connections))

@@ -1,0 +1,290 @@
+"""What keeps the context of an episode small.
+
+Dropped reasoning, folded turns, a budget of tokens.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from torchrl_data.conversation import Conversations
+from torchrl_data.messages import Message, split_reasoning
+from torchrl_data.stop_reasons import CONTEXT_LENGTH, ENVIRONMENT_ERROR, TOKEN_BUDGET
+from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_envs.entries import with_observation
+from torchrl_envs.episode.episode import Episode
+from torchrl_envs.episode.transform import EpisodeTransform
+from torchrl_envs.tool_results import error_line
+
+if TYPE_CHECKING:
+    from torchrl_envs.episode.transform import EpisodeEnvironment
+
+
+# Reasoning of earlier turns is left out of what the policy sees next, as Qwen3's template does.
+
+
+class DropReasoning(EpisodeTransform):
+    """Drops ``<think>`` blocks of the turns before the newest message of the user.
+
+    Chat templates such as Qwen3's leave out the reasoning of earlier turns when they render a
+    conversation; here that is a step of its own, because what was sampled stays as it was sampled:
+    the turns so far become a row of their own, see :meth:`Episode.rewrite`, and the episode goes on
+    from a history without their reasoning. Between a tool call and its result reasoning stays.
+    """
+
+    def before_turn(self, episode: Episode) -> None:
+        """Rewrite the history of an episode, if there is reasoning to drop."""
+        messages = episode.messages
+        roles = [message["role"] for message in messages]
+        last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else 0
+        earlier = [without_reasoning(message) for message in messages[:last_user]]
+        if earlier != messages[:last_user]:
+            episode.rewrite([*earlier, *messages[last_user:]])
+
+
+def without_reasoning(message: Message) -> Message:
+    """A message without its reasoning, or the message itself if it has none."""
+    if message["role"] != "assistant":
+        return message
+    parts = split_reasoning(message)
+    if parts.get("reasoning_content") is None:
+        return message
+    return {key: value for key, value in parts.items() if key != "reasoning_content"}
+
+
+# A long history is folded into a summary, and the episode goes on from there.
+
+
+class FoldContext(EpisodeTransform):
+    """Replaces what was said since the prompt by a summary, before a turn, when it gets long.
+
+    The prompt (everything before the policy's first turn) stays, the summary is added to its last
+    user message, and the newest messages stay as they are. What the policy has sampled so far is a
+    row of its own, see :meth:`Episode.rewrite`: each sampled token is trained once, and all rows of
+    an episode share its reward, group and advantage.
+
+    Append it before a :class:`~torchrl_envs.TokenBudget`, which counts what is left after folding.
+
+    Args:
+        summarize: a function, sync or ``async``, of the messages that are folded (the first is an
+            earlier summary, if there is one); returns a text. One that raises, misses its deadline
+            or returns something else ends its episode alone, truncated, with the reason.
+        max_turns: fold once the policy has taken so many turns since the prompt, or the last time.
+        max_tokens: fold once the conversation has so many tokens, the prompt's included; those of
+            messages that nobody has encoded yet are not counted.
+        keep_last: newest messages that stay as they are, 0 or more.
+        timeout_s: deadline of the function, in seconds.
+
+    Raises:
+        TypeError: ``summarize`` can't be called.
+        ValueError: neither bound is given, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        summarize: Callable[[list[Message]], Any],
+        *,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        keep_last: int = 1,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__()
+        if not callable(summarize):
+            raise TypeError(f"FoldContext: summarize must be a function, got {summarize!r:.80}.")
+        bounds = [bound for bound in (max_turns, max_tokens) if bound is not None]
+        if not bounds or min(bounds) < 1 or keep_last < 0 or not timeout_s > 0:
+            raise ValueError(
+                "FoldContext needs max_turns or max_tokens, each at least 1, keep_last of 0 or "
+                f"more and a positive timeout_s; got {max_turns}, {max_tokens}, {keep_last} and "
+                f"{timeout_s!r}."
+            )
+        self.summarize = summarize
+        self.max_turns = max_turns
+        self.max_tokens = max_tokens
+        self.keep_last = keep_last
+        self.timeout_s = timeout_s
+
+    async def before_turn(self, episode: Episode) -> None:
+        """Fold the history of an episode if it is long enough."""
+        prompt, later = self._split(episode)
+        folded = later[: len(later) - self.keep_last]
+        if not folded or not self._is_long(episode, later):
+            return
+        call = functools.partial(self.summarize, folded)
+        (outcome,) = await self.call(call, timeout_s=self.timeout_s)
+        error, summary = outcome.error, outcome.value
+        if error is None and not (isinstance(summary, str) and summary):
+            error = TypeError(f"it returned {summary!r:.80}, and not a text")
+        if error is not None:
+            episode.stop_reason = f"{ENVIRONMENT_ERROR}: FoldContext: {error_line(error)}"
+            return
+        episode.memory = {**episode.memory, self.key: (prompt, summary)}
+        episode.rewrite([*with_observation(prompt, summary), *later[len(folded) :]])
+
+    def _split(self, episode: Episode) -> tuple[list[Message], list[Message]]:
+        """The prompt as it was at first, and what was said since: an earlier summary first."""
+        messages, folded = episode.messages, episode.memory.get(self.key)
+        if folded is None:
+            first = episode.first_response
+            return messages[:first], messages[first:]
+        prompt, summary = folded
+        after = messages[len(with_observation(prompt, summary)) :]
+        return prompt, [{"role": "user", "content": summary}, *after]
+
+    def _is_long(self, episode: Episode, later: Sequence[Message]) -> bool:
+        num_turns = sum(message["role"] == "assistant" for message in later)
+        by_turns = self.max_turns is not None and num_turns >= self.max_turns
+        num_tokens = episode.conversation.num_tokens(0)
+        return by_turns or (self.max_tokens is not None and num_tokens >= self.max_tokens)
+
+
+# A budget of tokens for a whole episode, known before each turn.
+#
+# Shape legend: B rows.
+
+CUT_MARK = "\n[... cut: out of tokens]"
+"""Ends an observation that was cut."""
+_MAX_CUTS = 8
+
+
+class TokenBudget(EpisodeTransform):
+    """Bounds an episode's tokens: the policy's turns and everything between them.
+
+    What counts is all that comes after the prompt: turns, tool results, other messages and what the
+    chat template writes around them. Before each turn the policy is told how many tokens are left
+    (``max_new_tokens``). Observations that would leave too little for a turn are cut, the longest
+    first, with a mark, before they enter the conversation; the environment has answered in full, so
+    its state is what the model is told about. When not even that leaves enough, the row ends,
+    truncated: ``stop_reason`` is ``"token_budget"``, or ``"context_length"`` where the model's
+    length was the bound. A prompt that is too long for the model ends its row before any turn, and
+    such a row has no reward.
+
+    Args:
+        max_tokens: of a row of an episode (usually its only one), without the prompt; ``None`` for
+            no bound but the model's.
+        max_model_len: most tokens of a row, prompt included: what the policy's engine takes.
+        min_turn_tokens: no turn begins with fewer tokens left.
+        encoder: spells conversations out as the policy does (``policy.encoder``); that of the
+            ``ChatEnv``, which then needs a tokenizer, when not given.
+
+    Raises:
+        ValueError: nothing is bounded, or a number is too small.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int | None = None,
+        *,
+        max_model_len: int | None = None,
+        min_turn_tokens: int = 16,
+        encoder: ConversationEncoder | None = None,
+    ) -> None:
+        super().__init__()
+        bounds = [bound for bound in (max_tokens, max_model_len) if bound is not None]
+        if not bounds or not 1 <= min_turn_tokens <= min(bounds):
+            raise ValueError(
+                "TokenBudget needs max_tokens or max_model_len, each at least min_turn_tokens, "
+                f"which is at least 1; got {max_tokens}, {max_model_len} and {min_turn_tokens}."
+            )
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
+        self.min_turn_tokens = min_turn_tokens
+        self.encoder: ConversationEncoder | None = encoder
+
+    def check(self, env: "EpisodeEnvironment") -> None:
+        """There must be something that counts tokens.
+
+        Raises:
+            ValueError: neither the transform has an encoder nor the environment a tokenizer.
+        """
+        if self.encoder is None:
+            if getattr(env.base_env, "tokenizer", None) is None:
+                raise ValueError(
+                    "TokenBudget counts tokens: give it encoder=policy.encoder, or tokenizer= to "
+                    "the ChatEnv."
+                )
+            self.encoder = cast(ConversationEncoder, env.base_env.encoder)
+
+    def before_turns(self, episodes: Sequence[Episode]) -> None:
+        """Say how many tokens are left; cut what does not fit, and end what has none left."""
+        fitting = self._fit(Conversations.cat([episode.conversation for episode in episodes]))
+        for i, (episode, fitted) in enumerate(zip(episodes, fitting.split(), strict=True)):
+            left, reason = self._left(fitting, i)
+            if left < self.min_turn_tokens:
+                episode.stop_reason = reason
+            else:
+                episode.conversation = fitted
+                episode.limit_turn(left)
+
+    def after_turn(self, episode: Episode) -> None:
+        """A turn that was cut for want of tokens ends its episode for that reason."""
+        if episode.finish_reason == "length" and not episode.stop_reason:
+            left, reason = self._left(episode.conversation, 0)
+            if left <= 0:
+                episode.stop_reason = reason
+
+    def _left(self, conversations: Conversations, row: int) -> tuple[int, str]:
+        """Tokens that are left, and the reason to stop when there are none."""
+        total = conversations.num_tokens(row)
+        bounds = []
+        if self.max_tokens is not None:
+            spent = total - conversations.num_tokens_before_policy(row)
+            bounds.append((self.max_tokens - spent, TOKEN_BUDGET))
+        if self.max_model_len is not None:
+            bounds.append((self.max_model_len - total, CONTEXT_LENGTH))
+        return min(bounds)
+
+    # What does not fit --------------------------------------------------------------------------
+
+    def _fit(self, waiting: Conversations) -> Conversations:
+        """The conversations encoded, with what waited in them cut so that a turn fits."""
+        assert self.encoder is not None
+        encoded = self.encoder.encode_rows(waiting).conversations
+        for row in range(len(waiting)):
+            left = self._left(encoded, row)[0]
+            # An opening is the prompt's business, not an observation's.
+            if left < self.min_turn_tokens and waiting.position(row).num_encoded:
+                cut = self._cut_observations(waiting[row], self.min_turn_tokens - left)
+                order = list(range(len(encoded)))
+                order[row] = len(encoded)
+                encoded = Conversations.cat([encoded, cut])[order]
+        return encoded
+
+    def _cut_observations(self, waiting: Conversations, excess: int) -> Conversations:
+        """One conversation, encoded, whose new messages are cut by at least so many tokens."""
+        assert self.encoder is not None
+        messages = waiting.waiting_messages(0)
+        contents = [m["content"] if isinstance(m["content"], str) else "" for m in messages]
+        ids = self.encoder.guard.encode_texts(contents)
+        encoded = waiting
+        for _ in range(_MAX_CUTS):
+            cap = _cap([len(row) for row in ids], excess)
+            shorter = [self._cut(m, row, cap) for m, row in zip(messages, ids, strict=True)]
+            encoded = self.encoder.encode_waiting(waiting.replace_waiting([shorter]))
+            missing = self.min_turn_tokens - self._left(encoded, 0)[0]
+            if missing <= 0 or cap == 0:
+                break
+            excess += missing
+        return encoded
+
+    def _cut(self, message: Message, ids: Sequence[int], cap: int) -> Message:
+        assert self.encoder is not None
+        if len(ids) <= cap:
+            return message
+        # Half a character at the cut is dropped.
+        kept = self.encoder.decode([list(ids[:cap])])[0].rstrip("\ufffd")
+        return {**message, "content": kept + CUT_MARK}
+
+
+def _cap(lengths: Sequence[int], excess: int) -> int:
+    """The longest that a text may be, so that all of them lose so many tokens in total."""
+    wanted = max(0, sum(lengths) - excess)
+    low, high = 0, max(lengths, default=0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(min(length, middle) for length in lengths) <= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    return low

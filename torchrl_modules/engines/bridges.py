@@ -1,0 +1,553 @@
+"""Between engines that block and engines for asyncio, in both directions."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrl_modules.sampling import SamplingParameters
+
+from .engine import AsyncEngine, Engine, EngineDied, Generation, VersionSpan
+
+# Rows that are drawn together.
+
+
+async def gather_rows(calls: Iterable[Awaitable[Generation]]) -> list[Generation]:
+    """The responses of all rows, once each call has ended.
+
+    Raises:
+        BaseException: the first that a call raised; :class:`EngineDied` says what was finished.
+    """
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    results = [None if isinstance(one, BaseException) else one for one in outcomes]
+    error = next((one for one in outcomes if isinstance(one, BaseException)), None)
+    if isinstance(error, EngineDied):
+        error.results = results
+    if error is not None:
+        raise error
+    return [result for result in results if result is not None]
+
+
+# The thread that steps an engine for asyncio, and runs commands between two steps.
+
+T = TypeVar("T")
+_CLOSE_TIMEOUT_S = 10.0
+_GATHER_S = 0.001
+"""An idle engine waits so long for those who come with the first one: they share their prompt."""
+
+
+class Stepped(Protocol):
+    """What is stepped; everything is called in the thread."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def step(self) -> None:
+        """Make one step. What it raises ends the thread."""
+        ...
+
+    def end(self, error: BaseException | None) -> None:
+        """Let all who wait go: the thread ends, because of an error or because it was closed."""
+        ...
+
+
+class _Command(NamedTuple):
+    run: Callable[[], object]
+    """Called between two steps."""
+    refuse: Callable[[BaseException], object]
+    """Called instead, or after it raised, when the engine ends."""
+
+
+class EngineThread:
+    """Steps an engine while it has work; a command never meets a step half done.
+
+    Args:
+        stepped: the engine.
+        who: is named in errors.
+        stall_timeout_s: an engine that has work, is not paused and makes no step for so long is
+            taken for stuck.
+        command_timeout_s: the same for a command between two steps, such as loading weights.
+
+    Raises:
+        ValueError: a time is not positive.
+    """
+
+    def __init__(
+        self, stepped: Stepped, *, who: str, stall_timeout_s: float, command_timeout_s: float
+    ) -> None:
+        if min(stall_timeout_s, command_timeout_s) <= 0:
+            raise ValueError(
+                f"{who}: timeouts are positive, got {stall_timeout_s} and {command_timeout_s} s."
+            )
+        self._stepped = stepped
+        self._who = who
+        self.stall_timeout_s = stall_timeout_s
+        self._command_timeout_s = command_timeout_s
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._paused = self._closing = self._in_command = False
+        self._error: BaseException | None = None
+        self._progress_s = time.monotonic()
+        self._thread = threading.Thread(target=self._serve, name=who, daemon=True)
+        self._thread.start()
+
+    def put(self, run: Callable[[], object], refuse: Callable[[BaseException], object]) -> None:
+        """Let something run between two steps; what it raises ends the engine.
+
+        Args:
+            run: called in the thread.
+            refuse: called in the thread with what ended the engine, if it ends before.
+
+        Raises:
+            EngineDied: it died.
+            RuntimeError: it is closed.
+        """
+        with self._gate:  # Once the thread has ended, nobody would run it.
+            self.check_alive()
+            self._commands.put(_Command(run, refuse))
+
+    async def call(
+        self, function: Callable[[], T], *, spares: Callable[[Exception], bool] | None = None
+    ) -> T:
+        """Run something between two steps, and wait for it.
+
+        Args:
+            function: called in the thread.
+            spares: whether an error leaves the engine as it was; others end it. Both come to the
+                caller.
+
+        Raises:
+            EngineDied: the engine died, or is stuck.
+            RuntimeError: it is closed.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+                if spares is None or not spares(error):
+                    raise
+
+        def refuse(error: BaseException) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        self.put(run, refuse)
+        return await self.wait(asyncio.wrap_future(future))
+
+    async def set_paused(self, paused: bool) -> None:
+        """Make no steps, or go on; raises as :meth:`call`."""
+        await self.call(lambda: self._set_paused(paused))
+
+    async def wait(self, future: "asyncio.Future[T]") -> T:
+        """Wait for what the thread does, as long as it does anything."""
+        while not (await asyncio.wait({future}, timeout=self.stall_timeout_s))[0]:
+            self.check_progress()
+        return future.result()
+
+    def _set_paused(self, paused: bool) -> None:
+        self._progress_s = time.monotonic()  # before anybody can take the pause for a stall
+        self._paused = paused
+
+    def check_alive(self) -> None:
+        """Check that it runs.
+
+        Raises:
+            EngineDied: it died.
+            RuntimeError: it is closed.
+        """
+        if self._error is not None:
+            raise self._died(self._error)
+        if self._closing:
+            raise RuntimeError(f"{self._who} is closed.")
+
+    def check_progress(self) -> None:
+        """Check that it runs and makes steps; raises as `check_alive`."""
+        self.check_alive()
+        name = "update_timeout_s" if self._in_command else "stall_timeout_s"
+        timeout_s = self._command_timeout_s if self._in_command else self.stall_timeout_s
+        idle_s = time.monotonic() - self._progress_s
+        if idle_s >= timeout_s and (self._in_command or not self._paused):
+            raise EngineDied(
+                f"{self._who} has made no step for {idle_s:.0f} s, though it has requests. It is "
+                f"stuck; end this process, or raise {name} if it may take longer."
+            )
+
+    def close(self) -> None:
+        """End the thread. May be called twice.
+
+        Raises:
+            EngineDied: a step, or a command between two, does not end.
+        """
+        with self._gate:
+            self._closing = True
+            self._commands.put(_Command(lambda: None, lambda _: None))  # wakes the thread
+        timeout_s = self._command_timeout_s if self._in_command else self.stall_timeout_s
+        self._thread.join(timeout_s + _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise EngineDied(
+                f"{self._who}: its thread has not ended {timeout_s + _CLOSE_TIMEOUT_S:.0f} s after "
+                "it was closed. It is stuck; end this process."
+            )
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                self._run_commands()
+                if self._stepped.has_work and not self._paused and not self._closing:
+                    self._stepped.step()
+                    self._progress_s = time.monotonic()
+        except BaseException as error:
+            self._error = error
+        self._end()
+
+    def _run_commands(self) -> None:
+        waiting = self._paused or not self._stepped.has_work
+        while not self._closing:
+            try:
+                command = self._commands.get(block=waiting)
+            except queue.Empty:
+                return
+            # The order lets nobody take a command's time for a step's, or the other way round.
+            self._progress_s = time.monotonic()
+            self._in_command = True
+            try:
+                command.run()
+            except BaseException as error:
+                command.refuse(self._died(error))
+                raise
+            self._progress_s = time.monotonic()
+            self._in_command = False
+            if waiting and self._stepped.has_work:
+                time.sleep(_GATHER_S)
+            waiting = False
+
+    def _end(self) -> None:
+        with self._gate:
+            self._closing = True
+        error = None if self._error is None else self._died(self._error)
+        self._stepped.end(error)
+        closed = error or RuntimeError(f"{self._who} was closed.")
+        while not self._commands.empty():
+            self._commands.get().refuse(closed)
+
+    def _died(self, error: BaseException) -> EngineDied:
+        died = EngineDied(f"{self._who}: the engine has ended: {error!r}.")
+        died.__cause__ = error
+        return died
+
+
+# A synchronous engine served to asyncio: requests become batches.
+
+
+class _Request(NamedTuple):
+    session: Any
+    prompt: Sequence[int]
+    params: SamplingParameters
+    budget: int
+    future: "asyncio.Future[Generation]"
+
+
+class BatchingEngine:
+    """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over one that draws batches.
+
+    A batch holds whoever asked while the last one was drawn, and is drawn in a thread; updates come
+    between two batches. With ``num_expected`` it waits until so many have asked and puts them in
+    the order of their sessions: what is drawn then is, to the bit, what the engine draws for the
+    same batch when it is called by itself.
+
+    Args:
+        engine: draws the batches.
+        num_expected: how many requests make a batch; asked whenever one comes in, and by
+            :meth:`check`. Without it nobody is waited for.
+    """
+
+    def __init__(self, engine: Engine, *, num_expected: Callable[[], float] | None = None) -> None:
+        self.inside = engine
+        """The engine that draws."""
+        self._num_expected = num_expected
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batching-engine")
+        self._waiting: list[_Request] = []
+        self._drawing: asyncio.Task[None] | None = None
+        self._running = asyncio.Event()
+        self._running.set()
+        self._is_closed = False
+
+    @property
+    def model(self) -> Any:
+        """What it draws from, where that is in this process."""
+        return getattr(self.inside, "model", None)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve."""
+        return self.inside.version
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it, where the engine knows it."""
+        return getattr(self.inside, "vocab_size", None)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a prompt and its response, where the engine knows it."""
+        return getattr(self.inside, "max_model_len", None)
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+    ) -> Generation:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
+        self._check_open()
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        request = _Request(session, prompt, params, budget, future)
+        self._waiting.append(request)
+        self.check()
+        try:
+            return await future
+        finally:
+            if request in self._waiting:  # the caller was cancelled
+                self._waiting.remove(request)
+                self.check()
+
+    def check(self) -> None:
+        """Begin a batch if everybody who is expected has asked."""
+        if self._drawing is not None or not self._waiting:
+            return
+        if self._num_expected is not None and len(self._waiting) < self._num_expected():
+            return
+        self._drawing = asyncio.get_running_loop().create_task(self._draw())
+
+    async def _draw(self) -> None:
+        try:
+            await asyncio.sleep(0)  # whoever is ready now comes along
+            await self._running.wait()
+            first = self._waiting[0].params if self._waiting else None
+            batch = [request for request in self._waiting if request.params is first]
+            self._waiting = [request for request in self._waiting if request.params is not first]
+            if self._num_expected is not None:
+                batch.sort(key=lambda request: request.session)
+            if batch:
+                await self._answer(batch)
+        finally:
+            self._drawing = None
+            if not self._is_closed:
+                self.check()
+
+    async def _answer(self, batch: list[_Request]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            generations = await loop.run_in_executor(self._thread, self._generate, batch)
+        except Exception as error:
+            for request in batch:
+                if not request.future.done():
+                    request.future.set_exception(error)
+            return
+        for request, generation in zip(batch, generations, strict=True):
+            if not request.future.done():
+                request.future.set_result(generation)
+
+    def _generate(self, batch: list[_Request]) -> list[Generation]:
+        version = self.inside.version
+        generations = self.inside.generate(
+            [request.prompt for request in batch],
+            batch[0].params,
+            max_new_tokens=[request.budget for request in batch],
+        )
+        return [
+            each
+            if each.versions or not each.ids
+            else each._replace(versions=[VersionSpan(version, 0, len(each.ids))])
+            for each in generations
+        ]
+
+    async def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`."""
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(
+            self._thread, lambda: self.inside.update_weights(state_dict, version=version)
+        )
+
+    async def pause(self) -> None:
+        """Begin no further batch; one that is drawn is drawn to its end."""
+        self._running.clear()
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        self._running.set()
+
+    def end_session(self, session: Hashable) -> None:
+        """Nothing is kept."""
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("BatchingEngine is closed.")
+
+    def close(self) -> None:
+        """Take nothing more on; the engine inside stays open, and is free."""
+        self._is_closed = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+# An asynchronous engine for those who ask for whole batches.
+
+_MAX_DEATHS: Final = 3
+
+
+class BlockingEngine:
+    """An :class:`~torchrl_modules.Engine` over an asynchronous one, for policies and batches.
+
+    Rows whose engine dies are drawn again, as long as another one serves.
+
+    Args:
+        engine: such as an :class:`~torchrl_modules.EngineFleet`; it is closed with this.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.inside = engine
+        """The engine that draws."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocking-engine")
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve."""
+        return self.inside.version
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it, where the engine knows it."""
+        return getattr(self.inside, "vocab_size", None)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of a prompt and its response, where the engine knows it."""
+        return getattr(self.inside, "max_model_len", None)
+
+    def check_sampling(self, params: SamplingParameters) -> None:
+        """Check that the engine can draw from a distribution.
+
+        Raises:
+            ValueError: it can't.
+        """
+        check = getattr(self.inside, "check_sampling", None)
+        if check is not None:
+            check(params)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """See :meth:`torchrl_modules.engines.engine.Engine.generate`."""
+        budgets = max_new_tokens or [params.max_new_tokens] * len(prompts)
+        seeds = params.row_seeds(len(prompts))
+
+        async def draw_row(prompt: Sequence[int], budget: int, seed: int | None) -> Generation:
+            seed = int(torch.randint(1 << 31, ())) if seed is None else seed
+            own = replace(params, seed=seed)  # Drawn again, it is the same.
+            for _ in range(_MAX_DEATHS):
+                with suppress(EngineDied):
+                    return await self.inside.respond(prompt, own, max_new_tokens=budget)
+            return await self.inside.respond(prompt, own, max_new_tokens=budget)
+
+        rows = map(draw_row, prompts, budgets, seeds)
+        return self._thread.submit(lambda: asyncio.run(gather_rows(rows))).result()
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`."""
+
+        async def update() -> None:
+            await self.inside.update_weights(state_dict, version=version)
+
+        self._thread.submit(lambda: asyncio.run(update())).result()
+
+    def close(self) -> None:
+        """Close the engine. May be called twice."""
+        self._thread.shutdown()
+        self.inside.close()
+
+
+# Which class serves an engine to asyncio.
+
+_SERVER: Final = "torchrl_modules.vllm.server.AsyncServerEngine"
+_ASYNC: Final = {
+    "torchrl_modules.engines.transformers.TransformersEngine": (
+        "torchrl_modules.engines.transformers.AsyncTransformersEngine"
+    ),
+    "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.engine.AsyncVLLMEngine",
+    "torchrl_modules.vllm.client.VLLMServerEngine": _SERVER,
+    "torchrl_modules.vllm.server.SupervisedEngine": _SERVER,
+}
+"""By what an engine is served to asyncio; loaded when it is asked for."""
+_URL: Final = "torchrl_modules.vllm.server.OwnServerEngine"
+_FLEET: Final = "torchrl_modules.engines.fleet.EngineFleet"
+
+
+def open_async(engine: object, **options: Any) -> AsyncEngine:
+    """Serve an engine to asyncio; it belongs to what is returned until that is closed.
+
+    Args:
+        engine: a ``TransformersEngine``, ``VLLMEngine``, ``VLLMServerEngine`` or
+            ``SupervisedEngine``; the URL of a vLLM server; a list of any of these, which are served
+            as an :class:`~torchrl_modules.EngineFleet`; or what is an :class:`AsyncEngine` already,
+            or was made of one.
+        options: of the class that serves it, such as ``stall_timeout_s`` of
+            :class:`~torchrl_modules.vllm.engine.AsyncVLLMEngine`, or of the client of a URL.
+
+    Raises:
+        TypeError: nothing here serves such an engine, or an option is not known.
+        RuntimeError: the engine is closed or in use elsewhere.
+        ConnectionError: nobody answers at the URL.
+    """
+    if isinstance(engine, str):
+        return _load(_URL)(engine, **options)
+    if isinstance(engine, list | tuple):
+        return _load(_FLEET)(engine, **options)
+    for cls in type(engine).__mro__:
+        home = _ASYNC.get(f"{cls.__module__}.{cls.__qualname__}")
+        if home is not None:
+            return _load(home)(engine, **options)
+    if isinstance(engine, BlockingEngine):
+        engine = engine.inside
+    if isinstance(engine, AsyncEngine):
+        if options:
+            raise TypeError(
+                f"open_async: {type(engine).__name__} is asynchronous already and takes no "
+                f"options, got {sorted(options)}. Give them when you build it."
+            )
+        return engine
+    taken = sorted(name.rpartition(".")[2] for name in _ASYNC)
+    raise TypeError(
+        f"open_async takes one of {taken}, a URL, a list of these, or an AsyncEngine (respond, "
+        f"update_weights, pause, resume, end_session, close), got {type(engine).__name__}."
+    )
+
+
+def _load(home: str) -> Any:
+    module, _, name = home.rpartition(".")
+    return getattr(import_module(module), name)

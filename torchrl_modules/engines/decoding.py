@@ -1,0 +1,746 @@
+"""How a Transformers model continues rows a token at a time, and what it keeps of them."""
+
+import functools
+import random
+import re
+import sys
+import threading
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from torchrl_data.ragged import pad
+from torchrl_modules.sampling import (
+    SamplingParameters,
+    TokenHistory,
+    changed_logits,
+    logits_warpers,
+    too_early,
+)
+
+from .engine import Generation
+
+# Drawing tokens from a Transformers model, one step for the whole batch at a time.
+#
+# A step is a :class:`TokenDraw` (the distribution, the draw, and what is reported of it) and a
+# :class:`PromptReader` that goes on. Beside what ``generate`` does, a prompt that many rows share
+# is read once, rows that have ended cost nothing where the model's cache can leave them out, and
+# the log-probability of each sampled token is kept without keeping any logits.
+#
+# Shape legend: A rows that still run, V vocabulary.
+
+_COMPACT_BELOW = 0.75
+"""Rows that have ended are dropped from the batch once fewer than this fraction still run."""
+
+
+class DrawnTokens(NamedTuple):
+    """The next tokens of some rows."""
+
+    ids: Tensor
+    """int64 ``[A]``."""
+    log_probs: Tensor
+    """float32 ``[A]``, in nats, of the distribution that they were drawn from."""
+    untempered_log_probs: Tensor | None
+    """float32 ``[A]``, of the model's own softmax; only when asked for."""
+    entropies: Tensor | None
+    """float32 ``[A]``, in nats; only when asked for."""
+
+
+class TokenDraw:
+    """Draws the next tokens of rows that share their sampling parameters.
+
+    Args:
+        params: the distribution, and what to report.
+    """
+
+    def __init__(self, params: SamplingParameters) -> None:
+        self._params = params
+        self._warpers = logits_warpers(params)
+        # Asked for once, and not for every token.
+        self._changes_logits = params.changes_logits
+        self._is_own_softmax = params.is_own_softmax
+
+    def __call__(
+        self,
+        logits: Tensor,
+        history: TokenHistory,
+        streams: "Sequence[RowStream] | None" = None,
+    ) -> DrawnTokens:
+        """Draw.
+
+        Args:
+            logits: of the model, ``[A, V]``.
+            history: of each row; counted on here, where it is needed.
+            streams: of each row; torch's generator draws when not given.
+        """
+        params, logits = self._params, logits.float()
+        log_p = self._log_probs(logits, history)
+        p = log_p.exp()
+        if params.temperature == 0:
+            tokens = log_p.argmax(-1, True)
+        else:
+            tokens = p.multinomial(1) if streams is None else _choose(p, streams)
+        if history.seen is not None and history.counts is not None:
+            history.seen.scatter_(1, tokens, True)
+            history.counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
+        untempered = entropies = None
+        if params.untempered_log_probs:
+            own = log_p if self._is_own_softmax else torch.log_softmax(logits, -1)
+            untempered = own.gather(1, tokens).squeeze(1)
+        if params.entropy:
+            entropies = torch.special.entr(p).sum(-1)
+        log_probs = log_p.gather(1, tokens).squeeze(1)
+        return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies)
+
+    def _log_probs(self, logits: Tensor, history: TokenHistory) -> Tensor:
+        """Of the distribution that is drawn from, ``[A, V]``."""
+        scores = logits
+        if self._changes_logits:
+            scores = changed_logits(logits, self._params, history)
+            banned = too_early(scores, self._params, history)
+            scores = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+        for warper in self._warpers:
+            scores = warper(None, scores)  # type: ignore[arg-type]
+        return torch.log_softmax(scores, -1)
+
+
+class RowStream:
+    """Random numbers of one row: what is drawn with them depends on no other row.
+
+    Args:
+        seed: the same numbers each time.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def next(self) -> float:
+        """Uniform, at least 0 and below 1 by at least 2**-52."""
+        return self._random.getrandbits(52) * 2.0**-52
+
+
+def _choose(p: Tensor, streams: Sequence[RowStream]) -> Tensor:
+    """A token of each row by its own stream: one number a token, by the inverse of the sum."""
+    uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
+    total = p.double().cumsum(-1)  # In single precision small probabilities would be lost.
+    at = uniform.to(p.device)[:, None] * total[:, -1:]
+    return torch.searchsorted(total, at, right=True).clamp(max=p.shape[-1] - 1)
+
+
+class PromptReader(ABC):
+    """Reads prompts, and then one token of each row at a time.
+
+    Args:
+        model: a causal language model in evaluation mode.
+    """
+
+    needs_one_length: ClassVar[bool]
+    """Its prompts have to be of one length."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @abstractmethod
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts; logits of the next token, ``[A, V]``."""
+
+    @abstractmethod
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Read one more token of each row, int64 ``[A]``; logits of the next, ``[A, V]``."""
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether rows can be left out."""
+        return True
+
+    @abstractmethod
+    def keep(self, index: Tensor) -> None:
+        """Go on with some of the rows, int64 ``[A']``."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether what was read of a row that leaves may serve a later turn."""
+        return False
+
+    def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
+        """Keep what was read of a row, where :attr:`keeps_rows`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing of row {row}.")
+
+
+class DecodeLoop:
+    """One batch of prompts, read and continued until every row has ended.
+
+    Args:
+        reader: of a model in evaluation mode.
+        prompts: token ids of each row, none empty.
+        params: the distribution and the stop tokens.
+        budgets: most new tokens of each row.
+        seeds: of each row's stream; torch's generator draws when not given.
+    """
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        budgets: Sequence[int],
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        self._reader = reader
+        self._prompts = prompts
+        model = reader.model
+        self._params = params
+        self._draw_token = TokenDraw(params)
+        self._streams = None if seeds is None else [RowStream(seed) for seed in seeds]
+        self._budgets = torch.tensor(budgets, device=model.device)
+        self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
+        shape = (len(prompts), max(budgets))
+        self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        # What is reported of each token: the log-prob, and what else was asked for.
+        names = ["log_probs"]
+        names += ["untempered_log_probs"] if params.untempered_log_probs else []
+        names += ["entropies"] if params.entropy else []
+        self._figures = {name: torch.zeros(shape, device=model.device) for name in names}
+        self._num_drawn = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
+        self._stopped = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+        # Row of each batch element; elements leave the batch when their rows have ended.
+        self._rows = torch.arange(len(prompts), device=model.device)
+        self._running = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
+        self._logits = reader.read(prompts)
+        self._count_prompts(prompts)
+
+    def run(self) -> list[Generation]:
+        """Draw until every row has drawn a stop token or used up its budget."""
+        for step in range(int(self._budgets.max())):
+            tokens = self._draw(step)
+            is_stop = torch.isin(tokens, self._stops)
+            is_stop |= self._completes_stop_string(step)
+            self._num_drawn[self._rows] += self._running
+            self._stopped[self._rows] |= is_stop & self._running
+            self._running &= ~is_stop & (step + 1 < self._budgets[self._rows])
+            num_running = int(self._running.sum())
+            if num_running == 0:
+                break
+            if num_running < _COMPACT_BELOW * len(self._rows) and self._reader.can_drop:
+                tokens = self._drop_ended(tokens)
+            self._logits = self._reader.advance(tokens)
+        self._leave_behind(range(len(self._rows)))
+        return self._generations()
+
+    def _leave_behind(self, elements: Iterable[int]) -> None:
+        """Rows leave; what was read of them may serve the next turn."""
+        if not self._reader.keeps_rows:
+            return
+        for element in elements:
+            row = int(self._rows[element])
+            drawn = self._ids[row, : int(self._num_drawn[row])].tolist()
+            self._reader.leave_behind(element, [*self._prompts[row], *drawn])
+
+    def _generations(self) -> list[Generation]:
+        longest = int(self._num_drawn.max())
+        figures = {name: values[:, :longest].tolist() for name, values in self._figures.items()}
+        drawn = self._ids[:, :longest].tolist()
+        ends = zip(self._num_drawn.tolist(), self._stopped.tolist(), strict=True)
+        return [
+            Generation(
+                ids=ids[:n],
+                finish_reason="stop" if stopped else "length",
+                **{name: values[row][:n] for name, values in figures.items()},
+            )
+            for row, (ids, (n, stopped)) in enumerate(zip(drawn, ends, strict=True))
+        ]
+
+    def _count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Penalties know which tokens a row holds, and how often it has drawn them."""
+        device = self._logits.device
+        self._seen = self._counts = None
+        if self._params.penalises:
+            self._counts = torch.zeros(self._logits.shape, device=device)
+            self._seen = torch.zeros_like(self._counts, dtype=torch.bool)
+            for row, prompt in enumerate(prompts):
+                self._seen[row, torch.tensor(prompt, device=device)] = True
+
+    def _draw(self, step: int) -> Tensor:
+        """One token per batch element, int64 ``[A]``; keeps it and what is reported of it."""
+        drawn_before = torch.full((len(self._logits),), step, device=self._logits.device)
+        history = TokenHistory(drawn_before, self._seen, self._counts)
+        streams = self._streams and [self._streams[row] for row in self._rows.tolist()]
+        drawn = self._draw_token(self._logits, history, streams)
+        self._ids[self._rows, step] = drawn.ids
+        for name, values in self._figures.items():
+            values[self._rows, step] = getattr(drawn, name)
+        return drawn.ids
+
+    def _completes_stop_string(self, step: int) -> Tensor:
+        ends = torch.zeros_like(self._running)
+        matcher = self._params.stop_matcher
+        if matcher is not None:
+            for element in self._running.nonzero().squeeze(1).tolist():
+                row = int(self._rows[element])
+                ends[element] = matcher.just_ended(self._ids[row, : step + 1].tolist())
+        return ends
+
+    def _drop_ended(self, tokens: Tensor) -> Tensor:
+        self._leave_behind((~self._running).nonzero().squeeze(1).tolist())
+        keep = self._running.nonzero().squeeze(1)
+        if self._seen is not None and self._counts is not None:
+            self._seen, self._counts = self._seen[keep], self._counts[keep]
+        self._reader.keep(keep)
+        self._rows, self._running = self._rows[keep], self._running[keep]
+        return tokens[keep]
+
+
+# What a model has read of conversations, kept for their next turns.
+#
+# Shape legend: H heads, T tokens, D head size.
+
+RowCache: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Keys and values of one row, ``[H, T, D]`` each, of every layer."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    tokens: bytes
+    cache: RowCache
+    is_anonymous: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+
+class Found(NamedTuple):
+    """What is kept of the beginning of a row."""
+
+    num_tokens: int = 0
+    cache: RowCache | None = None
+    """Of at least so many tokens; ``None`` without any."""
+    used_up: Hashable = None
+    """The key of what nobody needs any more once this row has it, or ``None``."""
+
+
+class KeptCaches:
+    """Caches of rows by their tokens, the latest used ones.
+
+    They are looked up by tokens alone: what is found is always what was read of these tokens, by
+    the present weights, as long as `clear` is called when those change. Any thread may call it.
+
+    Args:
+        max_tokens: most tokens that are kept; ``None`` for what takes ``max_bytes``.
+        max_bytes: most memory; only without ``max_tokens``.
+    """
+
+    def __init__(self, max_tokens: int | None, *, max_bytes: int = 1 << 30) -> None:
+        self.max_tokens = max_tokens
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        # In the order of their tokens, so that those that begin alike are neighbours.
+        self._index: list[tuple[bytes, int]] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._keys: dict[int, Hashable] = {}
+        self._next_number = 0
+        self.num_tokens = 0
+        """Tokens that are kept."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy keeps nothing yet."""
+        return functools.partial(type(self), self.max_tokens, max_bytes=self._max_bytes), ()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, ids: Sequence[int]) -> Found:
+        """What is kept of the beginning of a row, but for its last token.
+
+        Args:
+            ids: of the row.
+        """
+        with self._lock:
+            if not self._index:
+                return Found()
+            tokens = _as_bytes(ids[:-1])
+            at = bisect_left(self._index, (tokens, 0))
+            near = [self._keys[number] for _, number in self._index[max(0, at - 1) : at + 1]]
+            lengths = [_num_shared(self._kept[key].tokens, tokens) for key in near]
+            longest = max(lengths)
+            if not longest:
+                return Found()
+            key = near[lengths.index(longest)]
+            self._kept.move_to_end(key)
+            kept = self._kept[key]
+            used_up = kept.is_anonymous and kept.num_tokens == longest
+            return Found(longest, kept.cache, key if used_up else None)
+
+    def keep(self, key: Hashable, ids: Sequence[int], cache: RowCache) -> None:
+        """Keep a row in the place of what its key had.
+
+        Args:
+            key: of the conversation; without one it is forgotten once another row goes on from it.
+            ids: the tokens that were read.
+            cache: of these; it is not copied.
+        """
+        with self._lock:
+            is_anonymous = key is None
+            key = object() if is_anonymous else key
+            self.end(key)
+            if not len(ids):
+                return
+            if self.max_tokens is None:
+                num_bytes = sum(k.nbytes + v.nbytes for k, v in cache) // len(ids)
+                self.max_tokens = self._max_bytes // max(1, num_bytes)
+            if len(ids) > self.max_tokens:
+                return
+            kept = _Kept(_as_bytes(ids), cache, is_anonymous)
+            self._kept[key] = kept
+            self._numbers[key] = self._next_number
+            self._keys[self._next_number] = key
+            insort(self._index, (kept.tokens, self._next_number))
+            self._next_number += 1
+            self.num_tokens += kept.num_tokens
+            while self.num_tokens > self.max_tokens:
+                self.end(next(iter(self._kept)))
+
+    def end(self, key: Hashable) -> None:
+        """Forget what a conversation has."""
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            if kept is None:
+                return
+            number = self._numbers.pop(key)
+            del self._keys[number]
+            del self._index[bisect_left(self._index, (kept.tokens, number))]
+            self.num_tokens -= kept.num_tokens
+
+    def clear(self) -> None:
+        """Forget everything: the weights have changed."""
+        with self._lock:
+            for key in list(self._kept):
+                self.end(key)
+
+
+def _as_bytes(ids: Sequence[int]) -> bytes:
+    """Bytes that are in the order of the tokens, and of which a beginning is one of the tokens."""
+    tokens = array("I", ids)
+    if sys.byteorder == "little":
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def _num_shared(left: bytes, right: bytes) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    low, high = 0, min(len(left), len(right)) // 4
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[: 4 * middle] == right[: 4 * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# Rows that come and go between two tokens, in one cache of keys and values.
+#
+# Each row has a slot, begins at its first column and is as long as it is; slots in use lie side by
+# side, so a step copies no cache, and a row that comes or goes copies one row.
+#
+# Shape legend: A rows, L columns, Q tokens that are read at once, H heads, D head size, V
+# vocabulary.
+
+_WINDOW: Final = re.compile("window|chunk|local")
+_MIN_COLUMNS = 64
+_GROWTH = 1.25
+_MAX_PREFILL_TOKENS = 1 << 14
+"""Most tokens of one pass over prompts, padding included, unless one prompt alone has more."""
+_RAGGED = 1.5
+"""A pass over prompts reads at most so many times the tokens of its longest one per row."""
+
+
+def has_plain_cache(model: PreTrainedModel) -> bool:
+    """Whether every layer of a model keeps all keys and values, and nothing else.
+
+    Args:
+        model: a causal language model.
+    """
+    layers = DynamicCache(config=model.config).layers
+    settings = model.config.get_text_config().to_dict()
+    # Some models look only so far back in masks of their own, by columns and not by positions.
+    unused = {"max_window_layers", "use_sliding_window"}
+    if not settings.get("use_sliding_window", True):
+        unused.add("sliding_window")
+    windows = [settings[name] for name in settings if _WINDOW.search(name) and name not in unused]
+    return not any(windows) and bool(layers) and all(type(one) is DynamicLayer for one in layers)
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer's buffers, ``[slots, H, columns, D]``; what a step adds is written in place."""
+
+    def __init__(self, rows: "SlotReader") -> None:
+        super().__init__()
+        self._rows = rows
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """They are made when the first rows are read."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the next token of each row, ``[A, H, 1, D]``."""
+        assert self.keys is not None
+        assert self.values is not None
+        slots, lengths = self._rows.slots, self._rows.lengths
+        self.keys[slots, :, lengths] = key_states.squeeze(2).to(self.keys.dtype)
+        self.values[slots, :, lengths] = value_states.squeeze(2).to(self.values.dtype)
+        num_rows, num_columns = len(lengths), self._rows.longest + 1
+        return self.keys[:num_rows, :, :num_columns], self.values[:num_rows, :, :num_columns]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask, and where it begins."""
+        return self._rows.longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """The longest row's."""
+        return self._rows.longest
+
+    def get_max_length(self) -> int:
+        """None."""
+        return -1
+
+
+class SlotReader(PromptReader):
+    """Keeps every row in a slot; equal prompts are read once, and of kept rows only what is new.
+
+    Args:
+        model: with a plain cache.
+        kept: what earlier calls have read.
+    """
+
+    needs_one_length = False
+
+    def __init__(self, model: PreTrainedModel, kept: KeptCaches | None = None) -> None:
+        super().__init__(model)
+        self._kept = kept
+        self._layers: list[_SlotLayer] = []
+        self._num_slots = self._num_columns = 0
+        self._counts: list[int] = []
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=model.device)
+        """Tokens that each row has read, int64 ``[A]``."""
+        self.slots = torch.zeros(0, dtype=torch.int64, device=model.device)
+        """The first A numbers."""
+        self.longest = 0
+        """Tokens that the longest row has read."""
+        self.num_read = 0
+        """Tokens of prompts that the model has read, padding and what was kept left out."""
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See :class:`PromptReader`."""
+        return self.join(prompts)
+
+    def join(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Rows come behind those that are there; logits of their next tokens, ``[A', V]``."""
+        begin = len(self._counts)
+        self._count([*self._counts, *map(len, prompts)])
+        return self._fill(prompts, range(begin, len(self._counts)))
+
+    def reread(self, rows: Sequence[Sequence[int]]) -> None:
+        """Read all rows again, by the weights as they are now."""
+        self._fill(rows, range(len(rows)))
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """See :class:`PromptReader`."""
+        self._reserve(len(tokens), self.longest + 1)
+        columns = torch.arange(self.longest + 1, device=tokens.device)
+        output = self.model(
+            input_ids=tokens[:, None],
+            attention_mask=(columns <= self.lengths[:, None]).long(),
+            position_ids=self.lengths[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._count([count + 1 for count in self._counts])
+        return output.logits[:, -1]
+
+    def keep(self, index: Tensor) -> None:
+        """See :class:`PromptReader`; rows that stay where they are cost nothing."""
+        order = index.tolist()
+        moved = [(new, old) for new, old in enumerate(order) if new != old]
+        if moved:
+            new, old = (
+                torch.tensor(slots, device=index.device) for slots in zip(*moved, strict=True)
+            )
+            for layer in self._layers:
+                for buffer in (layer.keys, layer.values):
+                    assert buffer is not None
+                    buffer[new, :, : self.longest] = buffer[old, :, : self.longest]
+        self._count([self._counts[old] for old in order])
+
+    @property
+    def keeps_rows(self) -> bool:
+        """See :class:`PromptReader`."""
+        return self._kept is not None
+
+    def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
+        """Keep what was read of a row.
+
+        Args:
+            row: its number.
+            ids: its tokens; it may have read more than these, or fewer.
+            key: of the conversation, if it has one.
+        """
+        if self._kept is None:
+            return
+        count = min(len(ids), self._counts[row])
+        cache = [
+            (layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone())  # type: ignore[index]
+            for layer in self._layers
+        ]
+        self._kept.keep(key, ids[:count], cache)
+
+    def wipe(self, row: int) -> None:
+        """Leave nothing of a row that is not finite to those that use its slot later."""
+        for layer in self._layers:
+            layer.keys[row] = layer.values[row] = 0.0  # type: ignore[index]
+
+    def _count(self, counts: list[int]) -> None:
+        self._counts = counts
+        self.lengths = torch.tensor(counts, dtype=torch.int64, device=self.model.device)
+        if len(self.slots) != len(counts):
+            self.slots = torch.arange(len(counts), device=self.model.device)
+        self.longest = max(counts, default=0)
+
+    def _reserve(self, num_rows: int, num_columns: int) -> None:
+        """Make the buffers large enough; what is in them stays."""
+        if num_rows <= self._num_slots and num_columns <= self._num_columns:
+            return
+        if num_rows > self._num_slots:
+            self._num_slots = (
+                num_rows if not self._num_slots else max(num_rows, 2 * self._num_slots)
+            )
+        if num_columns > self._num_columns:
+            self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
+        for layer in self._layers:
+            layer.keys, layer.values = map(self._grown, (layer.keys, layer.values))
+
+    def _grown(self, buffer: Tensor | None) -> Tensor:
+        assert buffer is not None
+        slots, heads, columns, size = buffer.shape
+        # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
+        grown = buffer.new_zeros(self._num_slots, heads, self._num_columns, size)
+        grown[:slots, :, :columns] = buffer
+        return grown
+
+    def _fill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        """Read prompts into slots, a few passes for all; logits of the next tokens, in order."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for at, prompt in enumerate(prompts):
+            places.setdefault(tuple(prompt), []).append(at)
+        found = {ids: Found() if self._kept is None else self._kept.find(ids) for ids in places}
+        logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+        for part in _passes({ids: len(ids) - found[ids].num_tokens for ids in places}):
+            read = self._read([(ids, found[ids]) for ids in part], places, slots)
+            for ids, row in zip(part, read, strict=True):
+                for at in places[ids]:
+                    logits[at] = row
+        if self._kept is not None:
+            for one in found.values():
+                self._kept.end(one.used_up)
+        return torch.stack(logits)
+
+    def _read(
+        self,
+        rows: list[tuple[tuple[int, ...], Found]],
+        places: dict[tuple[int, ...], list[int]],
+        slots: Sequence[int],
+    ) -> Tensor:
+        """One pass: what is kept is padded on the left, and so is what is new behind it."""
+        device = self.model.device
+        new = [torch.tensor(ids[found.num_tokens :], device=device) for ids, found in rows]
+        mask = pad([torch.ones_like(row) for row in new], value=0, side="left")
+        known = torch.tensor([[found.num_tokens] for _, found in rows], device=device)
+        width = max(found.num_tokens for _, found in rows)
+        columns = torch.arange(width, device=device)
+        mask = torch.cat([(columns >= width - known).long(), mask], 1)
+        cache = self._padded([found for _, found in rows], width)
+        output = self.model(
+            input_ids=pad(new, value=0, side="left"),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, width:],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.num_read += sum(map(len, new))
+        self._make_layers(cache)
+        self._reserve(len(self._counts), self.longest)
+        for element, (ids, found) in enumerate(rows):
+            at = torch.tensor([slots[place] for place in places[ids]], device=device)
+            self._write(at, found, cache, element, len(ids) - found.num_tokens)
+        return output.logits[:, -1]
+
+    def _write(
+        self, slots: Tensor, found: Found, read: DynamicCache, element: int, num_new: int
+    ) -> None:
+        """Write one row that was read into all the slots that have it."""
+        known = found.num_tokens
+        for number, (layer, source) in enumerate(zip(self._layers, read.layers, strict=True)):
+            for which, name in enumerate(("keys", "values")):
+                buffer, new = getattr(layer, name), getattr(source, name)
+                if found.cache is not None:
+                    buffer[slots, :, :known] = found.cache[number][which][:, :known]
+                buffer[slots, :, known : known + num_new] = new[element, :, -num_new:]
+
+    def _padded(self, rows: list[Found], width: int) -> DynamicCache:
+        """What is kept of rows, padded on the left to one width."""
+        cache = DynamicCache(config=self.model.config)
+        first = next((found.cache for found in rows if found.cache is not None), None)
+        if first is None:
+            return cache
+        for number, layer in enumerate(first):
+            padded = [one.new_zeros(len(rows), one.shape[0], width, one.shape[2]) for one in layer]
+            for element, (known, kept, _) in enumerate(rows):
+                if kept is not None:
+                    for buffer, one in zip(padded, kept[number], strict=True):
+                        buffer[element, :, width - known :] = one[:, :known]
+            cache.update(padded[0], padded[1], number)
+        return cache
+
+    def _make_layers(self, cache: DynamicCache) -> None:
+        """Buffers of the shapes that the model has shown."""
+        if self._layers:
+            return
+        for source in cache.layers:
+            assert isinstance(source, DynamicLayer)
+            layer = _SlotLayer(self)
+            layer.keys, layer.values = _empty(source.keys), _empty(source.values)
+            self._layers.append(layer)
+        self._cache = Cache(layers=list(self._layers))
+
+
+def _empty(states: Tensor | None) -> Tensor:
+    assert states is not None
+    return states.new_zeros(0, states.shape[1], 0, states.shape[3])
+
+
+def _passes(num_new: dict[tuple[int, ...], int]) -> list[list[tuple[int, ...]]]:
+    """Rows that are read together: of about one length, and not too many."""
+    passes: list[list[tuple[int, ...]]] = []
+    total = 0
+    for ids in sorted(num_new, key=lambda ids: num_new[ids], reverse=True):
+        total += num_new[ids]
+        longest = num_new[passes[-1][0]] if passes else 0
+        padded = longest * (len(passes[-1]) + 1) if passes else 0
+        if not passes or padded > max(_RAGGED * total, 512) or padded > _MAX_PREFILL_TOKENS:
+            passes.append([])
+            total = num_new[ids]
+        passes[-1].append(ids)
+    return passes

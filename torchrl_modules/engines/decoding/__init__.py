@@ -1,1 +1,0 @@
-"""How a Transformers model continues rows, one token at a time."""

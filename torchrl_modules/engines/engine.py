@@ -1,0 +1,276 @@
+"""What an engine is, blocking or asynchronous, and how loaded it is."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from torchrl_modules.sampling import SamplingParameters
+
+# What an inference engine does for a policy: token ids in, token ids out, weights replaced.
+
+
+class EngineDied(RuntimeError):
+    """An engine is gone, or makes no progress; what it had in flight has to be asked for again.
+
+    Args:
+        message: which engine, and what was seen.
+        results: one per prompt of the call that failed: the generation, where it was finished
+            before, ``None`` where it was in flight.
+    """
+
+    def __init__(
+        self, message: str, *, results: "Sequence[Generation | None] | None" = None
+    ) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+class VersionSpan(NamedTuple):
+    """Tokens of a response, from ``start`` to before ``end``, drawn by one version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Generation(NamedTuple):
+    """One sampled response."""
+
+    ids: list[int]
+    """The sampled tokens, stop token included; empty when the row could not be generated."""
+    log_probs: list[float]
+    """One per token, in nats, of the distribution that it was drawn from."""
+    finish_reason: str
+    """``"stop"``: a stop token was drawn; ``"length"``: the budget ran out; ``"error"``."""
+    error: str | None = None
+    """What went wrong with this row, when ``finish_reason`` is ``"error"``."""
+    untempered_log_probs: Sequence[float] = ()
+    """One per token, of the model's own softmax; only when asked for."""
+    entropies: Sequence[float] = ()
+    """One per token, in nats, of the distribution that it was drawn from; only when asked for."""
+    versions: Sequence[VersionSpan] = ()
+    """Which weights drew which tokens, in order and without gaps, when the engine knows."""
+
+    def joined(self, more: "Generation") -> "Generation":
+        """This beginning of a response and what came next, with its end."""
+        return more._replace(ids=self.ids + more.ids, log_probs=self.log_probs + more.log_probs)
+
+    def token_versions(self, otherwise: int) -> list[int]:
+        """The version that drew each token.
+
+        Args:
+            otherwise: the version of all of them, when the engine did not say.
+        """
+        if not self.versions:
+            return [otherwise] * len(self.ids)
+        return [span.version for span in self.versions for _ in range(span.start, span.end)]
+
+
+class Engine(Protocol):
+    """Draws tokens. One implementation per inference library.
+
+    It may have ``vocab_size`` (token ids are below it) and ``max_model_len`` (most tokens of a
+    prompt and its response); without them the tokenizer's length counts, and no limit. One that
+    reads images has ``images``, which is not ``None``, and ``generate`` takes ``images=``: those of
+    each prompt in order, in base 64. It is given only where a row has any.
+    """
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve: 0 at first, and higher after each update."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """Draw one response per prompt.
+
+        Args:
+            prompts: token ids of each row. A row that cannot be served (empty, too long, an id
+                outside the vocabulary) comes back with ``finish_reason="error"``; the others are
+                generated.
+            params: the distribution; ``stop_token_ids`` is set.
+            max_new_tokens: a budget per row that overrides the one in ``params``.
+
+        Returns:
+            One generation per prompt, in order.
+
+        Raises:
+            EngineDied: the engine is gone or stuck.
+        """
+        ...
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """Replace the weights, all or none.
+
+        Args:
+            state_dict: parameter name (Transformers' names) to value.
+            version: the number of these weights, above the present one; ``None`` counts on.
+
+        Raises:
+            ValueError: a name, shape or value is wrong, or the version does not go up; the old
+                weights keep serving.
+        """
+        ...
+
+
+# What an engine does for a collector without barriers: one response for each of many callers.
+
+
+@runtime_checkable
+class AsyncEngine(Protocol):
+    """Draws one response at a time for each caller, for many at once; weights change in flight.
+
+    It may have ``vocab_size`` and ``max_model_len``, as an
+    :class:`Engine`. One whose ``can_keep_caches`` is true has
+    ``update_weights(..., recompute=True)``: with ``False`` responses in flight go on with what the
+    old weights have read.
+    """
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve: 0 at first, and higher after each update."""
+        ...
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+    ) -> Generation:
+        """Draw one response; to be awaited in an event loop. Cancelling it aborts the request.
+
+        Args:
+            prompt: token ids. One that can't be served (empty, too long, an id outside the
+                vocabulary) comes back with ``finish_reason="error"``.
+            params: the distribution; ``stop_token_ids`` is set.
+            max_new_tokens: overrides the budget in ``params``.
+            session: the same for all calls of one conversation: what was read for one is kept for
+                the next, and a fleet sends them to one engine. The tokens decide what is used, so
+                a wrong key costs time alone.
+
+        Returns:
+            The response; ``versions`` says of each token which weights drew it.
+
+        Raises:
+            EngineDied: the engine is gone or stuck.
+            RuntimeError: it is closed.
+            ValueError: it can't draw from this distribution.
+        """
+        ...
+
+    async def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """Replace the weights, all or none, between two tokens of the responses in flight.
+
+        Args:
+            state_dict: parameter name (Transformers' names) to value.
+            version: the number of these weights, above the present one; ``None`` counts on.
+
+        Raises:
+            EngineDied: the engine is gone or stuck.
+            UpdateRefused: a name, type, shape or value is wrong, or the version does not go up;
+                the old weights keep serving.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Draw no more tokens; requests wait, and new ones are taken on."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    def end_session(self, session: Hashable) -> None:
+        """What is kept for a conversation may go; one that is not known is none. From any thread.
+
+        Args:
+            session: as for `respond`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Abort what is in flight and let go of what it holds. May be called twice."""
+        ...
+
+
+def can_keep_caches(engine: Any) -> bool:
+    """Whether responses in flight can go on with what the old weights have read."""
+    return bool(getattr(engine, "can_keep_caches", False))
+
+
+async def push_weights(
+    engine: AsyncEngine, state_dict: Mapping[str, Tensor], *, version: int, recompute: bool
+) -> None:
+    """Replace the weights; raises as `AsyncEngine.update_weights`.
+
+    Args:
+        engine: whose; ``recompute=False`` takes one that ``can_keep_caches``.
+        state_dict: parameter name to value.
+        version: of these weights.
+        recompute: what responses in flight have so far is read again.
+    """
+    # Engines that always recompute need not have the argument.
+    options: dict[str, Any] = {} if recompute else {"recompute": False}
+    await engine.update_weights(state_dict, version=version, **options)
+
+
+# How full an engine is, for who decides how much is asked of it.
+
+_CACHE_USE: Final = "vllm:kv_cache_usage_perc"
+_PREEMPTIONS: Final = "vllm:num_preemptions_total"
+
+
+class EngineLoad(NamedTuple):
+    """How full an engine is, as its ``measure_load()`` tells, where ``tells_load`` is true."""
+
+    cache_use: float
+    """Fraction of its cache of keys and values that requests in flight hold, from 0 to 1."""
+    num_preemptions: int
+    """How often, ever, a request was put off because the cache was full, to be read again."""
+
+
+class TellsLoad(Protocol):
+    """An engine that can tell how full it is."""
+
+    async def measure_load(self) -> EngineLoad:
+        """How full it is now.
+
+        Raises:
+            EngineDied: the engine is gone or stuck.
+            ConnectionError: it did not answer.
+            RuntimeError: it is closed.
+        """
+        ...
+
+
+def tells_load(engine: Any) -> bool:
+    """Whether an engine can tell how full it is; of a server, it is asked."""
+    return bool(getattr(engine, "tells_load", False))
+
+
+def read_load(text: str) -> EngineLoad | None:
+    r"""What the metrics of a vLLM server tell of its load, of all its engines; or ``None``.
+
+    Example:
+        >>> read_load("vllm:kv_cache_usage_perc{a=1} 0.5\nvllm:num_preemptions_total 3.0")
+        EngineLoad(cache_use=0.5, num_preemptions=3)
+    """
+    uses, preemptions = (
+        [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]
+        for name in (_CACHE_USE, _PREEMPTIONS)
+    )
+    if not (uses and preemptions):
+        return None
+    return EngineLoad(max(uses), int(sum(preemptions)))

@@ -1,1 +1,0 @@
-"""Several engines behind one: who serves, who draws what, and how an engine comes back."""

@@ -1,0 +1,467 @@
+"""How prompts get into a model's cache: the ways that are tried, with images too."""
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad as pad_columns
+from transformers import DynamicCache, PreTrainedModel
+
+from torchrl_data.ragged import pad
+from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_modules.scoring.model_reader import (
+    ImageTrial,
+    RowPositions,
+    alike,
+    model_inputs,
+    run_image_trial,
+)
+from torchrl_modules.scoring.models import Trial, find_first, run_trial
+from torchrl_modules.scoring.packed_attention import cap_attention
+
+from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache
+
+# How a model continues rows: what it keeps of the tokens that it has read.
+#
+# The usual way is a :class:`~.slot_reader.SlotReader`; here are the others, and which of them all
+# gives a model's own log-probs.
+#
+# Shape legend: A rows, T tokens so far, V vocabulary.
+
+_CACHES = ("past_key_values", "cache_params", "state")
+_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]" = (
+    WeakKeyDictionary()
+)
+
+
+class PaddedReader(PromptReader):
+    """A cache of keys and values, prompts padded on the left; equal prompts are read once."""
+
+    needs_one_length = False
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See :class:`PromptReader`."""
+        rows, index = _different(prompts, self.model.device)
+        mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
+        self._cache = DynamicCache(config=self.model.config)
+        output = self.model(
+            input_ids=pad(rows, value=0, side="left"),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if len(rows) < len(prompts):
+            self._cache.batch_select_indices(index)
+        self._mask = mask[index]
+        self._lengths = self._mask.sum(1)
+        return output.logits[index, -1]
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """See :class:`PromptReader`."""
+        self._mask = pad_columns(self._mask, (0, 1), value=1)
+        output = self.model(
+            input_ids=tokens[:, None],
+            attention_mask=self._mask,
+            position_ids=self._lengths[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._lengths = self._lengths + 1
+        return output.logits[:, -1]
+
+    def keep(self, index: Tensor) -> None:
+        """See :class:`PromptReader`."""
+        self._cache.batch_select_indices(index)
+        self._mask, self._lengths = self._mask[index], self._lengths[index]
+
+
+class OwnCacheReader(PromptReader):
+    """Whatever a model keeps itself (recurrent states, convolutions), rows of one length.
+
+    No mask and no positions are given: the model computes a batch as it does a row alone.
+    """
+
+    needs_one_length = True
+    _gives_positions: ClassVar[bool] = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        named = inspect.signature(model.forward).parameters
+        self._name = next((name for name in _CACHES if name in named), _CACHES[0])
+        self._cache: Any = None
+        self._num_read = 0
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See :class:`PromptReader`."""
+        rows, index = _different(prompts, self.model.device)
+        logits = self._call(torch.stack(rows))
+        if len(rows) == len(prompts):
+            return logits
+        if self.can_drop:
+            self.keep(index)
+            return logits[index]
+        self._cache, self._num_read = None, 0
+        return self._call(torch.stack(rows)[index])
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """See :class:`PromptReader`."""
+        return self._call(tokens[:, None])
+
+    def _call(self, ids: Tensor) -> Tensor:
+        given = {} if self._cache is None else {self._name: self._cache}
+        if self._gives_positions:
+            end = self._num_read + ids.shape[1]
+            given["position_ids"] = torch.arange(self._num_read, end, device=ids.device)[None]
+            self._num_read = end
+        output = self.model(input_ids=ids, use_cache=True, **given)
+        self._cache = getattr(output, self._name)
+        if self._cache is None:
+            raise TypeError(f"{type(self.model).__name__} keeps nothing under {self._name}")
+        return output.logits[:, -1]
+
+    @property
+    def can_drop(self) -> bool:
+        """See :class:`PromptReader`."""
+        return hasattr(self._cache, "reorder_cache")
+
+    def keep(self, index: Tensor) -> None:
+        """See :class:`PromptReader`."""
+        self._cache.reorder_cache(index)
+
+
+class OwnCachePositionsReader(OwnCacheReader):
+    """For models that count their positions wrongly when their first layer keeps no keys."""
+
+    _gives_positions = True
+
+
+class WholeRowReader(PromptReader):
+    """Nothing is kept: every token reads its whole row again, as scoring does."""
+
+    needs_one_length = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        named = inspect.signature(model.forward).parameters
+        self._no_cache = {"use_cache": False} if "use_cache" in named else {}
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See :class:`PromptReader`."""
+        self._ids = torch.tensor([list(prompt) for prompt in prompts], device=self.model.device)
+        return self._logits()
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """See :class:`PromptReader`."""
+        self._ids = torch.cat([self._ids, tokens[:, None]], 1)
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        return self.model(input_ids=self._ids, **self._no_cache).logits[:, -1]
+
+    def keep(self, index: Tensor) -> None:
+        """See :class:`PromptReader`."""
+        self._ids = self._ids[index]
+
+
+def _different(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[list[Tensor], Tensor]:
+    """The different prompts, and which of them each row has, int64 ``[A]``."""
+    places = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    index = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=device)
+    return [torch.tensor(prompt, device=device) for prompt in places], index
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Most tokens that a model has positions for; ``None`` where it names no limit.
+
+    Args:
+        model: a causal language model.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        # Learnt positions that begin behind the padding index have that many fewer.
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            behind = 0 if module.padding_idx is None else module.padding_idx + 1
+            limit = module.num_embeddings - behind
+    return limit
+
+
+def group_rows(
+    prompts: Sequence[Sequence[int]], rows: Sequence[int], *, by_length: bool
+) -> list[list[int]]:
+    """Rows that are drawn together.
+
+    Args:
+        prompts: of all rows.
+        rows: those that are drawn.
+        by_length: only prompts of one length go together.
+    """
+    if not by_length:
+        return [list(rows)]
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(len(prompts[row]), []).append(row)
+    return list(groups.values())
+
+
+def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
+    """The fastest way to continue rows that gives the model's own log-probs; tried once per model.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    cap_attention(model)
+    state = (model.dtype, model.device, model.config._attn_implementation)
+    earlier = _found.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
+    trial = run_trial(model, who="TransformersEngine")
+    readers: list[type[PromptReader]] = [
+        *([SlotReader] if has_plain_cache(model) else []),
+        PaddedReader,
+        OwnCacheReader,
+        OwnCachePositionsReader,
+        WholeRowReader,
+    ]
+    if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
+        readers = [reader for reader in readers if reader.needs_one_length]
+    at, _, wrong = find_first(
+        model,
+        trial,
+        [
+            (reader.__name__, lambda reader=reader: _tried(reader, model, trial))
+            for reader in readers
+        ],
+    )
+    if at is None:
+        raise ValueError(
+            f"TransformersEngine: {type(model).__name__} can't be sampled from: no way to continue "
+            f"rows gives what its forward says of a whole row ({'; '.join(wrong)}). Sample with "
+            "vLLM."
+        )
+    if readers[at] is WholeRowReader:
+        warnings.warn(
+            f"TransformersEngine: what {type(model).__name__} keeps of a row does not give the "
+            f"log-probs of its own forward ({'; '.join(wrong)}), so every token reads its whole "
+            "row again. That is slow for long rows: sample with vLLM where it knows the model.",
+            stacklevel=2,
+        )
+    _found[model] = (state, readers[at])
+    return readers[at]
+
+
+def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> list[Tensor]:
+    """What a reader says of rows, in the first way of using it that is wrong, if one is."""
+    continued = _continued(cls, model, trial.rows)
+    if not issubclass(cls, SlotReader) or not trial.tolerance.allows(trial.difference(continued)):
+        return continued
+    return _joined(cls, model, trial.rows)
+
+
+def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probs of the last tokens of rows that join one by one, and go on from what was kept."""
+    kept = KeptCaches(max_tokens=None)
+    first, begin = cls(model, kept), rows[0][: len(rows[0]) // 2 + 1].tolist()
+    first.read([begin])
+    first.leave_behind(0, begin, "trial")
+    reader, results = cls(model, kept), [[] for _ in rows]
+    num_read = [max(1, len(row) - 3) for row in rows]
+    here = [len(rows) - 1]
+
+    def join(joining: list[int]) -> Tensor:
+        return reader.join([rows[i][: num_read[i]].tolist() for i in joining])
+
+    def advance() -> Tensor:
+        drawn = torch.stack([rows[i][num_read[i]] for i in here])
+        for i in here:
+            num_read[i] += 1
+        return reader.advance(drawn)
+
+    logits = join(here)
+    while here:
+        for row, i in zip(logits.double().log_softmax(-1), here, strict=True):
+            results[i].append(row[rows[i][num_read[i]]])
+        left = [k for k, i in enumerate(here) if num_read[i] + 1 < len(rows[i])]
+        here = [here[k] for k in left]
+        reader.keep(torch.tensor(left, dtype=torch.int64, device=logits.device))
+        logits = advance() if here else logits[:0]
+        if joining := [i for i in range(len(rows)) if not results[i] and i not in here]:
+            logits = torch.cat([logits, join(joining)])
+            here += joining
+    return [torch.stack(values) for values in results]
+
+
+def _continued(
+    cls: type[PromptReader], model: PreTrainedModel, rows: Sequence[Tensor]
+) -> list[Tensor]:
+    """Log-probs of the last tokens of rows, read one by one; rows leave on the way."""
+    prompts = [row[: max(1, min(4, len(row) - 2))].tolist() for row in rows]
+    results: list[list[Tensor]] = [[] for _ in rows]
+    for group in group_rows(prompts, range(len(rows)), by_length=cls.needs_one_length):
+        reader, here = cls(model), list(group)
+        logits = reader.read([prompts[i] for i in here])
+        for step in range(max(len(rows[i]) - len(prompts[i]) for i in group)):
+            tokens = [rows[i][min(len(prompts[i]) + step, len(rows[i]) - 1)] for i in here]
+            drawn = torch.stack(tokens)
+            log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
+            for i, value in zip(here, log_p, strict=True):
+                if len(prompts[i]) + step < len(rows[i]):
+                    results[i].append(value)
+            left = [k for k, i in enumerate(here) if len(prompts[i]) + step + 1 < len(rows[i])]
+            if not left:
+                break
+            if len(left) < len(here) and reader.can_drop:
+                at = torch.tensor(left, device=drawn.device)
+                reader.keep(at)
+                drawn, here = drawn[at], [here[k] for k in left]
+            logits = reader.advance(drawn)
+    return [torch.stack(values) for values in results]
+
+
+# How a model continues rows with images.
+#
+# Shape legend: A rows, V vocabulary.
+
+_found_with_images: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[ImageRows]]]" = (
+    WeakKeyDictionary()
+)
+
+
+class ImageRows(PromptReader):
+    """Rows with images of one length.
+
+    Args:
+        model: a vision-language model in evaluation mode.
+        processor: its own.
+        images: of each prompt, in base 64, of one shape.
+    """
+
+    needs_one_length = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: ImageProcessor,
+        images: Sequence[Sequence[str]],
+    ) -> None:
+        super().__init__(model)
+        self._processor = processor
+        self._images = [tuple(its) for its in images]
+        self._positions = RowPositions(model)
+
+    def close(self) -> None:
+        """Rows that come later are not placed like these."""
+        self._positions.forget()
+
+
+class ImageReader(ImageRows):
+    """A cache of keys and values; equal prompts with equal images are read once."""
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See :class:`PromptReader`."""
+        rows = [(tuple(prompt), its) for prompt, its in zip(prompts, self._images, strict=True)]
+        places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        index = torch.tensor([places[row] for row in rows], device=self.model.device)
+        ids = torch.tensor([prompt for prompt, _ in places], device=self.model.device)
+        self._cache = DynamicCache(config=self.model.config)
+        self._positions.forget()
+        output = self.model(
+            input_ids=ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **model_inputs(self.model, self._processor, ids, [its for _, its in places]),
+        )
+        if len(places) < len(rows):
+            self.keep(index)
+        return output.logits[index, -1]
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """See :class:`PromptReader`."""
+        output = self.model(input_ids=tokens[:, None], past_key_values=self._cache, use_cache=True)
+        return output.logits[:, -1]
+
+    def keep(self, index: Tensor) -> None:
+        """See :class:`PromptReader`."""
+        self._cache.batch_select_indices(index)
+        self._positions.take(index)
+
+
+class WholeImageReader(ImageRows, WholeRowReader):
+    """Nothing is kept: every token reads its whole row again, images included."""
+
+    def _logits(self) -> Tensor:
+        self._positions.forget()
+        inputs = model_inputs(self.model, self._processor, self._ids, self._images)
+        return self.model(input_ids=self._ids, use_cache=False, **inputs).logits[:, -1]
+
+    def keep(self, index: Tensor) -> None:
+        """See :class:`PromptReader`."""
+        super().keep(index)
+        self._images = [self._images[i] for i in index.tolist()]
+
+
+def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type[ImageRows]:
+    """The fastest way to continue rows with images that gives the model's own log-probs."""
+    state = (model.dtype, model.device, model.config._attn_implementation)
+    earlier = _found_with_images.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
+    who = "TransformersEngine"
+    tried = run_image_trial(model, processor, who=who)
+    readers: list[type[ImageRows]] = [ImageReader, WholeImageReader]
+    at, _, wrong = find_first(
+        model,
+        tried.trial,
+        [
+            (cls.__name__, lambda cls=cls: _continued_with_images(cls, model, processor, tried))
+            for cls in readers
+        ],
+    )
+    if at is None:
+        raise ValueError(
+            f"{who}: {type(model).__name__} can't be sampled from with images: no way to continue "
+            f"rows gives what its forward says of a whole row ({'; '.join(wrong)})."
+        )
+    if readers[at] is WholeImageReader:
+        warnings.warn(
+            f"{who}: what {type(model).__name__} keeps of a row with images does not give the "
+            f"log-probs of its own forward ({'; '.join(wrong)}), so every token reads its whole "
+            "row again, which is slow.",
+            stacklevel=2,
+        )
+    _found_with_images[model] = (state, readers[at])
+    return readers[at]
+
+
+def _continued_with_images(
+    cls: type[ImageRows], model: PreTrainedModel, processor: ImageProcessor, tried: ImageTrial
+) -> list[Tensor]:
+    """Log-probs of the last tokens of rows, read one by one; the first row leaves on the way."""
+    rows, results = tried.trial.rows, [[] for _ in tried.trial.rows]
+    for group in alike(processor, [len(row) for row in rows], tried.images):
+        here = group + group[:1]  # one row twice
+        reader = cls(model, processor, [tried.images[i] for i in here])
+        logits = reader.read([rows[i][:-2].tolist() for i in here])
+        for step in (-2, -1):
+            drawn = torch.stack([rows[i][step] for i in here])
+            log_p = logits.double().log_softmax(-1).gather(1, drawn[:, None]).squeeze(1)
+            for i, value in dict(zip(here, log_p, strict=True)).items():
+                results[i].append(value)
+            if step == -2:
+                left = torch.arange(1, len(here), device=drawn.device)
+                reader.keep(left)
+                here = here[1:]
+                logits = reader.advance(drawn[left])
+        reader.close()
+    return [torch.stack(values) for values in results]

@@ -1,0 +1,531 @@
+"""The engines over a Transformers model, blocking and asynchronous."""
+
+import asyncio
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from copy import deepcopy
+from functools import cached_property
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_modules.sampling import SamplingParameters
+from torchrl_modules.scoring.model_reader import alike
+from torchrl_modules.scoring.models import (
+    acting_adapters,
+    evaluation_mode,
+    is_sharded,
+    settle_rope_factors,
+    unwrapped,
+    without_ddp,
+)
+from torchrl_modules.weights import (
+    ExpectedWeights,
+    LazyWeights,
+    UpdateRefused,
+    next_version,
+    weights_fingerprint,
+)
+
+from .bridges import EngineThread
+from .continuous import ContinuousDecoding, Request, distribution_of
+from .decoding import DecodeLoop, KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw
+from .engine import Generation
+from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
+
+# Sampling from a Transformers model in this process.
+
+
+class TransformersEngine:
+    """An :class:`~torchrl_modules.engines.engine.Engine` over a Transformers model.
+
+    Args:
+        model: a causal language model, with or without adapters of PEFT. It continues rows with a
+            cache of keys and values where that gives its own log-probs, which is tried on a few
+            short rows; otherwise with whatever it keeps itself, rows of one length together;
+            otherwise it reads whole rows again for every token, with a warning.
+        max_model_len: most tokens of a row, prompt and response; the model's own limit when not
+            given.
+        autocast_dtype: compute in this type, with the parameters as they are.
+        max_cached_tokens: most tokens of earlier rows of which the keys and values are kept: a row
+            that begins with such tokens, as the next turn of a conversation does, reads only what
+            is new. They are forgotten when any weight changes, whoever changes it. What is kept
+            takes memory between two calls, and while a model is trained in place. ``None``: as many
+            as take 1 GiB on a CPU, and none on an accelerator. For models whose cache is plain keys
+            and values; others read whole prompts.
+        images: what the images of a vision-language model's prompts become; without it a row with
+            images is refused.
+        check: try the model now; ``False`` tries it before the first token is drawn, for an engine
+            that may draw none.
+
+    Raises:
+        TypeError: the model has adapters that are not layers of it, such as prompts.
+        ValueError: ``max_model_len`` is not positive, or above the positions that the model has;
+            ``max_cached_tokens`` is negative; or the model can't be sampled from.
+    """
+
+    reads_in_order = True
+    """An update reads each weight once, in this thread: they may be lazy."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_model_len: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        max_cached_tokens: int | None = None,
+        images: ImageProcessor | None = None,
+        check: bool = True,
+    ) -> None:
+        who = "TransformersEngine"
+        self._inside = unwrapped(model, who=who)
+        own = num_positions(self._inside)
+        if max_model_len is not None and max_model_len < 1:
+            raise ValueError(f"{who}: max_model_len must be at least 1, got {max_model_len}.")
+        if max_model_len is not None and own is not None and max_model_len > own:
+            raise ValueError(
+                f"{who}: max_model_len={max_model_len}, but {type(self._inside).__name__} has "
+                f"positions for {own} tokens."
+            )
+        if max_cached_tokens is not None and max_cached_tokens < 0:
+            raise ValueError(
+                f"{who}: max_cached_tokens must be at least 0 or None, got {max_cached_tokens}."
+            )
+        settle_rope_factors(self._inside, max_model_len, who=who)
+        self.model = model
+        self.images = images
+        """What images become; ``None`` where rows with images are refused."""
+        self.max_model_len = max_model_len or own or 1 << 62
+        """Most tokens of a prompt and its response together."""
+        self._autocast_dtype = autocast_dtype
+        self.max_cached_tokens = max_cached_tokens
+        """Most tokens of earlier rows that are kept, as it was given."""
+        self._kept: KeptCaches | None = None
+        if max_cached_tokens or (max_cached_tokens is None and self._inside.device.type == "cpu"):
+            self._kept = KeptCaches(max_cached_tokens)
+        self._kept_for: Hashable = None
+        self._version = 0
+        self._is_mixed = False
+        if check and not is_sharded(model):
+            self.reader  # noqa: B018
+            if images is not None:
+                find_image_reader(self._inside, images)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the activations."""
+        return self._autocast_dtype or self._inside.dtype
+
+    @property
+    def inside(self) -> PreTrainedModel:
+        """The model itself, without wrappers."""
+        return self._inside
+
+    @cached_property
+    def reader(self) -> type[PromptReader]:
+        """How the model continues rows."""
+        if is_sharded(self.model):
+            raise ValueError(
+                f"TransformersEngine: {type(self._inside).__name__} is sharded by fully_shard, and "
+                "drawing tokens would gather every layer for every token, on all ranks in step. "
+                "Sample with vLLM or from a copy that is whole, and push the weights to it."
+            )
+        return find_prompt_reader(self._inside)
+
+    @property
+    def version(self) -> int:
+        """How many updates the weights have seen, or the number that the last one was given."""
+        return self._version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._inside.config.get_text_config().vocab_size
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        seeds: Sequence[int | None] | None = None,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> list[Generation]:
+        """See :meth:`torchrl_modules.Engine.generate`.
+
+        At temperature 0 the log-probs are those at temperature 1.
+
+        Args:
+            prompts: as there.
+            params: as there.
+            max_new_tokens: as there.
+            seeds: one per prompt, in place of the one in ``params``; a row's tokens depend on its
+                own seed alone. ``None`` for all or none of the rows.
+            images: of each prompt in order, in base 64; none of any row when not given.
+
+        Raises:
+            ValueError: ``max_new_tokens`` or ``seeds`` has not one value per prompt, or some rows
+                have a seed and others have none.
+            RuntimeError: an update broke off in the middle, because a rank that had a part of the
+                weights ended, say.
+        """
+        params.check_stops_are_found()
+        if self._is_mixed:
+            raise RuntimeError(
+                "TransformersEngine cannot serve: an update broke off in the middle, and its "
+                "weights are a mixture. Update them again."
+            )
+        budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
+        rows_seeds = _all_or_none(seeds or params.row_seeds(len(prompts)), len(prompts))
+        media = [list(its) for its in images or [[]] * len(prompts)]
+        errors = [
+            self.refusal(prompt, budget) or self._image_fault(prompt, its)
+            for prompt, budget, its in zip(prompts, budgets, media, strict=True)
+        ]
+        good = [i for i, error in enumerate(errors) if error is None]
+        results = [Generation([], [], "error", error) for error in errors]
+        if not good:
+            return results
+        with evaluation_mode(self._inside), self.precision():
+            self._forget_other_weights()
+            for group, reader in self._batches(prompts, good, media):
+                loop = DecodeLoop(
+                    reader,
+                    [prompts[i] for i in group],
+                    params,
+                    [budgets[i] for i in group],
+                    rows_seeds and [rows_seeds[i] for i in group],
+                )
+                for i, generation in zip(group, loop.run(), strict=True):
+                    results[i] = generation
+        return results
+
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], good: list[int], images: list[list[str]]
+    ) -> Iterator[tuple[list[int], PromptReader]]:
+        """Rows that are drawn together, and what reads them."""
+        text = [i for i in good if not images[i]]
+        if text:
+            for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
+                yield group, self._new_reader()
+        rows = [i for i in good if images[i]]
+        if not rows or self.images is None:
+            return
+        cls = find_image_reader(self._inside, self.images)
+        for places in alike(
+            self.images, [len(prompts[i]) for i in rows], [images[i] for i in rows]
+        ):
+            group = [rows[k] for k in places]
+            reader = cls(self._inside, self.images, [images[i] for i in group])
+            try:
+                yield group, reader
+            finally:
+                reader.close()
+
+    def _image_fault(self, prompt: Sequence[int], images: Sequence[str]) -> str | None:
+        """Why a row's images can't be read, or ``None``."""
+        if self.images is not None:
+            return self.images.fault(prompt, images)
+        return "the engine has no processor for its images" if images else None
+
+    def _new_reader(self) -> PromptReader:
+        if self._kept is not None and issubclass(self.reader, SlotReader):
+            return self.reader(self._inside, self._kept)
+        return self.reader(self._inside)
+
+    def _forget_other_weights(self) -> None:
+        """What other weights have read is not what these would have."""
+        if self._kept is None or not issubclass(self.reader, SlotReader):
+            return
+        now = (weights_fingerprint(self._inside), acting_adapters(self._inside))
+        if now != self._kept_for:
+            self._kept.clear()
+            self._kept_for = now
+
+    def forget(self) -> None:
+        """Let go of what is kept of earlier rows: no row goes on from it."""
+        if self._kept is not None:
+            self._kept.clear()
+
+    def copied(self) -> "TransformersEngine":
+        """The same over a copy of the model, with the same version."""
+        engine = TransformersEngine(
+            deepcopy(without_ddp(self.model)).requires_grad_(False),
+            max_model_len=None if self.max_model_len == 1 << 62 else self.max_model_len,
+            autocast_dtype=self._autocast_dtype,
+            max_cached_tokens=self.max_cached_tokens,
+            images=self.images,
+        )
+        engine._version = self._version
+        return engine
+
+    def precision(self) -> Any:
+        """What the model computes in, as a context manager."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._inside.device.type, dtype=self._autocast_dtype)
+
+    def refusal(self, prompt: Sequence[int], budget: int) -> str | None:
+        """Why a row can't be served, or ``None``.
+
+        Args:
+            prompt: token ids.
+            budget: most new tokens.
+        """
+        if not len(prompt):
+            return "the prompt is empty"
+        if budget < 1:
+            return f"no token may be generated (the budget is {budget})"
+        if len(prompt) + budget > self.max_model_len:
+            return (
+                f"the prompt has {len(prompt)} tokens and may grow by {budget}, but the model "
+                f"takes {self.max_model_len}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            return f"the prompt holds a token outside the vocabulary of {self.vocab_size}"
+        return None
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """See :meth:`torchrl_modules.engines.engine.Engine.update_weights`."""
+        version = next_version(version, self._version, who=f"{type(self).__name__}.update_weights")
+        expected = ExpectedWeights.of(without_ddp(self.model).state_dict())
+        weights = expected.check(state_dict, who=type(self).__name__)
+        names = list(weights)
+        if not isinstance(weights, LazyWeights):
+            names.reverse()  # What was checked last may be in the cache.
+        self._is_mixed = True
+        with torch.no_grad():
+            for name in names:
+                expected.own[name].copy_(weights[name])
+        self._is_mixed = False
+        self._version = version
+        self.forget()
+
+
+def _all_or_none(seeds: Sequence[int | None], num_rows: int) -> list[int] | None:
+    """A seed for each row, or ``None``."""
+    given = [seed for seed in seeds if seed is not None]
+    if len(seeds) != num_rows or len(given) not in (0, num_rows):
+        raise ValueError(
+            f"TransformersEngine.generate: {num_rows} prompts, but {len(seeds)} seeds, "
+            f"{len(given)} of them not None. Give each prompt one, or none."
+        )
+    return given or None
+
+
+# A Transformers model served to asyncio: rows join and leave between two tokens.
+
+
+class AsyncTransformersEngine:
+    """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a Transformers model.
+
+    A thread draws one token of every running row at a time. Rows join and leave between two tokens,
+    none waits for another, and weights are replaced between two tokens. A response depends on its
+    prompt, its seed and the weights, not on the rows beside it. Without a seed, torch's generator
+    gives one when it is asked for.
+
+    Models that keep plain keys and values are drawn from in one batch, and go on from what they
+    read of a conversation's earlier turns. Others are drawn from in groups of the rows that came
+    together, and read whole prompts; a warning says so.
+
+    Args:
+        engine: whose model and limits are taken.
+        copy_model: draw from a copy of the model, so that the model may be trained meanwhile.
+            ``False`` draws from the model itself, which nobody else may change until this is
+            closed.
+        max_running: most rows that are drawn at a time; more wait, in the order in which they came.
+        max_cached_tokens: most tokens of earlier turns that are kept, the latest used ones;
+            ``None`` for as many as take 1 GiB.
+        stall_timeout_s: an engine that has requests, is not paused and makes no step for so long is
+            taken for stuck.
+        update_timeout_s: the same for an update of weights.
+
+    Raises:
+        ValueError: ``max_running`` is not positive, ``max_cached_tokens`` negative, a timeout not
+            positive, or the model can't be sampled from.
+    """
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        *,
+        copy_model: bool = True,
+        max_running: int = 256,
+        max_cached_tokens: int | None = None,
+        stall_timeout_s: float = 30.0,
+        update_timeout_s: float = 600.0,
+    ) -> None:
+        who = type(self).__name__
+        if max_running < 1 or (max_cached_tokens is not None and max_cached_tokens < 0):
+            raise ValueError(
+                f"{who}: max_running must be at least 1 and max_cached_tokens at least 0 or None, "
+                f"got {max_running} and {max_cached_tokens}."
+            )
+        self._engine = engine.copied() if copy_model else engine
+        self._decoding = ContinuousDecoding(
+            self._engine.inside,
+            self._engine.reader,
+            precision=self._engine.precision,
+            version=lambda: self._engine.version,
+            max_running=max_running,
+            kept=KeptCaches(max_cached_tokens),
+            is_own=copy_model,
+        )
+        # Of each distribution that is drawn from now.
+        self._draws: WeakValueDictionary[Hashable, TokenDraw] = WeakValueDictionary()
+        self._thread = EngineThread(
+            self._decoding,
+            who=who,
+            stall_timeout_s=stall_timeout_s,
+            command_timeout_s=update_timeout_s,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """What it draws from: a copy, unless that was declined."""
+        return self._engine.model
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve."""
+        return self._engine.version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self._engine.max_model_len
+
+    @property
+    def num_prompt_tokens_read(self) -> int:
+        """Tokens of prompts that the model has read: without those that were kept or shared."""
+        return self._decoding.num_read
+
+    @property
+    def num_tokens_drawn(self) -> int:
+        """Tokens of all responses, those that were cancelled included."""
+        return self._decoding.num_drawn
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of earlier turns that are kept now."""
+        return self._decoding.kept.num_tokens
+
+    async def respond(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParameters,
+        *,
+        max_new_tokens: int | None = None,
+        session: Hashable = None,
+    ) -> Generation:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.respond`."""
+        params.check_stops_are_found()
+        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        error = self._engine.refusal(prompt, budget)
+        if error is not None:
+            self._thread.check_alive()
+            return Generation([], [], "error", error)
+        seed = params.row_seeds(1)[0]
+        seed = int(torch.randint(1 << 31, ())) if seed is None else seed
+        loop = asyncio.get_running_loop()
+        request = Request(
+            tokens=list(prompt),
+            params=params,
+            budget=budget,
+            stream=RowStream(seed),
+            session=session,
+            loop=loop,
+            future=loop.create_future(),
+            draw=self._draws.setdefault(distribution_of(params), TokenDraw(params)),
+        )
+        self._thread.put(
+            lambda: self._decoding.waiting.append(request),
+            lambda error: self._decoding.deliver([(request, error)]),
+        )
+        try:
+            return await self._thread.wait(request.future)
+        finally:
+            if not request.future.done():
+                request.future.cancel()
+                with suppress(RuntimeError):  # It has ended, and so has the request.
+                    self._thread.put(lambda: self._decoding.abort(request), _ignore)
+
+    can_keep_caches = True
+    """`update_weights` takes ``recompute=False``."""
+
+    async def update_weights(
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        recompute: bool = True,
+    ) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`.
+
+        Args:
+            state_dict: as there.
+            version: as there.
+            recompute: what running responses have so far is read again, so that the log-probs of
+                their further tokens are those of the new weights. ``False`` goes on with what the
+                old weights have read, which is faster, and the log-probs are of neither version
+                alone. New requests never meet what old weights have read.
+        """
+
+        def update() -> None:
+            self._decoding.update(
+                lambda: self._engine.update_weights(state_dict, version=version), recompute
+            )
+
+        await self._thread.call(update, spares=lambda error: isinstance(error, UpdateRefused))
+
+    async def pause(self) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.pause`."""
+        await self._thread.set_paused(True)
+
+    async def resume(self) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.resume`."""
+        await self._thread.set_paused(False)
+
+    async def check_health(self) -> None:
+        """Say whether it is there.
+
+        Raises:
+            EngineDied: it died.
+            RuntimeError: it is closed.
+        """
+        self._thread.check_alive()
+
+    def end_session(self, session: Hashable) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.end_session`."""
+        with suppress(RuntimeError):  # It has ended, and keeps nothing.
+            self._thread.put(lambda: self._decoding.end_session(session), _ignore)
+
+    def close(self) -> None:
+        """Abort what is in flight and end the thread. May be called twice.
+
+        Raises:
+            EngineDied: a step, or an update, does not end.
+        """
+        self._thread.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.close)
+
+
+def _ignore(_: BaseException) -> None:
+    """What ended the engine ended this, too."""

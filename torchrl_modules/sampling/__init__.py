@@ -1,1 +1,0 @@
-"""Sampling: its parameters, several responses per prompt, and what warps the logits."""

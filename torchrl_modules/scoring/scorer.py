@@ -1,0 +1,719 @@
+"""Log-probs and entropies of given tokens, without all logits in memory at once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.distributions import Distribution
+
+from torchrl_data.checks import TokenScores
+from torchrl_data.ragged import cumulative_lengths, pack
+from torchrl_data.templates.encoder import ImageProcessor
+from torchrl_modules.sampling import (
+    SamplingParameters,
+    TargetHistory,
+    warped_head_log_prob,
+    warped_log_prob,
+)
+
+from .model_reader import (
+    Layout,
+    ModelReader,
+    check_image_reading,
+    check_packed,
+    plain_head,
+    read_with_images,
+    targets_of,
+)
+from .models import (
+    Difference,
+    check_wrapped_whole,
+    find_first,
+    is_distributed,
+    most_of_ranks,
+    run_inside,
+    run_trial,
+    settle_rope_factors,
+    unwrapped,
+)
+from .packed_attention import use_packed_attention
+
+# Log-probabilities of chosen tokens without ever holding ``[tokens, vocabulary]`` logits.
+#
+# Shape legend: K target tokens, D hidden size, V vocabulary.
+
+_CPU_TILE: Final = (256, 1024)
+"""Tokens and vocabulary of a tile: 1 MB of float32 logits stays in the cache of a core."""
+_GPU_TILE: Final = (4096, 8192)
+
+
+class HeadScores(NamedTuple):
+    """What :func:`chunked_log_prob` gives, in nats, ``[K]`` each."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    """Only when asked for."""
+
+
+def chunked_log_prob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    compute_dtype: torch.dtype | None = None,
+) -> HeadScores:
+    """Log-probability of each target under ``softmax(hidden @ weight.T / temperature)``.
+
+    The logits are computed tile by tile, some tokens and part of the vocabulary at a time, and
+    again in the backward pass, so the memory is that of one tile instead of K x V.
+
+    Args:
+        hidden: ``[K, D]``.
+        weight: ``[V, D]``.
+        targets: int64 ``[K]``.
+        bias: ``[V]`` or ``None``.
+        temperature: positive.
+        entropy: also give the entropy of each distribution.
+        compute_dtype: of the products, such as float32 for weights of bfloat16, which are then
+            converted tile by tile; ``None`` for that of ``hidden``, or of ``torch.autocast``.
+
+    Returns:
+        Log-probabilities and entropies, float32 (float64 for such inputs), differentiable.
+
+    Raises:
+        ValueError: the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"chunked_log_prob: temperature must be positive, got {temperature!r}.")
+    kind = hidden.device.type
+    if compute_dtype is None and torch.is_autocast_enabled(kind):
+        compute_dtype = torch.get_autocast_dtype(kind)
+    hidden = hidden.to(compute_dtype or hidden.dtype)
+    # The tiles convert the weights themselves: forward and backward alike.
+    with torch.autocast(kind, enabled=False):
+        log_prob, entropies = _ChunkedLogProb.apply(  # type: ignore[misc]
+            hidden, weight, bias, targets, temperature, entropy
+        )
+    return HeadScores(log_prob, entropies if entropy else None)
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, start + step) for start in range(0, size, step))
+
+
+def _tile_shape(device: torch.device) -> tuple[int, int]:
+    return _CPU_TILE if device.type == "cpu" else _GPU_TILE
+
+
+def _full_precision(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """One tile: the product in the type of the hidden states, what follows in full precision."""
+    bias = None if bias is None else bias.to(hidden.dtype)
+    logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
+    logits = logits.to(_full_precision(hidden.dtype))
+    return logits if scale == 1.0 else logits.mul_(scale)
+
+
+class _ChunkedLogProb(Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, num_columns = _tile_shape(hidden.device)
+        dtype = _full_precision(hidden.dtype)
+        lse = torch.full((len(hidden),), -torch.inf, dtype=dtype, device=hidden.device)
+        mean, log_prob = torch.zeros_like(lse), torch.zeros_like(lse)
+        for rows in _slices(len(hidden), num_rows):
+            for columns in _slices(len(weight), num_columns):
+                part = None if bias is None else bias[columns]
+                tile = _logits(hidden[rows], weight[columns], part, 1 / temperature)
+                at = targets[rows, None] - columns.start
+                inside = (at >= 0) & (at < tile.shape[1])
+                log_prob[rows] += tile.gather(1, at.where(inside, 0)).where(inside, 0.0).squeeze(1)
+                top = tile.amax(1).clamp_(min=torch.finfo(dtype).min)
+                logits = tile.clone() if with_entropy else None
+                tile.sub_(top[:, None]).exp_()
+                total = tile.sum(1)
+                both = torch.logaddexp(lse[rows], total.log() + top)
+                if logits is not None:
+                    # The mean logit so far, weighted by what each part of the vocabulary holds;
+                    # a part in which every token is forbidden holds nothing (0 x inf).
+                    tile.mul_(logits.masked_fill_(tile == 0, 0.0))
+                    mean[rows] *= (lse[rows] - both).exp_().nan_to_num_()
+                    mean[rows] += (tile.sum(1) * (top - both).exp_()).nan_to_num_()
+                lse[rows] = both
+        log_prob -= lse
+        entropy = lse - mean if with_entropy else mean
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)  # type: ignore[arg-type]
+        ctx.temperature = temperature  # type: ignore[attr-defined]
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _gradients(ctx, *grads)
+
+
+def _gradients(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+    grad_hidden = torch.zeros_like(hidden)
+    grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    grad_bias = torch.zeros_like(bias) if bias is not None else None
+    has_grad = grad_log_prob != 0
+    use_entropy = bool((grad_entropy != 0).any())
+    if use_entropy:
+        has_grad |= grad_entropy != 0
+    # A token without gradient (a clipped one, say) costs nothing.
+    live = has_grad.nonzero().squeeze(1)
+    if len(live) == 0:
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+    some = _Live(
+        hidden[live],
+        lse[live],
+        grad_log_prob[live] / ctx.temperature,
+        grad_entropy[live] / ctx.temperature if use_entropy else None,
+        entropy[live],
+    )
+    found = _softmax_part(some, weight, bias, ctx.temperature, grad_weight, grad_bias)
+    at = targets[live]
+    g = some.grad_log_prob.to(hidden.dtype)
+    own = weight[at].to(found.dtype)
+    grad_hidden[live] = found.addcmul_(own, g[:, None].to(found.dtype)).to(hidden.dtype)
+    if grad_weight is not None:
+        grad_weight.index_add_(0, at, (some.hidden * g[:, None]).to(grad_weight.dtype))
+    if grad_bias is not None:
+        grad_bias.index_add_(0, at, g.to(grad_bias.dtype))
+    return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+class _Live(NamedTuple):
+    """The tokens that have a gradient."""
+
+    hidden: Tensor
+    lse: Tensor
+    grad_log_prob: Tensor
+    grad_entropy: Tensor | None
+    entropy: Tensor
+
+
+def _softmax_part(
+    some: _Live,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> Tensor:
+    """The gradient but for what comes from the target's own logit; ``[K, D]`` of the hidden states.
+
+    What belongs to the head is added to ``grad_weight`` and ``grad_bias``.
+    """
+    num_rows, num_columns = _tile_shape(weight.device)
+    dtype = _full_precision(some.hidden.dtype)
+    grad_hidden = torch.zeros_like(some.hidden, dtype=dtype)
+    for columns in _slices(len(weight), num_columns):
+        part = None if bias is None else bias[columns]
+        total = torch.zeros_like(weight[columns], dtype=dtype) if grad_weight is not None else None
+        for rows in _slices(len(some.hidden), num_rows):
+            tile = _logits(some.hidden[rows], weight[columns], part, 1 / temperature)
+            tile.sub_(some.lse[rows, None])
+            if some.grad_entropy is None:
+                grad = tile.exp_().mul_(-some.grad_log_prob[rows, None])
+            else:
+                p = tile.exp()
+                # A forbidden token has log p = -inf and takes no part.
+                tile.masked_fill_(p == 0, 0.0).add_(some.entropy[rows, None])
+                tile.mul_(some.grad_entropy[rows, None]).add_(some.grad_log_prob[rows, None])
+                grad = p.mul_(tile).neg_()
+            if grad_bias is not None:
+                grad_bias[columns] += grad.sum(0).to(grad_bias.dtype)
+            grad = grad.to(some.hidden.dtype)
+            _add_product(grad_hidden[rows], grad, weight[columns].to(grad.dtype))
+            if total is not None:
+                _add_product(total, grad.T, some.hidden[rows])
+        if grad_weight is not None and total is not None:
+            grad_weight[columns] = total
+    return grad_hidden
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, where the total may be of a higher precision."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+# The distributions that the scored tokens of a batch were drawn from.
+#
+# Shape legend: B rows, T columns of the padded batch, K scored positions, V vocabulary.
+
+
+class TokenDistribution(Distribution):
+    """One categorical distribution per scored position of a padded batch.
+
+    It holds logits for the scored positions alone; elsewhere there is nothing to draw, so
+    log-probs and entropies are 0 there, and so are drawn tokens.
+
+    Args:
+        log_p: normalised log-probabilities, ``[K, V]``.
+        mask: bool ``[*B, T]``: the K scored positions, in order.
+    """
+
+    def __init__(self, log_p: Tensor, mask: Tensor) -> None:
+        self.log_p = log_p
+        self.mask = mask.to(log_p.device)
+        super().__init__(batch_shape=mask.shape, validate_args=False)
+
+    @property
+    def arg_constraints(self) -> dict[str, Any]:
+        """None are checked."""
+        return {}
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """``[K, ...]`` to ``[*B, T, ...]``, 0 where nothing is scored."""
+        out = values.new_zeros((*self.mask.shape, *values.shape[1:]))
+        out[self.mask] = values
+        return out
+
+    @property
+    def logits(self) -> Tensor:
+        """Log-probabilities ``[*B, T, V]``, 0 where nothing is scored; made when asked for."""
+        return self._spread(self.log_p)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities ``[*B, T, V]``, 0 where nothing is scored; made when asked for."""
+        return self._spread(self.log_p.exp())
+
+    @property
+    def mode(self) -> Tensor:
+        """The most likely tokens, int64 ``[*B, T]``."""
+        return self._spread(self.log_p.argmax(-1))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-prob of a token at each position, in nats, differentiable.
+
+        Args:
+            value: int64 ``[*B, T]``; what stands where nothing is scored is ignored.
+
+        Returns:
+            ``[*B, T]``.
+        """
+        chosen = value.to(self.mask.device)[self.mask][:, None]
+        return self._spread(self.log_p.gather(1, chosen).squeeze(1))
+
+    def entropy(self) -> Tensor:
+        """Entropy in nats, ``[*B, T]``, differentiable."""
+        finite = self.log_p.masked_fill(self.log_p == -torch.inf, 0.0)
+        return self._spread(-(self.log_p.exp() * finite).sum(-1))
+
+    def sample(self, sample_shape: Sequence[int] | torch.Size = ()) -> Tensor:
+        """Draw a token at each scored position.
+
+        Args:
+            sample_shape: how often.
+
+        Returns:
+            int64 ``[*sample_shape, *B, T]``.
+        """
+        shape = torch.Size(sample_shape)
+        drawn = torch.multinomial(self.log_p.detach().exp(), shape.numel(), replacement=True)
+        rows = [self._spread(column) for column in drawn.unbind(1)]
+        return torch.stack(rows).reshape(*shape, *self.mask.shape)
+
+
+# Log-probabilities of tokens under a Transformers model, packed, head on the targets only.
+#
+# Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden
+# size.
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _uncompiled(method: Method) -> Method:
+    return torch.compiler.disable(method)  # type: ignore[return-value]
+
+
+class Reading(NamedTuple):
+    """How a model is read, found by :mod:`~torchrl_modules.scoring.models`."""
+
+    layout: Layout
+    has_plain_head: bool
+    """The logits are the product of the last hidden states with the head, so tiles of it do."""
+    difference: Difference
+    """From the model's own log-probs of a row alone, on a few short rows, in nats."""
+    rejected: tuple[str, ...]
+    """Faster ways that do not give the model's log-probs, and why."""
+
+
+class PackedScorer:
+    """Scores packed sequences with one causal language model.
+
+    Args:
+        model: a causal language model of Transformers, with or without adapters of PEFT that are
+            layers of it, in `DistributedDataParallel` or not, sharded by `fully_shard` or not. It
+            is read packed where that gives its own log-probs, which is tried on a few short rows;
+            otherwise padded; otherwise rows of one length at a time. Where other ranks take part in
+            its passes, one without a target is a pass as well.
+        micro_batch_tokens: most tokens of one forward pass when no gradient is needed; ``None``
+            for no limit.
+        share_prefixes: run what sequences of a pass begin with in common through the model once,
+            where the model's attention allows it. Values and gradients are the same.
+        pack: ``False`` keeps the model's own attention, and reads rows padded.
+        autocast_dtype: compute in this type, with the parameters as they are.
+        head_dtype: of the logits' sums, such as float32 for a model of bfloat16; ``None`` for the
+            type that the model computes in.
+        max_model_len: most tokens of a row; for models whose rotary factors depend on it.
+        images: what the images of a vision-language model become. Rows with images are read by the
+            model's own forward, those of one length together.
+
+    Raises:
+        TypeError: a wrapper around the model can't be gone through, or is around a part of it.
+        ValueError: ``micro_batch_tokens`` is not positive, or the model is none that can be scored:
+            it has no weights, its own forward fails, or it sees what comes after a token.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        micro_batch_tokens: int | None = None,
+        share_prefixes: bool = True,
+        pack: bool = True,
+        autocast_dtype: torch.dtype | None = None,
+        head_dtype: torch.dtype | None = None,
+        max_model_len: int | None = None,
+        images: ImageProcessor | None = None,
+    ) -> None:
+        if micro_batch_tokens is not None and micro_batch_tokens < 1:
+            raise ValueError(
+                f"PackedScorer: micro_batch_tokens must be at least 1, got {micro_batch_tokens}."
+            )
+        self.model = unwrapped(model, who="PackedScorer")
+        check_wrapped_whole(model, who="PackedScorer")
+        self.micro_batch_tokens = micro_batch_tokens
+        self._wrapped = model
+        self._autocast_dtype = autocast_dtype
+        self._head_dtype = head_dtype
+        self._longest = settle_rope_factors(self.model, max_model_len, who="PackedScorer")
+        self.reading = find_reading(self._wrapped, self.model, pack=pack)
+        """How the model is read, and how far its scores are from its own."""
+        self._reader = ModelReader(
+            self.model,
+            layout=self.reading.layout,
+            head=plain_head(self.model) if self.reading.has_plain_head else None,
+            share_prefixes=share_prefixes,
+        )
+        self._images = images
+        if images is not None:
+            if self.is_distributed:
+                raise ValueError(
+                    "PackedScorer: rows with images take a pass for each of their shapes, and "
+                    f"{type(model).__name__} needs equally many on every rank. Train a "
+                    "vision-language model in one process, or leave processor= out."
+                )
+            check_image_reading(self._reader, images, who="PackedScorer")
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are read without padding, beside each other."""
+        return self.reading.layout is Layout.PACKED
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks take part in every pass, so that all have to make equally many."""
+        return is_distributed(self._wrapped)
+
+    # Rows become a trie on the host, and no two batches have the same one: nothing to compile.
+    @_uncompiled
+    def score_packed(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        truncation: SamplingParameters | None = None,
+        untempered: bool = False,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> TokenScores:
+        """See :class:`torchrl_data.checks.TokenScorer`.
+
+        Args:
+            ids: int64 ``[N]``.
+            lengths: int64 ``[B]``.
+            target_mask: bool ``[N]``.
+            temperature: of the softmax.
+            entropy: also give it.
+            truncation: its top-k, top-p and min-p leave tokens out of the distribution (the
+                targets themselves are always in it), and its penalties change it; each run of
+                targets is then a turn, and what comes before it in its sequence the turn's prompt.
+            untempered: also give the log-probs under the model's own softmax.
+            images: of each sequence in order, in base 64.
+
+        Raises:
+            ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
+                id is outside the vocabulary, or tokens and images do not belong together.
+        """
+        self._check(ids, lengths, target_mask, images)
+        device = self.model.device
+        lengths = lengths.to(device)
+        ids, target_mask = ids.to(device), target_mask.to(device)
+        drawn_from = replace(
+            truncation or SamplingParameters(),
+            temperature=temperature,
+            entropy=entropy,
+            untempered_log_probs=untempered,
+        )
+        if self.micro_batch_tokens is None or torch.is_grad_enabled():
+            return self._score(ids, lengths, target_mask, drawn_from, images)
+        splits = _token_budget_splits(lengths, self.micro_batch_tokens)
+        if self.is_distributed:
+            splits += [(0, 0, 0, 0)] * (most_of_ranks(len(splits), device) - len(splits))
+        parts = [
+            self._score(
+                ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]
+            )
+            for i, j, a, b in splits
+        ]
+        return TokenScores(
+            torch.cat([part.log_prob for part in parts]),
+            _cat([part.entropy for part in parts]),
+            _cat([part.untempered_log_prob for part in parts]),
+        )
+
+    @_uncompiled
+    def logits(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> Tensor:
+        """The model's logits for each target: memory of K x V."""
+        # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N].
+        # Gives [K, V], float32, differentiable.
+        self._check(ids, lengths, target_mask, images)
+        device = self.model.device
+        ids, lengths, target_mask = ids.to(device), lengths.to(device), target_mask.to(device)
+        if not bool(target_mask.any()):
+            return torch.zeros(0, self.model.config.get_text_config().vocab_size, device=device)
+
+        def read() -> Tensor:
+            with self._precision():
+                outputs = self._read((ids, lengths, target_mask), images)
+                head = self._reader.head
+                if head is None:
+                    return outputs.float()
+                if self._head_dtype is None:
+                    return head(outputs).float()
+                bias = None if head.bias is None else head.bias.to(self._head_dtype)
+            weight = head.weight.to(self._head_dtype)
+            return nn.functional.linear(outputs.to(self._head_dtype), weight, bias).float()
+
+        return run_inside(self._wrapped, read)
+
+    def _read(
+        self, packed: tuple[Tensor, Tensor, Tensor], images: Sequence[Sequence[str]] | None
+    ) -> Tensor:
+        if self._images is None or not images or not any(images):
+            return self._reader.read(targets_of(*packed))
+        return read_with_images(self._reader, self._images, packed, images)
+
+    def _precision(self) -> Any:
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, dtype=self._autocast_dtype)
+
+    def _score(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        drawn_from: SamplingParameters,
+        images: Sequence[Sequence[str]] | None = None,
+    ) -> TokenScores:
+        targets = ids[target_mask]
+        if len(targets) == 0:
+            return self._score_nothing(drawn_from)
+
+        def score() -> TokenScores:
+            history = None
+            if drawn_from.changes_logits:
+                history = TargetHistory.of(ids, lengths, target_mask)
+            with self._precision():
+                outputs = self._read((ids, lengths, target_mask), images)
+                return self._scores(outputs, targets, drawn_from, history)
+
+        return run_inside(self._wrapped, score)
+
+    def _score_nothing(self, drawn_from: SamplingParameters) -> TokenScores:
+        empty = torch.zeros(0, device=self.model.device)
+        if self.is_distributed:  # a pass that others wait for, with a gradient of 0
+            ids = torch.zeros(2, dtype=torch.int64, device=self.model.device)
+            is_target = torch.tensor([False, True], device=ids.device)
+            row = self._score(ids, torch.tensor([2], device=ids.device), is_target, drawn_from)
+            empty = row.log_prob[:0]
+        return TokenScores(
+            empty,
+            empty.detach() if drawn_from.entropy else None,
+            empty.detach() if drawn_from.untempered_log_probs else None,
+        )
+
+    def _scores(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        drawn_from: SamplingParameters,
+        history: TargetHistory | None,
+    ) -> TokenScores:
+        log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history)
+        untempered = None
+        if drawn_from.untempered_log_probs:
+            own = SamplingParameters()
+            plain = drawn_from.is_own_softmax
+            untempered = log_prob if plain else self._head_scores(outputs, targets, own)[0]
+        return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
+
+    def _head_scores(
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        drawn_from: SamplingParameters,
+        history: TargetHistory | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """From hidden states ``[K, D]``, or from logits ``[K, V]`` of a head of another kind."""
+        head = self._reader.head
+        if head is None:
+            tokens = history and history.read(outputs.shape[1], drawn_from)
+            return warped_log_prob(outputs, targets, drawn_from, tokens)
+        if drawn_from.truncates or drawn_from.changes_logits:
+            return warped_head_log_prob(
+                outputs,
+                head.weight,
+                targets,
+                drawn_from,
+                bias=head.bias,
+                history=history,
+                compute_dtype=self._head_dtype,
+            )
+        return chunked_log_prob(
+            outputs,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperature=drawn_from.temperature,
+            entropy=drawn_from.entropy,
+            compute_dtype=self._head_dtype,
+        )
+
+    def _check(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        target_mask: Tensor,
+        images: Sequence[Sequence[str]] | None,
+    ) -> None:
+        table = next(self.model.get_input_embeddings().parameters())
+        check_packed(ids, lengths, target_mask, table.shape[0], self._images, images)
+        if self._longest is None or not len(lengths):
+            return
+        longest = int(lengths.max())
+        if longest > self._longest:
+            raise ValueError(
+                f"score_packed: a row has {longest} tokens, but {type(self.model).__name__} "
+                f"computes with the rotary factors of rows of at most {self._longest}. Give the "
+                "policy a larger max_model_len."
+            )
+
+
+_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
+    """The fastest way to read a model that gives its own log-probs; tried once per model."""
+    head = plain_head(model)
+    # A rank that knows the model from before it was wrapped tries it again, as the others do.
+    known = (pack, is_distributed(wrapped), type(head), model.dtype, model.device)
+    state = (*known, model.config._attn_implementation)
+    earlier = _found.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
+    own_attention = use_packed_attention(model) if pack else None
+    trial = run_inside(wrapped, lambda: run_trial(model, who="PackedScorer"))
+    layouts = [x for x in Layout if x is not Layout.PACKED or own_attention is not None]
+    ways = [(layout, x) for layout in layouts for x in (head, None) if x is not None or x is None]
+    ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
+    names = [f"{layout.value}{'' if x is not None else ', its own logits'}" for layout, x in ways]
+
+    def compute(layout: Layout, head: nn.Linear | None) -> Sequence[Tensor]:
+        return run_inside(wrapped, lambda: _trial_log_probs(model, layout, head, trial.rows))
+
+    at, difference, wrong = find_first(
+        model,
+        trial,
+        [(name, lambda way=way: compute(*way)) for name, way in zip(names, ways, strict=True)],
+    )
+    if at is None or difference is None:
+        raise ValueError(
+            f"PackedScorer: {type(model).__name__} can't be scored: no way to read several rows "
+            f"gives what its forward says of one row alone ({'; '.join(wrong)})."
+        )
+    if ways[at][0] is not Layout.PACKED and own_attention is not None:
+        model.set_attn_implementation(own_attention)
+    reading = Reading(ways[at][0], ways[at][1] is not None, difference, tuple(wrong))
+    _found[model] = ((*state[:-1], model.config._attn_implementation), reading)
+    return reading
+
+
+def _trial_log_probs(
+    model: Any, layout: Layout, head: nn.Linear | None, rows: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    ids, lengths = pack(rows)
+    lengths = lengths.to(ids.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[cumulative_lengths(lengths)[:-1]] = False
+    outputs = ModelReader(model, layout=layout, head=head).read(targets_of(ids, lengths, mask))
+    logits = outputs if head is None else head(outputs)
+    log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
+    return log_p.split((lengths - 1).tolist())
+
+
+def _cat(parts: list[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
+
+
+def _token_budget_splits(lengths: Tensor, budget: int) -> list[tuple[int, int, int, int]]:
+    """Runs of whole sequences of at most ``budget`` tokens: sequences i:j, tokens a:b."""
+    splits, first, start, total = [], 0, 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        if total and total + length > budget:
+            splits.append((first, i, start, start + total))
+            first, start, total = i, start + total, 0
+        total += length
+    splits.append((first, len(lengths), start, start + total))
+    return splits

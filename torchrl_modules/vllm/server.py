@@ -1,0 +1,706 @@
+"""vLLM servers that are started here, watched over, and served to asyncio."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrl_modules.engines.bridges import gather_rows
+from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, VersionSpan
+from torchrl_modules.engines.supervision import EngineState, Supervision
+from torchrl_modules.sampling import SamplingParameters
+
+from .client import TOKEN_VARIABLE, Interrupt, JSONClient, VLLMServerEngine
+from .engine import AsyncVLLMEngine, VLLMEngine
+from .requests import EngineOver, RespondingEngine, Row, VersionedGeneration, WholeBatchEngine
+from .runtime import CPU_DEFAULTS, FIXED, PARENT_VARIABLE, WORKER, as_options, import_vllm, serve
+
+# A vLLM server of token ids that ends with its parent: ``python -m torchrl_modules.vllm.server``.
+#
+# It takes the options of ``vllm serve`` and adds those that `VLLMServerEngine` needs. It is meant
+# for one machine: without ``--host``, ``--port`` or ``--uds`` it listens on a socket file in a
+# directory that only this user can open, and prints its URL. On a TCP port every route asks for the
+# token in the environment variable ``TORCHRL_VLLM_TOKEN``. `start_server` runs one.
+
+_PARENT: Final = PARENT_VARIABLE
+_OPTIONS: Final = {"host": "127.0.0.1", "tokens_only": True, **FIXED, **WORKER}
+_GUARD: Final = "torchrl_modules.vllm.client.AccessControl"
+_SHORTEST_TOKEN: Final = 16
+_ENVIRONMENT: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause and update
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_GUARDIAN: Final = """
+import os, signal, sys, time
+parent, group = map(int, sys.argv[1:])
+while os.getppid() == parent:
+    time.sleep(0.2)
+os.killpg(group, signal.SIGKILL)
+"""
+# vLLM counts ranks, which nobody reads, in a helper that is compiled as the first batch comes.
+_EAGER_ENVIRONMENT: Final = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def main() -> None:
+    """Serve until killed, or until the parent that started this is gone."""
+    if _PARENT in os.environ:
+        parent = int(os.environ[_PARENT])
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        sys.argv.insert(1, "--model")  # as `vllm serve MODEL` has it; its server would ignore it
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        sys.argv += _access(_command_line_options(), folder)
+        environment = dict(_ENVIRONMENT)
+        is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
+        if is_cpu and "--no-enforce-eager" not in sys.argv:
+            environment |= _EAGER_ENVIRONMENT
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        options = as_options(_OPTIONS | (CPU_DEFAULTS if is_cpu else {}))
+        sys.argv += _words(
+            {n: v for n, v in options.items() if _plain(n) not in _command_line_options()}
+        )
+        serve()
+
+
+def _command_line_options() -> set[str]:
+    """The options of the command line, ``--no-x`` as ``--x``."""
+    return {_plain(word.partition("=")[0]) for word in sys.argv if word.startswith("--")}
+
+
+def _plain(option: str) -> str:
+    return option.replace("_", "-").replace("--no-", "--", 1)
+
+
+def _access(options: set[str], folder: str) -> list[str]:
+    """Options that say where the server listens and who may ask it."""
+    words = ["--middleware", _GUARD]
+    if not options & {"--host", "--port", "--uds"}:
+        path = Path(folder, "socket")
+        sys.stdout.write(f"unix://{path}\n")
+        sys.stdout.flush()
+        return [*words, "--uds", str(path)]
+    if "--uds" not in options and len(os.environ.get(TOKEN_VARIABLE, "")) < _SHORTEST_TOKEN:
+        raise SystemExit(
+            "torchrl_modules.vllm.server: on a TCP port every user of this machine could replace "
+            f"the weights. Set {TOKEN_VARIABLE} to a secret of {_SHORTEST_TOKEN} letters or more, "
+            "here and where VLLMServerEngine runs, or listen on a socket file: --uds PATH, or "
+            "neither --host nor --port."
+        )
+    return words
+
+
+def _words(options: Mapping[str, str | None]) -> list[str]:
+    """As a command line holds them."""
+    words: list[str] = []
+    for name, value in options.items():
+        words += [name] if value is None else [name, value]
+    return words
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)  # its engine is a process of the same group
+
+
+@contextmanager
+def start_server(
+    model: str,
+    *,
+    devices: Sequence[int | str] | None = None,
+    start_timeout_s: float = 600.0,
+    **options: Any,
+) -> Iterator[str]:
+    """Run a vLLM server beside this process, and end it on leaving.
+
+    It listens on a socket file that only this user can open, and does not outlive this process,
+    be it stopped.
+
+    Args:
+        model: a model's id on the hub, or a directory.
+        devices: the GPUs that it may use, by number or UUID, with one shard of the model on each
+            unless ``options`` say otherwise; those of this process when not given.
+        start_timeout_s: how long it may take to start.
+        options: of ``vllm serve``, for instance ``dtype="float32"``, ``max_model_len=512``,
+            ``tensor_parallel_size=2``; ``True`` for a flag.
+
+    Yields:
+        The URL for `VLLMServerEngine`.
+
+    Raises:
+        RuntimeError: the server ends while it starts, or takes too long; the message holds the
+            last lines that it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        socket_path, log_path = Path(folder, "socket"), Path(folder, "log")
+        environment = os.environ | {_PARENT: str(os.getpid())}
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+            options = {"tensor_parallel_size": max(1, len(devices))} | options
+        arguments = _words(as_options({"model": model, "uds": socket_path} | options))
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torchrl_modules.vllm.server", *arguments],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            url = f"unix://{socket_path}"
+            with _guarded(process):
+                _await_start(process, url, log_path, start_timeout_s)
+                yield url
+        finally:
+            _end(process)
+
+
+@contextmanager
+def _guarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """A small process beside the server ends its group with this process, be the group stopped."""
+    words = [sys.executable, "-S", "-c", _GUARDIAN, str(os.getpid()), str(process.pid)]
+    guardian = subprocess.Popen(words, start_new_session=True)
+    try:
+        yield
+    finally:
+        guardian.kill()
+        guardian.wait()
+
+
+def _await_start(
+    process: "subprocess.Popen[bytes]", url: str, log_path: Path, timeout_s: float
+) -> None:
+    with closing(JSONClient(url, timeout_s=5.0)) as client:
+        if client.await_answer("/health", timeout_s, goes_on=lambda: process.poll() is None):
+            return
+    printed = log_path.read_text(errors="replace")[-3000:]
+    raise RuntimeError(f"The vLLM server did not start (exit code {process.poll()}):\n{printed}")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    # Its engine is a process of the same group; both go, whatever state they are in.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# An engine in another process that is replaced when it dies, and loses no request.
+
+
+class SupervisedEngine(EngineOver, WholeBatchEngine):
+    """An :class:`~torchrl_modules.engines.engine.Engine` that outlives its processes.
+
+    When the engine is killed, or draws no token for ``stall_timeout_s``, it is ended and another
+    one is started; one that does not start counts as one that died. It serves once it has
+    acknowledged the weights that the last one had; what was in flight is drawn again, with the same
+    seeds. Rows that were finished stay.
+
+    Args:
+        start: gives a context manager that starts an engine, gives its URL, and ends it on leaving,
+            such as ``partial(start_server, "Qwen/Qwen3-0.6B")``.
+        max_restarts: how many engines in a row may die without finishing a row.
+        client_settings: of :class:`~torchrl_modules.vllm.client.VLLMServerEngine`, for instance
+            ``stall_timeout_s``.
+
+    Raises:
+        RuntimeError: the first engine can't be started.
+        ValueError: ``max_restarts`` is negative.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], AbstractContextManager[str]],
+        *,
+        max_restarts: int = 3,
+        **client_settings: Any,
+    ) -> None:
+        if max_restarts < 0:
+            raise ValueError(f"SupervisedEngine: max_restarts must be at least 0: {max_restarts}.")
+        self._start_process = start
+        self._max_restarts = max_restarts
+        self._client_settings = client_settings
+        self._lock = threading.RLock()
+        self._pushing = threading.Lock()
+        self._process = ExitStack()
+        self.url = ""
+        """Of the present engine."""
+        self._weights: dict[str, Tensor] | None = None
+        self._failures = 0
+        self._is_paused = False
+        self.num_restarts = 0
+        """Engines that were replaced."""
+        self.supervision = Supervision()
+        """What is known of the present engine."""
+        self._start()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve, or that the engine gets before it serves again."""
+        return self.supervision.wanted
+
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+        drawn = torch.randint(1 << 31, (len(rows),)).tolist()  # A replacement draws the same.
+        seeds = [
+            own if row.seed is None else row.seed for row, own in zip(rows, drawn, strict=True)
+        ]
+        results: list[Generation | None] = [None] * len(rows)
+        while True:
+            lost = [index for index, result in enumerate(results) if result is None]
+            if not lost:
+                return [result for result in results if result is not None]
+            engine, incarnation = self._present()
+            asked = [rows[index] for index in lost]
+            try:
+                drawn = engine.generate(
+                    [row.prompt for row in asked],
+                    params,
+                    max_new_tokens=[row.budget for row in asked],
+                    seeds=[seeds[index] for index in lost],
+                )
+            except EngineDied as error:
+                for index, result in zip(lost, error.results or [None] * len(lost), strict=True):
+                    results[index] = result
+                self._replace(incarnation, error, results)
+            except RuntimeError as error:
+                if not engine.mixed:
+                    raise
+                self._replace(incarnation, error, results)
+            else:
+                self._failures = 0
+                for index, result in zip(lost, drawn, strict=True):
+                    results[index] = result
+
+    def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
+        """Draw one row, for a caller that may let it go; one that is lost is drawn again.
+
+        Args:
+            row: what is asked for.
+            params: the distribution.
+            interrupt: when it is called, the engine stops drawing, and this raises.
+
+        Raises:
+            EngineDied: it was interrupted, or too many engines died in a row.
+        """
+        if row.seed is None:
+            row = row._replace(seed=int(torch.randint(1 << 31, ())))
+        while True:
+            engine, incarnation = self._present()
+            try:
+                generation = engine.draw_one(row, params, interrupt)
+            except EngineDied as error:
+                if interrupt.is_set:
+                    raise
+                self._replace(incarnation, error, None)
+            except RuntimeError as error:
+                if not engine.mixed:
+                    raise
+                self._replace(incarnation, error, None)
+            else:
+                self._failures = 0
+                return generation
+
+    def pause(self, *, paused: bool = True) -> None:
+        """Draw no more tokens, or go on; an engine that takes its place does the same.
+
+        Raises:
+            EngineDied: too many engines died in a row.
+        """
+        with self._pushing:
+            self._is_paused = paused
+            engine, incarnation = self._present()
+            try:
+                engine.pause(paused=paused)
+            except (ConnectionError, EngineDied) as error:
+                self._replace(incarnation, error, None)
+
+    def check_health(self) -> None:
+        """Whether it serves, or will once its engine is replaced, which its callers see to.
+
+        Raises:
+            EngineDied: it is closed, or too many engines died in a row.
+        """
+        if self.supervision.state is EngineState.DEAD and self._failures > self._max_restarts:
+            raise EngineDied(f"SupervisedEngine: {self._failures} engines in a row died.")
+
+    @property
+    def tells_load(self) -> bool:
+        """See :attr:`VLLMServerEngine.tells_load`."""
+        return self._inside.tells_load
+
+    def measure_load(self) -> EngineLoad:
+        """See :meth:`VLLMServerEngine.measure_load`; also raises while the engine is replaced."""
+        return self._present()[0].measure_load()
+
+    def update_weights(
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        recompute: bool = True,
+    ) -> None:
+        """Replace the weights, all or none; they are kept for engines to come.
+
+        Args:
+            state_dict: as for `VLLMEngine.update_weights`.
+            version: as for `VLLMEngine.update_weights`.
+            recompute: as for `VLLMServerEngine.update_weights`.
+
+        Raises:
+            EngineDied: too many engines died in a row.
+            RuntimeError: the engine failed in the middle of loading; it is replaced by one that
+                serves the old weights.
+            UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
+        """
+        with self._pushing:
+            while not self._push(state_dict, version, recompute):
+                pass
+
+    def _push(self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool) -> bool:
+        engine, incarnation = self._present()
+        try:
+            engine.update_weights(state_dict, version=version, recompute=recompute)
+        except EngineDied as error:
+            self._replace(incarnation, error, None)
+            return False
+        except RuntimeError as error:
+            if engine.mixed:
+                self._replace(incarnation, error, None)
+            raise
+        with self._lock:
+            self._weights = {name: v.detach().cpu().clone() for name, v in state_dict.items()}
+            self.supervision = self.supervision.acknowledged(incarnation, engine.version)
+            self._failures = 0
+        return True
+
+    def _present(self) -> tuple[VLLMServerEngine, int]:
+        with self._lock:
+            if not self.supervision.may_serve:
+                raise EngineDied(f"SupervisedEngine: its engine is {self.supervision.state.value}.")
+            return self._inside, self.supervision.incarnation
+
+    def _replace(
+        self, incarnation: int, error: Exception, results: "list[Generation | None] | None"
+    ) -> None:
+        with self._lock:
+            if incarnation != self.supervision.incarnation:
+                return  # Somebody else has seen it die, and it is replaced already.
+            if any(result is not None for result in getattr(error, "results", None) or ()):
+                self._failures = 0
+            while True:
+                self._end()
+                self._failures += 1
+                if self._failures > self._max_restarts:
+                    raise EngineDied(
+                        f"SupervisedEngine: {self._failures} engines in a row died without "
+                        f"finishing a row. The last one: {error}",
+                        results=results,
+                    ) from error
+                self.num_restarts += 1
+                try:
+                    self._start()
+                except Exception as next_error:  # Whatever keeps it from serving, it does not.
+                    error = next_error
+                else:
+                    return
+
+    def _start(self) -> None:
+        """Start an engine that has the weights, or leave none behind."""
+        with ExitStack() as stack:
+            url = stack.enter_context(self._start_process())
+            engine = VLLMServerEngine(url, **self._client_settings)
+            self.supervision = self.supervision.started()
+            known = self.supervision
+            try:
+                if self._weights is not None:
+                    engine.update_weights(self._weights, version=known.wanted)
+                if self._is_paused:
+                    engine.pause()
+            except BaseException:
+                self.supervision = known.died(known.incarnation)
+                engine.close()
+                raise
+            self.supervision = known.acknowledged(known.incarnation, engine.version)
+            self.url, self._inside = url, engine
+            self._process = stack.pop_all()
+
+    def close(self) -> None:
+        """End the engine. May be called twice; nobody may be waiting."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        self.supervision = self.supervision.died(self.supervision.incarnation)
+        self._process.close()  # first, so that nobody waits for it any more
+        self._inside.close()
+
+
+class LLMOnDevice(SupervisedEngine):
+    """vLLM on chosen devices, in a process of its own, which is replaced when it dies.
+
+    TorchRL's class of this name was a ``vllm.LLM`` that could be placed when it ran as a Ray actor.
+    Here the process is one of this machine, and the class is an engine for
+    :class:`~torchrl_modules.vLLMWrapper`; inside a Ray actor it uses the devices of that one.
+
+    Args:
+        model: a model's id on the hub, or a directory.
+        devices: the GPUs that it uses, by number or UUID; those of this process when not given.
+        max_restarts: as for `SupervisedEngine`.
+        stall_timeout_s: as for :class:`~torchrl_modules.vllm.client.VLLMServerEngine`.
+        options: of :func:`start_server`.
+
+    Raises:
+        RuntimeError: the engine can't be started.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        devices: Sequence[int | str] | None = None,
+        max_restarts: int = 3,
+        stall_timeout_s: float = 30.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            partial(start_server, model, devices=devices, **options),
+            max_restarts=max_restarts,
+            stall_timeout_s=stall_timeout_s,
+        )
+
+
+def make_vllm_worker(
+    model_name: str, *, devices: Sequence[int | str] | None = None, **options: Any
+) -> VLLMEngine | LLMOnDevice:
+    """An engine whose weights a trainer can update, for :class:`~torchrl_modules.vLLMWrapper`.
+
+    Args:
+        model_name: a model's id on the hub, or a directory.
+        devices: the GPUs of an engine in a process of its own; without, it is built in this
+            process.
+        options: of :class:`~torchrl_modules.vllm.engine.VLLMEngine`, or of
+            :class:`LLMOnDevice` with ``devices``.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: the engine can't be started.
+    """
+    if devices is None:
+        return VLLMEngine(model_name, **options)
+    return LLMOnDevice(model_name, devices=devices, **options)
+
+
+# Asynchronous engines for callers that wait, and engines that block for callers that await.
+
+T = TypeVar("T")
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
+    """An :class:`~torchrl_modules.engines.engine.Engine` over an `AsyncVLLMEngine`."""
+
+    # Calls of several threads share the engine's steps, and weights can be updated while they wait:
+    # each response then says which version drew which token.
+
+    def __init__(self, engine: AsyncVLLMEngine) -> None:
+        self.engine = self._inside = engine
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="vllm-callers", daemon=True
+        )
+        self._thread.start()
+
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+        async def draw(row: Row) -> Generation:
+            drawn = await self.engine.draw(row, params)
+            return drawn.generation._replace(versions=drawn.versions)
+
+        return self._wait(gather_rows(map(draw, rows)))
+
+    def update_weights(
+        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
+    ) -> None:
+        """See :meth:`~torchrl_modules.vllm.engine.AsyncVLLMEngine.update_weights`."""
+        self._wait(self.engine.update_weights(state_dict, version=version))
+
+    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
+        # The calls have deadlines of their own: `stall_timeout_s` of the engine.
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # The caller was interrupted: abort what it asked for.
+            raise
+
+    def close(self) -> None:
+        """End the thread that waits; the engine goes on. May be called twice."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise RuntimeError(
+                f"BlockingVLLMEngine: its thread has not ended within {_CLOSE_TIMEOUT_S:.0f} s."
+            )
+        self._loop.close()
+
+
+class AsyncServerEngine(RespondingEngine):
+    """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a vLLM server.
+
+    A thread waits for each response; more callers than the client has connections stand in line.
+
+    Args:
+        engine: the client, or a server that is replaced when it dies; it is not closed with this.
+        num_threads: most responses at a time; at most the client's ``num_connections``.
+
+    Raises:
+        ValueError: ``num_threads`` is not positive.
+    """
+
+    def __init__(
+        self, engine: VLLMServerEngine | SupervisedEngine, *, num_threads: int = 128
+    ) -> None:
+        if num_threads < 1:
+            raise ValueError(f"AsyncServerEngine: num_threads must be at least 1, {num_threads}.")
+        self._inside: VLLMServerEngine | SupervisedEngine = engine
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="vllm-responses")
+        self._control = ThreadPoolExecutor(1, thread_name_prefix="vllm-control")
+        self._prober = ThreadPoolExecutor(1, thread_name_prefix="vllm-prober")
+        self._running: set[Interrupt] = set()
+        self._is_closed = False
+
+    async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
+        """See `RespondingEngine.draw`."""
+        version, interrupt = self.version, Interrupt()
+        call = self._submit(self._pool, lambda: self._inside.draw_one(row, params, interrupt))
+        self._running.add(interrupt)
+        try:
+            generation = await call
+        finally:
+            self._running.discard(interrupt)
+            if call.cancelled():
+                interrupt()
+        # A server that has no labels has one version.
+        spans = generation.versions or [VersionSpan(version, 0, len(generation.ids))]
+        return VersionedGeneration(generation, list(spans) if generation.ids else [])
+
+    can_keep_caches = True
+    """`update_weights` takes ``recompute=False``."""
+
+    async def update_weights(
+        self,
+        state_dict: Mapping[str, Tensor],
+        *,
+        version: int | None = None,
+        recompute: bool = True,
+    ) -> None:
+        """See :meth:`~torchrl_modules.vllm.client.VLLMServerEngine.update_weights`."""
+        update = partial(
+            self._inside.update_weights, state_dict, version=version, recompute=recompute
+        )
+        await self._submit(self._control, update)
+
+    async def pause(self) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.pause`."""
+        await self._submit(self._control, self._inside.pause)
+
+    async def resume(self) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.resume`."""
+        await self._submit(self._control, lambda: self._inside.pause(paused=False))
+
+    async def check_health(self) -> None:
+        """Ask the server whether it is well.
+
+        Raises:
+            EngineDied: it is not, or it is gone.
+            ConnectionError: it did not answer in time.
+        """
+        await self._submit(self._prober, self._inside.check_health)
+
+    @property
+    def tells_load(self) -> bool:
+        """Whether the server reports its load, which it is asked for."""
+        return self._inside.tells_load
+
+    async def measure_load(self) -> EngineLoad:
+        """See :meth:`~torchrl_modules.vllm.client.VLLMServerEngine.measure_load`."""
+        return await self._submit(self._prober, self._inside.measure_load)
+
+    def _submit(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> "asyncio.Future[T]":
+        if self._is_closed:
+            raise RuntimeError("AsyncServerEngine is closed.")
+        return asyncio.wrap_future(pool.submit(function))
+
+    def close(self) -> None:
+        """Abort what is in flight and end the threads; the server goes on. May be called twice."""
+        self._is_closed = True
+        for interrupt in list(self._running):
+            interrupt()
+        for pool in (self._pool, self._control, self._prober):
+            pool.shutdown(cancel_futures=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.close)
+
+
+class OwnServerEngine(AsyncServerEngine):
+    """An :class:`~torchrl_modules.AsyncEngine` that has its server to itself.
+
+    Args:
+        start: the URL of a server that runs; or gives a context manager that starts one, gives its
+            URL, and ends it on leaving, such as ``partial(start_server, "Qwen/Qwen3-0.6B")``.
+        client_settings: of :class:`~torchrl_modules.vllm.client.VLLMServerEngine`, for instance
+            ``stall_timeout_s``.
+
+    Raises:
+        ConnectionError: nobody answers at the URL.
+        RuntimeError: the server can't be started, or takes no token ids.
+    """
+
+    def __init__(
+        self, start: str | Callable[[], AbstractContextManager[str]], **client_settings: Any
+    ) -> None:
+        self.name = start if isinstance(start, str) else ""
+        """Its URL, where that stays the same."""
+        with ExitStack() as stack:
+            url = stack.enter_context(nullcontext(start) if isinstance(start, str) else start())
+            client = VLLMServerEngine(url, **client_settings)
+            super().__init__(client)
+            self._client = client
+            self._process = stack.pop_all()
+
+    def close(self) -> None:
+        """Abort what is in flight, and end the server if it was started here."""
+        self._process.close()  # first, so that nobody waits for it any more
+        super().close()
+        self._client.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""How weights reach another process: in buckets, over a process group or a shared file."""
+
+import ipaddress
+import json
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from .weights import refuse, shells, value_faults
+
+# Weights as one flat run of bytes, cut into buckets: how both ends of a transfer lay them out.
+
+_ALIGNMENT = 64  # bytes; a tensor of any type may begin there
+
+
+class WeightLayout:
+    """Where each tensor lies; those of up to ``bucket_bytes`` go together, a larger one alone."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        dtype_names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        bucket_bytes: int,
+    ) -> None:
+        if not len(names) == len(dtype_names) == len(shapes) == len(set(names)):
+            raise ValueError(
+                f"WeightLayout: {len(names)} names ({len(set(names))} different ones), "
+                f"{len(dtype_names)} types and {len(shapes)} shapes."
+            )
+        self.bucket_bytes = bucket_bytes
+        self.places: dict[str, _Place] = {}
+        end = 0
+        for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
+            dtype = getattr(torch, dtype_name, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"WeightLayout: {name} is of {dtype_name!r}, which is no type.")
+            size = math.prod(shape) * dtype.itemsize
+            self.places[name] = _Place(end, size, dtype, tuple(shape))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = end
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor], bucket_bytes: int) -> "WeightLayout":
+        """The layout of some weights."""
+        return cls(
+            list(weights),
+            [str(value.dtype).removeprefix("torch.") for value in weights.values()],
+            [list(value.shape) for value in weights.values()],
+            bucket_bytes,
+        )
+
+    def message(self) -> dict[str, Any]:
+        """The arguments of the class, as JSON can carry them."""
+        return {
+            "names": list(self.places),
+            "dtype_names": [str(p.dtype).removeprefix("torch.") for p in self.places.values()],
+            "shapes": [list(place.shape) for place in self.places.values()],
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+    def buckets(self) -> Iterator[list[str]]:
+        """Names of the tensors that are sent together, in order."""
+        bucket: list[str] = []
+        for name, place in self.places.items():
+            if bucket and place.end - self.places[bucket[0]].start > self.bucket_bytes:
+                yield bucket
+                bucket = []
+            bucket.append(name)
+        if bucket:
+            yield bucket
+
+    def slice_of(self, bucket: Sequence[str]) -> slice:
+        """The bytes of a bucket."""
+        return slice(self.places[bucket[0]].start, self.places[bucket[-1]].end)
+
+    def fill(self, buffer: Tensor, bucket: Sequence[str], weights: Mapping[str, Tensor]) -> Tensor:
+        """Copy a bucket's tensors into a uint8 buffer, and give the part that is the bucket."""
+        first = self.places[bucket[0]].start
+        for name in bucket:
+            place = self.places[name]
+            target = buffer[place.start - first : place.end - first]
+            target.view(place.dtype).view(place.shape).copy_(weights[name], non_blocking=True)
+        return buffer[: self.places[bucket[-1]].end - first]
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors in the flat bytes, uint8 ``[num_bytes]``, without a copy."""
+        return {
+            name: flat[place.start : place.end].view(place.dtype).view(place.shape)
+            for name, place in self.places.items()
+        }
+
+
+class _Place(NamedTuple):
+    start: int
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+# A process group beside the default one, between a trainer and the workers of an engine.
+
+dist: Any = torch.distributed  # it names little of what is used here as exported
+
+
+class BroadcastGroup:
+    """Rank 0 sends, the others receive; the store where they met has to live as long."""
+
+    def __init__(self, backend: Any, store: Any, timeout_s: float) -> None:
+        self._backend: Any = backend
+        self._store: Any = store
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a contiguous tensor to all ranks, or receive it into one of its type and size."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._backend.broadcast([tensor], options).wait(self._timeout)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+    def close(self) -> None:
+        """Leave the group. May be called twice."""
+        backend, self._backend, self._store = self._backend, None, None
+        if hasattr(backend, "abort"):  # NCCL: free the communicator now
+            backend.abort()
+
+
+def stateless_init_process_group(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    device: torch.device | str = "cpu",
+    *,
+    timeout_s: float = 120.0,
+) -> BroadcastGroup:
+    """Join a group without touching the default one of ``torch.distributed``.
+
+    A process may be in many such groups, and twice in the same one. All ranks have to call this at
+    the same time.
+
+    Args:
+        master_address: of rank 0.
+        master_port: where rank 0 listens.
+        rank: of this member; 0 sends.
+        world_size: members of the group.
+        device: gloo carries tensors of the CPU, NCCL those of a CUDA device, of which each rank
+            needs one of its own.
+        timeout_s: for joining, and for each broadcast.
+
+    Raises:
+        RuntimeError: the others did not come in time.
+        ValueError: the rank is not below ``world_size``.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"stateless_init_process_group: rank {rank} of {world_size} members.")
+    device, timeout = torch.device(device), timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        master_address,
+        master_port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    prefix = dist.PrefixStore("torchrl-weights", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        with torch.cuda.device(device):
+            backend: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
+    else:
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        # On one machine nothing listens to the outside.
+        name = "127.0.0.1" if _is_loopback(master_address) else ""
+        gloo._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=name)
+            if name
+            else dist.ProcessGroupGloo.create_default_device()
+        ]
+        backend = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
+    return BroadcastGroup(backend, store, timeout_s)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+# The trainer's end of vLLM's weight transfer over a c10d broadcast; vLLM is not imported.
+#
+# See `torchrl_modules.vllm.weights` for the worker's end.
+
+
+@dataclass(frozen=True)
+class TransferControl:
+    """vLLM's control of a transfer, wherever the engine runs."""
+
+    call: Callable[..., Any]
+    """One step of vLLM's protocol by its name, with what the step takes."""
+    rpc: Callable[[str], Any]
+    """A method of the workers by its name; gives the answer of the one with most trouble."""
+
+
+class C10dWeightTransfer:
+    """Sends weights to the workers of an engine: gloo between CPUs, NCCL between GPUs."""
+
+    # `vLLMUpdater` says what the arguments are; a broadcast, and the memory that this takes, have
+    # at most `bucket_bytes`. NCCL needs a device for each rank: a trainer that shares its only GPU
+    # with the engine sends by file instead.
+
+    def __init__(
+        self,
+        control: TransferControl,
+        *,
+        master_address: str = "127.0.0.1",
+        master_port: int | None = None,
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = 256 << 20,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._control = control
+        self._timeout_s = timeout_s
+        self._device = torch.device(device)
+        self._bucket_bytes = bucket_bytes
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-transfer")
+        self._buffer: Tensor | None = None
+        meeting = {
+            "master_address": master_address,
+            "master_port": master_port or _free_port(master_address),
+            "world_size": 1 + control.rpc("torchrl_limits")["num_workers"],
+            "timeout_s": timeout_s,
+        }
+        self._group: BroadcastGroup | None = None
+        joined = self._threads.submit(
+            control.call, "init_weight_transfer_engine", init_info=meeting
+        )
+        try:
+            self._group = stateless_init_process_group(
+                master_address,
+                meeting["master_port"],
+                0,
+                meeting["world_size"],
+                self._device,
+                timeout_s=timeout_s,
+            )
+            joined.result(timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            self.close()
+            if joined.done() and not joined.cancelled():
+                joined.result()  # says more
+            raise RuntimeError(
+                f"C10dWeightTransfer: the workers did not join within {timeout_s} s ({error})."
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """Send whole weights, and let the workers check and load them; gives their outcome."""
+        refuse(value_faults(weights), who="C10dWeightTransfer")
+        group, call = self._group, self._control.call
+        if group is None:
+            raise RuntimeError("C10dWeightTransfer is closed. Make another one.")
+        layout = WeightLayout.of(shells(weights), self._bucket_bytes)
+        call("start_weight_update")
+        received = self._threads.submit(call, "update_weights", update_info=layout.message())
+        try:
+            for bucket in layout.buckets():
+                group.broadcast(layout.fill(self._room(layout, bucket), bucket, weights))
+        except RuntimeError:
+            if received.done():
+                received.result()  # says more
+            raise
+        try:
+            received.result(self._timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"C10dWeightTransfer: no worker says within {self._timeout_s} s that it has all."
+            ) from error
+        call("finish_weight_update")
+        outcome = self._control.rpc("torchrl_transfer_outcome")
+        return {"failed": "a worker gave no outcome"} if outcome is None else outcome
+
+    def _room(self, layout: WeightLayout, bucket: list[str]) -> Tensor:
+        place = layout.slice_of(bucket)
+        num_bytes = max(place.stop - place.start, min(layout.num_bytes, self._bucket_bytes))
+        if self._buffer is None or self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer
+
+    def close(self) -> None:
+        """Leave the group; the engine goes on. May be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+# Weights handed to another process of this machine in memory, of which no kill leaves a trace.
+
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As safetensors names them."""
+
+
+@contextmanager
+def weights_file(
+    state_dict: Mapping[str, Tensor], *, directory: str | None, is_near: bool, who: str
+) -> Iterator[str]:
+    """Gives the path of a safetensors file for another process of this user."""
+    # The file has no name: it is a descriptor of this process, and gone with it, however it ends.
+    faults = value_faults(state_dict)
+    faults += [
+        f"{name} is {value.dtype}, which can't be sent"
+        for name, value in shells(state_dict).items()
+        if isinstance(value, Tensor) and value.dtype not in _DTYPES
+    ]
+    refuse(faults, who=who)
+    with _file(directory, is_near=is_near) as file:
+        _write(file, state_dict)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if is_near else str(file.name)
+
+
+def _file(directory: str | None, *, is_near: bool) -> BinaryIO:
+    if not is_near:
+        return tempfile.NamedTemporaryFile(prefix="weights-", dir=directory)  # type: ignore[return-value]
+    if directory is None:
+        return os.fdopen(os.memfd_create("weights"), "wb")
+    return os.fdopen(os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600), "wb")
+
+
+def _write(file: BinaryIO, state_dict: Mapping[str, Tensor]) -> None:
+    """The safetensors format; its own writer needs a name, and leaves it behind when killed."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, value in shells(state_dict).items():
+        begin, end = end, end + value.numel() * value.element_size()
+        place = {"shape": list(value.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": _DTYPES[value.dtype], **place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the values are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+    for value in state_dict.values():
+        flat = value.detach().cpu().contiguous().view(-1)
+        values: Any = flat.view(torch.uint8).numpy()
+        file.write(values)

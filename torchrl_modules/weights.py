@@ -1,0 +1,369 @@
+"""The weights of an update: what an engine expects, what it is given, and adapters."""
+
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+# Weights of which only some exist at a time: they are made whole when they are read.
+
+
+class WeightFacts(NamedTuple):
+    """What is known of a weight before it is made whole."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    largest: float
+    """The largest absolute value; infinity where a value is NaN or infinite."""
+
+    def is_finite_in(self, dtype: torch.dtype) -> bool:
+        """Whether all values are finite once they are of another type."""
+        return bool(torch.tensor(self.largest, dtype=torch.float64).to(dtype).isfinite())
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """A state dict whose values are made when they are read, and belong to the reader.
+
+    Reading in the order of the names is cheap; reading one again makes it again.
+    """
+
+    @property
+    @abstractmethod
+    def facts(self) -> Mapping[str, WeightFacts]:
+        """Of every weight, by its name, in order."""
+
+    def same_values(self, first: str, second: str) -> bool:
+        """Whether two names stand for the same values."""
+        return torch.equal(self[first], self[second])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.facts)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+
+class RenamedWeights(LazyWeights):
+    """Some weights of others, by other names."""
+
+    def __init__(self, weights: LazyWeights, names: Mapping[str, str]) -> None:
+        self._weights = weights
+        self._names = names
+
+    @property
+    def facts(self) -> Mapping[str, WeightFacts]:
+        """See :class:`LazyWeights`."""
+        return {name: self._weights.facts[inside] for name, inside in self._names.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._names[name]]
+
+
+def shells(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors of the same types and shapes; without data where the weights are lazy."""
+    if not isinstance(weights, LazyWeights):
+        return weights
+    return {
+        name: torch.empty(facts.shape, dtype=facts.dtype, device="meta")
+        for name, facts in weights.facts.items()
+    }
+
+
+# Weights are taken as a whole or refused as a whole.
+
+_WORD: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_SUMMED: Final = (torch.float32, torch.float64)
+_ROW: Final = 1 << 14
+_NO_VERSION: Final = 1 << 63
+
+
+class UpdateRefused(ValueError, TypeError):
+    """Weights that an engine does not take; nothing was changed. Either kind of fault is one."""
+
+
+@dataclass(frozen=True)
+class ExpectedWeights:
+    """The one check of an update: what an engine must be given, by Transformers' names."""
+
+    own: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Self:
+        """Those of a model's entries; entries that share their memory are tied."""
+        first: dict[Any, str] = {}
+        canonical = {name: first.setdefault(_place(v), name) for name, v in named.items()}
+        own = {name: named[name] for name, known in canonical.items() if name == known}
+        return cls(own, {name: known for name, known in canonical.items() if name != known}, dtype)
+
+    def check(self, new: Mapping[str, Tensor], *, who: str) -> Mapping[str, Tensor]:
+        """Check an update as a whole, and give the values to load, aliases left out."""
+        if isinstance(new, LazyWeights):
+            return self._check_lazy(new, who)
+        known = {name: self.aliases.get(name, name) for name in new}
+        faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
+        updates: dict[str, Tensor] = {}
+        for name, value in new.items():
+            at = known[name]
+            fault = self._fault(name, value, self.own[at]) if at in self.own else None
+            if fault is not None:
+                faults.append(fault)
+            elif at in self.own:
+                updates.setdefault(at, value.detach())
+            if at in updates and not _same(updates[at], value):
+                faults.append(f"{name} and {at} are tied, but are given different values")
+        named = set(known.values())
+        faults += [f"it lacks {name}" for name in self.own if name not in named]
+        refuse(faults, who=who)
+        return updates
+
+    def _check_lazy(self, new: LazyWeights, who: str) -> LazyWeights:
+        """The same without making the weights whole, but for tied ones that are given twice."""
+        known = {name: self.aliases.get(name, name) for name in new}
+        faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
+        chosen: dict[str, str] = {}
+        for name, at in known.items():
+            if at not in self.own:
+                continue
+            fault = self._fault_of_facts(name, new.facts[name], self.own[at])
+            faults += [fault] if fault else []
+            first = chosen.setdefault(at, name)
+            if first != name and not fault and not new.same_values(first, name):
+                faults.append(f"{name} and {at} are tied, but are given different values")
+        faults += [f"it lacks {name}" for name in self.own if name not in known.values()]
+        refuse(faults, who=who)
+        return RenamedWeights(new, chosen)
+
+    def _fault_of_facts(self, name: str, facts: WeightFacts, own: Tensor) -> str | None:
+        shell = torch.empty(facts.shape, dtype=facts.dtype, device="meta")
+        if fault := _shape_fault(name, shell, own):
+            return fault
+        dtype = self.dtype or facts.dtype
+        finite = not dtype.is_floating_point or facts.is_finite_in(dtype)
+        return None if finite else _not_finite(name, dtype)
+
+    def _fault(self, name: str, value: Any, own: Tensor) -> str | None:
+        if fault := value_fault(name, value):
+            return fault
+        if fault := _shape_fault(name, value, own):
+            return fault
+        dtype = self.dtype or value.dtype
+        if value.is_floating_point() and not all_finite(value.detach().to(dtype)):
+            return _not_finite(name, dtype)
+        return None
+
+
+def _shape_fault(name: str, value: Tensor, own: Tensor) -> str | None:
+    if value.is_floating_point() != own.is_floating_point():
+        return f"{name} is {value.dtype}, not {own.dtype}"
+    if value.shape != own.shape:
+        return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
+    return None
+
+
+def _not_finite(name: str, dtype: torch.dtype) -> str:
+    return f"{name} holds NaN or infinity, is not finite in {dtype}. Did training diverge?"
+
+
+def refuse(faults: Sequence[str], *, who: str) -> None:
+    """Raise `UpdateRefused` with what is wrong with an update, if anything is."""
+    if faults:
+        shown = "; ".join(faults[:8]) + ("; ..." if len(faults) > 8 else "")
+        raise UpdateRefused(
+            f"{who} refuses the weight update and keeps its weights ({len(faults)} faults): {shown}"
+        )
+
+
+def value_faults(weights: Mapping[str, Any]) -> list[str]:
+    """What keeps weights from being sent; lazy ones come whole."""
+    if isinstance(weights, LazyWeights):
+        return []
+    return [fault for name, value in weights.items() if (fault := value_fault(name, value))]
+
+
+def value_fault(name: str, value: Any) -> str | None:
+    """What keeps a value from being sent, or ``None``: a shard, no data, no tensor at all."""
+    if isinstance(value, Tensor) and not value.is_meta and not hasattr(value, "full_tensor"):
+        return None
+    found = f"a tensor on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+    return f"{name} is no whole torch.Tensor with data, but {found}"
+
+
+def _place(value: Tensor) -> Any:
+    """The same for weights that share their memory."""
+    at = 0 if value.is_meta else value.data_ptr()
+    return (at, value.shape, value.stride()) if at else id(value)
+
+
+def _same(left: Tensor, right: Any) -> bool:
+    if value_fault("", right):
+        return False
+    return _place(left) == _place(right) or torch.equal(left, right.to(left))
+
+
+def all_finite(value: Tensor) -> bool:
+    """Whether a floating point tensor of any shape holds neither NaN nor infinity."""
+    value = value.detach()
+    if value.device.type == "cpu" and value.dtype in _SUMMED and value.is_contiguous():
+        return _is_finite_in_one_pass(value.view(-1))
+    # Either of them makes the sum one of them, at half the cost of a copy. Large values can, too.
+    if bool(torch.isfinite(value.sum())):
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
+
+
+def _is_finite_in_one_pass(values: Tensor) -> bool:
+    # Products with a vector, which take no longer than reading the values, and which make them so
+    # small that no sum of finite ones overflows.
+    small = _small(values.dtype)
+    num_rows = len(values) // _ROW
+    total = 0.0
+    if num_rows:
+        total += torch.mv(values[: num_rows * _ROW].view(num_rows, _ROW), small).sum().item()
+    rest = values[num_rows * _ROW :]
+    if len(rest):
+        total += rest.dot(small[: len(rest)]).item()
+    return math.isfinite(total)
+
+
+@cache
+def _small(dtype: torch.dtype) -> Tensor:
+    return torch.full((_ROW,), 2.0**-40, dtype=dtype, device="cpu")
+
+
+def next_version(version: int | None, present: int, *, who: str) -> int:
+    """The number of new weights; ``None`` counts on."""
+    if version is None:
+        return present + 1
+    if isinstance(version, bool) or not isinstance(version, int) or version >= _NO_VERSION:
+        raise UpdateRefused(f"{who}: a version is an integer below 2**63, got {version!r}.")
+    if version <= present:
+        raise UpdateRefused(f"{who}: version {version} is not above the present one, {present}.")
+    return version
+
+
+@torch.no_grad()
+def weights_fingerprint(model: nn.Module) -> Hashable:
+    """Another one, in all likelihood, once any weight or buffer has another bit.
+
+    Reads all weights once, as drawing one token does.
+
+    Args:
+        model: with its weights on a device.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    sums = [_sum_of_bits(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for one in sums:
+        by_device.setdefault(one.device, []).append(one)
+    values = tuple(tuple(torch.stack(ones).tolist()) for ones in by_device.values())
+    return values, tuple((t.data_ptr(), t._version) for t in tensors)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    flat = tensor.detach().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    words = flat.view(_WORD[flat.element_size()])
+    size = words.element_size()
+    if all(number % 8 == 0 for number in (words.numel() * size, words.storage_offset() * size)):
+        words = words.view(torch.int64)  # as many bits at once as there are
+    return words.sum(dtype=torch.int64)
+
+
+# Low-rank adapters on their way to an engine that applies them beside the weights it has.
+
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+class AdapterWeights(dict[str, Tensor]):
+    """The factors of LoRA adapters, in place of whole weights.
+
+    A layer's output is that of its own weights plus ``B @ A @ x``: scales are in ``B`` already.
+
+    Args:
+        factors: by the name of the layer in the model without adapters: ``A``, ``[rank, in]``, and
+            ``B``, ``[out, rank]``.
+    """
+
+    def __init__(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        for layer, (down, up) in factors.items():
+            self[f"{layer}{_DOWN}"] = down.detach()
+            self[f"{layer}{_UP}"] = up.detach()
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers that have adapters."""
+        return [name.removesuffix(_DOWN) for name in self if name.endswith(_DOWN)]
+
+    @property
+    def rank(self) -> int:
+        """The largest one."""
+        return max(self[f"{layer}{_DOWN}"].shape[0] for layer in self.layers)
+
+    def cloned(self) -> Self:
+        """A copy that no training changes."""
+        return type(self)(
+            {n: (self[f"{n}{_DOWN}"].clone(), self[f"{n}{_UP}"].clone()) for n in self.layers}
+        )
+
+    def faults(self, own: Mapping[str, Tensor]) -> list[str]:
+        """What keeps them from being used.
+
+        Args:
+            own: weights of the model that they are for, by name.
+        """
+        faults = [] if self else ["it holds no adapter"]
+        faults += value_faults(self)
+        faults += [fault for layer in self.layers if (fault := self._fault(layer, own))]
+        return faults or [
+            f"{name} holds NaN or infinity. Did training diverge?"
+            for name, value in self.items()
+            if not all_finite(value)
+        ]
+
+    def _fault(self, layer: str, own: Mapping[str, Tensor]) -> str | None:
+        if f"{layer}.weight" not in own:
+            return f"the model has no {layer}"
+        down, up = self[f"{layer}{_DOWN}"], self[f"{layer}{_UP}"]
+        shape = own[f"{layer}.weight"].shape
+        if (*up.shape[:1], *down.shape[1:]) == shape and up.shape[1:] == down.shape[:1]:
+            return None
+        factors = f"{tuple(up.shape)} and {tuple(down.shape)}"
+        return f"the adapter of {layer} has factors {factors} for a weight of {tuple(shape)}"
+
+    def save(self, folder: Path) -> None:
+        """Write them as PEFT does, so that an engine can load them.
+
+        Args:
+            folder: is there.
+        """
+        tensors = {f"base_model.model.{n}": v.cpu().contiguous() for n, v in self.items()}
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.rank,  # a scale of 1: they are scaled already
+            "target_modules": sorted({name.rpartition(".")[2] for name in self.layers}),
+            "bias": "none",
+            "task_type": "CAUSAL_LM",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def scaled(up: Tensor, scale: float) -> Tensor:
+    """A layer's ``B`` with its scale, rounded once."""
+    with torch.no_grad():
+        return up.detach() if scale == 1 else (up.detach().float() * scale).to(up.dtype)

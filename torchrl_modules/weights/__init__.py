@@ -1,1 +1,0 @@
-"""Weights on their way to an engine: their state, buckets and transports."""
