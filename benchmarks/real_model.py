@@ -127,7 +127,7 @@ def ours(
     env = TaskEnv(task, num_envs=PROMPTS * N, repeats=N, shuffle=False)
     policy = wrapper(folder, tokens)
     leave_out(policy, share=share, keep=keep, head=head)
-    advantage = MCAdvantage(N, scale="none", zero_variance="drop" if drop else "zero")
+    advantage = MCAdvantage(N, scale="none", zero_variance="drop" if drop else "keep")
     buffer = ReplayBuffer(
         storage=LazyStackStorage(PROMPTS * N), transform=advantage, batch_size=PROMPTS * N
     )

@@ -698,7 +698,8 @@ def warm_start(
         optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / num_steps))
     )
     for step in range(num_steps):
-        batch = lazy_stack([rows[i] for i in torch.randint(len(rows), (batch_size,)).tolist()])
+        chosen = torch.randint(len(rows), (batch_size,)).tolist()
+        batch: Any = lazy_stack([rows[i] for i in chosen])
         packed = loss_module.pack(batch)
         window, loss = loss_module.measure_window(packed), 0.0
         for part in packed.micro_batches(max_tokens=micro_batch_tokens):

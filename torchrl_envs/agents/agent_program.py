@@ -117,7 +117,8 @@ class PromptChecker:
         each token that there is room for is counted piece by piece first, with the tokens that the
         cuts may add left out.
         """
-        texts, values = [], list(waiting_rows(conversation))
+        texts: list[str] = []
+        values: list[Any] = list(waiting_rows(conversation))
         while values:
             value = values.pop()
             if isinstance(value, str):

@@ -211,7 +211,9 @@ def _convert(path: Path, folder: Path) -> None:
             made = Path(work, "model")
             source: dict[str, Any] = {"gguf_file": path.name}
             tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
-            model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=header.dtype, **source)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path.parent, dtype=header.dtype, **source
+            )
             # The weights are plain now, and what says otherwise would be saved.
             del model.config.quantization_config
             model.hf_quantizer, model.is_quantized = None, False

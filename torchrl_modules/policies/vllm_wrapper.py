@@ -75,13 +75,11 @@ class vLLMWrapper(LLMWrapperBase):
                 "vLLMWrapper: engine_kwargs are settings of an engine that is built here, but "
                 f"{type(model).__name__} is built already."
             )
-        is_source = isinstance(model, str) and "://" not in model
-        model = local_model(model) if is_source else model
+        if isinstance(model, str) and "://" not in model:
+            model = local_model(model)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
         if tokenizer is None:
-            if not is_source:
-                raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
-            tokenizer = AutoTokenizer.from_pretrained(model)
-        assert tokenizer is not None
+            raise TypeError("vLLMWrapper needs the tokenizer of the model: tokenizer=...")
         super().__init__(as_engine(model, **(engine_kwargs or {})), tokenizer=tokenizer, **kwargs)
 
 
