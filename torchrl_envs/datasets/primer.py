@@ -279,16 +279,14 @@ class DataLoadingPrimer(EpisodeTransform):
     epochs, are different groups. A batch that is reset as a whole holds whole groups: where finite
     data end inside it, the rows left over take no part (``stop_reason`` is ``"no_data"``).
 
-    The position is part of ``state_dict()``, the environment's too: a resumed run draws again the
-    groups that were under way, then goes on as it would have, with any number of workers. A state
-    of other data or settings is refused.
+    The position is part of ``state_dict()``: a resumed run draws the groups that were under way
+    again, then goes on as it would have. A state of other data or settings is refused.
 
     Args:
-        dataset: a ``datasets.Dataset`` or any sequence of dictionaries; a
-            ``datasets.IterableDataset``, a torch ``DataLoader`` (its batches are taken apart, its
-            random order follows ``seed``) or any iterable that starts anew each time; a function
-            that returns an iterable; a hub id or a path, for which :func:`~torchrl_envs.load_rows`
-            has settings.
+        dataset: a ``datasets.Dataset``, ``IterableDataset`` or sequence of dictionaries; a torch
+            ``DataLoader`` (its batches are taken apart, its random order follows ``seed``) or any
+            iterable that starts anew each time; a function that returns one; a hub id or a path,
+            for which :func:`~torchrl_envs.load_rows` has settings.
         dataloader: TorchRL's name of the same.
         group_size: rollouts of one draw.
         repeats: TorchRL's name of the same.
@@ -303,8 +301,8 @@ class DataLoadingPrimer(EpisodeTransform):
         options: how rows are read and checked.
 
     Raises:
-        ValueError: the data have no rows, can be walked through only once, lack the prompt's
-            column or hold bad rows; a number is out of range; or a setting could not take effect.
+        ValueError: the data have no rows, can be walked through once, lack the prompt's column or
+            hold bad rows; a number is out of range; or a setting could not take effect.
         TypeError: ``dataset`` holds no rows.
     """
 

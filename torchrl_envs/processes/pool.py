@@ -68,7 +68,7 @@ _END_S: Final = 5.0
 _KEEPER: Final = Path(__file__).with_name("keeper.py")
 _PROGRAM: Final = (
     "import json, sys; descriptor, path = sys.argv[1:]; sys.path[:] = json.loads(path); "
-    f"from {__package__}.worker import serve; serve(int(descriptor))"
+    f"from {__name__} import serve; serve(int(descriptor))"
 )
 
 

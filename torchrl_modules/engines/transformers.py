@@ -1,11 +1,13 @@
 """The engines over a Transformers model, blocking and asynchronous."""
 
 import asyncio
+import ctypes
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,6 +40,11 @@ from .engine import Generation
 from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
 
 # Sampling from a Transformers model in this process.
+
+_TRIMMED_PARAMETERS: Final = 10_000_000
+"""A model on the CPU with as many gives freed memory back to the system around a drawing."""
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_malloc_trim: Any = getattr(_libc, "malloc_trim", None)  # glibc has it
 
 
 class TransformersEngine:
@@ -191,6 +198,7 @@ class TransformersEngine:
         results = [Generation([], [], "error", error) for error in errors]
         if not good:
             return results
+        self._give_back_memory()
         with evaluation_mode(self._inside), self.precision():
             self._forget_other_weights()
             for group, reader in self._batches(prompts, good, media):
@@ -203,7 +211,22 @@ class TransformersEngine:
                 )
                 for i, generation in zip(group, loop.run(), strict=True):
                     results[i] = generation
+        self._give_back_memory()
         return results
+
+    def _give_back_memory(self) -> None:
+        """Return freed memory to the system.
+
+        Activations of a training step and caches of a drawing never live at the same time, but
+        their blocks have other sizes, and the C library would keep both.
+        """
+        if self._is_trimmed and _malloc_trim is not None:
+            _malloc_trim(0)
+
+    @cached_property
+    def _is_trimmed(self) -> bool:
+        inside = self._inside
+        return inside.device.type == "cpu" and inside.num_parameters() >= _TRIMMED_PARAMETERS
 
     def _batches(
         self, prompts: Sequence[Sequence[int]], good: list[int], images: list[list[str]]
