@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -486,7 +487,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, rows: "SlotReader") -> None:
         super().__init__()
-        self._rows = rows
+        self._rows = proxy(rows)  # or the buffers of a drawing would wait for the garbage collector
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -1,6 +1,8 @@
 """What is kept of rows is found by their tokens, bounded, and never used under other weights."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from async_rows import ENDLESS, assert_exact
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_modules import TransformersEngine
+from torchrl_modules import SamplingParameters, TransformersEngine
 from torchrl_modules.engines.decoding import KeptCaches
 from torchrl_modules.weights import weights_fingerprint
 
@@ -153,3 +155,21 @@ def test_seeds_are_per_row(build_model):
     assert [one.ids for one in both] == [one.ids for one in reversed(turned)]
     with pytest.raises(ValueError, match=r"2 prompts, but 2 seeds, 1 of them not None"):
         engine.generate([[5], [6]], ENDLESS, seeds=[1, None])
+
+
+def test_a_drawing_leaves_its_buffers_to_nobody(build_model, monkeypatch):
+    """They are as large as all its rows, and the garbage collector comes by when it likes."""
+    engine, readers = TransformersEngine(build_model()), []
+
+    def new_reader():
+        reader = engine.reader(engine.inside)
+        readers.append(weakref.ref(reader))
+        return reader
+
+    monkeypatch.setattr(engine, "_new_reader", new_reader)
+    gc.disable()
+    try:
+        engine.generate([[1, 2, 3], [4]], SamplingParameters(max_new_tokens=4))
+    finally:
+        gc.enable()
+    assert [reader() for reader in readers] == [None]
