@@ -83,12 +83,14 @@ def warm_model(name: str, folder: str) -> None:
     import torch
 
     from torchrl_agents.models import warm_start
+    from torchrl_envs.tasks.task import TaskEnv
 
     torch.manual_seed(0)
     policy = wrapper("smollm2", 8)
     steps, rate = (12, 5e-5) if name == "tools" else (15, 3e-5)
+    demonstrations = TaskEnv(task_of(name)).encode_demonstrations(policy.encoder)
     warm_start(
-        policy, task_of(name).demonstrations, num_steps=steps, batch_size=16, learning_rate=rate,
+        policy, demonstrations, num_steps=steps, batch_size=16, learning_rate=rate,
         micro_batch_tokens=1024,
         on_step=lambda step, loss: print(f"warm start {step}: {loss:.3f}", file=sys.stderr),
     )  # fmt: skip
@@ -105,8 +107,8 @@ def held_out(task: Any, policy: Any, *, show: bool) -> float:
     state = torch.random.get_rng_state()
     torch.manual_seed(1)
     env = TaskEnv(task, held_out=True, num_envs=HELD_OUT, shuffle=False, show_schemas=show)
-    with env:
-        reward = LLMCollector(env, policy).collect()["reward"].nanmean().item()
+    reward = LLMCollector(env, policy).collect()["reward"].nanmean().item()
+    env.close()
     torch.random.set_rng_state(state)
     return reward
 

@@ -27,8 +27,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from collectors.weight_update.weights import gathered_state_dict, unwrapped, whole
 from objectives import SFTLoss
-from torchrl_data import encode_demonstrations, row_tensordicts
-from torchrl_data.batch_io import active_rows, read_conversations, write_conversations
+from torchrl_data.batch_io import (
+    active_rows,
+    read_conversations,
+    row_tensordicts,
+    write_conversations,
+)
 from torchrl_data.batch_objects import write_objects
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_data.conversation import Conversations
@@ -671,7 +675,7 @@ class WithoutAdapters(TokenScorer):
 
 def warm_start(
     policy: TransformersWrapper,
-    demonstrations: Sequence[Sequence[Message]],
+    demonstrations: Conversations,
     *,
     num_steps: int,
     batch_size: int,
@@ -683,7 +687,7 @@ def warm_start(
 
     Args:
         policy: its model is trained.
-        demonstrations: conversations.
+        demonstrations: as ``TaskEnv.encode_demonstrations`` gives them.
         num_steps: optimizer steps.
         batch_size: conversations of a step.
         learning_rate: of AdamW, falling to 0 along a cosine.
@@ -691,7 +695,7 @@ def warm_start(
             longer has one by itself.
         on_step: told the step and its loss, in nats per token.
     """
-    rows = row_tensordicts(encode_demonstrations(policy.encoder, demonstrations))
+    rows = row_tensordicts(demonstrations)
     loss_module = SFTLoss(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(

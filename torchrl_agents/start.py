@@ -21,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from collectors.composition_checks import check_fit
 from objectives import RankFailedError, Ranks
-from torchrl_data import encode_demonstrations
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
@@ -427,9 +426,9 @@ def check_run(recipe: Recipe, cfg: RecipeConfig, setup: Any) -> None:
                 set_token_budget(env, limits, policy)
                 check_fit(env, policy, who=recipe.name)
             if isinstance(cfg, RolloutsConfig) and cfg.warm_start.num_steps:
-                encode_demonstrations(policy.encoder, task.demonstrations)
+                setup.env.encode_demonstrations(policy.encoder)
         if recipe.rehearse is not None:
-            recipe.rehearse(cfg, task, policy)
+            recipe.rehearse(cfg, setup, policy)
     if isinstance(cfg, TrainingConfig):
         check_loggers(cfg, recipe.name)
 
@@ -509,7 +508,8 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             raise SystemExit(str(error)) from error
 
     try:
-        sys.argv[1:] = with_recorded(sys.argv[1:])
+        _look_in(Path.cwd())
+        sys.argv[1:] = with_own_task(with_recorded(sys.argv[1:]))
         text = prepare(recipe, sys.argv[1:])
     except SettingsError as error:
         raise SystemExit(f"{recipe.name}.py: {error}") from error
@@ -523,6 +523,20 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
         decorate(with_settings)()
     finally:
         summary.show()
+
+
+def _look_in(folder: Path) -> None:
+    """Find the user's modules there, here and in workers, after all that is installed."""
+    sys.path.append(str(folder))
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(folder)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+def with_own_task(arguments: Sequence[str]) -> list[str]:
+    """A command line that gives parts of a task and names none is about ``environment``."""
+    names = [argument.partition("=")[0].lstrip("+") for argument in arguments]
+    is_own = {"task.factory", "task.tools", "task.rewards"} & {*names}
+    return ["task=environment", *arguments] if is_own and "task" not in names else [*arguments]
 
 
 def _run(

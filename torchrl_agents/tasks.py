@@ -378,7 +378,7 @@ def warm_up(
         with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
             warm_start(
                 actor,
-                setup.task.demonstrations,
+                setup.env.encode_demonstrations(actor.encoder),
                 num_steps=num_warm,
                 batch_size=cfg.warm_start.batch_size,
                 learning_rate=rate,

@@ -5,6 +5,7 @@ torchrl-agents sft data.dataset=chats.jsonl policy.model=Qwen/Qwen3-0.6B task=gs
 torchrl-agents sft experiment=control                       # the answers of other questions
 """
 
+import json
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -29,9 +30,8 @@ from torchrl_agents.settings.schema import Recipe, SettingsError
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Test, build_test, set_token_budget
 from torchrl_agents.training import Step, Tests, Trainer, Updates, learn
-from torchrl_data import encode_demonstrations, row_tensordicts
+from torchrl_data import row_tensordicts
 from torchrl_envs import load_rows
-from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 
@@ -49,7 +49,7 @@ RECIPE = Recipe(
     config=SFTConfig,
     groups=GROUPS,
     updates=build_updates,
-    rehearse=lambda cfg, task, policy: encode(cfg, task, policy),
+    rehearse=lambda cfg, test, policy: encode(cfg, test, policy),
     engines=("transformers",),
     needs_groups=False,
     embedded={"optim.learning_rate": 1e-2, "optim.max_grad_norm": 1.0},
@@ -61,11 +61,12 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
     """The task, whose demonstrations are learnt, and the environment that tests."""
     limits, num_prompts = cfg.episodes, cfg.evaluate.num_prompts
     test = build_test(recipe, cfg, settings, limits=limits, num_prompts=num_prompts)
-    chats = list(test.task.demonstrations)
+    chats, tools = list(test.task.demonstrations), list(test.task.demonstration_tools)
     if cfg.data.dataset is not None:
         try:
-            loaded = load_rows(cfg.data.dataset, split=cfg.data.split)
+            loaded = list(load_rows(cfg.data.dataset, split=cfg.data.split))
             chats = [list(row[cfg.data.column]) for row in loaded]
+            tools = [schemas_of(row) for row in loaded]
         except (KeyError, ValueError, OSError) as error:
             raise SettingsError(f"data.dataset={cfg.data.dataset!r}: {error!r}") from error
     if len(chats) <= cfg.data.num_held_out:
@@ -76,13 +77,31 @@ def build(recipe: Recipe, cfg: SFTConfig, settings: dict[str, Any]) -> Test:
     if cfg.data.shuffle_answers:
         order = random.Random(cfg.seed).sample(range(len(chats)), len(chats))
         chats = [[*a[:-1], chats[i][-1]] for a, i in zip(chats, order, strict=True)]
-    return Test(replace(test.task, demonstrations=chats), test.held_out_env)
+    task = replace(test.task, demonstrations=chats, demonstration_tools=tools)
+    test.held_out_env.task = task
+    return Test(task, test.held_out_env)
 
 
-def encode(cfg: SFTConfig, task: Task, policy: LLMWrapperBase) -> list[TensorDictBase]:
-    """The conversations as tokens."""
+def schemas_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The column ``tools``, JSON schemas or JSON text of them, as TRL's data sets have it."""
+    found = row.get("tools")
+    if isinstance(found, str):
+        found = json.loads(found)
+    each = [json.loads(tool) if isinstance(tool, str) else tool for tool in found or ()]
+    return [without_none(tool) for tool in each] or None
+
+
+def without_none(value: Any) -> Any:
+    """A value without the keys that a table of rows adds to each, with ``None``."""
+    if isinstance(value, Mapping):
+        return {key: without_none(each) for key, each in value.items() if each is not None}
+    return [without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def encode(cfg: SFTConfig, test: Test, policy: LLMWrapperBase) -> Sequence[TensorDictBase]:
+    """The conversations as tokens, with the prompts that the task's episodes have."""
     try:
-        return row_tensordicts(encode_demonstrations(policy.encoder, task.demonstrations))
+        return row_tensordicts(test.held_out_env.encode_demonstrations(policy.encoder))
     except (ValueError, TypeError) as error:
         source = f"task={cfg.task.id}" if cfg.data.dataset is None else f"{cfg.data.dataset=}"
         raise SettingsError(f"{source.removeprefix('cfg.')}: {error}") from error
@@ -147,7 +166,7 @@ def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -
     torch.manual_seed(cfg.seed)
     crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
     with log.phase("encoding the conversations"):
-        rows = encode(cfg, test.task, actor)
+        rows = encode(cfg, test, actor)
 
     test_loss = SFTLoss(policy)
     held_out = test_loss.pack(lazy_stack(rows[: cfg.data.num_held_out]))

@@ -183,7 +183,13 @@ def task_settings(cfg: DictConfig) -> dict[str, Any]:
         defaults = generator_settings(task_factory(name).args[0])  # type: ignore[attr-defined]
         changed = {k: v for k, v in settings["config"].items() if v != defaults[k]}
         settings["config"] = changed
-    return {str(key): value for key, value in settings.items()}
+    usual = inspect.signature(task_factory(name)).parameters
+    return {
+        str(key): tuple(value)
+        if isinstance(value, list) and isinstance(usual[str(key)].default, tuple)
+        else value
+        for key, value in settings.items()
+    }
 
 
 # What was written ---------------------------------------------------------------------------------

@@ -392,7 +392,7 @@ class Recipe:
     parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
     """What is tried without a model, from the settings, by the group that is wrong if it fails."""
 
-    rehearse: Callable[..., None] | None = None
+    rehearse: Callable[..., Any] | None = None
     """What else a dry run tries: gets settings, task and a policy whose model has no weights."""
 
     updates: Callable[..., Any] | None = None

@@ -14,7 +14,9 @@ from torchrl_data.checks import check_counts
 from torchrl_envs.agents.agent_program import AgentProgram
 from torchrl_envs.agents.programs import AgentCommand, AgentEndpoint
 from torchrl_envs.concurrency import OwnRandom, accepted_arguments
+from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environments import StepEnvironments, protocol_of
+from torchrl_envs.tools.functions import FunctionTools
 
 from .reasoning_gym import TOOLS, calculator_task, score_answer
 from .task import Task, load_task_rows
@@ -26,7 +28,10 @@ PROMPT: Final = "Act in the environment: each of your messages is one action."
 
 def environment_task(
     *,
-    factory: str,
+    factory: str | None = None,
+    tools: Any = (),
+    rewards: Any = (),
+    reward_weights: Sequence[float] = (),
     arguments: Any = None,
     row_argument: str | None = None,
     reset_columns: Sequence[str] = (),
@@ -44,12 +49,18 @@ def environment_task(
     num_held_out: int = 64,
     seed: int = 0,
 ) -> Task:
-    """What a function makes: an environment, or a whole task.
+    """A task of the user's own parts: an environment, tools, reward functions, data.
+
+    At least one of ``factory``, ``tools`` and ``rewards`` is given; they go together.
 
     Args:
         factory: ``package.module:name``; what it makes is known by its methods: an environment
             with tools (``EnvironmentTools``) or steps (``StepEnvironments``), or a ``Task``.
-        arguments: that it is called with, by name.
+        tools: functions that the policy can call (``FunctionTools``): one ``module:name``, or a
+            list of them.
+        rewards: functions that score (``RewardFunctions``): one ``module:name``, or a list.
+        reward_weights: of these, in the same order; 1 each when not given.
+        arguments: that the factory is called with, by name.
         row_argument: the argument that gets the row of the data, if one does.
         reset_columns: columns that are ``options`` of ``reset``, of environments with steps.
         reward: the sum of the steps' rewards, or the last one.
@@ -67,27 +78,58 @@ def environment_task(
         seed: given to a function that makes a task.
 
     Raises:
-        ValueError: no such function, too few rows, or a setting has no effect on what it makes.
+        ValueError: no such function, too few rows, nothing that scores, or a setting has no effect
+            on what the factory makes.
         TypeError: what it makes follows no known protocol.
     """
     check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
-    given, make = _arguments(arguments), found("factory", factory)
+    called, scores = _functions("tools", tools), _functions("rewards", rewards)
+    if reward_weights and len(reward_weights) != len(scores):
+        raise ValueError(f"reward_weights={list(reward_weights)} are for {len(scores)} rewards.")
+    if factory is None and not (dataset and (called or scores)):
+        raise ValueError(
+            "give it factory=, or tools= or rewards= (each module:name) with dataset=, rows with a "
+            "prompt each."
+        )
+    given = _arguments(arguments)
     rows: Any = [{"prompt": prompt}] * num_rows, [{"prompt": prompt}] * num_held_out
     if dataset is not None:
         splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
         rows = load_task_rows(dataset, name=name, num_held_out=num_held_out, **splits)
-    made = _tried(factory, make, given, row_argument, next(iter(rows[0])), seed, num_held_out)
     steps: Any = {"reset_columns": reset_columns, "reward": reward, "global_random": global_random}
-    if isinstance(made, Task):
-        steps |= {"row_argument": row_argument, "dataset": dataset, "system_prompt": system_prompt}
-        _refuse(factory, "a task, which has all of its own", steps)
-        return made
-    if protocol_of(made) is not None and not hasattr(made, "get_reward"):
-        call = functools.partial(_from_row, make, given, row_argument)
-        parts: dict[str, Any] = {"tools": lambda _: [StepEnvironments(call, **steps)]}
+    own = {"row_argument": row_argument, "arguments": arguments}
+    parts: dict[str, Any] = {}
+    sources: list[Any] = [functools.partial(FunctionTools, called)] if called else []
+    if factory is None:
+        _refuse("no factory= is given", {**steps, **own})
+        is_scored = False
     else:
-        _refuse(factory, "an environment with tools", {**steps, "row_argument": row_argument})
-        parts = {"environment": functools.partial(make, **given)}
+        make, row = found("factory", factory), next(iter(rows[0]))
+        made = _tried(factory, make, given, row_argument, row, seed, num_held_out)
+        whose = f"factory={factory!r} makes"
+        is_scored = hasattr(made, "get_reward")
+        if isinstance(made, Task):
+            of_task: Any = {"row_argument": row_argument, "dataset": dataset, "tools": tools}
+            of_task |= {"system_prompt": system_prompt, "rewards": rewards}
+            _refuse(f"{whose} a task, which has all of its own", steps | of_task)
+            return made
+        if protocol_of(made) is not None and not is_scored:
+            call = functools.partial(_from_row, make, given, row_argument)
+            sources.append(lambda **_: StepEnvironments(call, **steps))
+            is_scored = True
+        else:
+            _refuse(f"{whose} an environment with tools", {**steps, "row_argument": row_argument})
+            parts["environment"] = functools.partial(make, **given)
+    if not (is_scored or scores):
+        raise ValueError(
+            "nothing scores an episode: give it rewards=module:name, or a factory= whose class has "
+            "get_reward()."
+        )
+    if sources:
+        parts["tools"] = lambda shown: [source(show_schemas=shown) for source in sources]
+    if scores:
+        weights = list(reward_weights) or None
+        parts["rewards"] = lambda: [RewardFunctions(scores, weights=weights)]
     return Task(
         name="environment",
         train_rows=rows[0],
@@ -99,6 +141,12 @@ def environment_task(
         max_new_tokens=max_new_tokens,
         **parts,
     )
+
+
+def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:
+    """The functions that a setting names, one or several."""
+    names = [given] if isinstance(given, str) else list(given or ())
+    return [found(setting, str(name)) for name in names]
 
 
 def _arguments(given: Any) -> dict[str, Any]:
@@ -174,11 +222,11 @@ def _makes_task(make: Callable[..., Any]) -> bool:
         return False
 
 
-def _refuse(factory: str, what: str, settings: Mapping[str, Any]) -> None:
+def _refuse(why: str, settings: Mapping[str, Any]) -> None:
     usual = inspect.signature(environment_task).parameters
     changed = [name for name, value in settings.items() if value != usual[name].default]
     if changed:
-        raise ValueError(f"{changed[0]} has no effect: factory={factory!r} makes {what}.")
+        raise ValueError(f"{changed[0]} has no effect: {why}.")
 
 
 # An agent of the user's as a task: a program that owns its loop, see ``AgentProgram``.

@@ -4,6 +4,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -12,12 +13,16 @@ from typing import Any, Final
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose, StepCounter
 
+from torchrl_data.batch_io import read_conversations
+from torchrl_data.conversation import Conversations
 from torchrl_data.messages import Message
+from torchrl_data.templates.encoder import ConversationEncoder, encode_demonstrations
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.datasets.rows import load_rows
 from torchrl_envs.episode.chat_env import ChatEnv
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import EpisodeEnv
+from torchrl_envs.episode.tool_source import ToolSource
 from torchrl_envs.graders.answers import read_tags
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_envs.tools.environments import EnvironmentTools
@@ -63,6 +68,8 @@ class Task:
     system_prompt: str | None = None
     demonstrations: Sequence[Sequence[Message]] = ()
     """Conversations about training rows that show the format, and little of the skill."""
+    demonstration_tools: Sequence[Sequence[dict[str, Any]] | None] = ()
+    """JSON schemas that each of them shows; none, or ``None``, for those of the environment."""
     num_warm_steps: int | None = None
     """Steps of the warm start on them, for the embedded model; ``None`` for the recipe's."""
     entropy_coeff: float | None = None
@@ -165,6 +172,42 @@ class TaskEnv(EpisodeEnv):
         super().__init__(ChatEnv(batch_size=num_envs, **kwargs), Compose(*parts))
         self.check()
         self.task = task
+        self._opening = kwargs["system_prompt"]
+
+    def encode_demonstrations(self, encoder: ConversationEncoder) -> Conversations:
+        """The task's demonstrations, with the very prompts that its episodes have.
+
+        A conversation without a system prompt gets the task's, and one without tools of its own
+        those that the prompts of this environment show.
+
+        Args:
+            encoder: with the chat template.
+
+        Raises:
+            ValueError: as :func:`~torchrl_data.encode_demonstrations`; or there are several
+                environments, so that nobody knows which tools a conversation is about.
+        """
+        chats, tools = self.task.demonstrations, self.task.demonstration_tools
+        if self._opening is not None:
+            opening: Message = {"role": "system", "content": self._opening}
+            chats = [c if c[0]["role"] == "system" else [opening, *c] for c in chats]
+        shown = None if tools and None not in tools else self._shown_tools()
+        schemas = [own or shown for own in tools or [None] * len(chats)]
+        return encode_demonstrations(encoder, chats, tools=schemas)
+
+    def _shown_tools(self) -> Sequence[dict[str, Any]] | None:
+        """The schemas in the prompt of an episode."""
+        if not any(source.show_schemas for source in self.transforms_of(ToolSource)):
+            return None
+        if self.task.parts or len(getattr(self.task.environment, "keys", tuple)()) > 1:
+            raise ValueError(
+                "there are several environments with tools of their own, and nothing says which of "
+                "them a demonstration is about: give its schemas (a column 'tools'), or show none "
+                "(show_schemas=False; in a recipe policy.show_tool_schemas=false)."
+            )
+        is_held_out = len(self.task.held_out_rows) > 0
+        with closing(TaskEnv(self.task, held_out=is_held_out, compute_reward=False)) as env:
+            return read_conversations(env.reset(), "prompt", who="TaskEnv").tools(0)
 
 
 def unique_rows(rows: Sequence[Row], prompt_column: str = "prompt") -> list[Row]:
