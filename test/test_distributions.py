@@ -166,6 +166,102 @@ def test_a_wheel_trains_evaluates_and_shows(command, tmp_path):
     assert (tmp_path / "page/index.html").stat().st_size > 1000
 
 
+MINE = '''
+PRICES = {"apple": 3, "pear": 5, "plum": 7, "fig": 9}
+
+
+def lookup(item: str) -> str:
+    """Look up a price.
+
+    Args:
+        item: What it is.
+    """
+    return str(PRICES[item])
+
+
+def polite(completions, **columns):
+    return [float("please" in each[-1]["content"]) for each in completions]
+
+
+def right(completions, price, **columns):
+    return [float(str(p) in each[-1]["content"]) for each, p in zip(completions, price)]
+
+
+class Stock:
+    def reset(self, *, price, **row):
+        self.price, self.sold = price, False
+
+    def buy(self, amount: int) -> str:
+        """Buy something.
+
+        Args:
+            amount: What is paid.
+        """
+        self.sold = amount == self.price
+        return "sold" if self.sold else "no"
+
+    def get_reward(self) -> float:
+        return float(self.sold)
+'''
+
+
+def write_own_parts(folder):
+    """A module, a data set and conversations that this toolkit has never seen."""
+    (folder / "mine.py").write_text(MINE)
+    prices = {"apple": 3, "pear": 5, "plum": 7, "fig": 9}
+    rows, chats = [], []
+    for i, (item, price) in enumerate(list(prices.items()) * 8):
+        question = f"What costs a {item}, customer {i}?"
+        call = {"type": "function", "function": {"name": "lookup", "arguments": {"item": item}}}
+        asked = {"role": "user", "content": question}
+        rows.append({"prompt": question, "price": price})
+        chats.append(
+            [
+                asked,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": str(price)},
+                {"role": "assistant", "content": f"{price} please"},
+            ]
+        )
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": c}) for c in chats))
+
+
+def test_own_tools_rewards_data_and_environments_need_no_code_but_their_own(command, tmp_path):
+    """From demonstrations to a trained model, its test and its page, in the folder of mine.py."""
+    write_own_parts(tmp_path)
+
+    def done(*arguments):
+        run = command(*arguments, folder=tmp_path)
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout.splitlines()[-1])
+
+    task = ("task.tools=mine:lookup", "task.rewards=[mine:polite,mine:right]")
+    task += ("task.dataset=rows.jsonl", "task.system_prompt=Use the tool.", "task.max_turns=2")
+    small = ("evaluate.num_prompts=4", "policy.show_tool_schemas=true", "task.max_new_tokens=40")
+    taught = done(
+        *("sft", *task, *small, "data.dataset=chats.jsonl", "data.num_held_out=4"),
+        *("train.num_steps=150", "name=taught"),
+    )
+    # Two rewards, 1 each: what was learnt is what the episodes ask, with the tools in the prompt.
+    assert taught["held_out_after"] > 1.5
+    own = f"policy.model={taught['output_dir']}"
+    steps = ("train.num_steps=1", "collector.num_prompts=2", "collector.group_size=2")
+    trained = done("grpo", own, *task, *small[:2], *steps)
+    assert trained["held_out_before"] > 1.5
+    model = f"policy.model={trained['output_dir']}"
+    tested = done("evaluate", model, *task, small[0], "evaluate.num_samples=2")
+    assert tested["estimates"]["reward"]["value"] > 1.5
+    shown = command("view", trained["output_dir"], "--html", "page", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+
+    stock = ("task.factory=mine:Stock", "task.dataset=rows.jsonl", *small)
+    assert done("grpo", *stock, *steps)["task"] == "environment"
+    missing = command("grpo", "task.tools=mien:lookup", *task[1:], "dry_run=true", folder=tmp_path)
+    assert missing.returncode == 1
+    assert "tools='mien:lookup' can't be found: No module named 'mien'" in missing.stderr
+
+
 EXTRAS = ("matplotlib", "peft", "reasoning_gym", "tensorboard", "textual")
 
 

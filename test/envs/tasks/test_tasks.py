@@ -1,15 +1,19 @@
 """The bundled tasks: they can be solved, cannot be cheated, and hold their test rows out."""
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
 
+from torchrl_data import ConversationEncoder
+from torchrl_data.batch_io import read_conversations
 from torchrl_data.tool_calls import parse_tool_calls
+from torchrl_envs import FunctionTools
 from torchrl_envs.tasks.reasoning_gym import TOOLS, calculator_task, question_task
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.small_games import NumberGuessing, number_guessing_task
-from torchrl_envs.tasks.task import TaskEnv
+from torchrl_envs.tasks.task import Task, TaskEnv
 
 SMALL = {"num_rows": 120, "num_held_out": 20, "num_demonstrations": 60}
 
@@ -134,3 +138,52 @@ def test_the_same_seed_makes_the_same_task():
 def test_what_can_not_be_made_is_named(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def shop(**settings):
+    """A task with a tool, whose demonstration is of its first row."""
+    question = {"role": "user", "content": "q0"}
+    call = {"type": "function", "function": {"name": "gcd", "arguments": {"a": 4, "b": 6}}}
+    chat = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows = [{"prompt": f"q{i}"} for i in range(4)]
+    return Task(name="shop", train_rows=rows, demonstrations=[chat], **settings)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("system_prompt", [None, "Be brief."])
+def test_a_demonstration_has_the_prompt_of_the_episodes(shown, system_prompt, chatml_tokenizer):
+    def gcd(a: int, b: int) -> int:
+        """Divide.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return math.gcd(a, b)
+
+    task = shop(
+        tools=lambda show: [FunctionTools([gcd], show_schemas=show)], system_prompt=system_prompt
+    )
+    env = TaskEnv(task, shuffle=False, show_schemas=shown)
+    encoder = ConversationEncoder(chatml_tokenizer)
+    opening = read_conversations(env.reset(), "prompt", who="test")
+    (prompt,) = [encoder.encode_waiting(opening).ids(0)]
+    (taught,) = [env.encode_demonstrations(encoder).ids(0)]
+    assert taught[: len(prompt)] == prompt
+    assert ("Divide." in encoder.decode([prompt])[0]) == shown
+    # Schemas of a demonstration's own go before those of the environment.
+    schema = {"type": "function", "function": {"name": "gcd", "description": "Own."}}
+    env.task = replace(task, demonstration_tools=[[schema]])
+    (text,) = encoder.decode([env.encode_demonstrations(encoder).ids(0)])
+    assert "Own." in text
+    assert "Divide." not in text
+
+
+def test_demonstrations_of_several_environments_say_which_they_are_about(chatml_tokenizer):
+    makers = {"a": NumberGuessing, "b": NumberGuessing}
+    rows = [{"prompt": f"q{i}", "environment": "ab"[i % 2], "number": 1} for i in range(4)]
+    task = replace(shop(environment=makers), train_rows=rows)
+    encoder = ConversationEncoder(chatml_tokenizer)
+    with pytest.raises(ValueError, match=r"several environments .*policy.show_tool_schemas=false"):
+        TaskEnv(task).encode_demonstrations(encoder)
+    TaskEnv(task, show_schemas=False).encode_demonstrations(encoder)
