@@ -6,6 +6,7 @@ Policies and their engines, adapters, a warm start, an optimizer.
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import os
 import tempfile
@@ -39,7 +40,14 @@ from torchrl_data.conversation import Conversations
 from torchrl_data.keys import FINISH_REASON, FULL, HISTORY, MAX_NEW_TOKENS, PROMPT
 from torchrl_data.messages import Message, Turn
 from torchrl_data.templates.encoder import ConversationEncoder
-from torchrl_data.templates.template import builtin_template
+from torchrl_data.templates.template import (
+    DEFAULT_TEMPLATE,
+    builtin_template,
+    control_literals,
+    family_of,
+    own_template,
+    resolve_template,
+)
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import (
     EngineFleet,
@@ -62,6 +70,8 @@ from .settings.schema import (
     SettingsError,
     TrainingConfig,
 )
+
+_LOG = logging.getLogger("torchrl_agents")
 
 # vLLM as the settings say: in this process, at servers that run, or at servers started here.
 
@@ -162,7 +172,7 @@ class OwnEngines:
                 f"{self.num_engines}."
             )
         with folder_of(self.source) as folder:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = load_tokenizer(self.policy, folder)
         shares = _shares(visible, self.num_engines)
         fleet = _started_fleet(self.source, shares, self.engine_kwargs)
         return vLLMWrapper(fleet, **wrapper_arguments(self.policy, tokenizer))
@@ -442,8 +452,12 @@ def load_model(
     if cfg.attn_implementation is not None:
         arguments["attn_implementation"] = cfg.attn_implementation
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = load_tokenizer(cfg, source)
         model = load(source, dtype=getattr(torch, cfg.dtype), **arguments)
+        if cfg.add_control_tokens:
+            name = cfg.chat_template_name
+            template = resolve_template(tokenizer, chat_template_name=name)
+            add_tokens(model, tokenizer, control_literals(template, of_turns=True))
         model.to(device)  # type: ignore[arg-type]
         if cfg.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -453,6 +467,52 @@ def load_model(
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SettingsError(f"{who}={source!r}{kind} can't be loaded: {first}") from error
     return model, tokenizer
+
+
+def load_tokenizer(cfg: PolicyConfig, source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with the chat template that the settings give it.
+
+    Args:
+        cfg: which template.
+        source: hub id or path.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if cfg.chat_template is not None:
+        tokenizer.chat_template = cfg.chat_template
+    elif cfg.chat_template_name is None and own_template(tokenizer) is None:
+        _LOG.info(
+            "%s has no chat template of its own; it gets %r. policy.chat_template_name= and "
+            "policy.chat_template= give it another one.",
+            source,
+            family_of(tokenizer) or DEFAULT_TEMPLATE,
+        )
+    return tokenizer
+
+
+@torch.no_grad()
+def add_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]
+) -> None:
+    """Add control tokens to a vocabulary; each gets the mean of all rows, in and out.
+
+    Args:
+        model: its embeddings grow where they have no room.
+        tokenizer: of the model.
+        tokens: those that it knows are left as they are.
+    """
+    known = tokenizer.get_vocab()
+    new: list[Any] = [token for token in tokens if token not in known]
+    if not new:
+        return
+    num_known = len(tokenizer)
+    tokenizer.add_tokens(new, special_tokens=True)
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[union-attr]
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = getattr(layer, "weight", None)
+        if weight is not None:
+            weight[num_known : len(tokenizer)] = weight[:num_known].mean(0)
+    _LOG.info("added to the vocabulary: %s", ", ".join(new))
 
 
 def build_policies(cfg: RecipeConfig, task: Task) -> tuple[TransformersWrapper, LLMWrapperBase]:
@@ -504,7 +564,7 @@ def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerP
             raise SettingsError(str(error)) from error
     with model_source(cfg, task) as source:
         if cfg.engine.name == "vllm":
-            return vllm_policy(cfg, source, AutoTokenizer.from_pretrained(source))
+            return vllm_policy(cfg, source, load_tokenizer(cfg.policy, source))
         return _loaded_policy(cfg, source)
 
 

@@ -16,12 +16,13 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from collectors.composition_checks import check_fit
 from objectives import RankFailedError, Ranks
 from torchrl_data.templates.encoder import ConversationEncoder
+from torchrl_data.templates.template import render_template
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
@@ -33,6 +34,7 @@ from .models import (
     check_adapters,
     collects_on_ray,
     load_model,
+    load_tokenizer,
     model_source,
     sampling_of,
     vllm_policy,
@@ -127,6 +129,7 @@ def check_config(recipe: Recipe, cfg: RecipeConfig) -> None:
         if getattr(getattr(cfg, group), name) is None:
             raise SettingsError(f"{recipe.name} needs {key}=...")
     _check_names(recipe, cfg)
+    _read_template(cfg)
     if isinstance(cfg, TrainingConfig):
         if find_spec("matplotlib") is None:
             raise SettingsError(
@@ -166,6 +169,34 @@ def _check_names(recipe: Recipe, cfg: RecipeConfig) -> None:
     for key, (value, known) in names.items():
         if value not in known:
             raise SettingsError(f"{key} must be one of {', '.join(known)}, got {value!r}.")
+
+
+def _read_template(cfg: RecipeConfig) -> None:
+    """Put the text of ``policy.chat_template`` in the place of its file's name."""
+    policy = cfg.policy
+    if policy.add_control_tokens and (policy.model is None or cfg.engine.name != "transformers"):
+        raise SettingsError(
+            "policy.add_control_tokens changes a policy.model as it is loaded by Transformers, so "
+            "it is for one with engine=transformers. The model of the run that trained it has them."
+        )
+    if policy.chat_template is None:
+        return
+    if policy.model is None or policy.chat_template_name is not None:
+        raise SettingsError(
+            "policy.chat_template is for a policy.model, in the place of policy.chat_template_name."
+        )
+    if "{" in policy.chat_template:  # of a run's settings: the text itself
+        return
+    where = f"policy.chat_template={policy.chat_template}"
+    try:
+        text = Path(policy.chat_template).read_text(encoding="utf-8")
+        special = {f"{name}_token": "" for name in ("bos", "eos", "pad", "unk")}
+        render_template(text, [{"role": "user", "content": "?"}], variables=special)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{where}: {error}") from error
+    if "{" not in text:
+        raise SettingsError(f"{where} is no Jinja template: it shows no message.")
+    policy.chat_template = text
 
 
 def _check_trackers(backends: Sequence[str]) -> None:
@@ -447,7 +478,7 @@ def _policy_without_weights(cfg: RecipeConfig, task: Task) -> Any:
             # What Transformers can't compute an engine of vLLM may.
             with _told_of(f"policy.model={source!r}"):
                 AutoConfig.from_pretrained(source)
-                tokenizer = AutoTokenizer.from_pretrained(source)
+                tokenizer = load_tokenizer(cfg.policy, source)
                 ConversationEncoder(tokenizer, chat_template_name=cfg.policy.chat_template_name)
             return None if starts_here else _reached(cfg, source, tokenizer)
         settings = replace(cfg.policy, device="meta")

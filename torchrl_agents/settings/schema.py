@@ -47,6 +47,10 @@ class PolicyConfig:
     """Most tokens of a conversation; none takes the model's own limit."""
     chat_template_name: str | None = None
     """A built-in chat template; none takes the tokenizer's own, or ChatML."""
+    chat_template: str | None = None
+    """A file with a chat template, Jinja, in place of the tokenizer's own."""
+    add_control_tokens: bool = False
+    """Add the template's control tokens to a vocabulary that lacks them, as a base model's does."""
     show_tool_schemas: bool | None = None
     """Show the tools in the prompt."""
     max_new_tokens: int | None = None

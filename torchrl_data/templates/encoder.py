@@ -142,7 +142,9 @@ class TemplateRenderer:
             raise ValueError(
                 f"The chat template closes an assistant turn with {self._shape.after!r}, which "
                 "does not start with a control token, so nothing tells the policy's turn to stop. "
-                "Put the end-of-turn token inside the {% generation %} block."
+                "Put the end-of-turn token inside the {% generation %} block. Where the vocabulary "
+                "lacks it, as a base model's does, take a template of tokens that it has, or add "
+                "them (in a recipe policy.chat_template=, policy.add_control_tokens=true)."
             )
         return self.guard.control_ids[self._shape.end_of_turn]
 
