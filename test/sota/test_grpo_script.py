@@ -12,8 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from collectors.record import RunRecord
+from torchrl_agents.models import add_tokens
+from torchrl_data import builtin_template
+from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
@@ -319,6 +325,59 @@ def test_a_data_set_of_ones_own_trains(result_of, tmp_path):
     assert trained
     assert all(m["kl_to_ref"] >= 0 for m in trained)
     assert any(r["advantage"] for r in rollouts)
+
+
+@pytest.mark.slow
+def test_a_base_model_trains_with_a_template_from_a_file(run_script, result_of, tmp_path):
+    """Its vocabulary has neither the template's control tokens nor a template."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<|endoftext|>"], initial_alphabet=letters)
+    backend.train_from_iterator(["What is 1?"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(tmp_path / "base")
+    tiny_qwen3(len(tokenizer)).save_pretrained(tmp_path / "base")
+    source = builtin_template("chatml").replace("<|im_end|>", "<|done|>")
+    (tmp_path / "own.jinja").write_text(source)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, WORDS)))
+
+    given = ("task=gsm8k", "task.dataset=rows.jsonl", "policy.model=base", "evaluate.num_prompts=4")
+    given += ("train.num_steps=1", "collector.num_prompts=2", "policy.max_new_tokens=4")
+    refused = run_script(*given, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "policy.add_control_tokens=true" in refused.stderr.splitlines()[-1]
+    assert "base has no chat template of its own; it gets 'chatml'" in refused.stderr
+    template = ("policy.chat_template=own.jinja", "policy.add_control_tokens=true")
+    made = result_of(*given, *template, "train.num_steps=1", cwd=tmp_path)
+
+    model = Path(made["output_dir"]) / "model"
+    own = AutoTokenizer.from_pretrained(model)
+    new = [own.convert_tokens_to_ids(token) for token in ("<|done|>", "<|im_start|>")]
+    assert sorted(new) == [len(tokenizer), len(tokenizer) + 1]
+    assert own.chat_template == source
+    # It goes on from there as it is: the model has its tokens, and its template.
+    assert result_of(*given[:2], f"policy.model={model}", *given[3:], cwd=tmp_path)["steps"] == 1
+    for wrong, words in (
+        (("policy.chat_template=nowhere.jinja",), "No such file"),
+        (("policy.chat_template=rows.jsonl",), "does not show what the assistant says"),
+        ((*template, "policy.chat_template_name=qwen"), "in the place of"),
+        ((template[1], "engine=vllm"), "is for one with engine=transformers"),
+    ):
+        refused = run_script(*given, *wrong, cwd=tmp_path)
+        assert (refused.returncode, words in refused.stderr.splitlines()[-1]) == (1, True)
+
+
+@torch.no_grad()
+def test_added_tokens_get_the_mean_of_all_rows():
+    tokenizer = train_tokenizer(["abc"], vocab_size=300)
+    model = tiny_qwen3(len(tokenizer))
+    before = model.get_input_embeddings().weight.clone()
+    add_tokens(model, tokenizer, ["<|new|>", "<|im_end|>", "<|newer|>"])
+    after = model.get_input_embeddings().weight
+    assert after.shape[0] == len(tokenizer) == len(before) + 2
+    torch.testing.assert_close(after, torch.cat([before, before.mean(0).expand(2, -1)]))
 
 
 @pytest.mark.slow
