@@ -64,7 +64,9 @@ def test_functions_make_the_actions(servers, scripted, call_text):
     ]
     assert won["terminated"].item()
     assert messages(lost)[2] == '{"error": "ValueError: that is no word"}'
-    assert not silent["scorable"].item()
+    # Who never acts has the reward that the environment starts with.
+    assert batch["scorable"].all()
+    assert silent["rewards", "OpenEnv"].item() == 0.0
     # Every session was given back: a second batch finds as many.
     for _ in range(2):
         collector.collect()

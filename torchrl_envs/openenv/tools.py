@@ -179,7 +179,8 @@ class OpenEnvTools(ToolSource, RewardSource):
 
     ``reset`` gets the group's seed and the columns that are named; what the server says is added to
     the query. A tool call is a step, and the observation its answer. An episode ends when an
-    observation says that it is done. Where the server does not answer in time or is lost, that row
+    observation says that it is done. A rollout that never acts gets the reward of the reset, 0 where
+    that has none. Where the server does not answer in time or is lost, that row
     alone is truncated and can't be scored; nothing is ever sent to a session that was not reset.
 
     Args:
@@ -325,24 +326,28 @@ class _Session:
         self.session = session
         self.is_done = False
         self._text_of = text_of
-        self._rewards: list[float] = []
+        self._rewards: list[float | None] = [0.0]
+        """What the reset gave (0 where it gave none), and each step."""
 
     async def reset(self, arguments: Mapping[str, Any]) -> str | None:
-        return self._text_of(await self.session.reset(**arguments))
+        result = await self.session.reset(**arguments)
+        self._rewards = [result.reward or 0.0]
+        return self._text_of(result)
 
     async def step(self, action: Action, call: ToolCall) -> str:
         if self.is_done:
             raise ValueError("the episode is over")
         result = await self.session.step(action.make(call))
         self.is_done = result.done
-        if result.reward is not None:
-            self._rewards.append(result.reward)
+        self._rewards.append(result.reward)
         return self._text_of(result) or ""
 
     def outcome(self, reward: RewardOf) -> Outcome:
-        if not self._rewards:
+        steps = self._rewards[1:] or self._rewards
+        given = [each for each in steps if each is not None]
+        if not given:
             return Outcome()
-        return Outcome(sum(self._rewards) if reward == "sum" else self._rewards[-1])
+        return Outcome(sum(given) if reward == "sum" else given[-1])
 
 
 def _ask(call: Call, timeout_s: float) -> list[Action]:
