@@ -101,20 +101,23 @@ class JSONClient:
         content = b"" if body is None else json.dumps(body).encode()
         _asking.interrupt = interrupt
         try:
-            response = self._pool.request(
+            with self._pool.stream(
                 method,
                 self._base + path,
                 headers=[*self._headers.items(), ("Content-Length", str(len(content)))],
                 content=content,
                 extensions={"timeout": self._timeouts},
-            )
+            ) as response:
+                answer = response.read()
+                if response.status >= 500:  # vLLM drops the connection, which it does not say
+                    response.extensions["network_stream"].shut_down()
         except httpcore2.TimeoutException as error:
             raise AnswerTimeout(f"No answer from {self.url}: it timed out ({error!r}).") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise ConnectionError(f"No answer from {self.url}: {error!r}.") from error
         finally:
             _asking.interrupt = None
-        return response.status, _parse(response.content.decode())
+        return response.status, _parse(answer.decode())
 
     def await_answer(self, path: str, wait_s: float, *, goes_on: Callable[[], bool]) -> bool:
         """Ask until the answer is 200, for at most ``wait_s`` and while ``goes_on()``."""
@@ -645,7 +648,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
             raise RuntimeError(
                 f"VLLMServerEngine: the server at {self._client.url} can be drawn from, but its "
                 f"weights can't be updated: it lacks {self._missing}. Start it with the same "
-                "options by `python -m torchrl_modules.vllm.server`, which adds both."
+                "options by `python -m torchrl_modules.vllm.server`, which adds it."
             )
 
     def _load(

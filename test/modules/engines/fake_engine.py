@@ -19,6 +19,9 @@ the weights and the tokens before it, one every ``token_s`` seconds.
     {"plain": "raw"}   it has only the routes of `vllm serve`, and raw log-probs
     {"plain": "processed"}  ... and processed ones
     {"plain": "no"}    ... and takes no token ids
+    {"plain": "dev"}   as "raw", with the routes that update, but no worker extension
+
+As vLLM, it drops a connection after status 500, which it does not say.
 """
 
 import hashlib
@@ -133,6 +136,8 @@ class Engine:
             return 404, {"error": {"message": "it has no such route"}}
         if path == "/inference/v1/generate":
             return self.generate(body)
+        if path == "/collective_rpc" and self.faults.get("plain") == "dev":
+            return 500, {"error": {"message": "'Worker' object has no attribute"}}
         if path == "/collective_rpc":
             return 200, {"results": [self.rpc(body["method"], *body["args"])]}
         if path == "/metrics":
@@ -150,15 +155,20 @@ class Engine:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    has_failed = False
 
     def do_GET(self):
         self.do_POST()
 
     def do_POST(self):
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.has_failed:
+            self.close_connection = True
+            return
         status, answer = self.server.engine.answer(
             urlsplit(self.path).path, json.loads(content) if content else {}
         )
+        self.has_failed = status == 500
         text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))

@@ -176,6 +176,10 @@ def test_a_plain_server_can_be_drawn_from_and_an_update_says_what_it_lacks(start
         assert engine.generate(PROMPTS, PARAMS, seeds=SEEDS)[0].ids
     with pytest.raises(RuntimeError, match="--enable-scale-out"), start({"plain": "no"})() as url:
         VLLMServerEngine(url)
+    with connected(start({"plain": "dev"})) as engine:  # VLLM_SERVER_DEV_MODE=1 `vllm serve`
+        assert [len(row.ids) for row in engine.generate(PROMPTS, PARAMS)] == [10] * 4
+        with pytest.raises(RuntimeError, match=r"--worker-extension-cls \S+vLLMWorker\)(?! and)"):
+            engine.update_weights(FIRST)
     with connected(start({"plain": "processed"})) as engine:
         assert [len(row.ids) for row in engine.generate(PROMPTS, tempered)] == [10] * 4
 
