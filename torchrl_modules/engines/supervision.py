@@ -1,12 +1,9 @@
 """Engines are watched: their state, their process, and how one that died comes back."""
 
 import asyncio
-import ctypes
 import logging
 import math
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
@@ -213,13 +210,6 @@ class ProgressWatch:
 # Whether a process can do anything at all, without asking it; how one ends with its parent.
 
 _STOPPED = "TtZX"  # by a signal, by a debugger, ended and not yet reaped, gone
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent() -> None:
-    """Let the kernel end this process with the thread that started it, stopped or not (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def this_process() -> dict[str, Any]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
@@ -53,11 +52,35 @@ _ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _GUARDIAN: Final = """
-import os, signal, sys, time
-parent, group = map(int, sys.argv[1:])
-while os.getppid() == parent:
-    time.sleep(0.2)
-os.killpg(group, signal.SIGKILL)
+import contextlib, os, shutil, signal, sys, time
+import psutil
+
+def lives(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != "zombie"
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+parent, server = os.getppid(), psutil.Process(int(sys.argv[1]))
+family = {server}
+try:
+    while os.getppid() == parent and lives(server):
+        family.update(server.children(recursive=True))
+        time.sleep(0.5)
+finally:
+    for each in filter(lives, list(family)):
+        family.update(each.children(recursive=True))
+    trackers = []
+    for each in filter(lives, family - {psutil.Process()}):
+        if "resource_tracker" in " ".join(each.cmdline()):
+            each.resume()  # left alone, it removes their shared memory, and ends
+            trackers.append(each)
+        else:
+            each.kill()
+    deadline = time.monotonic() + 5
+    while any(map(lives, trackers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if os.getppid() != parent:  # who would have removed it
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
 """
 # vLLM counts ranks, which nobody reads, in a helper that is compiled as the first batch comes.
 _EAGER_ENVIRONMENT: Final = {"TORCHDYNAMO_DISABLE": "1"}
@@ -65,12 +88,13 @@ _EAGER_ENVIRONMENT: Final = {"TORCHDYNAMO_DISABLE": "1"}
 
 def main() -> None:
     """Serve until killed, or until the parent that started this is gone."""
-    if _PARENT in os.environ:
-        parent = int(os.environ[_PARENT])
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if os.getppid() != int(os.environ.get(_PARENT, os.getppid())):
+        raise SystemExit("torchrl_modules.vllm.server: the process that started it has ended.")
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         sys.argv.insert(1, "--model")  # as `vllm serve MODEL` has it; its server would ignore it
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        if _PARENT not in os.environ:  # whoever started it guards it
+            _guard(os.getpid(), folder)
         sys.argv += _access(_command_line_options(), folder)
         environment = dict(_ENVIRONMENT)
         is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
@@ -120,10 +144,10 @@ def _words(options: Mapping[str, str | None]) -> list[str]:
     return words
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)  # its engine is a process of the same group
+def _guard(server: int, folder: str) -> "subprocess.Popen[bytes]":
+    """A small process that ends a server's family, stopped or not, with the server or with us."""
+    words = [sys.executable, "-c", _GUARDIAN, str(server), folder]
+    return subprocess.Popen(words, start_new_session=True)
 
 
 @contextmanager
@@ -169,25 +193,15 @@ def start_server(
                 stderr=log,
                 start_new_session=True,
             )
+        guardian = _guard(process.pid, folder)
         try:
             url = f"unix://{socket_path}"
-            with _guarded(process):
-                _await_start(process, url, log_path, start_timeout_s)
-                yield url
+            _await_start(process, url, log_path, start_timeout_s)
+            yield url
         finally:
+            guardian.terminate()
+            guardian.wait()
             _end(process)
-
-
-@contextmanager
-def _guarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """A small process beside the server ends its group with this process, be the group stopped."""
-    words = [sys.executable, "-S", "-c", _GUARDIAN, str(os.getpid()), str(process.pid)]
-    guardian = subprocess.Popen(words, start_new_session=True)
-    try:
-        yield
-    finally:
-        guardian.kill()
-        guardian.wait()
 
 
 def _await_start(
@@ -201,7 +215,7 @@ def _await_start(
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    # Its engine is a process of the same group; both go, whatever state they are in.
+    # Should its guardian have been killed: its engine is a process of the same group.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

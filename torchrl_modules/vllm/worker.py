@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from torchrl_modules.engines.supervision import end_with_parent, this_process
+from torchrl_modules.engines.supervision import this_process
 from torchrl_modules.weight_transfer import (
     BroadcastGroup,
     WeightLayout,
@@ -20,11 +20,9 @@ from torchrl_modules.weight_transfer import (
 )
 
 from .requests import own_ends
-from .runtime import PARENT_VARIABLE, register_weight_transfer, weight_transfer_base
+from .runtime import register_weight_transfer, weight_transfer_base
 from .weights import load_all_or_none
 
-if PARENT_VARIABLE in os.environ:
-    end_with_parent()  # the engine of a server that ends with its own parent
 register_weight_transfer("c10d", __name__, "C10dWeightTransferEngine")
 
 

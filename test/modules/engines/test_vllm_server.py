@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -109,11 +110,26 @@ def test_a_server_started_by_hand_serves_over_http(
         engine.update_weights(other_model.state_dict())
         assert_from(other_model, engine.generate(PROMPTS, PARAMS))
         engine.close()
-    finally:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
+    finally:  # alone, as the kernel does when memory is short
+        children = psutil.Process(process.pid).children(recursive=True)
+        shared = shared_memory_of(children)
         process.kill()
         process.wait(timeout=30)
+    assert_all_gone(children, shared)
+
+
+def shared_memory_of(processes):
+    """The files of shared memory that processes map."""
+    names = {entry.path for each in processes for entry in each.memory_maps()}
+    found = {Path(name) for name in names if name.startswith("/dev/shm/psm_")}
+    assert found
+    return found
+
+
+def assert_all_gone(processes, shared):
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not [path for path in shared if path.exists()]
 
 
 ORPHAN = """
@@ -159,13 +175,14 @@ def test_a_server_ends_with_its_parent_and_a_client_notices(model, model_directo
     trainer.close()
 
     # Stopped processes are ended with the others: the engine, its server and all of their group.
+    shared = shared_memory_of(children)
     for child in children:
         if os.getpgid(child.pid) == os.getpgid(engine.pid):
             child.suspend()
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate()
-    _, alive = psutil.wait_procs(children, timeout=5)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert_all_gone(children, shared)
+    assert not Path(url.removeprefix("unix://")).parent.exists()
     with pytest.raises(ConnectionError, match="No answer"):
         VLLMServerEngine(url)
 
