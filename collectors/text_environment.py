@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from .rollout_func import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNC
 
 # What a ``TextEnvironment`` is made from: an engine, its sampling, named tools.
 
+_log = logging.getLogger(__name__)
 Tool = Callable[[str], Any]
 _IGNORED: Final = frozenset({"pad_token_id", "do_sample", "eos_token_id"})
 
@@ -381,7 +383,7 @@ class TextReward(EpisodeTransform):
     """Scores episodes by their last segments and the arguments of ``run``, their ``example``.
 
     Args:
-        function: of all texts, or of one, see :func:`~.parts.scores_one_text`.
+        function: of all texts, or of one, see :func:`scores_one_text`; or it shows when asked.
         calls: runs it.
     """
 
@@ -409,20 +411,29 @@ class TextReward(EpisodeTransform):
         arguments = [episode.example or {} for episode in episodes]
         lists = {name: [own[name] for own in arguments] for name in arguments[0]}
         ((outcome,),) = self._calls.run([[functools.partial(self.function, texts, **lists)]])
-        if outcome.error is not None:
-            raise RuntimeError(
-                f"TextEnvironment: reward_fn failed when it got the texts of {len(texts)} "
-                "episodes as a list. If it scores one text, mark it with @row_reward, or annotate "
-                "its first parameter with str."
-            ) from outcome.error
         values = outcome.value
-        if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != len(texts):
-            raise ValueError(
-                f"TextEnvironment: reward_fn must return a list of {len(texts)} rewards, one per "
-                f"text, got {values!r:.80}. If it scores one text, mark it with @row_reward, or "
-                "annotate its first parameter with str."
+        if _is_list(values) and len(values) == len(texts):
+            return [Outcome(value) for value in values]
+        each = self._one_by_one(episodes)
+        scalars = [one for one in each if not (one.error or _is_list(one.value))]
+        if (scalars and not _is_list(values)) or "'list'" in str(outcome.error):
+            _log.warning(
+                "reward_fn gave no list of %d rewards: it gets one text at a time.",
+                len(texts),
+                exc_info=outcome.error,
             )
-        return [Outcome(value) for value in values]
+            self._of_one = True
+            return each
+        found = "failed" if outcome.error is not None else f"returned {values!r:.80}"
+        raise ValueError(
+            f"TextEnvironment: reward_fn {found} when it got the texts of {len(texts)} episodes as "
+            "a list. It must return a list of as many rewards; one that scores one text returns a "
+            "number, and can be marked with @row_reward."
+        ) from outcome.error
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, str) or (hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
 
 
 # Episodes in plain text as histories of segments, and back.
@@ -513,7 +524,8 @@ class TextEnvironment:
         reward_fn: gets the last segments of all episodes, a list of strings, and the arguments of
             :meth:`run`, lists too; returns as many rewards. Marked with
             :func:`~torchrl_envs.row_reward`, or with ``str`` as the annotation of its
-            first parameter, it gets those of one episode.
+            first parameter, it gets those of one episode; also, from then on, where it can use
+            one text and not a list.
         prompt: comes before every query: examples of how to call the tools.
         max_turns: most turns of the model.
         max_tool_response: most characters of a result; longer ones are cut, and end with ``...``.

@@ -179,9 +179,9 @@ class OpenEnvTools(ToolSource, RewardSource):
 
     ``reset`` gets the group's seed and the columns that are named; what the server says is added to
     the query. A tool call is a step, and the observation its answer. An episode ends when an
-    observation says that it is done. A rollout that never acts gets the reward of the reset, 0 where
-    that has none. Where the server does not answer in time or is lost, that row
-    alone is truncated and can't be scored; nothing is ever sent to a session that was not reset.
+    observation says that it is done; one that never acts gets the reward of the reset, 0 where that
+    has none. Where the server does not answer in time or is lost, that row alone is truncated and
+    can't be scored; nothing is ever sent to a session that was not reset.
 
     Args:
         base_url: of the server, which must allow as many sessions as there are rows.
