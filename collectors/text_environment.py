@@ -641,13 +641,13 @@ class TextEnvironment:
         return episode
 
     def _run_turns(self, episodes: Sequence[Episode]) -> None:
-        self._runner.before_turn(episodes)
+        self._runner.run(self._runner.before_turn, episodes)
         for _ in range(self.max_turns):
             self._take_turns(_running(episodes))
             for episode in _running(episodes):
                 self._end_if_over(episode)
             self._answer(_running(episodes))
-            self._runner.before_turn(_running(episodes))
+            self._runner.run(self._runner.before_turn, _running(episodes))
         for episode in _running(episodes):
             episode.truncate(_MAX_TURNS)
 
@@ -669,8 +669,10 @@ class TextEnvironment:
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
         """Run the tools that the last turns ask for, all at once, and encode what they answer."""
-        self._runner.run(self._runner.dispatcher.after_turn, episodes)
-        for episode in episodes:
+        runner = self._runner
+        answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
+        runner.run(answer, episodes)
+        for episode in _running(episodes):
             self._encode_answer(episode)
 
     def _encode_answer(self, episode: Episode) -> None:
@@ -718,7 +720,7 @@ class TextEnvironment:
         without room for a token is truncated.
         """
         episodes = [episode_of(history) for history in histories]
-        self._runner.before_turn(episodes)
+        self._runner.run(self._runner.before_turn, episodes)
         self._take_turns(_running(episodes))
         return list(map(show, episodes, histories))
 

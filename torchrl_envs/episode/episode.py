@@ -116,39 +116,19 @@ class Resources:
         return [each for each in held if each.closing is not None]
 
 
-def close_resources(
-    episodes: Sequence[tuple[Resources, str]], calls: ConcurrentCalls, *, owner: Any = None
+async def close_resources(
+    resources: Resources, reason: str, timeout_s: float, *, owner: Any = None
 ) -> None:
-    """Give back what some episodes hold, all episodes at once, each in reverse order.
+    """Give back what an episode holds, in reverse order; of one owner only, if there is one.
 
-    An error or a missed deadline is logged: the others are closed all the same, and whoever gives
-    something back has nothing to repair. Of one owner only what it added, if there is one.
+    An error or a missed deadline is logged: the rest is given back all the same, and whoever gives
+    something back has nothing to repair.
     """
-    stacks = [[(held, reason) for held in resources._take(owner)] for resources, reason in episodes]
-    for depth in range(max(map(len, stacks), default=0)):
-        level = [stack[depth] for stack in stacks if depth < len(stack)]
-        pending: list[tuple[_Held, Call]] = []
-        for held, reason in level:
-            call = _asked(held, reason)
-            if call is not None:
-                pending.append((held, call))
-        if not pending:
-            continue
-        limits = [[calls.timeout_s if h.timeout_s is None else h.timeout_s] for h, _ in pending]
-        results = calls.run([[call] for _, call in pending], limits)
-        for (held, _), (outcome,) in zip(pending, results, strict=True):
-            _log_error(held, outcome.error)
-
-
-async def close_resources_async(
-    resources: Resources, reason: str, calls: ConcurrentCalls, *, owner: Any = None
-) -> None:
-    """Give back what one episode holds, as :func:`close_resources` does, in an event loop."""
     for held in resources._take(owner):
         call = _asked(held, reason)
         if call is not None:
-            limit = calls.timeout_s if held.timeout_s is None else held.timeout_s
-            ((outcome,),) = await calls.run_async([[call]], [[limit]])
+            limit = timeout_s if held.timeout_s is None else held.timeout_s
+            (outcome,) = await PendingCalls([PendingCall(call, limit, None)])
             _log_error(held, outcome.error)
 
 
@@ -232,19 +212,24 @@ class PendingCalls(NamedTuple):
         return (yield self)
 
 
-def drive(events: Mapping[int, Any], calls: ConcurrentCalls) -> dict[int, Exception]:
-    """Run what events returned, by number, to the end; what was raised, by number."""
+async def run_event(event: Callable[["Episode"], Any], episode: "Episode") -> None:
+    """Run an event of an episode, sync or ``async``, to its end."""
+    waiting = event(episode)
+    if inspect.iscoroutine(waiting):
+        await waiting
+
+
+def drive(coroutines: Sequence[EventCoroutine], calls: ConcurrentCalls) -> None:
+    """Run events to their ends, what they wait for at once; then raise what the first raised."""
     errors: dict[int, Exception] = {}
-    running: dict[int, EventCoroutine] = {
-        number: event for number, event in events.items() if inspect.iscoroutine(event)
-    }
+    running = dict(enumerate(coroutines))
     answers: Mapping[int, list[Outcome] | None] = dict.fromkeys(running)
     try:
         while running:
             asked: dict[int, PendingCalls] = {}
             for number, coroutine in list(running.items()):
                 try:
-                    asked[number] = _checked(coroutine.send(answers[number]))  # type: ignore[arg-type]
+                    asked[number] = _advance(coroutine, answers[number])
                 except StopIteration:
                     del running[number]
                 except Exception as error:
@@ -254,7 +239,8 @@ def drive(events: Mapping[int, Any], calls: ConcurrentCalls) -> dict[int, Except
     finally:
         for coroutine in running.values():
             coroutine.close()
-    return errors
+    if errors:
+        raise errors[min(errors)]
 
 
 class LoopDriver:
@@ -269,19 +255,16 @@ class LoopDriver:
         self._lanes: weakref.WeakValueDictionary[Hashable, asyncio.Lock]
         self._lanes = weakref.WeakValueDictionary()
 
-    async def drive(self, event: Any) -> None:
-        """Run what an event returned, a coroutine or ``None``, to its end."""
-        if not inspect.iscoroutine(event):
-            return
+    async def drive(self, coroutine: EventCoroutine) -> None:
+        """Run an event to its end."""
         answer: list[Outcome] | None = None
         try:
             while True:
-                asked = _checked(event.send(answer))  # type: ignore[arg-type]
-                answer = await self._run(asked.calls)
+                answer = await self._run(_advance(coroutine, answer).calls)
         except StopIteration:
             return
         finally:
-            event.close()
+            coroutine.close()
 
     async def _run(self, pending: Sequence[PendingCall]) -> list[Outcome]:
         """Run calls, those of one lane in order, also among several events."""
@@ -313,11 +296,16 @@ class LoopDriver:
             return (await self._calls.run_async([chain], [limits]))[0]
 
 
-def _checked(asked: Any) -> PendingCalls:
-    if not isinstance(asked, PendingCalls):
-        raise TypeError(
-            f"An event of an episode awaits self.call(...) only, got {type(asked).__name__}. Put "
-            "what it waits for into a function, sync or async, and await self.call(function)."
+def _advance(coroutine: EventCoroutine, answer: list[Outcome] | None) -> PendingCalls:
+    """What an event waits for next; ``StopIteration`` where it is at its end."""
+    asked: Any = coroutine.send(answer)  # type: ignore[arg-type]
+    while not isinstance(asked, PendingCalls):
+        asked = coroutine.throw(
+            TypeError(
+                f"An event of an episode awaits self.call(...) only, got {type(asked).__name__}. "
+                "Put what it waits for into a function, sync or async, and await "
+                "self.call(function)."
+            )
         )
     return asked
 

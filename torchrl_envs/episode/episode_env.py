@@ -14,22 +14,21 @@ from torchrl_data.batch_io import one_dimension, read_conversations
 from torchrl_data.batch_objects import read_objects, write_objects
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import GROUP_ID, PROMPT, QUERY, REWARD, ROW, SEED, TOOLS
-from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, ERROR, kind_of
+from torchrl_data.stop_reasons import ERROR, kind_of
 from torchrl_data.tool_calls import parse_tool_calls
 from torchrl_envs.concurrency import ConcurrentCalls, run_all
 from torchrl_envs.entries import REWARD_KEYS, RewardSource
-from torchrl_envs.tool_results import error_line
 
-from .episode import Episode, LoopDriver, Resources, close_resources_async
+from .episode import Episode, LoopDriver, Resources, run_event
 from .runner import (
     EpisodeEntries,
     EpisodeRunner,
     EpisodeStep,
     StepOrder,
+    fail,
     flat_transforms,
     in_shape,
     read_episodes,
-    refuse_start,
     write_flags,
     written,
 )
@@ -262,7 +261,7 @@ class EpisodeEnv(TransformedEnv):
             shown = read_conversations(reset, PROMPT, who="EpisodeEnv.reset")
             for row, episode in enumerate(episodes):
                 episode.share(shown, row)
-            self.runner.before_turn([episode for episode in new if not episode.stop_reason])
+            self.runner.run(self.runner.before_turn, new)
             for episode in new:
                 if episode.stop_reason:
                     episode.max_new_tokens = 0
@@ -399,22 +398,22 @@ class AsyncEpisodeRunner:
         self._env = env
         self._runner = env.runner
         self._driver = LoopDriver(env.calls)
-        self._turn_steps: list[tuple[str, Callable[[Episode], Any], EpisodeTransform | None]] = []
+        self._turn_steps: list[Callable[[Episode], Any]] = []
         self._late: list[Transform] = []
         if self._runner.dispatcher.sources:
-            self._turn_steps.append(("tools", self._runner.dispatcher.after_turn, None))
+            self._take_in(self._runner.dispatcher)
         for transform in env.transforms_of(Transform):
             self._take_in(transform)
 
-    def _take_in(self, transform: Transform) -> None:
-        if isinstance(transform, EpisodeTransform):
-            if overrides(transform, "after_turn"):
-                step = (type(transform).__name__, transform.after_turn, transform)
+    def _take_in(self, transform: Transform | ToolDispatcher) -> None:
+        if isinstance(transform, EpisodeTransform | ToolDispatcher):
+            if isinstance(transform, ToolDispatcher) or overrides(transform, "after_turn"):
+                step = functools.partial(self._runner.run_safely, transform, "after_turn")
                 self._turn_steps.append(step)
         elif isinstance(transform, StepCounter):
             limit = transform.max_steps
             if limit is not None:
-                self._turn_steps.append(("StepCounter", lambda e: cut_after(e, limit), None))
+                self._turn_steps.append(lambda episode: cut_after(episode, limit))
         elif REWARD in (transform.in_keys or ()):
             self._late.append(transform)
         elif not isinstance(transform, _HARMLESS):
@@ -460,9 +459,6 @@ class AsyncEpisodeRunner:
     async def run(self, episode: Episode, policy: TurnTaker) -> None:
         """Take a drawn episode to its end; it is not scored yet, and holds what it holds.
 
-        What an event raises ends this episode alone, with ``stop_reason``
-        ``"environment_error: <where>: <type>: <message>"``.
-
         Args:
             episode: its ``stop_reason`` says afterwards why it is over.
             policy: takes its turns.
@@ -470,9 +466,14 @@ class AsyncEpisodeRunner:
         Raises:
             EngineDied: the engine of the policy is gone.
         """
-        await self._begin(episode)
-        if not episode.stop_reason:
-            await self._before_turn(episode)
+        drive, runner = self._driver.drive, self._runner
+        await drive(runner.start(episode))
+        try:
+            base: Any = self._env.base_env
+            episode.conversation = base.open(episode.query, episode.tools)
+        except Exception as error:
+            fail(episode, type(self._env.base_env).__name__, error)
+        await drive(runner.before_turn(episode))
         while not (episode.stop_reason or episode.is_done):
             episode.conversation, episode.finish_reason = await policy.take_turn(
                 episode.conversation, max_new_tokens=episode.max_new_tokens, session=episode.id
@@ -480,62 +481,13 @@ class AsyncEpisodeRunner:
             episode.num_turns += 1
             if kind_of(episode.finish_reason) == ERROR:
                 episode.truncate()
-            else:
-                await self._after_turn(episode)
+                continue
+            for step in self._turn_steps:
+                await drive(run_event(step, episode))
+            episode.end_unanswered()
+            await drive(runner.before_turn(episode))
         episode.settle()
-        self._runner.over([episode])
-
-    async def _begin(self, episode: Episode) -> None:
-        for transform in self._runner.taking_part("begin"):
-            if not transform.concerned([episode]):
-                continue
-            try:
-                await self._driver.drive(transform.begin(episode))
-            except Exception as error:
-                refuse_start(episode, transform, error)
-                calls, reason = self._env.calls, episode.stop_reason
-                await close_resources_async(episode.resources, reason, calls, owner=transform)
-                break
-        else:
-            self._runner.dispatcher.show_tools(episode)
-        try:
-            base: Any = self._env.base_env
-            episode.conversation = base.open(episode.query, episode.tools)
-        except Exception as error:
-            self._fail(episode, type(self._env.base_env).__name__, error)
-
-    async def _before_turn(self, episode: Episode) -> None:
-        episode.max_new_tokens = None
-        for transform in self._runner.taking_part("before_turn"):
-            if not transform.concerned([episode]):
-                continue
-            try:
-                if overrides(transform, "before_turns"):
-                    transform.before_turns([episode])
-                if overrides(transform, "before_turn"):
-                    await self._driver.drive(transform.before_turn(episode))
-            except Exception as error:
-                self._fail(episode, type(transform).__name__, error)
-            if episode.stop_reason or episode.is_done:
-                return
-
-    async def _after_turn(self, episode: Episode) -> None:
-        for name, step, owner in self._turn_steps:
-            if owner is not None and not owner.concerned([episode]):
-                continue
-            try:
-                await self._driver.drive(step(episode))
-            except Exception as error:
-                self._fail(episode, name, error)
-                return
-        episode.end_unanswered()
-        if not (episode.is_done or episode.stop_reason):
-            await self._before_turn(episode)
-
-    def _fail(self, episode: Episode, where: str, error: Exception) -> None:
-        _log.warning("An episode ends: %s failed", where, exc_info=error)
-        episode.stop_reason = ""
-        episode.truncate(f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}")
+        runner.over([episode])
 
     def finish(self, episodes: Sequence[Episode]) -> TensorDictBase:
         """Score the episodes of a group, and give back what they hold; may take its time.

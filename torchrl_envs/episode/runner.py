@@ -1,5 +1,6 @@
 """The events of episodes in their order, and the batch that they are read from and written into."""
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -50,7 +51,14 @@ from torchrl_envs.entries import (
 )
 from torchrl_envs.tool_results import error_line
 
-from .episode import Episode, Resources, close_left_open, close_resources, drive
+from .episode import (
+    Episode,
+    Resources,
+    close_left_open,
+    close_resources,
+    drive,
+    run_event,
+)
 from .tool_source import ToolDispatcher
 from .transform import EpisodeStartError, EpisodeTransform, overrides
 
@@ -265,7 +273,7 @@ class EpisodeEntries(Transform):
 _EVENTS: Final = {
     "draw": ("draw",),
     "begin": ("begin",),
-    "before_turn": ("before_turn", "before_turns"),
+    "before_turn": ("before_turn",),
     "over": ("over",),
     "finish": ("finish", "finish_batch"),
 }
@@ -300,10 +308,6 @@ class EpisodeRunner:
             for event, forms in _EVENTS.items()
         }
 
-    def taking_part(self, event: str) -> Sequence[EpisodeTransform]:
-        """The transforms that take part in an event, in order."""
-        return self._parts[event]
-
     # Events -------------------------------------------------------------------------------------
 
     def draw(self, episodes: Sequence[Episode]) -> None:
@@ -321,33 +325,50 @@ class EpisodeRunner:
     def begin(self, episodes: Sequence[Episode]) -> None:
         """Draw and start episodes; one that can't start gets a ``stop_reason``."""
         self.draw(episodes)
-        for transform in self._parts["begin"]:
-            running = transform.concerned([e for e in episodes if not e.stop_reason])
-            errors = self._each(transform.begin, running)
-            for number, error in errors.items():
-                refuse_start(running[number], transform, error)
-            # What it holds of others stays until its first step, which ends it.
-            failed = [(running[n].resources, running[n].stop_reason) for n in errors]
-            close_resources(failed, self.calls, owner=transform)
-        for episode in episodes:
-            if not episode.stop_reason:
-                self.dispatcher.show_tools(episode)
+        self.run(self.start, [episode for episode in episodes if not episode.stop_reason])
 
-    def before_turn(self, episodes: Sequence[Episode]) -> None:
-        """Bound the next turn of episodes that go on; one may get a ``stop_reason`` instead."""
-        for episode in episodes:
+    async def start(self, episode: Episode) -> None:
+        """Start a drawn episode; one that can't start gets a ``stop_reason``."""
+        for transform in self._parts["begin"]:
+            if transform.concerned([episode]):
+                try:
+                    await run_event(transform.begin, episode)
+                except (Exception, SystemExit) as error:
+                    refuse_start(episode, transform, error)
+                    # What it holds of others stays until it is closed.
+                    reason, limit = episode.stop_reason, self.calls.timeout_s
+                    await close_resources(episode.resources, reason, limit, owner=transform)
+                    return
+        self.dispatcher.show_tools(episode)
+
+    async def before_turn(self, episode: Episode) -> None:
+        """Bound the next turn of an episode, if it goes on; or it gets a ``stop_reason``."""
+        if not (episode.stop_reason or episode.is_done):
             episode.max_new_tokens = None
         for transform in self._parts["before_turn"]:
-            running = [e for e in episodes if not e.stop_reason and not e.is_done]
-            running = transform.concerned(running)
-            if running:
-                self._both(transform, "before_turn", "before_turns", running)
+            if not (episode.stop_reason or episode.is_done):
+                await self.run_safely(transform, "before_turn", episode)
+
+    async def run_safely(
+        self, part: EpisodeTransform | ToolDispatcher, event: str, episode: Episode
+    ) -> None:
+        """Run an event of an episode that has started, of a transform or of what tools answer.
+
+        What it raises ends this episode alone, truncated and unscorable, with ``stop_reason``
+        ``"environment_error: <where>: <type>: <message>"``; nothing more takes part in it then.
+        """
+        if kind_of(episode.stop_reason) == ENVIRONMENT_ERROR:
+            return
+        try:
+            if isinstance(part, ToolDispatcher) or part.concerned([episode]):
+                await run_event(getattr(part, event), episode)
+        except (Exception, SystemExit) as error:
+            where = "tools" if part is self.dispatcher else type(part).__name__
+            fail(episode, where, error)
 
     def run(self, event: Callable[[Episode], Any], episodes: Sequence[Episode]) -> None:
         """Run an event, sync or ``async``, on each episode, then raise what the first raised."""
-        errors = self._each(event, episodes)
-        if errors:
-            raise errors[min(errors)]
+        drive([run_event(event, episode) for episode in episodes], self.calls)
 
     def over(self, episodes: Sequence[Episode]) -> None:
         """Tell that episodes are over, each as soon as it is; to be told again says no more."""
@@ -365,8 +386,10 @@ class EpisodeRunner:
         scored = [episode for episode in episodes if episode.is_scorable]
         for transform in self._parts["finish"]:
             concerned = transform.concerned(scored)
-            if concerned:
-                self._both(transform, "finish", "finish_batch", concerned)
+            if concerned and overrides(transform, "finish_batch"):
+                transform.finish_batch(concerned)
+            if overrides(transform, "finish"):
+                self.run(transform.finish, concerned)
         for episode in episodes:
             if not episode.is_scorable:
                 is_failed = kind_of(episode.stop_reason) in UNSCORABLE_REASONS
@@ -381,18 +404,19 @@ class EpisodeRunner:
         ]
         for episode in episodes:
             self._rows.pop(episode.id, None)
-        if any(len(resources) for resources, _ in held):
-            close_resources(held, self.calls)
+        self._give_back(held)
 
     def close_rows(self, rows: Sequence[int] | None = None) -> None:
         """Give up the episodes that run in some rows of the environment's batch, or all."""
         wanted = None if rows is None else set(rows)
         ids = [i for i, row in self._rows.items() if wanted is None or row in wanted]
-        held = [(self._open.pop(i), "") for i in ids]
         for i in ids:
             del self._rows[i]
-        if any(len(resources) for resources, _ in held):
-            close_resources(held, self.calls)
+        self._give_back([(self._open.pop(i), "") for i in ids])
+
+    def _give_back(self, held: Sequence[tuple[Resources, str]]) -> None:
+        limit = self.calls.timeout_s
+        drive([close_resources(own, why, limit) for own, why in held if len(own)], self.calls)
 
     def resources_in(self, row: int) -> Resources:
         """What the episode holds that runs in a row of the batch; nothing if none does."""
@@ -404,35 +428,6 @@ class EpisodeRunner:
         held = self._open.get(episode.id)
         return Resources() if held is None else held
 
-    # How ----------------------------------------------------------------------------------------
-
-    def _both(
-        self, transform: EpisodeTransform, single: str, plural: str, episodes: Sequence[Episode]
-    ) -> None:
-        """An event of one transform, in its form for many and in that for one."""
-        if overrides(transform, plural):
-            getattr(transform, plural)(episodes)
-        if overrides(transform, single):
-            self.run(getattr(transform, single), episodes)
-
-    def _each(
-        self, event: Callable[[Episode], Any], episodes: Sequence[Episode]
-    ) -> dict[int, Exception]:
-        """Run an event of each episode; what was raised, by number."""
-        errors: dict[int, Exception] = {}
-        waiting: dict[int, Any] = {}
-        for number, episode in enumerate(episodes):
-            try:
-                coroutine = event(episode)
-            except Exception as error:
-                errors[number] = error
-            else:
-                if coroutine is not None:
-                    waiting[number] = coroutine
-        if waiting:
-            errors |= drive(waiting, self.calls)
-        return errors
-
 
 def take_over(episode: Episode, conversation: Conversations) -> None:
     """Go on with a conversation that somebody wrote; one that rewrites the past is a new row."""
@@ -442,13 +437,20 @@ def take_over(episode: Episode, conversation: Conversations) -> None:
         episode.replace_conversation(conversation)
 
 
-def refuse_start(episode: Episode, transform: EpisodeTransform, error: Exception) -> None:
+def refuse_start(episode: Episode, transform: EpisodeTransform, error: BaseException) -> None:
     """An episode does not begin, because a transform raised: it gets its ``stop_reason``."""
     where = error.where if isinstance(error, EpisodeStartError) else type(transform).__name__
     cause = error.__cause__ if isinstance(error, EpisodeStartError) else error
     cause = error if cause is None else cause
     _log.warning("Row %d does not begin: %s failed", episode.row, where, exc_info=cause)
     episode.stop_reason = f"{ENVIRONMENT_ERROR}: {where}: {error_line(cause)}"
+
+
+def fail(episode: Episode, where: str, error: BaseException) -> None:
+    """An episode is over, because something of the environment raised."""
+    _log.warning("An episode ends: %s failed", where, exc_info=error)
+    episode.stop_reason = ""
+    episode.truncate(f"{ENVIRONMENT_ERROR}: {where}: {error_line(error)}")
 
 
 # One step of an environment: its episodes are read once, their events run, and written once.
@@ -488,7 +490,8 @@ class EpisodeStep:
         """Those of them that have just taken a turn."""
         self._find_turns()
         if entries.has_tools:
-            runner.run(runner.dispatcher.after_turn, self._turns)
+            answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
+            runner.run(answer, self._turns)
         self._write_prompts(next_batch)
         if any(episode.is_done for episode in self._turns):
             self._write_flags(next_batch)
@@ -520,7 +523,8 @@ class EpisodeStep:
             next_batch: read before and written after, for the transforms of TorchRL's.
         """
         self._read_changes(next_batch)
-        self._runner.run(transform.after_turn, transform.concerned(self._turns))
+        event = functools.partial(self._runner.run_safely, transform, "after_turn")
+        self._runner.run(event, self._turns)
         self._write_prompts(next_batch)
         self._write_flags(next_batch)
 
@@ -534,7 +538,7 @@ class EpisodeStep:
         self._read_changes(batch)
         for episode in self._turns:
             episode.end_unanswered()
-        self._runner.before_turn([episode for episode in self._turns if not episode.is_done])
+        self._runner.run(self._runner.before_turn, self._turns)
         self.ended += [episode for episode in self._active if episode.settle()]
         self._runner.finish(self.ended)
         self._write_prompts(batch)

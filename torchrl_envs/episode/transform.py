@@ -72,8 +72,9 @@ class EpisodeTransform(Transform):
     5. ``finish``: an episode that is over is scored. Then what it held is given back.
 
     An event works on one episode. It may be ``async`` and ``await self.call(...)``: what many
-    episodes wait for runs at once. What is cheaper for many at once overrides the plural:
-    ``before_turns``, ``finish_batch``.
+    episodes wait for runs at once. What is cheaper for many at once overrides ``finish_batch``. An
+    episode in which ``before_turn`` or ``after_turn`` raises ends there, truncated and unscorable,
+    and the others go on; what ``finish`` raises, or ``draw``, ends the run.
     """
 
     only_for: Callable[[Episode], bool] | None = None
@@ -115,9 +116,6 @@ class EpisodeTransform(Transform):
 
     def before_turn(self, episode: Episode) -> Event:
         """Bound the next turn of an episode (``max_new_tokens``), or truncate it."""
-
-    def before_turns(self, episodes: Sequence[Episode]) -> None:
-        """The same for several episodes, where that is cheaper."""
 
     def after_turn(self, episode: Episode) -> Event:
         """The policy has spoken: answer, end the episode, or let it go on."""

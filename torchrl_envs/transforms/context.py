@@ -206,30 +206,29 @@ class TokenBudget(EpisodeTransform):
                 )
             self.encoder = cast(ConversationEncoder, env.base_env.encoder)
 
-    def before_turns(self, episodes: Sequence[Episode]) -> None:
+    def before_turn(self, episode: Episode) -> None:
         """Say how many tokens are left; cut what does not fit, and end what has none left."""
-        fitting = self._fit(Conversations.cat([episode.conversation for episode in episodes]))
-        for i, (episode, fitted) in enumerate(zip(episodes, fitting.split(), strict=True)):
-            left, reason = self._left(fitting, i)
-            if left < self.min_turn_tokens:
-                episode.stop_reason = reason
-            else:
-                episode.conversation = fitted
-                episode.limit_turn(left)
+        fitted = self._fit(episode.conversation)
+        left, reason = self._left(fitted)
+        if left < self.min_turn_tokens:
+            episode.stop_reason = reason
+        else:
+            episode.conversation = fitted
+            episode.limit_turn(left)
 
     def after_turn(self, episode: Episode) -> None:
         """A turn that was cut for want of tokens ends its episode for that reason."""
         if episode.finish_reason == "length" and not episode.stop_reason:
-            left, reason = self._left(episode.conversation, 0)
+            left, reason = self._left(episode.conversation)
             if left <= 0:
                 episode.stop_reason = reason
 
-    def _left(self, conversations: Conversations, row: int) -> tuple[int, str]:
+    def _left(self, conversation: Conversations) -> tuple[int, str]:
         """Tokens that are left, and the reason to stop when there are none."""
-        total = conversations.num_tokens(row)
+        total = conversation.num_tokens(0)
         bounds = []
         if self.max_tokens is not None:
-            spent = total - conversations.num_tokens_before_policy(row)
+            spent = total - conversation.num_tokens_before_policy(0)
             bounds.append((self.max_tokens - spent, TOKEN_BUDGET))
         if self.max_model_len is not None:
             bounds.append((self.max_model_len - total, CONTEXT_LENGTH))
@@ -238,17 +237,13 @@ class TokenBudget(EpisodeTransform):
     # What does not fit --------------------------------------------------------------------------
 
     def _fit(self, waiting: Conversations) -> Conversations:
-        """The conversations encoded, with what waited in them cut so that a turn fits."""
+        """The conversation encoded, with what waited in it cut so that a turn fits."""
         assert self.encoder is not None
         encoded = self.encoder.encode_rows(waiting).conversations
-        for row in range(len(waiting)):
-            left = self._left(encoded, row)[0]
-            # An opening is the prompt's business, not an observation's.
-            if left < self.min_turn_tokens and waiting.position(row).num_encoded:
-                cut = self._cut_observations(waiting[row], self.min_turn_tokens - left)
-                order = list(range(len(encoded)))
-                order[row] = len(encoded)
-                encoded = Conversations.cat([encoded, cut])[order]
+        left = self._left(encoded)[0]
+        # An opening is the prompt's business, not an observation's.
+        if left < self.min_turn_tokens and waiting.position(0).num_encoded:
+            return self._cut_observations(waiting, self.min_turn_tokens - left)
         return encoded
 
     def _cut_observations(self, waiting: Conversations, excess: int) -> Conversations:
@@ -262,7 +257,7 @@ class TokenBudget(EpisodeTransform):
             cap = _cap([len(row) for row in ids], excess)
             shorter = [self._cut(m, row, cap) for m, row in zip(messages, ids, strict=True)]
             encoded = self.encoder.encode_waiting(waiting.replace_waiting([shorter]))
-            missing = self.min_turn_tokens - self._left(encoded, 0)[0]
+            missing = self.min_turn_tokens - self._left(encoded)[0]
             if missing <= 0 or cap == 0:
                 break
             excess += missing

@@ -14,6 +14,7 @@ from torchrl_envs import (
     ChatEnv,
     DataLoadingPrimer,
     EnvironmentTools,
+    EpisodeTransform,
     FunctionTools,
     RewardErrorLimit,
     RewardFunctions,
@@ -118,6 +119,33 @@ def story(row):
 ROWS = [{"prompt": text} for text in ("What is 2 + 2?", "say it again", "broken world", "hello")]
 
 
+class Breaks(EpisodeTransform):
+    """Raises in some event of each episode but the last, before others can take part in it."""
+
+    async def begin(self, episode):
+        if episode.group_id == 2:
+            raise SystemExit("begin")
+
+    async def before_turn(self, episode):
+        await self.call(lambda: None, timeout_s=10.0)
+        if episode.group_id == 0 and episode.num_turns == 1:
+            raise ValueError("before_turn")
+
+    def after_turn(self, episode):
+        if episode.group_id == 1:
+            raise ValueError("after_turn")
+        episode.say({"role": "user", "content": "again"})
+
+
+class Follows(EpisodeTransform):
+    """Would be heard."""
+
+    def after_turn(self, episode):
+        assert episode.group_id != 1
+        if episode.num_turns == 2:
+            episode.terminate("followed")
+
+
 def build_env(name, encoder):
     parts = [DataLoadingPrimer(ROWS)]
     if name in ("tools", "counter", "budget"):
@@ -129,6 +157,7 @@ def build_env(name, encoder):
     parts += {
         "counter": [StepCounter(max_steps=2)],
         "budget": [TokenBudget(60, encoder=encoder)],
+        "breaks": [Breaks(), Follows(), RewardErrorLimit(1.0)],
         "scaled": [RewardScaling(loc=1.0, scale=3.0), RewardSum()],
     }.get(name, [])
     return ChatEnv(batch_size=4).append_transform(Compose(*parts))
@@ -144,7 +173,7 @@ def turns_of(name, call_text):
 
 
 @pytest.mark.parametrize(
-    "name", ["one turn", "tools", "counter", "budget", "environment", "scaled", "cut"]
+    "name", ["one turn", "tools", "counter", "budget", "environment", "scaled", "cut", "breaks"]
 )
 def test_an_episode_alone_ends_as_in_a_batch(name, scripted, call_text):
     def policy():
@@ -161,6 +190,14 @@ def test_an_episode_alone_ends_as_in_a_batch(name, scripted, call_text):
         assert one == other
     if name == "environment":
         assert [row["stop_reason"].partition(":")[0] for row in own][2] == "environment_error"
+    if name == "breaks":
+        assert [row["stop_reason"] for row in own] == [
+            "environment_error: Breaks: ValueError: before_turn",
+            "environment_error: Breaks: ValueError: after_turn",
+            "environment_error: Breaks: SystemExit: begin",
+            "followed",
+        ]
+        assert [row["scorable"] for row in own] == [[False]] * 3 + [[True]]
     if name == "scaled":
         assert own[0]["reward"] == [[3.0 * 1.0 + 1.0]]
 

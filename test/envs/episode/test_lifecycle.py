@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from torchrl.envs.transforms import Compose
+from torchrl.envs.transforms import Compose, Transform
 
 from collectors import LLMCollector
 from objectives import MCAdvantage
@@ -261,8 +261,8 @@ def test_the_environment_that_a_function_makes_to_be_looked_at_is_closed(recorde
 
 
 def test_a_reset_that_fails_at_its_end_leaves_nothing_open(recorder):
-    class Limit(EpisodeTransform):
-        def before_turn(self, episode):
+    class Limit(Transform):
+        def _reset(self, tensordict, tensordict_reset):
             raise ValueError("no budget")
 
     arena = recorder(Recorder, "")
