@@ -210,7 +210,7 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     """
     for name in TASKS:
         store_task(name)
-    written = [a for a in arguments if "=" in a and not a.startswith("-")]
+    written = [a for a in arguments if ("=" in a and not a.startswith("-")) or a.startswith("~")]
     try:
         overrides = OverridesParser.create().parse_overrides(written)
     except HydraException as error:
@@ -226,9 +226,16 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
     for override in overrides:
         if override not in choices:
             _check_setting(override, known, composed)
+    # Values of a wrong type show here, in one line, and not when Hydra has begun a run.
+    compose_config(recipe, [o.input_line or "" for o in overrides if _is_plain(o)])
     if {"--help", "-h"} & set(arguments):
         return help_text(recipe, composed, known_groups)
     return None
+
+
+def _is_plain(override: Override) -> bool:
+    """Whether it is a setting of one run, and not of Hydra."""
+    return not (override.is_sweep_override() or override.key_or_group.startswith("hydra"))
 
 
 def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
@@ -241,7 +248,10 @@ def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(version_base="1.3", config_dir=str(recipe.config_dir)):
             return compose(config_name=recipe.name, overrides=list(overrides))
     except HydraException as error:
-        raise SettingsError(str(error).partition("\nfull_key")[0]) from error
+        told = str(error.__cause__ or error)
+        key = re.search(r"full_key: (\S+)", told)
+        words = re.split(r"\n\s+full_key", told)[0].strip()
+        raise SettingsError(f"{key[1]}: {words}" if key else words) from error
 
 
 def groups(recipe: Recipe) -> dict[str, list[str]]:
@@ -271,6 +281,8 @@ def _check_choice(known: Mapping[str, Sequence[str]], override: Override) -> Non
 
 def _check_setting(override: Override, known: Sequence[str], composed: DictConfig) -> None:
     key = override.key_or_group
+    if override.is_delete():
+        raise SettingsError(f"{key} can't be taken out: give it a value, null for none.")
     if key in known or key.startswith("hydra.") or override.is_add():
         return
     parent = key.rpartition(".")[0]
@@ -280,7 +292,10 @@ def _check_setting(override: Override, known: Sequence[str], composed: DictConfi
             f"+{override.input_line}."
         )
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    guess = f" Did you mean {' or '.join(same)}?" if same else _guess(key, known)
+    beside = [name for name in known if name.rpartition(".")[0] == parent != ""]
+    guess = f" Did you mean {' or '.join(same)}?" if same else _guess(key, beside or known)
+    if beside and not guess:
+        guess = f" There are {', '.join(beside)}."
     raise SettingsError(f"There is no setting {key!r}.{guess} --help shows all.")
 
 
