@@ -247,51 +247,100 @@ def find_hermes(text: str, position: int = 0) -> Iterator[Found]:
         yield found
 
 
-_FUNCTION = re.compile(r"(?:<tool_call>\s{0,8})?<function=")
-_FUNCTION_NAME = re.compile(r"<function=([^<>\n]{1,256})>")
-_PARAMETER = re.compile(r"\s*+<parameter=([^<>\n]{1,256})>\n?")
-_FUNCTION_END = re.compile(r"\s*+</function>(?:\s*+</tool_call>)?")
+class _Markup(NamedTuple):
+    """Calls of tags around a name, keys and values; values are not quoted."""
+
+    opener: re.Pattern[str]
+    """Begins a call."""
+    name: re.Pattern[str]
+    """The name, where the opener ends."""
+    parameter: re.Pattern[str]
+    """The key, up to the value."""
+    value_end: str
+    call_end: str
+    end: re.Pattern[str]
+    """``call_end`` and what may be around it."""
+    line_break: str = ""
+    """What is written between a value and its tag, and is no part of it."""
 
 
-def find_xml(text: str, position: int = 0) -> Iterator[Found]:
+_FUNCTIONS: Final = _Markup(
+    re.compile(r"(?:<tool_call>\s{0,8})?<function="),
+    re.compile(r"([^<>\n]{1,256})>"),
+    re.compile(r"\s*+<parameter=([^<>\n]{1,256})>\n?"),
+    "</parameter>",
+    "</function>",
+    re.compile(r"\s*+</function>(?:\s*+</tool_call>)?"),
+    "\n",
+)
+_ARG_KEYS: Final = _Markup(
+    re.compile("<tool_call>"),
+    re.compile(r"\s*+([^\s<>]{1,256})"),
+    re.compile(r"\s*+<arg_key>([^<>\n]{1,256})</arg_key>\s*+<arg_value>"),
+    "</arg_value>",
+    _CLOSE,
+    re.compile(r"\s*+</tool_call>"),
+)
+_INVOKES: Final = _Markup(
+    re.compile(r"(?:<minimax:tool_call>\s{0,8})?<invoke name="),
+    re.compile(r"\"?([^<>\n\"]{1,256})\"?>"),
+    re.compile(r"\s*+<parameter name=\"?([^<>\n\"]{1,256})\"?>"),
+    "</parameter>",
+    "</invoke>",
+    re.compile(r"\s*+</invoke>(?:\s*+</minimax:tool_call>)?"),
+)
+
+
+def find_xml(text: str, position: int = 0, markup: _Markup = _FUNCTIONS) -> Iterator[Found]:
     """``<tool_call><function=name><parameter=key>value</parameter>...``: Qwen3-Coder, Qwen 3.5."""
-    # Values are not quoted; a string's own first and last line break is kept, the ones that the
-    # format writes around it are not.
-    while match := _FUNCTION.search(text, position):
-        start = match.start()
-        found = _xml_call(text, start, match.end() - len("<function="))
+    # A string's own first and last line break is kept, the ones that the format writes are not.
+    while match := markup.opener.search(text, position):
+        found = _marked_call(text, match.start(), match.end(), markup)
         position = found.end
         yield found
 
 
-def _xml_call(text: str, start: int, at: int) -> Found:
+def find_glm(text: str, position: int = 0) -> Iterator[Found]:
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...``: GLM 4.5."""
+    return find_xml(text, position, _ARG_KEYS)
+
+
+def find_minimax(text: str, position: int = 0) -> Iterator[Found]:
+    """``<invoke name="..."><parameter name="key">value</parameter>...``: MiniMax M2."""
+    return find_xml(text, position, _INVOKES)
+
+
+def _marked_call(text: str, start: int, at: int, markup: _Markup) -> Found:
     arguments: dict[str, Any] = {}
-    name = _FUNCTION_NAME.match(text, at)
+    name = markup.name.match(text, at)
     if name is None:
-        return Found(start, at + 1, MalformedCall("the call has no <function=name>"))
+        error = f"the call has no name after {text[start:at]}"
+        return Found(start, at, MalformedCall(error))
     position = name.end()
-    while parameter := _PARAMETER.match(text, position):
-        end = text.find("</parameter>", parameter.end())
+    while parameter := markup.parameter.match(text, position):
+        end = text.find(markup.value_end, parameter.end())
         if end < 0:
-            return Found(start, len(text), MalformedCall("a parameter has no </parameter>"))
+            error = MalformedCall(f"a parameter has no {markup.value_end}")
+            return Found(start, len(text), error)
         if parameter[1] in arguments:
             error = MalformedCall(f"the parameter {parameter[1]:.80} is given twice")
-            return Found(start, _xml_end(text, end), error)
-        arguments[parameter[1]] = text[parameter.end() : end].removesuffix("\n")
-        position = end + len("</parameter>")
-    close = _FUNCTION_END.match(text, position)
+            return Found(start, _marked_end(text, end, markup), error)
+        arguments[parameter[1]] = text[parameter.end() : end].removesuffix(markup.line_break)
+        position = end + len(markup.value_end)
+    close = markup.end.match(text, position)
     if close is None:
-        return Found(start, _xml_end(text, position), MalformedCall("the call has no </function>"))
+        error = MalformedCall(f"the call has no {markup.call_end}")
+        return Found(start, _marked_end(text, position, markup), error)
     if close.end() - start > MAX_CALL_CHARS:
         error = f"the call has {close.end() - start} characters; at most {MAX_CALL_CHARS}"
         return Found(start, close.end(), MalformedCall(error))
     return Found(start, close.end(), ToolCall(name[1].strip(), arguments, is_text=True))
 
 
-def _xml_end(text: str, position: int) -> int:
+def _marked_end(text: str, position: int, markup: _Markup) -> int:
     """Where to go on after a broken call."""
-    end = text.find("</function>", position)
-    return len(text) if end < 0 else end + len("</function>")
+    end = text.find(markup.call_end, position)
+    return len(text) if end < 0 else end + len(markup.call_end)
 
 
 _QWEN = re.compile(r"(?:<tool_call>\s{0,8})?(?P<xml><function=)|<tool_call>")
@@ -366,54 +415,112 @@ def _mistral_list(text: str, start: int, body: int, end: int) -> Iterator[Found]
     if end < 0:
         yield Found(start, len(text), MalformedCall("the list of calls is not closed with ]"))
         return
+    yield from _listed(text[body:end], start, end)
+
+
+def _listed(body: str, start: int, end: int) -> Iterator[Found]:
+    """The calls of a JSON list, or of the one object in its place; they share their place."""
     try:
-        values = read_json(text[body:end])
+        values = read_json(body)
     except ValueError as error:
         yield Found(start, end, MalformedCall(str(error)))
         return
-    for value in values:
+    for value in values if isinstance(values, list) else [values]:
         try:
             call: ToolCall | MalformedCall = call_of(value)
         except ValueError as error:
             call = MalformedCall(str(error))
-        # The calls of a list share its place in the text.
         yield Found(start, end, call)
 
 
-_DS_OPEN, _DS_SEP, _DS_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_DS_FIRST, _DS_LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_LIST = re.compile(r"(?:<\|tool_call\|>|<TOOLCALL>)\s*+")
+_LIST_END = re.compile(r"\s*+(?:<\|/tool_call\|>|</TOOLCALL>)")
+
+
+def find_lists(text: str, position: int = 0) -> Iterator[Found]:
+    """``<|tool_call|>[{...}]``: Phi 4 mini; ``<TOOLCALL>[{...}]</TOOLCALL>``: Nemotron Nano 2."""
+    while match := _LIST.search(text, position):
+        body = match.end()
+        end = value_end(text, body) if text[body : body + 1] in ("[", "{") else -1
+        if end < 0:
+            following = _LIST.search(text, body)
+            position = len(text) if following is None else following.start()
+            error = MalformedCall("the list of calls is not closed with ]")
+            yield Found(match.start(), position, error)
+            continue
+        close = _LIST_END.match(text, end)
+        position = end if close is None else close.end()
+        yield from _listed(text[body:end], match.start(), position)
+
+
+class _Section(NamedTuple):
+    """Calls between control tokens, and control tokens around all of them."""
+
+    open: str
+    sep: str
+    close: str
+    first: str
+    last: str
+
+
+_DEEPSEEK: Final = _Section(
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI: Final = _Section(
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+)
 _FENCE = re.compile(r"\s*+([^\n`]{1,256})\n```(?:json)?\s*+")
+_KIMI_ID = re.compile(r"(?:functions\.)?(.{1,256}?)(?::\d{1,9})?")
 
 
-def find_deepseek(text: str, position: int = 0) -> Iterator[Found]:
+def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> Iterator[Found]:
     """DeepSeek V3 and R1: a type, a name and fenced JSON; V3.1: a name and JSON."""
-    while (start := text.find(_DS_OPEN, position)) >= 0:
-        head = start + len(_DS_OPEN)
-        end = _deepseek_end(text, head)
+    while (start := text.find(marks.open, position)) >= 0:
+        head = start + len(marks.open)
+        end = _section_end(text, head, marks)
         # What is around all calls belongs to the first one and to the last one.
-        start -= len(_DS_FIRST) * text.endswith(_DS_FIRST, position, start)
-        position = end + len(_DS_LAST) * text.startswith(_DS_LAST, end)
-        sep = text.find(_DS_SEP, head, end)
+        start -= len(marks.first) * text.endswith(marks.first, position, start)
+        position = end + len(marks.last) * text.startswith(marks.last, end)
+        sep = text.find(marks.sep, head, end)
         if sep < 0:
-            yield Found(start, position, MalformedCall(f"the call has no {_DS_SEP}"))
+            yield Found(start, position, MalformedCall(f"the call has no {marks.sep}"))
             continue
         name = text[head:sep].strip()
-        body = _skip_space(text, sep + len(_DS_SEP))
-        fence = None if text.startswith("{", body) else _FENCE.match(text, sep + len(_DS_SEP))
+        body = _skip_space(text, sep + len(marks.sep))
+        fence = None if text.startswith("{", body) else _FENCE.match(text, sep + len(marks.sep))
         if fence is not None:
             name, body = fence[1].strip(), fence.end()
         last = value_end(text, body) if text.startswith("{", body) else -1
         if last < 0 or last > end:
             yield Found(start, position, MalformedCall("the call has no JSON arguments"))
-        elif not text.startswith(_DS_CLOSE, end - len(_DS_CLOSE)):
-            yield Found(start, position, MalformedCall(f"the call is not closed with {_DS_CLOSE}"))
+        elif not text.startswith(marks.close, end - len(marks.close)):
+            error = MalformedCall(f"the call is not closed with {marks.close}")
+            yield Found(start, position, error)
         else:
             yield Found(start, position, _read_arguments(name, text[body:last]))
 
 
-def _deepseek_end(text: str, head: int) -> int:
-    end = text.find(_DS_CLOSE, head)
-    return len(text) if end < 0 else end + len(_DS_CLOSE)
+def _section_end(text: str, head: int, marks: _Section) -> int:
+    end = text.find(marks.close, head)
+    return len(text) if end < 0 else end + len(marks.close)
+
+
+def find_kimi(text: str, position: int = 0) -> Iterator[Found]:
+    """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}``: Kimi K2."""
+    for found in find_deepseek(text, position, _KIMI):
+        call = found.call
+        named = _KIMI_ID.fullmatch(call.name) if isinstance(call, ToolCall) else None
+        if named is not None and isinstance(call, ToolCall):
+            found = found._replace(call=call._replace(name=named[1], id=call.name))
+        yield found
 
 
 _HARMONY_END = re.compile(r"<\|(?:call|end|return|start)\|>")
@@ -464,8 +571,25 @@ FORMATS: Final[dict[str, Format]] = {
     "mistral": Format(find_mistral, '[TOOL_CALLS] [{"name": <tool>, "arguments": {...}}]'),
     "deepseek": Format(
         find_deepseek,
-        f"{_DS_OPEN}function{_DS_SEP}tool\n```json\n{{...}}\n```{_DS_CLOSE}",
+        f"{_DEEPSEEK.open}function{_DEEPSEEK.sep}tool\n```json\n{{...}}\n```{_DEEPSEEK.close}",
     ),
+    "glm": Format(
+        find_glm,
+        "<tool_call>tool\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>",
+    ),
+    "minimax": Format(
+        find_minimax,
+        '<minimax:tool_call>\n<invoke name="tool">\n<parameter name="key">value</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+    ),
+    "kimi": Format(
+        find_kimi,
+        f"{_KIMI.first}{_KIMI.open}functions.tool:0{_KIMI.sep}{{...}}{_KIMI.close}{_KIMI.last}",
+    ),
+    "phi4mini": Format(
+        find_lists, '<|tool_call|>[{"name": <tool>, "arguments": {...}}]<|/tool_call|>'
+    ),
+    "nemotron": Format(find_lists, '<TOOLCALL>[{"name": <tool>, "arguments": {...}}]</TOOLCALL>'),
     "harmony": Format(
         find_harmony,
         "<|channel|>commentary to=functions.tool <|constrain|>json<|message|>{...}<|call|>",
@@ -536,27 +660,32 @@ def tool_call_parser(
 
 _SIGNS: Final = (
     ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm"),
+    ("<minimax:tool_call>", "minimax"),
+    ("<|tool_call_begin|>", "kimi"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<|tool_call|>", "phi4mini"),
     ("[TOOL_CALLS]", "mistral"),
     ("<｜tool▁call▁begin｜>", "deepseek"),
     ("<|channel|>", "harmony"),
     ("<tool_call>", "hermes"),
     ("<|start_header_id|>", "llama3"),
+    ('{"name": function name, "parameters"', "llama3"),
 )
-_FAMILIES: Final = {
-    "llama": "llama3",
-    "mistral": "mistral",
-    "deepseek": "deepseek",
-    "deepseek3": "deepseek",
-}
+_FAMILIES: Final = {"deepseek": "deepseek"}
+"""Formats of families whose built-in template does not show any."""
 
 
 def detect_tool_call_format(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The format that a model's chat template teaches."""
-    template = own_template(tokenizer) or ""
-    for sign, name in _SIGNS:
-        if sign in template:
-            return name
-    return _FAMILIES.get(family_of(tokenizer) or "", DEFAULT_FORMAT)
+    family = family_of(tokenizer) or ""
+    template = own_template(tokenizer) or builtin_template(family or DEFAULT_TEMPLATE)
+    return format_of_template(template) or _FAMILIES.get(family, DEFAULT_FORMAT)
+
+
+def format_of_template(template: str) -> str | None:
+    """The format that a chat template's source shows, if it shows one."""
+    return next((name for sign, name in _SIGNS if sign in template), None)
 
 
 def _format(name: str) -> Format:

@@ -1,6 +1,7 @@
 """Each family's format: what its own chat template writes parses back, and any text is survived."""
 
 import json
+import re
 import time
 from importlib.resources import files
 
@@ -29,6 +30,24 @@ def peer_template(name):
     return (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def written_by(begin, call, end):
+    """A chat template that shows messages, and calls as a family writes them."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
+        + begin
+        + "{% for c in m.tool_calls %}{% set f = c.function %}"
+        + call
+        + "{% endfor %}"
+        + end
+        + "{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+LISTED = (
+    '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+    "{{ '' if loop.last else ', ' }}"
+)
 # Templates of this toolkit, and the models' own as TRL ships them.
 TEMPLATES = {
     "qwen": (builtin_template("qwen"), "hermes", 3),
@@ -43,7 +62,38 @@ TEMPLATES = {
     "Llama 3.2": (peer_template("llama3_2"), "llama3", 1),
     "DeepSeek V3": (peer_template("deepseekv3"), "deepseek", 3),
     "gpt-oss": (peer_template("gptoss"), "harmony", 1),
+    "GLM 4.5": (peer_template("glm4moe"), "glm", 3),
+    "Nemotron 3": (peer_template("nemotron_3_nano"), "qwen3_coder", 3),
+    # As their makers' pages have it, the calls of a turn alone.
+    "Kimi K2": (
+        written_by(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}"
+            "<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+        "kimi",
+        3,
+    ),
+    "MiniMax M2": (
+        written_by(
+            "<minimax:tool_call>\n",
+            '<invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}'
+            '<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n'
+            "{% endfor %}</invoke>\n",
+            "</minimax:tool_call>",
+        ),
+        "minimax",
+        3,
+    ),
+    "Phi 4 mini": (
+        written_by("<|tool_call|>[", LISTED, "]<|/tool_call|>"),
+        "phi4mini",
+        3,
+    ),
+    "Nemotron Nano 2": (written_by("<TOOLCALL>[", LISTED, "]</TOOLCALL>"), "nemotron", 3),
 }
+AS_TEXT = ("qwen3_coder", "glm", "minimax")
 STOPS = ("<|im_end|>\n", "<|eot_id|>", "</s>", "<｜end▁of▁sentence｜>", "<|call|>")
 VALUES = (
     st.integers(-9, 9) | st.booleans() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
@@ -108,8 +158,8 @@ def test_what_a_template_writes_parses_back(name, data):
     tools = st.tuples(st.sampled_from(["add", "read_file", "look-up"]), ARGUMENTS)
     calls = data.draw(st.lists(tools, min_size=1, max_size=most))
     turn = parse_tool_calls(rendered_turn(template, calls), written)
-    assert turn.content.removeprefix("<think>\n\n</think>").strip() == ""  # it says nothing else
-    if written == "qwen3_coder":  # its values are text; the tool's schema says what they are
+    assert re.sub(r"(<think>)?\s*</think>", "", turn.content).strip() == ""  # it says nothing else
+    if written in AS_TEXT:  # values are text; the tool's schema says what they are
         assert [(c.name, c.arguments.keys()) for c in turn.calls] == [
             (n, a.keys()) for n, a in calls
         ]
@@ -306,6 +356,11 @@ OPENERS = {
     "mistral": "[TOOL_CALLS] [",
     "deepseek": "<｜tool▁call▁begin｜>a<｜tool▁sep｜>",
     "harmony": " to=a<|message|>",
+    "glm": "<tool_call>a<arg_key>b</arg_key><arg_value>",
+    "minimax": '<invoke name="a"><parameter name="b">',
+    "kimi": "<|tool_call_begin|>a<|tool_call_argument_begin|>",
+    "phi4mini": "<|tool_call|>[",
+    "nemotron": "<TOOLCALL>[",
 }
 
 
@@ -335,6 +390,11 @@ def test_T07_ten_thousand_calls_are_cut_at_the_cap(written):
         "mistral": "[TOOL_CALLS]a{}",
         "deepseek": DS.format("a", "{}"),
         "harmony": "<|start|>assistant to=a<|message|>{}<|call|>",
+        "glm": "<tool_call>a</tool_call>",
+        "minimax": '<invoke name="a"></invoke>',
+        "kimi": "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "phi4mini": '<|tool_call|>[{"name": "a", "arguments": {}}]',
+        "nemotron": '<TOOLCALL>[{"name": "a", "arguments": {}}]</TOOLCALL>',
     }[written]
     calls = parse_tool_calls(one * 10_000, written).calls
     assert [call.name for call in calls[:-1]] == ["a"] * MAX_CALLS
