@@ -4,6 +4,7 @@ Each attack says "blocked" if it was stopped and "ESCAPED" if not. A secret lies
 environment, in a file, in a unix socket and in a process outside.
 """
 
+import dataclasses
 import os
 import re
 import socket
@@ -138,6 +139,18 @@ BLOCKED = {
         expect_blocked(
             lambda: libc_call("syscall", 54, end.fileno(), level, option, value, ctypes.c_uint64(4))
         )""",
+    "A09 a signal that wakes what is stopped": """
+        import fcntl
+        timer = ctypes.c_void_p()
+        expect_blocked(lambda: libc_call("timer_create", 1, None, ctypes.byref(timer)))
+        read, write = os.pipe()
+        expect_blocked(lambda: fcntl.fcntl(read, 10, signal.SIGCONT))
+        expect_blocked(lambda: libc_call("prctl", 1, signal.SIGCONT, 0, 0, 0))""",
+    "A09 locks that nobody counts": """
+        import fcntl
+        file = open("/tmp/locked", "w")
+        fcntl.lockf(file, fcntl.LOCK_EX, 1)  # as SQLite does
+        expect_blocked(lambda: fcntl.fcntl(file, 37, bytes(32)))""",
     "A11 symbolic and hard links": """
         os.symlink("{secret}", "/tmp/link")
         expect_blocked(lambda: open("/tmp/link").read())
@@ -282,6 +295,25 @@ BOUNDED = {
         lambda result: result.timed_out and result.wall_s < 3,
     ),
 }
+
+
+def test_record_locks_are_memory():
+    """A lock takes some 200 bytes of the kernel's; 100,000 of them are the 20 MiB that are left."""
+    limits = dataclasses.replace(LIMITS, memory_bytes=64 * MIB, timeout_s=30.0, num_open_files=256)
+    program = """
+        import fcntl
+        if os.fork() == 0:
+            held = b"1" * (32 << 20)
+            time.sleep(60)
+        time.sleep(0.5)
+        files = [open(f"/tmp/{n}", "w") for n in range(200)]
+        for n in range(10_000_000):
+            fcntl.lockf(files[n % 200], fcntl.LOCK_EX, 1, n // 200 * 2)
+            if n % 1000 == 0:
+                os.write(1, b"x")"""
+    result = Sandbox(limits=limits, isolation="bubblewrap").run(_program(program, {}))
+    assert result.out_of_memory, result
+    assert 10 < _num_marks(result) <= 150
 
 
 def _num_marks(result):

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -331,7 +332,7 @@ _DENIED: Final = (
     "bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter",
     "io_uring_register",
     "add_key", "keyctl", "request_key",
-    "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open",
+    "memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open", "timer_create",
     "vmsplice", "splice", "tee",
     "init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot",
     "swapon", "swapoff", "syslog", "acct", "quotactl", "open_by_handle_at", "name_to_handle_at",
@@ -345,9 +346,27 @@ _DENIED: Final = (
 # Newer than some libseccomp; such calls have one number on all architectures.
 _NUMBERS: Final = {"process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447}
 _NEW_NAMESPACE_FLAGS: Final = (1 << 17, *(1 << bit for bit in range(25, 31)))
-_TERMINAL_REQUESTS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-_SOL_SOCKET: Final = 1
-_BUFFER_SIZES: Final = (7, 32)  # SO_SNDBUF, SO_SNDBUFFORCE
+
+
+def _is(place: int, value: int) -> tuple[int, int, int, int]:
+    """An argument that is an int has this value."""
+    return place, _MASKED_EQUAL, _INT, value
+
+
+_DENIED_WITH: Final = (
+    ("socketpair", (0, _NOT_EQUAL, _AF_UNIX, 0)),
+    # Limits of this process may be lowered, those of others not.
+    ("prlimit64", (0, _NOT_EQUAL, 0, 0)),
+    *(("clone", (0, _MASKED_EQUAL, flag, flag)) for flag in _NEW_NAMESPACE_FLAGS),
+    *(("ioctl", _is(1, request)) for request in (0x5412, 0x541C)),  # TIOCSTI, TIOCLINUX
+    # The supervisor counts sockets, each with a buffer of the usual size: SO_SNDBUF, SO_SNDBUFFORCE
+    *(("setsockopt", _is(1, 1), _is(2, option)) for option in (7, 32)),
+    # It counts record locks of processes: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+    *(("fcntl", _is(1, command)) for command in (36, 37, 38)),
+    # What is stopped wakes itself with no signal: F_SETSIG, PR_SET_PDEATHSIG
+    ("fcntl", _is(1, 10), _is(2, signal.SIGCONT)),
+    ("prctl", _is(0, 1), _is(1, signal.SIGCONT)),
+)
 
 
 class _Comparison(ctypes.Structure):
@@ -399,22 +418,10 @@ def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p) -> None:
 
     for name in _DENIED:
         deny(name)
-    deny("socketpair", (0, _NOT_EQUAL, _AF_UNIX, 0))
-    # Limits of this process may be lowered, those of others not.
-    deny("prlimit64", (0, _NOT_EQUAL, 0, 0))
-    for flag in _NEW_NAMESPACE_FLAGS:
-        deny("clone", (0, _MASKED_EQUAL, flag, flag))
+    for name, *comparisons in _DENIED_WITH:
+        deny(name, *comparisons)
     # Its flags are in memory, where a filter can't look; the C library then uses clone.
     deny("clone3", error=errno.ENOSYS)
-    for request in _TERMINAL_REQUESTS:
-        deny("ioctl", (1, _MASKED_EQUAL, _INT, request))
-    # The supervisor counts sockets, each with a buffer of the usual size.
-    for option in _BUFFER_SIZES:
-        deny(
-            "setsockopt",
-            (1, _MASKED_EQUAL, _INT, _SOL_SOCKET),
-            (2, _MASKED_EQUAL, _INT, option),
-        )
 
 
 def _export(library: ctypes.CDLL, context: ctypes.c_void_p) -> bytes:

@@ -189,17 +189,18 @@ class _Supervisor:
 
     def _memory_bytes(self):
         if self.config["isolation"] == "none":
-            processes, sockets = _descendants(os.getppid()), 0
+            processes, kernel_bytes = _descendants(os.getppid()), 0
         else:
             processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-            sockets = _num_sockets() * self.config["socket_bytes"]
-        used = sockets + sum(_bytes_of(pid, "status", _OWN) for pid in processes)
+            kernel_bytes = _num_sockets() * self.config["socket_bytes"] + _num_locks() * _LOCK_BYTES
+        used = kernel_bytes + sum(_bytes_of(pid, "status", _OWN) for pid in processes)
         if used <= self.config["memory_bytes"]:
             return used
         # Pages that processes share were counted for each of them.
-        return sockets + sum(_bytes_of(pid, "smaps_rollup", _SHARE) for pid in processes)
+        return kernel_bytes + sum(_bytes_of(pid, "smaps_rollup", _SHARE) for pid in processes)
 
 
+_LOCK_BYTES = 256
 _OWN = (b"VmRSS:", b"VmSwap:")
 _SHARE = (b"Pss:", b"SwapPss:")
 
@@ -219,6 +220,12 @@ def _num_sockets():
     """Sockets of this network namespace, those too that no process holds just now."""
     with open("/proc/net/sockstat", "rb") as file:
         return int(file.readline().split()[2])
+
+
+def _num_locks():
+    """Record locks of the processes that this one sees."""
+    with open("/proc/locks", "rb") as file:
+        return sum(b" POSIX " in line for line in file)
 
 
 def _drain(fd):
