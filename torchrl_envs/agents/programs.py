@@ -6,12 +6,14 @@ import functools
 import inspect
 import json
 import os
-import tempfile
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
+
+import psutil
 
 from torchrl_envs.concurrency import accepted_arguments
 from torchrl_envs.processes.pool import kept_command
@@ -45,7 +47,8 @@ class AgentCommand:
     for, and the row of the data, with the group's ``seed``, as one line of JSON on its standard
     input. Its reward is the last line that it prints: a number, or an object with a ``"reward"``.
     It runs with the rights of this process, and is killed with all that it started when its episode
-    is over, or this process.
+    is over, or this process; if it kills who watches over it, with all that has the episode's key
+    in its environment. Of what it prints the last MiB is kept.
 
     Args:
         command: the program and its arguments.
@@ -87,26 +90,38 @@ class AgentCommand:
                 no JSON.
         """
         line = self._written(row)
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        pipes, tails = (os.pipe(), os.pipe()), (bytearray(), bytearray())
+        readers = [
+            asyncio.create_task(_keep_tail(read, tail))
+            for (read, _), tail in zip(pipes, tails, strict=True)
+        ]
+        try:
             process = await asyncio.create_subprocess_exec(
                 *kept_command(self.command),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=out,
-                stderr=err,
+                stdout=pipes[0][1],
+                stderr=pipes[1][1],
                 env={**os.environ, **_variables(endpoint), **self.environment},
                 cwd=self.folder,
                 start_new_session=True,
             )
-            try:
-                await process.communicate(line)
-            finally:
-                await _end(process)
-            if process.returncode:
-                last = _tail(err).rpartition("\n")[2]  # of a traceback, what was raised
-                raise AgentProgramError(
-                    f"{self.__name__} ended with status {process.returncode}: {last[-500:]}"
-                )
-            return _printed_reward(_tail(out), self.__name__) if self.prints_reward else None
+        finally:
+            for _, write in pipes:
+                os.close(write)
+        try:
+            await process.communicate(line)
+        finally:
+            await _end(process, endpoint.api_key)
+            await asyncio.wait(readers, timeout=_KILL_S)
+            for reader in readers:
+                reader.cancel()
+        out, err = (tail.decode(errors="replace").strip() for tail in tails)
+        if process.returncode:
+            last = err.rpartition("\n")[2]  # of a traceback, what was raised
+            raise AgentProgramError(
+                f"{self.__name__} ended with status {process.returncode}: {last[-500:]}"
+            )
+        return _printed_reward(out, self.__name__) if self.prints_reward else None
 
     def _written(self, row: Mapping[str, Any]) -> bytes:
         for name, value in row.items():
@@ -133,8 +148,8 @@ def _variables(endpoint: AgentEndpoint) -> dict[str, str]:
     return found
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill it, and what it has started."""
+async def _end(process: asyncio.subprocess.Process, key: str) -> None:
+    """Kill it, and what it has started; that, too, which knows the key of its episode."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()  # the keeper kills the others first
     try:
@@ -143,12 +158,30 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:  # somebody stopped the keeper
         process.kill()
         await process.wait()
+    if process.returncode == -signal.SIGKILL:  # somebody may have killed it before it had
+        while left := [each for each in psutil.process_iter() if _knows(each, key)]:
+            for each in left:
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            await asyncio.sleep(0)
 
 
-def _tail(file: IO[bytes]) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _TAIL_BYTES))
-    return file.read().decode(errors="replace").strip()
+def _knows(process: psutil.Process, key: str) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        return key in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+async def _keep_tail(pipe: int, tail: bytearray) -> None:
+    """Read a pipe to its end, and keep the last of it."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", buffering=0)
+    )
+    with contextlib.closing(transport):
+        while piece := await reader.read(_TAIL_BYTES):
+            tail += piece
+            del tail[:-_TAIL_BYTES]
 
 
 def _printed_reward(text: str, who: str) -> float:

@@ -99,20 +99,26 @@ def test_a_command_is_a_program(chatml_tokenizer, script, reason, reward):
         assert "ended with status 1: no luck" in reason_of(last)
 
 
-def test_a_command_is_killed_with_what_it_started(chatml_tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    "attack", ["", "os.kill(os.getppid(), signal.SIGSTOP)", "os.kill(os.getppid(), signal.SIGKILL)"]
+)
+def test_a_command_is_killed_with_what_it_started(chatml_tokenizer, tmp_path, attack):
+    """One too that kills, or stops, the process that watches over it."""
     pids = tmp_path / "pids"
     script = COMMAND.replace(
         'print("thinking")',
         f"""
-import subprocess, time
+import signal, subprocess, time
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # hides
 open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+{attack}
 time.sleep(600)
 """,
     )
     command = AgentCommand([sys.executable, "-c", script])
     last = play(chatml_tokenizer, command, ["5"], timeout_s=3.0)
-    assert reason_of(last).startswith("environment_error: agent: CallTimeout")
+    error = "AgentProgramError" if "SIGKILL" in attack else "CallTimeout"
+    assert reason_of(last).startswith(f"environment_error: agent: {error}")
     deadline = time.monotonic() + 20
     for pid in map(int, pids.read_text().split()):
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
@@ -214,10 +220,13 @@ def test_a_column_that_is_no_json_is_named(chatml_tokenizer):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"reward": 1.0, "trace": "' + "x" * 9000 + '"}', "10 %\\r50 %\\r1.0"]
+    "line", ['{"reward": 1.0, "trace": "' + "x" * 9000 + '"}', "10 %\\r50 %\\r1.0", "flood"]
 )
 def test_a_last_line_may_be_long_or_have_a_bar_of_progress(chatml_tokenizer, line):
     script = f"{COMMAND}\nprint('{line}')"
+    if line == "flood":  # of which no more is held anywhere than its end
+        script += "\nimport stat\nfor n in range(80): print('x' * 100_000)"
+        script += "\nprint(float(all(stat.S_ISFIFO(os.fstat(fd).st_mode) for fd in (1, 2))))"
     rows = [{**ROWS[0], "self": 1}]
     last = play(chatml_tokenizer, AgentCommand([sys.executable, "-c", script]), ["5"], rows=rows)
     assert last["reward"].item() == 1.0
