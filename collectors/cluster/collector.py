@@ -19,6 +19,7 @@ from collectors.llm_collector import BackgroundCollector, PostProcessing
 from collectors.streaming.collector import SnapshotUpdater, shares_memory
 from collectors.streaming.load import LoadCap, together
 from collectors.weight_update.weights import gathered_state_dict
+from objectives.advantages.mc_advantage import start_ray
 from torchrl_data.checks import check_counts
 from torchrl_envs.datasets.primer import DataExhaustedError
 from torchrl_envs.episode.episode_env import EpisodeEnv
@@ -378,8 +379,8 @@ class RayLLMCollector(BackgroundCollector):
         total_trajectories: stop after this many; ``None`` goes on while there are data.
         postproc: changes a batch before it goes into the buffer.
         num_collectors: actors that collect.
-        ray_init_config: for ``ray.init``, where Ray does not run yet; it ends with the collector
-            then.
+        ray_init_config: for ``ray.init``, where this process is not connected to Ray yet. Where no
+            Ray runs, one is started on this machine's loopback, and ends with the collector.
         remote_config: options of the collectors' actors, as for ``ray.remote``: ``num_cpus`` (1),
             ``num_gpus``, ``resources``, ``runtime_env``, ``scheduling_strategy`` (for placement
             groups).
@@ -416,9 +417,7 @@ class RayLLMCollector(BackgroundCollector):
         if most != -1:
             check_counts(WHO, max_inflight_tasks=most)
         ray = load_ray()
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            ray.init(**{"include_dashboard": False, **(ray_init_config or {})})
+        self._owns_ray = start_ray(ray_init_config)
         self._follows_load = is_cap
         remote_config = dict(remote_config or {})
         updater = _RemoteUpdater(self, to_copies=policy_factory is None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import compress
 from statistics import fmean
@@ -376,6 +377,39 @@ def _ray() -> Any:
     return import_module("ray")
 
 
+def start_ray(config: Mapping[str, Any] | None) -> bool:
+    """Connect to the Ray that runs, or start one that listens on this machine's loopback alone.
+
+    Args:
+        config: for ``ray.init``; with an ``address`` or a ``_node_ip_address``, as that says.
+
+    Returns:
+        Whether this process had not been connected before.
+    """
+    ray, config = _ray(), {"include_dashboard": False, **(config or {})}
+    if ray.is_initialized():
+        return False
+    if {"address", "_node_ip_address"} & config.keys():
+        ray.init(**config)
+        return True
+    with suppress(ConnectionError):  # no Ray runs
+        ray.init(address="auto", **config)
+        return True
+    # What Ray does on other systems than Linux: its servers, which read the variable, bind to it.
+    constants: Any = import_module("ray._private.ray_constants")
+    variable, held = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(variable)
+    os.environ[variable], constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        ray.init(address="local", **config)
+    finally:
+        constants.ENABLE_RAY_CLUSTER = held
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
+    return True
+
+
 class RayMCAdvantage(Transform):
     """:class:`~objectives.MCAdvantage` whose groups are shared by buffers in several processes.
 
@@ -409,15 +443,13 @@ class RayMCAdvantage(Transform):
         super().__init__()
         MCAdvantage(group_size, **options)
 
-        ray = _ray()
-        if not ray.is_initialized():
-            ray.init(**(ray_init_config or {}))
+        start_ray(ray_init_config)
         self.timeout_s = timeout_s
         self._owns_actor = actor_name is None
         config: dict[str, Any] = {"num_cpus": 0, **(remote_config or {})}
         if actor_name is not None:
             config |= {"name": actor_name, "get_if_exists": True}
-        self._actor = ray.remote(MCAdvantage).options(**config).remote(group_size, **options)
+        self._actor = _ray().remote(MCAdvantage).options(**config).remote(group_size, **options)
 
     def _call_actor(self, method: str, *args: Any) -> Any:
 

@@ -1,7 +1,9 @@
 """Group advantages shared through a Ray actor; skipped where Ray is missing."""
 
+import os
 import warnings
 
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -23,7 +25,7 @@ def ray():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray = pytest.importorskip("ray")
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        RayMCAdvantage(2, ray_init_config={"num_cpus": 1, "log_to_driver": False}).close()
         yield ray
         ray.shutdown()
 
@@ -43,6 +45,25 @@ def test_two_writers_complete_one_group(ray):
     assert len(first.inv(lazy_stack([make_row(1, 1.0)]))) == 2
     first.close()
     ray.kill(ray.get_actor("advantages"))
+
+
+@pytest.mark.slow
+def test_A16_a_ray_that_is_started_here_listens_on_loopback_alone(ray):
+    @ray.remote
+    def work():
+        return os.getpid()
+
+    worker = ray.get(work.remote())
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    assert worker in [process.pid for process in family]
+    listening = [
+        (process.name(), connection.laddr.ip.removeprefix("::ffff:"))
+        for process in family
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert {address for _, address in listening} == {"127.0.0.1"}
 
 
 def test_bad_options_raise_before_ray_is_needed():
