@@ -84,6 +84,7 @@ def sampling_of(cfg: PolicyConfig) -> SamplingParameters:
         top_p=cfg.top_p,
         top_k=cfg.top_k,
         min_p=cfg.min_p,
+        stop=tuple(cfg.stop or ()),
     )
 
 
@@ -374,6 +375,7 @@ class ChatServerPolicy(TensorDictModuleBase):
             model=self._model,
             messages=prompt.messages(row),
             max_tokens=limit,
+            stop=list(self.sampling.stop) or None,
             temperature=self.sampling.temperature,
             top_p=self.sampling.top_p,
             **({"tools": list(tools)} if tools else {}),

@@ -55,6 +55,8 @@ class PolicyConfig:
     """Show the tools in the prompt."""
     max_new_tokens: int | None = None
     """Most tokens of a turn."""
+    stop: list[str] | None = None
+    """Texts that end a turn, beside the end-of-turn token: ['</tool_call>']."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
