@@ -589,9 +589,9 @@ def _run(
         if follows:
             follow(ranks, recipe)
             return
+        stop = stack.enter_context(StopSignals())
         run = stack.enter_context(open_run(folder, cfg, plain_settings(typed), ranks))
         log = stack.enter_context(RunLog(folder / f"{recipe.name}.log"))
-        stop = stack.enter_context(StopSignals())
         _LOG.info("%s on %s, seed %d; results in %s", recipe.name, cfg.task.id, cfg.seed, folder)
         with log.phase("loading the data"):
             setup = build(recipe, cfg, settings)

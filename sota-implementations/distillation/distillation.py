@@ -7,11 +7,10 @@ torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_co
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
-import os
-from pathlib import Path
+import torchrl_agents  # noqa: F401, I001 (before torch)
 
-# Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# isort: split
+from pathlib import Path
 
 import torch
 from config import DistillationConfig

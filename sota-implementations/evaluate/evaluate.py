@@ -10,6 +10,9 @@ A table in the terminal; ``evaluation.json`` and ``rollouts/``, which ``torchrl-
 a batch as a step, in the run's folder.
 """
 
+import torchrl_agents  # noqa: F401, I001 (before torch)
+
+# isort: split
 import json
 import time
 from collections import Counter

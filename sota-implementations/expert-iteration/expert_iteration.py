@@ -5,11 +5,10 @@ torchrl-agents expert-iteration task=gsm8k task.dataset=rows.jsonl policy.model=
 torchrl-agents expert-iteration experiment=control    # a control: shuffled rewards
 """
 
-import os
-from pathlib import Path
+import torchrl_agents  # noqa: F401, I001 (before torch)
 
-# Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# isort: split
+from pathlib import Path
 
 from config import ExpertConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer

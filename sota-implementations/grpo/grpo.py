@@ -12,11 +12,10 @@ all rollouts, checkpoints and the trained model are in a new folder
 that was stopped goes on, as if it had not been, with ``resume=auto`` or ``resume=<folder>``.
 """
 
-import os
-from pathlib import Path
+import torchrl_agents  # noqa: F401, I001 (before torch)
 
-# Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# isort: split
+from pathlib import Path
 
 from build import (
     GROUPS,

@@ -5,12 +5,11 @@ torchrl-agents self-play policy.model=Qwen/Qwen3-0.6B engine=vllm profile=gpu
 torchrl-agents self-play experiment=control           # a control: shuffled rewards
 """
 
-import os
+import torchrl_agents  # noqa: F401, I001 (before torch)
+
+# isort: split
 from collections.abc import Callable
 from pathlib import Path
-
-# Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from config import SelfPlayConfig
 from games import AGENT, PAST, SEATS, GameCollector, OpponentPool, check_opponents

@@ -5,6 +5,9 @@ torchrl-agents sft data.dataset=chats.jsonl policy.model=Qwen/Qwen3-0.6B task=gs
 torchrl-agents sft experiment=control                       # the answers of other questions
 """
 
+import torchrl_agents  # noqa: F401, I001 (before torch)
+
+# isort: split
 import json
 import os
 import random
@@ -12,9 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-# Before torch is imported: its threads spin for a moment, then leave the cores to the tools.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from config import GROUPS, SFTConfig

@@ -50,6 +50,20 @@ def server():
         yield server
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_S01_a_signal_while_torch_is_imported(number, tmp_path):
+    script = ROOT / "sota-implementations/grpo/grpo.py"
+    with subprocess.Popen(
+        [sys.executable, script, "--help"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "libc10.so" not in maps.read_text():
+            assert process.poll() is None
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + number, f"{number.name}: stopping now\n")
+
+
 def test_S02_what_a_killed_run_had_started_ends_and_the_next_one_goes_on(server, tmp_path):
     """Processes that grade answers, beside training."""
     rows = tmp_path / "rows.jsonl"
