@@ -540,7 +540,7 @@ class History(TensorClass["nocast"]):
         Raises:
             ValueError: nothing could be parsed, or the template has no inverse parser.
         """
-        from .tool_calls import inverse_parser
+        from .inverse_parsers import inverse_parser
 
         parse = inverse_parser(chat_template_name, chat_template, tokenizer)
         if not isinstance(text, str):

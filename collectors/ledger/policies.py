@@ -133,9 +133,6 @@ class Wait:
         _check_sync(self, "pipeline_depth", depth, weight_sync_steps)
         return (depth + 1) * groups_per_step
 
-    def _window(self, num_slots: int) -> int:
-        return max(1, math.floor(self.window * num_slots))
-
     def required_capacity(self, groups_per_step: int, weight_sync_steps: int) -> int:
         """All slots: the oldest group may be the last to finish, and the others wait for it."""
         return self.slots(groups_per_step, weight_sync_steps)
@@ -150,7 +147,8 @@ class Wait:
         queue = view.queue()
         unfinished = (group.place for group in queue if group.state is not GroupState.FINISHED)
         anchor = next(unfinished, None)
-        end = math.inf if anchor is None else anchor + self._window(view.num_slots)
+        window = max(1, math.floor(self.window * view.num_slots))
+        end = math.inf if anchor is None else anchor + window
         chosen, left = [], []
         for group in queue:
             fits = group.state is GroupState.FINISHED and group.place < end

@@ -479,12 +479,13 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
 
     def _score(self, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
         """Log-probs (and entropies) of the trained tokens, ``[K]``, in float32 at least."""
-        if batch.num_targets == 0 and not self._takes_part_in_every_pass:
+        actor: Any = self.actor_network
+        # Other ranks wait for the actor's passes, those without a token included.
+        if batch.num_targets == 0 and not getattr(actor, "is_distributed", False):
             return TokenScores(torch.zeros(0, device=batch.ids.device, requires_grad=True))
         trained = batch.target_lengths > 0  # a scorer takes no empty rows
         if not bool(trained.all()):
             batch = batch.take_rows(trained)
-        actor: Any = self.actor_network
         scores: TokenScores = actor.score_packed(
             batch.ids,
             batch.lengths,
@@ -498,11 +499,6 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
             detached = [None if value is None else value.detach() for value in scores]
             self.on_scores(batch, TokenScores._make(detached))
         return scores
-
-    @property
-    def _takes_part_in_every_pass(self) -> bool:
-        """Whether other ranks wait for the actor's passes, those without a token included."""
-        return bool(getattr(self.actor_network, "is_distributed", False))
 
     def _reduce(self, values: Tensor, batch: PackedBatch, window: Window) -> Tensor:
         """One number from a value per trained token, ``[K]``."""

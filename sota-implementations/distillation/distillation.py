@@ -7,7 +7,7 @@ torchrl-agents distillation 'teachers={a: {model: A}, b: {model: B}}' teacher_co
 torchrl-agents distillation experiment=control teacher.model=...       # a control
 """
 
-import torchrl_agents  # noqa: F401, I001 (before torch)
+import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
 from pathlib import Path

@@ -10,7 +10,7 @@ A table in the terminal; ``evaluation.json`` and ``rollouts/``, which ``torchrl-
 a batch as a step, in the run's folder.
 """
 
-import torchrl_agents  # noqa: F401, I001 (before torch)
+import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
 import json

@@ -5,7 +5,7 @@ torchrl-agents expert-iteration task=gsm8k task.dataset=rows.jsonl policy.model=
 torchrl-agents expert-iteration experiment=control    # a control: shuffled rewards
 """
 
-import torchrl_agents  # noqa: F401, I001 (before torch)
+import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
 from pathlib import Path

@@ -12,7 +12,7 @@ all rollouts, checkpoints and the trained model are in a new folder
 that was stopped goes on, as if it had not been, with ``resume=auto`` or ``resume=<folder>``.
 """
 
-import torchrl_agents  # noqa: F401, I001 (before torch)
+import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
 from pathlib import Path

@@ -5,7 +5,7 @@ torchrl-agents self-play policy.model=Qwen/Qwen3-0.6B engine=vllm profile=gpu
 torchrl-agents self-play experiment=control           # a control: shuffled rewards
 """
 
-import torchrl_agents  # noqa: F401, I001 (before torch)
+import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
 from collections.abc import Callable

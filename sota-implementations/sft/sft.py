@@ -5,11 +5,10 @@ torchrl-agents sft data.dataset=chats.jsonl policy.model=Qwen/Qwen3-0.6B task=gs
 torchrl-agents sft experiment=control                       # the answers of other questions
 """
 
-import torchrl_agents  # noqa: F401, I001 (before torch)
+import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
 import json
-import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -273,7 +273,7 @@ class OpenEnvTools(ToolSource, RewardSource):
             EpisodeStartError: the server did not answer, or refused.
         """
         columns = episode.example or {}
-        if not self._is_own(columns):
+        if any(columns[name] != value for name, value in self.where.items()):
             return
         own = _Session(self._session(), self.text_of)
         episode.resources.add(self, own, close=own.session.close, timeout_s=_MARGIN_S)
@@ -286,9 +286,6 @@ class OpenEnvTools(ToolSource, RewardSource):
             raise EpisodeStartError(f"{self.name}: reset") from outcome.error
         query = [] if episode.query is None else episode.query
         episode.query = with_observation(query, outcome.value)
-
-    def _is_own(self, row: Mapping[str, Any]) -> bool:
-        return all(row[name] == value for name, value in self.where.items())
 
     def tool_names(self) -> dict[str, str]:
         """Every action, and the server that has it."""

@@ -84,42 +84,41 @@ def environment_task(
     """
     check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
     called, scores = _functions("tools", tools), _functions("rewards", rewards)
+    reward_weights = list(reward_weights)
     if reward_weights and len(reward_weights) != len(scores):
-        raise ValueError(f"reward_weights={list(reward_weights)} are for {len(scores)} rewards.")
+        raise ValueError(f"reward_weights={reward_weights} are for {len(scores)} rewards.")
     if factory is None and not (dataset and (called or scores)):
         raise ValueError(
             "give it factory=, or tools= or rewards= (each module:name) with dataset=, rows with a "
             "prompt each."
         )
-    given = _arguments(arguments)
     rows: Any = [{"prompt": prompt}] * num_rows, [{"prompt": prompt}] * num_held_out
     if dataset is not None:
         splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
         rows = load_task_rows(dataset, name=name, num_held_out=num_held_out, **splits)
     steps: Any = {"reset_columns": reset_columns, "reward": reward, "global_random": global_random}
-    own = {"row_argument": row_argument, "arguments": arguments}
+    of_row: Any = {"row_argument": row_argument}
     parts: dict[str, Any] = {}
     sources: list[Any] = [functools.partial(FunctionTools, called)] if called else []
     if factory is None:
-        _refuse("no factory= is given", {**steps, **own})
+        _refuse("no factory= is given", {**steps, **of_row, "arguments": arguments})
         is_scored = False
     else:
-        make, row = found("factory", factory), next(iter(rows[0]))
-        made = _tried(factory, make, given, row_argument, row, seed, num_held_out)
+        make = _maker(factory, arguments, row_argument, (seed, num_held_out))
+        made = _tried(factory, make, next(iter(rows[0])), seed)
         whose = f"factory={factory!r} makes"
-        is_scored = hasattr(made, "get_reward")
         if isinstance(made, Task):
-            of_task: Any = {"row_argument": row_argument, "dataset": dataset, "tools": tools}
-            of_task |= {"system_prompt": system_prompt, "rewards": rewards}
-            _refuse(f"{whose} a task, which has all of its own", steps | of_task)
+            taken = {"dataset": dataset, "tools": tools, "rewards": rewards, **steps, **of_row}
+            taken |= {"system_prompt": system_prompt}
+            _refuse(f"{whose} a task, which has all of its own", taken)
             return made
+        is_scored = hasattr(made, "get_reward")
         if protocol_of(made) is not None and not is_scored:
-            call = functools.partial(_from_row, make, given, row_argument)
-            sources.append(lambda **_: StepEnvironments(call, **steps))
+            sources.append(lambda **_: StepEnvironments(make, **steps))
             is_scored = True
         else:
-            _refuse(f"{whose} an environment with tools", {**steps, "row_argument": row_argument})
-            parts["environment"] = functools.partial(make, **given)
+            _refuse(f"{whose} an environment with tools", {**steps, **of_row})
+            parts["environment"] = make
     if not (is_scored or scores):
         raise ValueError(
             "nothing scores an episode: give it rewards=module:name, or a factory= whose class has "
@@ -128,8 +127,7 @@ def environment_task(
     if sources:
         parts["tools"] = lambda shown: [source(show_schemas=shown) for source in sources]
     if scores:
-        weights = list(reward_weights) or None
-        parts["rewards"] = lambda: [RewardFunctions(scores, weights=weights)]
+        parts["rewards"] = lambda: [RewardFunctions(scores, weights=reward_weights or None)]
     return Task(
         name="environment",
         train_rows=rows[0],
@@ -147,14 +145,6 @@ def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:
     """The functions that a setting names, one or several."""
     names = [given] if isinstance(given, str) else list(given or ())
     return [found(setting, str(name)) for name in names]
-
-
-def _arguments(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"arguments must be {{name: value}}, got {given!r}.")
-    return {str(name): value for name, value in given.items()}
 
 
 def found(setting: str, path: str) -> Callable[..., Any]:
@@ -179,30 +169,29 @@ def found(setting: str, path: str) -> Callable[..., Any]:
     return named
 
 
-def _from_row(
-    make: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    row_argument: str | None,
-    row: Mapping[str, Any],
-) -> Any:
-    return make(**arguments, **({} if row_argument is None else {row_argument: dict(row)}))
+def _maker(
+    factory: str, arguments: Any, row_argument: str | None, sizes: tuple[int, int]
+) -> Callable[..., Any]:
+    """Makes an environment, or a task of so many rows, with the arguments of the settings."""
+    make = found("factory", factory)
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(f"arguments must be {{name: value}}, got {arguments!r}.")
+    given = {str(name): value for name, value in (arguments or {}).items()}
+    if _makes_task(make):
+        own = dict(zip(("seed", "num_held_out"), sizes, strict=True))
+        given = {**accepted_arguments(make, own), **given}
+
+    def made(row: Mapping[str, Any] | None = None) -> Any:
+        return make(**given, **({} if row_argument is None else {row_argument: dict(row or {})}))
+
+    return made
 
 
-def _tried(
-    factory: str,
-    make: Callable[..., Any],
-    arguments: dict[str, Any],
-    row_argument: str | None,
-    row: Mapping[str, Any],
-    seed: int,
-    num_held_out: int,
-) -> Any:
+def _tried(factory: str, make: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
     """What it makes of the first row, to see what that is; an environment is closed again."""
-    own = {"seed": seed, "num_held_out": num_held_out} if _makes_task(make) else {}
-    arguments = {**accepted_arguments(make, own), **arguments} if own else arguments
     try:
         with OwnRandom(seed)():  # not the caller's
-            made = _from_row(make, arguments, row_argument, row)
+            made = make(row)
     except Exception as error:
         raise ValueError(f"factory={factory!r} failed: {type(error).__name__}: {error}") from error
     if hasattr(made, "close"):

@@ -110,12 +110,8 @@ def may_be_language(text: str, language: str) -> bool:
         return False
     words = Counter(_WORD.findall(text.lower()))
     rivals = [other for other, of in SCRIPT_OF.items() if of == script and other in _FUNCTION_WORDS]
-    found = {other: _hits(words, other) for other in rivals}
+    found = {other: sum(words[word] for word in _FUNCTION_WORDS[other]) for other in rivals}
     return not found or found.get(code, 0) == max(found.values())
-
-
-def _hits(words: Counter[str], language: str) -> int:
-    return sum(words[word] for word in _FUNCTION_WORDS[language])
 
 
 # The 25 kinds of verifiable instructions of IFEval, each a function of a text.

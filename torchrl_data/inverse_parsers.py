@@ -1,0 +1,253 @@
+"""Messages from the text that a chat template rendered, one parser per template.
+
+Text does not say who wrote a control token, so a conversation that somebody forged in a user's
+message is parsed as forged: parse text for people, and train on tokens.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from .messages import Message, split_reasoning
+from .templates.template import (
+    ALIASES,
+    DEFAULT_TEMPLATE,
+    added_inverse_parser,
+    builtin_template,
+    family_of,
+    own_template,
+    template_names,
+)
+from .tool_calls import ToolCall, parse_tool_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Parser = Callable[[str], Any]
+_EOS: Final = ("<｜end▁of▁sentence｜>", "<|endoftext|>", "<|eos|>", "</s>", "<eos>")
+_BOS: Final = re.compile(r"(?:<｜begin▁of▁sentence｜>|<\|begin_of_text\|>|<s>|<bos>)")
+_TOOL_RESPONSE = re.compile(r"\n?<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
+
+
+def inverse_parser(
+    name: str | None, template: str | None, tokenizer: "PreTrainedTokenizerBase | None"
+) -> Parser:
+    """The parser of a template, by its name, its source, or the tokenizer's name and template."""
+    if name is None:
+        name = _name_of(template, tokenizer)
+    added = added_inverse_parser(name)
+    if added is not None:
+        return added
+    known = ALIASES.get(name, name)
+    if known not in _PARSERS or name not in {*template_names(), *ALIASES}:
+        raise ValueError(
+            f"The chat template {name!r} has no inverse parser; {sorted(_PARSERS)} have one. Give "
+            "add_chat_template an inverse_parser."
+        )
+    return lambda text: _checked(_PARSERS[known](text), text, name)
+
+
+def _checked(messages: list[Message], text: str, name: str) -> list[Message]:
+    if not messages:
+        raise ValueError(
+            f"No message was found in {text!r:.120}, read as the template {name!r} writes. Name "
+            "the template that wrote it (chat_template_name), and keep its control tokens "
+            "(skip_special_tokens=False)."
+        )
+    return messages
+
+
+def _name_of(template: str | None, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    added = family_of(tokenizer, added_only=True)
+    if template is None and added is not None:
+        return added
+    source = template or own_template(tokenizer)
+    if source is None:
+        return family_of(tokenizer) or DEFAULT_TEMPLATE
+    for name in template_names():
+        if builtin_template(name) == source:
+            return name
+    # A template that is nobody's by its text is known by the control tokens that it writes.
+    for mark, name in _TEMPLATE_SIGNS:
+        if mark in source:
+            return name
+    return family_of(tokenizer) or DEFAULT_TEMPLATE
+
+
+_TEMPLATE_SIGNS: Final = (
+    ("reasoning_content", "qwen3"),
+    ("<|im_start|>", "qwen"),
+    ("<|start_header_id|>", "llama"),
+    ("<｜Assistant｜>", "deepseek3"),
+    ("[INST]", "mistral"),
+)
+
+
+# ChatML and its relatives ------------------------------------------------------------------------
+
+_CHATML = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>|<\|endoftext\|>|\Z)", re.DOTALL)
+_LLAMA_TURN = re.compile(
+    r"<\|start_header_id\|>(.*?)<\|end_header_id\|>\n\n(.*?)(<\|eot_id\|>|<\|eom_id\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def _turn(role: str, content: str, complete: bool) -> Message:
+    message: Message = {"role": role, "content": content}
+    if not complete:
+        message["is_complete"] = False
+    return message
+
+
+def _parse_chatml(text: str) -> list[Message]:
+    messages: list[Message] = []
+    for match in _CHATML.finditer(text):
+        role, content, end = match.groups()
+        responses = _TOOL_RESPONSE.findall("\n" + content)
+        if role in ("user", "tool") and responses:
+            messages += [{"role": "tool", "content": response} for response in responses]
+        elif content or end:
+            message = _turn(role, content, bool(end))
+            messages.append(_with_calls(message) if role == "assistant" else message)
+    return messages
+
+
+def _with_calls(message: Message, mark: str = "<tool_call>", format: str = "hermes") -> Message:
+    """Move tool calls out of the content, if all of them can be read."""
+    content = message["content"]
+    if mark not in content:
+        return message
+    before, _, rest = content.partition(mark)
+    parsed = parse_tool_calls(mark + rest, format)
+    if parsed.content.strip() or not all(isinstance(call, ToolCall) for call in parsed.calls):
+        return message
+    calls = [_call(call) for call in parsed.calls if isinstance(call, ToolCall)]
+    return {**message, "content": before.removesuffix("\n"), "tool_calls": calls}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def _parse_reasoning(text: str) -> list[Message]:
+    return [split_reasoning(message) for message in _parse_chatml(text)]
+
+
+def _parse_llama(text: str) -> list[Message]:
+    messages = []
+    for role, content, end in _LLAMA_TURN.findall(text):
+        if content or end:
+            messages.append(_turn("tool" if role == "ipython" else role, content, bool(end)))
+    return messages
+
+
+_MISTRAL_TURN = re.compile(
+    r"\[AVAILABLE_TOOLS\].*?\[/AVAILABLE_TOOLS\]"  # no message: the schemas of the tools
+    r"|\[INST\] ?(?P<user>.*?)\[/INST\]"
+    r"|\[TOOL_RESULTS\] ?(?P<tool>.*?)\[/TOOL_RESULTS\]"
+    r"|(?P<assistant>[^\[]+?|.+?)(?P<end></s>|(?=\[INST\])|\Z)",
+    re.DOTALL,
+)
+
+
+def _parse_mistral(text: str) -> list[Message]:
+    messages: list[Message] = []
+    for match in _MISTRAL_TURN.finditer(_BOS.sub("", text, count=1)):
+        if match["assistant"] is not None:
+            turn = _turn("assistant", match["assistant"].removeprefix(" "), bool(match["end"]))
+            messages.append(_with_calls(turn, "[TOOL_CALLS]", "mistral"))
+        elif match["tool"] is not None:
+            messages.append(_mistral_result(match["tool"]))
+        elif match["user"] is not None:
+            messages.append({"role": "user", "content": match["user"]})
+    return messages
+
+
+def _mistral_result(text: str) -> Message:
+    """What a tool answered, with the call that it answers, where both can be read."""
+    try:
+        result = json.loads(text)
+    except ValueError:
+        result = None
+    if not isinstance(result, dict) or not isinstance(result.get("content"), str):
+        return {"role": "tool", "content": text}
+    message: Message = {"role": "tool", "content": result["content"]}
+    return message | ({"tool_call_id": result["call_id"]} if "call_id" in result else {})
+
+
+_DEEPSEEK3 = re.compile(
+    r"(?P<user><｜User｜>)|(?P<assistant><｜Assistant｜>)|(?P<tool><｜tool▁output▁begin｜>)"
+    r"|<｜end▁of▁sentence｜>|</s>|<｜tool▁output▁end｜>|<｜tool▁outputs▁(?:begin|end)｜>"
+)
+
+
+def _parse_deepseek3(text: str) -> list[Message]:
+    messages: list[Message] = []
+    role, position = "system", 0
+    text = _BOS.sub("", text, count=1)
+    marks = [*_DEEPSEEK3.finditer(text), None]
+    for match in marks:
+        content = text[position : match.start() if match else len(text)]
+        complete = match is not None or role != "assistant"
+        if role and (content or (role == "assistant" and complete)):
+            messages.append(split_reasoning(_turn(role, content, complete)))
+        if match:
+            role, position = match.lastgroup or "", match.end()
+    return messages
+
+
+# Templates whose roles are plain words -----------------------------------------------------------
+
+_WORDS = re.compile(r"(?:(?<=\n)|(?<=\A))(User|Assistant|Tool):")
+
+
+def _parse_words(text: str) -> list[Message]:
+    text = _BOS.sub("", text, count=1)
+    for eos in _EOS:
+        # The end of a turn is also where the next one may begin.
+        text = text.replace(eos, f"{_TURN_END}\n")
+    parts = _WORDS.split(text)
+    messages: list[Message] = []
+    if parts[0].strip():
+        messages.append(_word_turn("system", parts[0]))
+    for role, content in zip(parts[1::2], parts[2::2], strict=True):
+        if content.strip():
+            messages.append(_word_turn(role.lower(), content.removeprefix(" ")))
+    return messages
+
+
+_TURN_END: Final = "\ue003"
+
+
+def _word_turn(role: str, content: str) -> Message:
+    body, ended, _ = content.partition(_TURN_END)
+    if role == "assistant":
+        return _turn(role, body, bool(ended))
+    return _turn(role, body.removesuffix("\n\n"), True)
+
+
+def _parse_dialogpt(text: str) -> list[Message]:
+    pattern = "|".join(map(re.escape, _EOS))
+    *turns, rest = re.split(pattern, text)
+    messages = [
+        _turn("assistant" if i % 2 else "user", content, True) for i, content in enumerate(turns)
+    ]
+    if rest:
+        messages.append(_turn("assistant" if len(turns) % 2 else "user", rest, False))
+    return messages
+
+
+_PARSERS: Final[dict[str, Callable[[str], list[Message]]]] = {
+    "chatml": _parse_chatml,
+    "qwen": _parse_chatml,
+    "qwen3": _parse_reasoning,
+    "smollm": _parse_chatml,
+    "llama": _parse_llama,
+    "mistral": _parse_mistral,
+    "deepseek": _parse_words,
+    "deepseek3": _parse_deepseek3,
+    "falcon": _parse_words,
+    "dialogpt": _parse_dialogpt,
+}
