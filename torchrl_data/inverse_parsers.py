@@ -6,7 +6,8 @@ message is parsed as forged: parse text for people, and train on tokens.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from .messages import Message, split_reasoning
@@ -76,20 +77,18 @@ def _name_of(template: str | None, tokenizer: "PreTrainedTokenizerBase | None") 
 
 
 _TEMPLATE_SIGNS: Final = (
+    ("<|im_sep|>", "phi4"),
     ("reasoning_content", "qwen3"),
     ("<|im_start|>", "qwen"),
+    ("<|im_middle|>", "kimi"),
+    ("[gMASK]", "glm"),
+    ("<|start_of_role|>", "granite"),
+    ("<start_of_turn>", "gemma"),
+    ("<|tool_response|>", "phi4mini"),
+    ("<|assistant|>", "phi"),
     ("<|start_header_id|>", "llama"),
     ("<｜Assistant｜>", "deepseek3"),
     ("[INST]", "mistral"),
-)
-
-
-# ChatML and its relatives ------------------------------------------------------------------------
-
-_CHATML = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)(<\|im_end\|>|<\|endoftext\|>|\Z)", re.DOTALL)
-_LLAMA_TURN = re.compile(
-    r"<\|start_header_id\|>(.*?)<\|end_header_id\|>\n\n(.*?)(<\|eot_id\|>|<\|eom_id\|>|\Z)",
-    re.DOTALL,
 )
 
 
@@ -98,19 +97,6 @@ def _turn(role: str, content: str, complete: bool) -> Message:
     if not complete:
         message["is_complete"] = False
     return message
-
-
-def _parse_chatml(text: str) -> list[Message]:
-    messages: list[Message] = []
-    for match in _CHATML.finditer(text):
-        role, content, end = match.groups()
-        responses = _TOOL_RESPONSE.findall("\n" + content)
-        if role in ("user", "tool") and responses:
-            messages += [{"role": "tool", "content": response} for response in responses]
-        elif content or end:
-            message = _turn(role, content, bool(end))
-            messages.append(_with_calls(message) if role == "assistant" else message)
-    return messages
 
 
 def _with_calls(message: Message, mark: str = "<tool_call>", format: str = "hermes") -> Message:
@@ -131,16 +117,71 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
 
+def _turns(
+    header: str,
+    end: str,
+    roles: Mapping[str, str] = MappingProxyType({}),
+    calls: tuple[str, str] | None = ("<tool_call>", "hermes"),
+) -> Callable[[str], list[Message]]:
+    """The parser of a family that writes a header with the role, content and an end.
+
+    ``roles`` are its own words for roles, ``calls`` what its calls begin with and their format.
+    """
+    turn = re.compile(rf"{header}(?P<content>.*?)(?P<end>{end}|\Z)", re.DOTALL)
+
+    def parse(text: str) -> list[Message]:
+        messages: list[Message] = []
+        for match in turn.finditer(text):
+            role = roles.get(match["role"], match["role"])
+            content, ended = match["content"], bool(match["end"])
+            responses = _TOOL_RESPONSE.findall("\n" + content)
+            if role in ("user", "tool") and responses:
+                messages += [{"role": "tool", "content": response} for response in responses]
+            elif content or ended:  # not what the policy is to answer
+                message = _turn(role, content, ended or role != "assistant")
+                if calls is not None and role == "assistant":
+                    message = _with_calls(message, *calls)
+                messages.append(message)
+        return messages
+
+    return parse
+
+
+_parse_chatml = _turns(r"<\|im_start\|>(?P<role>[^\n]*)\n", r"<\|im_end\|>|<\|endoftext\|>")
+_parse_llama = _turns(
+    r"<\|start_header_id\|>(?P<role>.*?)<\|end_header_id\|>\n\n",
+    r"<\|eot_id\|>|<\|eom_id\|>",
+    roles={"ipython": "tool"},
+    calls=None,
+)
+_parse_gemma = _turns(
+    r"<start_of_turn>(?P<role>[^\n]*)\n", "<end_of_turn>", roles={"model": "assistant"}
+)
+_parse_phi = _turns(r"<\|(?P<role>system|user|assistant)\|>\n", r"<\|end\|>")
+_parse_phi4 = _turns(r"<\|im_start\|>(?P<role>.*?)<\|im_sep\|>", r"<\|im_end\|>")
+_parse_phi4_mini = _turns(
+    r"<\|(?P<role>system|user|assistant|tool_response)\|>",
+    r"(?:<\|tool\|>[^\n]*?<\|/tool\|>)?<\|end\|>",
+    roles={"tool_response": "tool"},
+    calls=("<|tool_call|>", "phi4mini"),
+)
+_parse_granite = _turns(r"<\|start_of_role\|>(?P<role>.*?)<\|end_of_role\|>", r"<\|end_of_text\|>")
+_parse_kimi = _turns(
+    r"<\|im_(?:system|user|assistant)\|>(?!tool_declare<)(?P<role>.*?)<\|im_middle\|>",
+    r"<\|im_end\|>",
+    calls=("<|tool_calls_section_begin|>", "kimi"),
+)
+_NO_THOUGHT: Final = "\n<think></think>"
+_parse_glm = _turns(
+    r"<\|(?P<role>system|user|assistant|observation)\|>(?!\n# Tools\n)\n?",
+    r"<\|endoftext\|>|(?=<\|(?:system|user|assistant|observation)\|>)",
+    roles={"observation": "tool"},
+    calls=("<tool_call>", "glm"),
+)
+
+
 def _parse_reasoning(text: str) -> list[Message]:
     return [split_reasoning(message) for message in _parse_chatml(text)]
-
-
-def _parse_llama(text: str) -> list[Message]:
-    messages = []
-    for role, content, end in _LLAMA_TURN.findall(text):
-        if content or end:
-            messages.append(_turn("tool" if role == "ipython" else role, content, bool(end)))
-    return messages
 
 
 _MISTRAL_TURN = re.compile(
@@ -245,6 +286,13 @@ _PARSERS: Final[dict[str, Callable[[str], list[Message]]]] = {
     "qwen3": _parse_reasoning,
     "smollm": _parse_chatml,
     "llama": _parse_llama,
+    "gemma": _parse_gemma,
+    "phi": _parse_phi,
+    "phi4": _parse_phi4,
+    "phi4mini": _parse_phi4_mini,
+    "granite": _parse_granite,
+    "kimi": _parse_kimi,
+    "glm": lambda text: list(map(split_reasoning, _parse_glm(text.replace(_NO_THOUGHT, "")))),
     "mistral": _parse_mistral,
     "deepseek": _parse_words,
     "deepseek3": _parse_deepseek3,

@@ -57,6 +57,22 @@ PLAIN = {
     "deepseek3": "<s><｜User｜>U<｜Assistant｜>{A</s>}<｜User｜>V<｜Assistant｜>",
     "falcon": "User: U\n\nAssistant:{ A</s>}\n\nUser: V\n\nAssistant:",
     "dialogpt": "U</s>{A</s>}V</s>",
+    "gemma": "<s><start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\n{A<end_of_turn>}\n"
+    "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n",
+    "phi": "<|user|>\nU<|end|>\n<|assistant|>\n{A<|end|>}\n<|user|>\nV<|end|>\n<|assistant|>\n",
+    "phi4": "<|im_start|>user<|im_sep|>U<|im_end|><|im_start|>assistant<|im_sep|>{A<|im_end|>}"
+    "<|im_start|>user<|im_sep|>V<|im_end|><|im_start|>assistant<|im_sep|>",
+    "phi4mini": "<|user|>U<|end|><|assistant|>{A<|end|>}<|user|>V<|end|><|assistant|>",
+    "granite": "<|start_of_role|>user<|end_of_role|>U<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>{A<|end_of_text|>}\n"
+    "<|start_of_role|>user<|end_of_role|>V<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>",
+    "glm": "[gMASK]<sop><|user|>\nU<|assistant|>{\n<think></think>\nA<|endoftext|>}<|user|>\nV"
+    "<|assistant|>",
+    "kimi": "<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI."
+    "<|im_end|><|im_user|>user<|im_middle|>U<|im_end|><|im_assistant|>assistant<|im_middle|>"
+    "{A<|im_end|>}<|im_user|>user<|im_middle|>V<|im_end|>"
+    "<|im_assistant|>assistant<|im_middle|>",
 }
 _HERMES = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 _CALLS = f"A\n{_HERMES}\n{_HERMES}<|im_end|>"
@@ -85,7 +101,39 @@ WITH_TOOLS = {
         '[TOOL_RESULTS] {"content": "T2", "call_id": "c2"}[/TOOL_RESULTS]',
         " B</s>",
     ),
+    "granite": (
+        f"A\n{_HERMES}\n{_HERMES}<|end_of_text|>",
+        "\n<|start_of_role|>user<|end_of_role|>\n<tool_response>\nT1\n</tool_response>\n"
+        "<tool_response>\nT2\n</tool_response><|end_of_text|>\n"
+        "<|start_of_role|>assistant<|end_of_role|>",
+        "B<|end_of_text|>",
+    ),
+    "phi4mini": (
+        'A<|tool_call|>[{"name": "f", "arguments": {"x": 1}}, '
+        '{"name": "f", "arguments": {"x": 1}}]<|/tool_call|><|end|>',
+        "<|tool_response|>T1<|end|><|tool_response|>T2<|end|><|assistant|>",
+        "B<|end|>",
+    ),
+    "glm": (
+        "\n<think></think>\nA"
+        + "\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>" * 2
+        + "<|endoftext|>",
+        "<|observation|>\n<tool_response>\nT1\n</tool_response>\n<tool_response>\nT2"
+        "\n</tool_response><|assistant|>",
+        "\n<think>R</think>\nB<|endoftext|>",
+    ),
+    "kimi": (
+        "A<|tool_calls_section_begin|>"
+        + '<|tool_call_begin|>c1<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>' * 2
+        + "<|tool_calls_section_end|><|im_end|>",
+        "<|im_system|>tool<|im_middle|>## Return of c1\nT1<|im_end|>"
+        "<|im_system|>tool<|im_middle|>## Return of c2\nT2<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>",
+        "B<|im_end|>",
+    ),
 }
+_OF_THE_TOOLS = ["chatml", "deepseek3", "qwen", "qwen3", "llama", "mistral"]
+_OF_THE_TOOLS += ["granite", "phi4mini", "kimi", "glm"]
 
 
 def marked(template, messages, **options):
@@ -114,7 +162,7 @@ def test_calls_results_and_reasoning(template):
     assert parts == WITH_TOOLS[template]
 
 
-@pytest.mark.parametrize("template", ["chatml", "deepseek3", "qwen", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("template", _OF_THE_TOOLS)
 def test_tools_are_shown(template):
     schema = {"type": "function", "function": {"name": "add_up", "parameters": {"type": "object"}}}
     chat = [{"role": "system", "content": "Be brief."}, *TALK]
@@ -123,7 +171,7 @@ def test_tools_are_shown(template):
     assert text.count("Be brief.") == 1
 
 
-@pytest.mark.parametrize("template", ["deepseek", "dialogpt", "falcon"])
+@pytest.mark.parametrize("template", ["deepseek", "dialogpt", "falcon", "gemma", "phi", "phi4"])
 def test_calls_that_a_template_has_no_form_for_are_refused(template):
     with pytest.raises(ValueError, match="no form for tool calls"):
         render_template(builtin_template(template), TOOL_TALK, variables=SPECIAL)
@@ -326,7 +374,7 @@ def test_text_is_parsed_back(template):
     parsed = History.from_text(text, chat_template_name=template).to_chats()
     default = (
         [{"role": "system", "content": parsed[0]["content"]}]
-        if template in ("qwen", "smollm")
+        if template in ("qwen", "smollm", "kimi")
         else []
     )
     assert parsed == [*default, *chat]
@@ -342,6 +390,19 @@ def test_calls_and_reasoning_are_parsed_back_and_bad_calls_stay_text():
     assert History.from_text(broken, "qwen").content == ["<tool_call>\n{nonsense\n</tool_call>"]
     cut = History.from_text("<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nI am", "qwen")
     assert cut.is_complete == [True, False]
+
+
+@pytest.mark.parametrize("template", ["glm", "granite", "kimi", "phi4mini", "qwen"])
+def test_calls_of_a_family_are_parsed_back(template):
+    schema = {"type": "function", "function": {"name": "f", "description": "F."}}
+    source = builtin_template(template)
+    text = render_template(source, TOOL_TALK[:2], tools=[schema], variables=SPECIAL).text
+    *_, user, answer = History.from_text(text, template).to_chats()
+    assert (user["content"], answer["content"]) == ("U", "A")
+    functions = [call["function"] for call in answer["tool_calls"]]
+    expected = {"kimi": {"name": "c1", "arguments": {"x": 1}}}  # its name is in its id
+    expected["glm"] = {"name": "f", "arguments": {"x": "1"}}  # the tool's schema says the type
+    assert functions == [expected.get(template, CALL["function"])] * 2
 
 
 def test_a_mistral_text_with_tools_is_parsed_back():

@@ -120,7 +120,9 @@ def model_runs(encoded):
 
 
 def answer_text(template, answer, end):
-    return (" " if template in {"mistral", "deepseek", "falcon"} else "") + answer + end
+    thought = "\n<think></think>" + ("\n" if answer else "")
+    before = {"glm": thought, "mistral": " ", "deepseek": " ", "falcon": " "}
+    return before.get(template, "") + answer + end
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

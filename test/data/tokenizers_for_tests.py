@@ -1,6 +1,7 @@
 """Tokenizers made here, so that the tests need no network: the shapes that real ones have."""
 
 import json
+from functools import partial
 
 from tokenizers import (
     AddedToken,
@@ -171,6 +172,11 @@ def stripping_tokenizer(*, rstrip: bool = False, lstrip: bool = False) -> PreTra
     return tokenizer
 
 
+def marked_tokenizer(end: str, *marks: str) -> PreTrainedTokenizerFast:
+    """A byte-level one with the control tokens of a family; ``end`` is its end of turn."""
+    return wrap(byte_level_backend(), eos=end, bos="<s>", special=("<s>", end, *marks))
+
+
 TEMPLATE_TOKENIZERS = {
     "chatml": chatml_tokenizer,
     "qwen": pad_is_eos_tokenizer,
@@ -182,6 +188,31 @@ TEMPLATE_TOKENIZERS = {
     "deepseek3": deepseek_tokenizer,
     "falcon": plain_eos_tokenizer,
     "dialogpt": plain_eos_tokenizer,
+    "gemma": partial(marked_tokenizer, "<end_of_turn>", "<start_of_turn>"),
+    "phi": partial(marked_tokenizer, "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
+    "phi4": partial(marked_tokenizer, "<|im_end|>", "<|im_start|>", "<|im_sep|>"),
+    "phi4mini": partial(
+        marked_tokenizer,
+        "<|end|>",
+        *(f"<|{name}|>" for name in ("system", "user", "assistant", "tool_response")),
+        *(f"<|{name}|>" for name in ("tool", "/tool", "tool_call", "/tool_call")),
+    ),
+    "granite": partial(marked_tokenizer, "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
+    "glm": partial(
+        marked_tokenizer,
+        "<|endoftext|>",
+        *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
+    "kimi": partial(
+        marked_tokenizer,
+        "<|im_end|>",
+        *(f"<|im_{name}|>" for name in ("system", "user", "assistant", "middle")),
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
 }
 """A tokenizer of the kind that each built-in template is used with."""
 

@@ -44,6 +44,13 @@ FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "llama": ("llama",),
     "mistral": ("mistral", "mixtral"),
     "smollm": ("smollm",),
+    "gemma": ("gemma-2", "gemma-3", "gemma2", "gemma3"),
+    "phi4mini": ("phi-4-mini",),
+    "phi4": ("phi-4",),
+    "phi": ("phi-3", "phi3"),
+    "granite": ("granite-4", "granite4"),
+    "kimi": ("kimi-k2",),
+    "glm": ("glm-4.", "glm-5"),
 }
 """Built-in templates and the words in a tokenizer's name that stand for them; first match wins."""
 _CONTROL_LITERAL = re.compile(

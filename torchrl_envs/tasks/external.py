@@ -178,7 +178,7 @@ def _maker(
         raise ValueError(f"arguments must be {{name: value}}, got {arguments!r}.")
     given = {str(name): value for name, value in (arguments or {}).items()}
     if _makes_task(make):
-        own = dict(zip(("seed", "num_held_out"), sizes, strict=True))
+        own: dict[str, Any] = dict(zip(("seed", "num_held_out"), sizes, strict=True))
         given = {**accepted_arguments(make, own), **given}
 
     def made(row: Mapping[str, Any] | None = None) -> Any:
