@@ -1,0 +1,139 @@
+"""Every engine and every way to train, on one real model: reward, time and memory of each.
+
+    PYTHONPATH=. python benchmarks/ways_to_train.py [--only "vLLM server" DDP] [--seed 0]
+
+Each way is the command ``torchrl-agents grpo experiment=smollm2`` with the settings that the table
+shows, and ends at a held-out reward of 0.9 (of 48 prompts, tested every 4 steps) or after 20 steps.
+The worst deviation of the mean ratio from 1 and the smallest effective sample size say how far what
+was trained is from what was drawn: engines differ in their arithmetic, asynchronous ways in the age
+of their weights. CPU is that of all processes, engines included; memory the peak of the sum of
+theirs (proportional set sizes, so that what they share counts once).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+SCRIPT = Path(__file__).parents[1] / "sota-implementations/grpo/grpo.py"
+COMMON = (
+    "experiment=smollm2",
+    "train.stop_at=0.9",
+    "evaluate.num_prompts=48",
+    "evaluate.every=4",
+    "train.num_steps=20",
+)
+_VLLM = ("engine=vllm", "+engine.engine_kwargs.dtype=float32")
+_RANKS = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master-port=29555")
+# Settings of each way, and what Python runs the script with.
+WAYS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "Transformers, bfloat16 products": ((), ()),
+    "Transformers, float32": (("train.autocast=false",), ()),
+    "gradient checkpointing": (("policy.gradient_checkpointing=true",), ()),
+    "LoRA": (("policy.lora_rank=32", "optim.learning_rate=4e-4"), ()),
+    "streaming": (("collector=streaming", "collector.max_staleness=1"), ()),
+    "vLLM in this process": (_VLLM, ()),
+    "two vLLM servers": ((*_VLLM, "engine.num_engines=2"), ()),
+    "streaming over a vLLM server": (
+        (*_VLLM, "engine.num_engines=2", "collector=streaming", "collector.max_staleness=1"),
+        (),
+    ),
+    "Ray": (("collector=ray", "collector.max_staleness=1"), ()),
+    "DDP, 2 ranks": (("train.parallel=ddp",), _RANKS),
+    "FSDP2, 2 ranks": (("train.parallel=fsdp2",), _RANKS),
+}
+
+
+class Usage:
+    """CPU time and memory of a process and all that it started."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._cpu_s: dict[tuple[int, float], float] = {}
+        self.peak_gb = 0.0
+
+    def look(self) -> None:
+        memory = 0
+        for process in [self._root, *self._root.children(recursive=True)]:
+            try:
+                times = process.cpu_times()
+                self._cpu_s[process.pid, process.create_time()] = times.user + times.system
+                memory += process.memory_full_info().pss
+            except psutil.NoSuchProcess:
+                continue
+        self.peak_gb = max(self.peak_gb, memory / 1e9)
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(self._cpu_s.values())
+
+
+def train(settings: tuple[str, ...], runner: tuple[str, ...], seed: int, folder: Path) -> Any:
+    """One run; its result, its metrics of each step, and what it took."""
+    command = [sys.executable, *runner, str(SCRIPT), *COMMON, *settings, f"seed={seed}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (folder / "output").open("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=output, stderr=sys.stderr, env=environment
+        )
+        usage = Usage(process.pid)
+        while process.poll() is None:
+            try:
+                usage.look()
+            except psutil.NoSuchProcess:
+                break
+            time.sleep(1)
+        if process.wait():
+            return None
+        output.seek(0)
+        result = json.loads(output.read().splitlines()[-1])
+    lines = (Path(result["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    return result, list(map(json.loads, lines)), usage
+
+
+def row(name: str, settings: tuple[str, ...], found: Any) -> str:
+    """Of the table."""
+    told = " ".join(f"`{setting}`" for setting in settings) or "none"
+    if found is None:
+        return f"| {name} | {told} | failed | | | | | | |"
+    result, steps, usage = found
+    ratios = [abs(x - 1) for step in steps for x in [step.get("ratio_mean/max")] if x is not None]
+    sizes = [x for step in steps for x in [step.get("ESS/min")] if x is not None]
+    speeds = [step["throughput/sampled_tokens_per_s"] for step in steps]
+    cells = [
+        name,
+        told,
+        f"{result['held_out_before']:.2f} to {result['held_out_after']:.2f}",
+        str(result["steps"]),
+        f"{max(ratios, default=float('nan')):.4f}",
+        f"{min(sizes, default=float('nan')):.3f}",
+        f"{usage.cpu_s:.0f} s",
+        f"{usage.peak_gb:.1f} GB",
+        f"{sorted(speeds)[len(speeds) // 2]:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print("| way | settings | held-out reward | steps | ratio | ESS | CPU | memory | tokens/s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in given.only:
+        settings, runner = WAYS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            found = train(settings, runner, given.seed, Path(folder))
+            print(row(name, settings, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
