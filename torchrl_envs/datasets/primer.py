@@ -328,7 +328,8 @@ class DataLoadingPrimer(EpisodeTransform):
         check_not_none("DataLoadingPrimer", num_workers=num_workers, seed=seed)
         check_counts("DataLoadingPrimer", 0, num_workers=num_workers, seed=seed)
         self.options = options or DataOptions()
-        self.dataset = load_rows(one_of(dataset=dataset, dataloader=dataloader))
+        dataset = one_of(dataset=dataset, dataloader=dataloader)
+        self.dataset = load_rows(dataset, skip_bad_rows=self.options.skip_bad_rows)
         self.shuffle = shuffle
         self.seed = seed
         self.num_epochs = num_epochs

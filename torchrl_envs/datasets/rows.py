@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import pickle
 import threading
 from collections import Counter, deque
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # Data sets by name: a hub id or a local path.
 
+_log = logging.getLogger(__name__)
 _BUILDERS: Final = {
     ".json": "json",
     ".jsonl": "json",
@@ -49,6 +51,7 @@ def load_rows(
     split: str | None = None,
     streaming: bool = False,
     load_options: Mapping[str, Any] | None = None,
+    skip_bad_rows: bool = False,
 ) -> Any:
     """Load a data set, for :class:`~torchrl_envs.DataLoadingPrimer` or to look at.
 
@@ -60,17 +63,19 @@ def load_rows(
         split: which; the only one, or ``"train"``, when not given.
         streaming: read while iterating instead of loading first.
         load_options: passed to ``datasets.load_dataset``.
+        skip_bad_rows: leave out lines of a file of JSON lines that can't be read, and log them.
 
     Raises:
-        ValueError: no split is given and there are several, none of them ``"train"``; or an option
-            does not apply to the source.
+        ValueError: a file is empty or can't be read, and the message names the first bad line of
+            a file of JSON lines; no split is given and there are several, none of them
+            ``"train"``; or an option does not apply to the source.
     """
     if not isinstance(source, str | Path):
         return _loaded(source, split, name is not None or streaming or bool(load_options))
     import datasets
 
     path = Path(source)
-    if path.is_dir() and _is_saved(path):
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         if name is not None or streaming or load_options:
             raise ValueError(
                 f"{source} was written by save_to_disk: name=, streaming= and load_options= do not "
@@ -82,8 +87,37 @@ def load_rows(
         builder = _BUILDERS.get(path.suffix)
         if builder is None:
             raise ValueError(f"{source} is no data file that is known: {sorted(_BUILDERS)}.")
-        return _pick_split(datasets.load_dataset(builder, data_files=str(path), **options), split)
+        try:
+            loaded = datasets.load_dataset(builder, data_files=str(path), **options)
+        except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
+            rows, bad = _readable_lines(path) if builder == "json" else ([], [])
+            if not (rows and bad and skip_bad_rows):
+                has_rows = rows or builder != "json"
+                why = str(error.__cause__ or error) if has_rows else "it holds no rows"
+                found = bad[0] if bad else why.partition("\n")[0].rstrip(".")
+                hint = ", or leave such lines out with skip_bad_rows=True" if rows and bad else ""
+                raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.") from error
+            _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
+            return rows
+        return _pick_split(loaded, split)
     return _pick_split(datasets.load_dataset(str(source), **options), split)
+
+
+def _readable_lines(path: Path) -> tuple[list[Any], list[str]]:
+    """Rows of a file of JSON lines, and what is wrong with the lines that hold none."""
+    rows, bad = [], []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if text := line.decode("utf-8-sig").strip():
+                    row = json.loads(text)
+                    json.dumps(row, ensure_ascii=False).encode()  # no half of a character
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{text:.40} is no object with columns")
+                    rows.append(row)
+            except ValueError as error:
+                bad.append(f"line {number}: {error}")
+    return rows, bad
 
 
 def _loaded(rows: Any, split: str | None, has_options: bool) -> Any:
@@ -111,10 +145,6 @@ def _pick_split(loaded: Any, split: str | None) -> Any:
     if split not in loaded:
         raise ValueError(f"There is no split {split!r}; there are {sorted(loaded)}. Name one.")
     return loaded[split]
-
-
-def _is_saved(path: Path) -> bool:
-    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def one_of(*, default: Any = None, **choices: Any) -> Any:
