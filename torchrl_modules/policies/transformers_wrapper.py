@@ -1,6 +1,7 @@
 """The policy over a Transformers model: loaded, sampled from, scored."""
 
 from collections.abc import Mapping, Sequence
+from pickle import UnpicklingError
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -109,15 +110,36 @@ class Loading(NamedTuple):
 def load_causal_lm(
     path: str, auto: Any = AutoModelForCausalLM, **arguments: Any
 ) -> PreTrainedModel:
-    """A causal language model with all of its weights; ``arguments`` are ``from_pretrained``'s."""
-    loaded: Any = auto.from_pretrained(path, output_loading_info=True, **arguments)
-    model, found = loaded
-    missing = sorted(found["missing_keys"])
-    if missing:
-        more = "" if len(missing) <= _SHOWN_KEYS else f" and {len(missing) - _SHOWN_KEYS} more"
+    """A causal language model with all of its weights, each of its shape and finite.
+
+    Args:
+        path: hub id or folder.
+        auto: which of Transformers' loaders.
+        **arguments: those of ``from_pretrained``.
+
+    Raises:
+        ValueError: weights are missing, of another shape or not finite; or are pickled objects.
+    """
+    takes_any_shape = arguments.pop("ignore_mismatched_sizes", False)
+    options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, found = auto.from_pretrained(path, **options)
+    except UnpicklingError as error:
         raise ValueError(
-            f"The files of {path!r} lack {len(missing)} of the model's weights: "
-            f"{', '.join(missing[:_SHOWN_KEYS])}{more}. They would be random numbers. Is the "
+            f"The weights of {path!r} are a pickle that holds more than tensors, and reading it "
+            "could run any program. Save them as safetensors."
+        ) from error
+    wrong = [f"{name} is missing" for name in sorted(found["missing_keys"])]
+    if not takes_any_shape:
+        shapes = sorted((name, tuple(has), tuple(to)) for name, has, to in found["mismatched_keys"])
+        wrong += [f"{name} has shape {has}, not {to}" for name, has, to in shapes]
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and not weight.isfinite().all():
+            wrong.append(f"{name} holds values that are not finite")
+    if wrong:
+        more = "" if len(wrong) <= _SHOWN_KEYS else f" and {len(wrong) - _SHOWN_KEYS} more"
+        raise ValueError(
+            f"Weights of {path!r} can't be used: {'; '.join(wrong[:_SHOWN_KEYS])}{more}. Is the "
             "checkpoint whole, and the model's class that of its config?"
         )
     return model

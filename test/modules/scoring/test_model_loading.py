@@ -1,6 +1,7 @@
 """A model from a path: where it goes, its type, its attention and how many positions it has."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import (
     RobertaForCausalLM,
 )
 
+from torchrl_agents.models import load_model
+from torchrl_agents.settings.schema import PolicyConfig, SettingsError
 from torchrl_modules import SamplingParameters, TransformersEngine, TransformersWrapper
 from torchrl_modules.scoring.scorer import PackedScorer
 
@@ -54,19 +57,49 @@ def test_a_checkpoint_of_bfloat16_is_trained_in_float32_unless_told_otherwise(pa
     assert {p.dtype for p in kept.parameters()} == {torch.bfloat16}
 
 
-def without(path, *names):
-    """The files at a path without some weights."""
-    file = f"{path}/model.safetensors"
+def missing(weights, file):
+    """Two weights are not there."""
+    del weights["model.layers.1.mlp.down_proj.weight"], weights["model.norm.weight"]
+
+
+def misshapen(weights, file):
+    """A weight has another shape."""
+    weights["model.norm.weight"] = torch.zeros(3, 5)
+
+
+def infinite(weights, file):
+    """A token that no prompt has is embedded as infinity."""
+    weights["model.embed_tokens.weight"][-1, 0] = float("inf")
+
+
+def pickled(weights, file):
+    """A pickle with an object that is no tensor in the place of the file."""
+    torch.save({**weights, "path": file}, file.with_name("pytorch_model.bin"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (missing, r": model.layers.1.mlp.down_proj.weight is missing; model.norm.weight is miss"),
+        (misshapen, r"model.norm.weight has shape \(3, 5\), not \(\d+,\)\. Is"),
+        (infinite, "model.embed_tokens.weight holds values that are not finite"),
+        (pickled, "are a pickle that holds more than tensors.* Save them as safetensors"),
+    ],
+)
+def test_a_model_with_weights_that_cannot_be_used_is_refused_by_their_names(path, damage, words):
+    file = Path(path, "model.safetensors")
     weights = load_file(file)
-    for name in names:
-        del weights[name]
-    save_file(weights, file, metadata={"format": "pt"})
-
-
-def test_a_model_whose_files_lack_weights_is_refused_by_their_names(path):
-    without(path, "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
-    with pytest.raises(ValueError, match=r"lack 2 .*layers.1.mlp.down_proj.weight, model.norm.w"):
+    file.unlink()
+    damage(weights, file)
+    if damage is not pickled:
+        save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=words):
         TransformersWrapper(path)
+    if damage is misshapen:
+        model_kwargs = {"ignore_mismatched_sizes": True}
+        assert TransformersWrapper(path, model_kwargs=model_kwargs).model is not None
+    with pytest.raises(SettingsError, match=f"policy.model=.* can't be loaded: .*{words}"):
+        load_model(PolicyConfig(model=path, device="cpu"), path)
 
 
 def test_weights_that_are_tied_are_not_missing(make_tiny_model, chatml_tokenizer, tmp_path):
