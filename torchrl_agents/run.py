@@ -225,6 +225,9 @@ def claim_folder(
         overwrite: whether to take the last run's folder.
         resume: the folder of the run that goes on, or ``"auto"``.
         _root_: all settings.
+
+    Raises:
+        SystemExit: no folder can be made here.
     """
     if os.environ.get("RANK", "0") != "0":  # of torchrun: the folder is rank 0's
         return tempfile.mkdtemp(prefix="torchrl-agents-rank-")
@@ -232,22 +235,28 @@ def claim_folder(
         return str(resume)
     label = name or f"seed{seed}"
     parent = ROOT / recipe / task
-    parent.mkdir(parents=True, exist_ok=True)
-    runs = {_number(path, label): path for path in parent.glob(f"{label}-*")}
-    last = max(runs, default=0)
-    if resume == AUTO:
-        earlier = [path for _, path in sorted(runs.items())]
-        found = find_run(earlier, plain_settings(_root_))
-        if found is not None:
-            return str(found)
-    if overwrite and last:
-        return str(parent / f"{label}-{last:03}")
-    while True:
-        last += 1
-        folder = parent / f"{label}-{last:03}"
-        with suppress(FileExistsError):  # another run was faster
-            folder.mkdir()
-            return str(folder)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        runs = {_number(path, label): path for path in parent.glob(f"{label}-*")}
+        last = max(runs, default=0)
+        if resume == AUTO:
+            earlier = [path for _, path in sorted(runs.items())]
+            found = find_run(earlier, plain_settings(_root_))
+            if found is not None:
+                return str(found)
+        if overwrite and last:
+            return str(parent / f"{label}-{last:03}")
+        while True:
+            last += 1
+            folder = parent / f"{label}-{last:03}"
+            with suppress(FileExistsError):  # another run was faster
+                folder.mkdir()
+                return str(folder)
+    except OSError as error:  # inside Hydra, which would tell another error
+        raise SystemExit(
+            f"{recipe}.py: no folder for the run can be made in {Path.cwd()}: {error}. Start it "
+            "where you can write, or give a folder with hydra.run.dir=."
+        ) from error
 
 
 def _number(path: Path, label: str) -> int:

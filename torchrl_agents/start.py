@@ -1,5 +1,6 @@
 """How a recipe starts: its settings are checked, tried in a dry run, and run."""
 
+import errno
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -514,6 +516,7 @@ def _told_of(what: str) -> Iterator[None]:
 # How a recipe runs: its settings are checked, its folder is its own, it is told how it ended.
 
 _LOG = logging.getLogger("torchrl_agents")
+_OF_THE_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 Build = Callable[[Recipe, Any, dict[str, Any]], Any]
 """Gives the task and its environments, a tuple."""
 Train = Callable[[Any, Any, Run, RunLog, StopSignals], dict[str, Any]]
@@ -537,6 +540,12 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
         except RankFailedError as error:
             raise SystemExit(str(error)) from error
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:
+                raise
+            folder = HydraConfig.get().runtime.output_dir
+            words = f"a file can't be written ({error}). What is whole so far is in {folder}."
+            raise SystemExit(f"{recipe.name}.py: {words}") from error
 
     try:
         _look_in(Path.cwd())

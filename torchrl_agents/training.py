@@ -405,10 +405,14 @@ def _save(
 
 
 def _leave(final: Path, save: Callable[[Path], Any]) -> None:
-    """Put a folder in its place once it is whole."""
+    """Put a folder in its place once it is whole, or leave nothing."""
     partial = final.with_name(f"{final.name}.partial")
     remove(partial)
-    save(partial)
+    try:
+        save(partial)
+    except BaseException:
+        remove(partial)
+        raise
     remove(final)
     partial.rename(final)
 

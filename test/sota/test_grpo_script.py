@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -425,3 +426,31 @@ def test_help_says_what_each_setting_means(run_script, tmp_path):
     assert "Rollouts of a prompt." in text
     assert "task.held_out_split" in text
     assert "which to test on" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*step 1 could not be saved")  # the checkpoint, too
+@pytest.mark.parametrize("is_full", [True, False], ids=["full", "no folder"])
+def test_a_disk_that_takes_nothing_is_told_and_nothing_stays_half_written(
+    run_recipe, tmp_path, monkeypatch, is_full
+):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = train_tokenizer(["Is 7 odd?"] * 8, vocab_size=300)
+    tokenizer.save_pretrained("student")
+    tiny_qwen3(len(tokenizer)).save_pretrained("student")
+    words = r"^grpo.py: a file can't be written \(.*os error 27\). What .* is in .*tiny-001.$"
+    if not is_full:
+        Path("outputs").touch()
+        words = f"^grpo.py: no folder for the run can be made in {tmp_path}: .*Not a directory"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # the model has more
+    try:
+        with pytest.raises(SystemExit, match=words):
+            run_recipe("grpo", *SMALL, "policy.model=student", "logger=none", "train.num_steps=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    left = {path.name for path in tmp_path.glob("outputs/**/*")}
+    assert not {name for name in left if "model" in name or "step-0" in name} - {
+        "step-000001.jsonl.gz"
+    }
+    for record in tmp_path.rglob("run.json"):
+        assert json.loads(record.read_text())["status"] == "failed"
