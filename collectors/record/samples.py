@@ -350,9 +350,15 @@ class RunRecord:
         if not path.exists():
             raise KeyError(f"step {step}; there are {steps_in(self.folder)}")
         lines = read_lines(path, self.damage)
-        _check_format(next(lines, {}), path)
+        header = next(lines, {})
+        _check_format(header, path)
+        known = {group.group_id for group in StepSummary.from_json(header).groups}
         for line in lines:
-            yield RolloutSample.from_json(line)
+            sample = RolloutSample.from_json(line)
+            if sample.group_id in known:
+                yield sample
+            else:
+                self.damage.append(f"{path.name}: it has no group {sample.group_id} of a sample")
 
     def events(self) -> list[dict[str, Any]]:
         """All that the ledger told, in order, see :attr:`StepSummary.events`."""

@@ -87,6 +87,16 @@ def test_what_is_wrong_is_said(folder, tmp_path, capsys):
     assert (module, function) == (main.__module__, main.__name__)
 
 
+def test_a_sample_of_a_group_that_its_step_does_not_have_is_named_and_left_out(tmp_path, capsys):
+    stray = sample(1, 7, 1)
+    folder = write_record(tmp_path / "run", [[[sample(1, 0, 0), stray]]])
+    said = f"not read: step-000001.jsonl.gz: it has no group {stray.group_id} of a sample"
+    for arguments in (("--step", 1), ("--html", tmp_path / "page")):
+        assert " ".join(shown(capsys, folder, *arguments).split()).endswith(said)
+    assert stray.group_id not in (tmp_path / "page/data/0/step-000001-0.js").read_text()
+    assert [each.group_id for each in RunRecord(folder).samples(1)] == [sample(1, 0, 0).group_id]
+
+
 def test_one_looks_around_by_keys(folder):
     async def look():
         app = RecordApp(Browser(RunRecord(folder)))
