@@ -66,7 +66,7 @@ NOT_NEGATIVE: Final[Rule] = (lambda x: math.isfinite(x) and x >= 0, "at least 0 
 POSITIVE: Final[Rule] = (lambda x: math.isfinite(x) and x > 0, "positive and finite")
 FRACTION: Final[Rule] = (lambda x: 0 <= x < 1, "in [0, 1)")
 RULES: Final[dict[str, Rule]] = {
-    "seed": NOT_NEGATIVE,
+    "seed": (lambda x: 0 <= x < 1 << 63, "from 0 to 2**63 - 1"),
     "policy.max_model_len": COUNT,
     "policy.max_new_tokens": COUNT,
     "policy.lora_rank": COUNT,

@@ -467,7 +467,9 @@ class StreamingCollector(BackgroundCollector):
         staleness: how old tokens may be, and what is done about it: :class:`~collectors.Wait`,
             :class:`~collectors.Drop` or :class:`~collectors.OnPolicy`; with ``recompute=False``
             responses in flight go on with what old weights have read.
-        weight_sync_steps: batches that are trained for each push of weights.
+        weight_sync_steps: batches that are trained for each push of weights:
+            :meth:`update_policy_weights_` after each of them pushes the last one's, and in between
+            gives the version that was pushed before.
         max_inflight_tasks: most episodes that run at once; -1: all that are admitted; a
             :class:`~collectors.LoadCap`: as many as the engine has room for.
         queue_maxsize: the most finished episodes that wait for the trainer; before they could be
@@ -655,6 +657,10 @@ class StreamingCollector(BackgroundCollector):
         if not self.ledger.is_on_policy:
             check_own_memory(source, self._async_policy.engine)
         self._open()
+        steps = self._producer.steps[self._weights.version] + self.ledger.weight_sync_steps
+        if not is_restored and self._finished.are_taken and self.ledger.version + 1 < steps:
+            self._weights.unchanged(self._finished.used)
+            return self._weights.version
         return self._weights.push(source, tuple if is_restored else self._finished.used, version)
 
     # Resume -------------------------------------------------------------------------------------

@@ -171,6 +171,10 @@ def test_defaults_fit_the_model(compose, given, rate, steps):
     ("overrides", "words"),
     [
         (["optim.num_warmup_steps=-3"], "num_warmup_steps must be at least 0"),
+        (
+            ["seed=9223372036854775808"],
+            r"seed must be from 0 to 2\*\*63 - 1, got 9223372036854775808",
+        ),
         (["warm_start.num_steps=-1"], "warm_start.num_steps must be at least 0"),
         (["evaluate.num_shown=-1"], "num_shown must be at least 0"),
         (["policy.max_new_tokens=0"], "max_new_tokens must be at least 1"),

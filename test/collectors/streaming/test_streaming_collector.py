@@ -293,6 +293,19 @@ def test_the_model_that_is_trained_is_not_the_one_that_draws(make_policy):
             collector.update_policy_weights_(state_dict=policy.engine.model.state_dict())
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_weights_are_pushed_after_so_many_steps(make_policy, make_tiny_model, every):
+    policy = make_policy()
+    with streaming(make_env(), policy, weight_sync_steps=every, staleness=Wait(4)) as collector:
+        assert collector.update_policy_weights_(make_tiny_model(50), wait=True) == 1  # no step
+        for step in range(1, 8):
+            collector.collect()
+            given = collector.update_policy_weights_(make_tiny_model(step), wait=True)
+            assert given == collector.policy_version == 1 + step // every
+            assert collector.ledger.version == step
+            assert collector.ledger.pulled_version == step // every * every
+
+
 def test_an_update_that_is_refused_is_raised_by_the_next_one(make_policy, make_tiny_model):
     weights = make_tiny_model(1).state_dict()
     wrong = {name: value for name, value in weights.items() if "norm" not in name}
