@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchrl.data import ReplayBuffer
+from torchrl.data import ReplayBuffer, TensorStorage
 
 from objectives.advantages.mc_advantage import MCAdvantage
 from torchrl_data.keys import REWARD
@@ -49,7 +49,7 @@ def check_composition(
     loaders = list(env.transforms_of(DataLoadingPrimer))
     if not has_postproc:
         check_groups(loaders, buffer, who=who)
-        check_room(buffer, env.batch_size.numel(), who=who)
+        check_storage(buffer, env.batch_size.numel(), who=who)
         check_rewards(env, buffer, who=who)
     return loaders
 
@@ -129,13 +129,24 @@ def check_groups(
                 )
 
 
-def check_room(buffer: ReplayBuffer | None, num_rows: int, *, who: str) -> None:
+def check_storage(
+    buffer: ReplayBuffer | None, num_rows: int, *, who: str, has_postproc: bool = False
+) -> None:
     """Check that the storage of a buffer takes a batch of so many rows.
 
+    With ``has_postproc`` rows may be made of one shape.
+
     Raises:
-        ValueError: the later rows would take the place of the first.
+        ValueError: it can't hold rows of different lengths, or the later rows would take the place
+            of the first.
     """
-    room = getattr(getattr(buffer, "storage", None), "max_size", None)
+    storage = getattr(buffer, "storage", None)
+    if isinstance(storage, TensorStorage) and not has_postproc:
+        raise ValueError(
+            f"{who}: rows have different lengths, which {type(storage).__name__} can't hold. Give "
+            "the buffer a LazyStackStorage or a ListStorage."
+        )
+    room = getattr(storage, "max_size", None)
     if advantages_of(buffer) and room is not None and room < num_rows:
         raise ValueError(
             f"{who}: a batch has {num_rows} rows, and the storage of the buffer holds {room}: the "

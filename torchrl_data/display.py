@@ -175,13 +175,19 @@ def show_conversation(
 ) -> None:
     """Print a row: a panel per message, coloured by role, then its tokens and the reward.
 
+    What a collector gives has ``rows["history", "full"].show()``.
+
     Args:
         conversations: the snapshot that holds the row.
         row: which row.
         tokenizer: when given, the row's tokens are printed below, coloured by who wrote them.
         reward: printed at the end: a number, or a tensor of one element.
         console: where to print; a new one on standard output when not given.
+
+    Raises:
+        TypeError: these are no :class:`Conversations`.
     """
+    _check_conversations("show_conversation", conversations)
     shown = _panels(conversations.messages(row))
     shown.append(colour_legend((role, ROLE_STYLES[role]) for role in _LEGEND_ROLES))
     if tokenizer is not None:
@@ -192,6 +198,14 @@ def show_conversation(
         shown.append(Panel(coloured_tokens(texts, sources), title=title, title_align="left"))
         shown.append(colour_legend((s.name.lower(), style) for s, style in SOURCE_STYLES.items()))
     _print(shown, reward, console)
+
+
+def _check_conversations(who: str, found: object) -> None:
+    if not isinstance(found, Conversations):
+        raise TypeError(
+            f"{who} takes Conversations, got {type(found).__name__}. Rows of a collector are shown "
+            'by rows["history", "full"].show(), and are a page by .to_html().'
+        )
 
 
 def coloured_tokens(texts: Sequence[str], sources: Sequence[Source]) -> RichText:
@@ -289,8 +303,10 @@ def conversation_html(
         rewards: of each row, or a tensor of as many elements.
 
     Raises:
+        TypeError: these are no :class:`Conversations`.
         ValueError: there are not as many rewards as rows.
     """
+    _check_conversations("conversation_html", conversations)
     articles = []
     for row in range(len(conversations)):
         article = _messages(conversations.messages(row))

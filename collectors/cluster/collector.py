@@ -13,7 +13,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
-from collectors.composition_checks import advantages_of, check_room
+from collectors.composition_checks import advantages_of, check_storage
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.llm_collector import BackgroundCollector, PostProcessing
 from collectors.streaming.collector import SnapshotUpdater, shares_memory
@@ -483,7 +483,12 @@ class RayLLMCollector(BackgroundCollector):
             raise (error if cause is None else cause) from error
 
     def _check_buffer(self) -> None:
-        check_room(self.replay_buffer, self.groups_per_step * self.group_size, who=WHO)
+        check_storage(
+            self.replay_buffer,
+            self.groups_per_step * self.group_size,
+            who=WHO,
+            has_postproc=self.postproc is not None,
+        )
         for part in advantages_of(self.replay_buffer):
             if part.group_size != self.group_size:
                 raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 from torchrl.envs import Transform
 
-from collectors.composition_checks import advantages_of, check_room
+from collectors.composition_checks import advantages_of, check_storage
 from collectors.ledger import GroupLedger, GroupState, StalenessPolicy, Ticket, Wait
 from collectors.llm_collector import BackgroundCollector, PostProcessing, remembering
 from collectors.weight_update.updaters import InProcessUpdater
@@ -523,7 +523,9 @@ class StreamingCollector(BackgroundCollector):
         """What took how long."""
         max_episodes = most_episodes(self.ledger, max_inflight_tasks)
         timeout_s = turn_timeout_s(self.ledger, request_timeout)
-        check_room(replay_buffer, groups_per_step * group_size, who=WHO)
+        check_storage(
+            replay_buffer, groups_per_step * group_size, who=WHO, has_postproc=postproc is not None
+        )
         updater = SnapshotUpdater(policy)
         super().__init__(
             policy,

@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 
-from collectors import LLMCollector
+from collectors import LLMCollector, StreamingCollector
 from objectives import MCAdvantage
 from torchrl_data import builtin_template
 from torchrl_envs import (
@@ -373,6 +373,16 @@ def test_a_storage_smaller_than_a_batch_is_refused_when_composed(make_policy):
     buffer = ReplayBuffer(storage=LazyStackStorage(too_small), transform=MCAdvantage(2))
     with pytest.raises(ValueError, match=rf"the storage of the buffer holds {too_small}"):
         LLMCollector(env, make_policy(), replay_buffer=buffer)
+
+
+@pytest.mark.parametrize("kind", [LLMCollector, StreamingCollector])
+def test_a_storage_of_one_shape_is_refused_when_composed(make_policy, kind):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    words = f"{kind.__name__}: rows have different lengths, which LazyTensorStorage can't hold. Gi"
+    with pytest.raises(ValueError, match=words):
+        kind(make_env(), make_policy(), replay_buffer=buffer)
+    with kind(make_env(), make_policy(), replay_buffer=buffer, postproc=lambda rows: rows):
+        pass  # who makes rows of one shape may
 
 
 def test_an_environment_without_data_is_refused_when_composed(make_policy):

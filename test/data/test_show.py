@@ -16,6 +16,7 @@ from torchrl_data import (
     TextHistory,
     builtin_template,
     conversation_html,
+    row_tensordicts,
     show_conversation,
     show_messages,
 )
@@ -239,3 +240,12 @@ def test_a_text_history_of_a_conversation():
     assert history.reward == 2.0
     assert TextHistory.from_conversations(state, 0, tokenizer, reward=torch.ones(1)).reward == 1.0
     assert history.token_spans[1][1] - history.token_spans[1][0] == len(ids)
+
+
+def test_rows_of_a_collector_are_refused_with_what_shows_them():
+    _, state, _ = answered()
+    (row,) = row_tensordicts(state)
+    words = r'takes Conversations, got TensorDict. Rows .* by rows\["history", "full"\].show'
+    for show in (show_conversation, conversation_html):
+        with pytest.raises(TypeError, match=f"{show.__name__} {words}"):
+            show(row)
