@@ -45,7 +45,7 @@ from .models import (
 )
 from .parallel import follow, loading_device
 from .results import LOGGERS, MultirunSummary, check_loggers, finite, missing_package, open_loggers
-from .run import Run, RunLog, StopSignals, plain_settings, with_recorded
+from .run import Run, RunLog, StopSignals, plain_settings, remove, with_recorded
 from .settings.command_line import prepare, task_settings
 from .settings.schema import (
     CollectorConfig,
@@ -590,6 +590,8 @@ def _run(
         cfg = OmegaConf.to_object(typed)
         assert isinstance(cfg, RecipeConfig)
         check_config(recipe, cfg)
+        if cfg.dry_run:  # its folder is its own, and what is refused leaves nothing
+            stack.push(lambda refused, *_: remove(folder) if refused else None)
         disable_progress_bar()  # loading a model has bars of its own
         follows = os.environ.get("RANK", "0") != "0"
         if cfg.dry_run and follows:
@@ -643,5 +645,5 @@ def open_run(folder: Path, cfg: RecipeConfig, settings: dict[str, Any], ranks: R
 
 
 def _remove_if_empty(folder: Path) -> None:
-    if not any(folder.iterdir()):
+    if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import pickle
+import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Data sets by name: a hub id or a local path.
 
 _log = logging.getLogger(__name__)
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
 _BUILDERS: Final = {
     ".json": "json",
     ".jsonl": "json",
@@ -100,6 +102,8 @@ def load_rows(
             _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
             return rows
         return _pick_split(loaded, split)
+    if path.suffix in _BUILDERS or not _HUB_ID.fullmatch(str(source)):
+        raise ValueError(f"There is no file or folder {source}, from {Path.cwd()}.")
     return _pick_split(datasets.load_dataset(str(source), **options), split)
 
 

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from typing import Any, Final
@@ -47,9 +47,9 @@ class Task:
     """Everything about a task that a training script needs."""
 
     name: str
-    train_rows: Any
+    train_rows: Any = field(repr=False)
     """Rows, or whatever :class:`~torchrl_envs.DataLoadingPrimer` takes."""
-    held_out_rows: Sequence[Row] = ()
+    held_out_rows: Sequence[Row] = field(default=(), repr=False)
     """Rows that are not trained on."""
     environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
     """Makes the environment of one rollout, or several by name; see ``EnvironmentTools``."""
@@ -66,9 +66,9 @@ class Task:
     map_row: MapRow | None = None
     """Makes a row out of a row of the data."""
     system_prompt: str | None = None
-    demonstrations: Sequence[Sequence[Message]] = ()
+    demonstrations: Sequence[Sequence[Message]] = field(default=(), repr=False)
     """Conversations about training rows that show the format, and little of the skill."""
-    demonstration_tools: Sequence[Sequence[dict[str, Any]] | None] = ()
+    demonstration_tools: Sequence[Sequence[dict[str, Any]] | None] = field(default=(), repr=False)
     """JSON schemas that each of them shows; none, or ``None``, for those of the environment."""
     num_warm_steps: int | None = None
     """Steps of the warm start on them, for the embedded model; ``None`` for the recipe's."""
@@ -82,7 +82,7 @@ class Task:
     """The answer in what the policy said last, equal for answers that are; for a majority vote."""
     isolated: str = r"\d"
     """What a tokenizer made for this task never merges, a regular expression."""
-    phrases: Sequence[str] = ()
+    phrases: Sequence[str] = field(default=(), repr=False)
     """Words and white space that such a tokenizer has as one token each."""
     game: Callable[[Mapping[str, Any]], Any] | None = None
     """Makes the game of a row that two policies can play; see the recipe self-play."""

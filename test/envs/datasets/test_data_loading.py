@@ -112,6 +112,13 @@ def test_every_source_gives_the_same_rows_groups_and_seeds(source, on_disk, tmp_
     assert found == draws(DataLoadingPrimer(ROWS, group_size=2), 9)
 
 
+@pytest.mark.parametrize("path", ["rows.jsonl", "./rows", "/nowhere/rows", "a/b/c", "~/rows"])
+def test_what_can_only_be_a_path_is_not_asked_of_the_hub(path, monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(ValueError, match=f"There is no file or folder {re.escape(path)}, from /"):
+        DataLoadingPrimer(path)
+
+
 def test_a_file_is_streamed(on_disk, tmp_path):
     rows = load_rows(
         str(on_disk / "rows.jsonl"), streaming=True, load_options={"cache_dir": str(tmp_path)}
