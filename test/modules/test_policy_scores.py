@@ -1,5 +1,8 @@
 """Scores of a policy: its own distribution, truncated as it samples, as log-probs or in full."""
 
+import importlib
+import warnings
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -65,6 +68,26 @@ def test_the_ratio_of_unchanged_weights_is_one(make_policy, drawn):
     output = GRPOLoss(policy, temperature=drawn.get("temperature", 1.0))(lazy_stack(rows))
     torch.testing.assert_close(output.ratio_mean, torch.tensor(1.0), rtol=0, atol=1e-5)
     torch.testing.assert_close(output.kl_approx, torch.tensor(0.0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["sft", "rlhf"])
+@pytest.mark.parametrize("pad_output", [False, True], ids=["ragged", "padded"])
+def test_the_loss_of_torchrl_reads_the_policy(make_policy, pad_output, strategy):
+    """On other weights than those that sampled, so that a token out of place shows."""
+    torch.manual_seed(0)
+    batch = make_policy(pad_output=pad_output)(make_batch()).select("tokens", "masks", "log_probs")
+    rows = batch.clone() if pad_output else lazy_stack(list(batch.unbind(0)))
+    rows["advantage"] = torch.tensor([1.0, -2.0, 0.5]).reshape(3, 1, 1)
+    policy = make_policy(seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        their_loss = importlib.import_module("torchrl.objectives.llm").GRPOLoss
+    ours = GRPOLoss(policy, clip_epsilon=0.2)(rows)
+    theirs = their_loss(policy, clip_epsilon=0.2, entropy_bonus=False, masking_strategy=strategy)(
+        rows
+    )
+    assert not torch.isclose(ours.ratio_mean, torch.tensor(1.0), atol=1e-3)
+    torch.testing.assert_close(theirs.loss_objective, ours.loss_objective, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture

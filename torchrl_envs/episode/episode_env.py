@@ -144,6 +144,8 @@ class EpisodeEnv(TransformedEnv):
         transform: one transform, or a ``Compose`` of several.
     """
 
+    _has_dynamic_specs = True  # TorchRL: steps differ in their lengths, and are stacked as rows
+
     def __init__(self, env: EnvBase, transform: Transform) -> None:
         parts = flat_transforms(transform)
         entries = EpisodeEntries()

@@ -1,8 +1,9 @@
 """The policy over a Transformers model: loaded, sampled from, scored."""
 
 from collections.abc import Mapping, Sequence
+from functools import partialmethod
 from pickle import UnpicklingError
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -350,11 +351,14 @@ class TransformersWrapper(LLMWrapperBase):
         padded = _as_columns(rows.spread(scores.log_prob), rows.keep)
         return padded.reshape(*tensordict.batch_size, -1)
 
-    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
+    def get_dist(
+        self, tensordict: TensorDictBase, *, padding_side: Literal["left", "right"] = "right"
+    ) -> TokenDistribution:
         """The distributions of what :meth:`forward` would score: memory of K x V logits.
 
         Args:
             tensordict: as for :meth:`forward` with ``generate=False``.
+            padding_side: of ragged rows; padded ones keep their columns.
 
         Returns:
             One distribution per scored position of the batch ``[*B, T]``, laid out as in
@@ -366,14 +370,21 @@ class TransformersWrapper(LLMWrapperBase):
         ids, lengths, mask = (one.to(logits.device) for one in (ids, lengths, mask))
         history = TargetHistory.of(ids, lengths, mask).read(logits.shape[1], self._truncation)
         log_p = warped_log_softmax(logits, self._truncation, ids[mask], history)
-        columns = _as_columns(rows.scored, rows.keep)
+        columns = _as_columns(rows.scored, rows.keep, padding_side)
         return TokenDistribution(log_p, columns.reshape(*tensordict.batch_size, -1))
 
+    # What TorchRL's losses ask for, of rows that they pad on the left.
+    _get_sft_dist = _get_rlhf_dist = partialmethod(get_dist, padding_side="left")
 
-def _as_columns(rows: Sequence[Tensor], keep: Sequence[Tensor] | None) -> Tensor:
+
+def _as_columns(
+    rows: Sequence[Tensor],
+    keep: Sequence[Tensor] | None,
+    side: Literal["left", "right"] = "right",
+) -> Tensor:
     """Rows without padding as ``[B, T]``, in the columns that they came in if they were padded."""
     if keep is None:
-        return pad(rows, value=0)
+        return pad(rows, value=0, side=side)
     placed = [
         row.new_zeros(len(where)).masked_scatter(where.to(row.device), row)
         for row, where in zip(rows, keep, strict=True)

@@ -18,8 +18,8 @@ with warnings.catch_warnings():
 @pytest.fixture
 def policy(chatml_tokenizer):
     model = tiny_qwen3(len(chatml_tokenizer), num_layers=1)
-    # TorchRL stacks steps, which takes turns of one length.
-    sampling = {"min_tokens": 6, "max_new_tokens": 6}
+    # Turns of 1 to 24 tokens: one token in ten ends them.
+    sampling = {"max_new_tokens": 24, "seed": 0, "stop_token_ids": list(range(0, 330, 10))}
     return TransformersWrapper(model, tokenizer=chatml_tokenizer, generate_kwargs=sampling)
 
 
@@ -50,6 +50,9 @@ def test_torchrl_collector_collects_steps(policy):
         total_frames=8,
         auto_register_policy_transforms=False,
     )
-    rewards = [batch["next", "reward"].flatten().tolist() for batch in collector]
+    batches = list(collector)
     collector.shutdown()
+    rewards = [batch["next", "reward"].flatten().tolist() for batch in batches]
+    rows = [step for batch in batches for row in batch.unbind(0) for step in row.unbind(0)]
+    assert len({len(row["tokens", "response"]) for row in rows}) > 1
     assert rewards == [[0.0, 2.0, 1.0, 3.0], [4.0, 6.0, 5.0, 7.0]]
