@@ -75,6 +75,7 @@ def load_rows(
     if not isinstance(source, str | Path):
         return _loaded(source, split, name is not None or streaming or bool(load_options))
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     path = Path(source)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
@@ -91,7 +92,7 @@ def load_rows(
             raise ValueError(f"{source} is no data file that is known: {sorted(_BUILDERS)}.")
         try:
             loaded = datasets.load_dataset(builder, data_files=str(path), **options)
-        except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
+        except (DatasetGenerationError, ValueError, StopIteration) as error:
             rows, bad = _readable_lines(path) if builder == "json" else ([], [])
             if not (rows and bad and skip_bad_rows):
                 has_rows = rows or builder != "json"

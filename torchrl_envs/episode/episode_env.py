@@ -144,7 +144,8 @@ class EpisodeEnv(TransformedEnv):
         transform: one transform, or a ``Compose`` of several.
     """
 
-    _has_dynamic_specs = True  # TorchRL: steps differ in their lengths, and are stacked as rows
+    # What TorchRL asks: steps differ in their lengths, and are stacked as rows.
+    _has_dynamic_specs = True  # type: ignore[assignment]
 
     def __init__(self, env: EnvBase, transform: Transform) -> None:
         parts = flat_transforms(transform)
