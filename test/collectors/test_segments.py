@@ -53,6 +53,14 @@ class FoldsEntries(EpisodeTransform):
         return next_tensordict
 
 
+class Places(EpisodeTransform):
+    """Numbers the tokens of an episode, over all of its segments."""
+
+    def finish(self, episode):
+        count = sum(part.num_tokens(0) for part in episode.rows)
+        episode.token_entries["place"] = torch.arange(count)
+
+
 class Recorded:
     """An engine that notes what it sampled, and has other weights at every turn, by its version."""
 
@@ -244,7 +252,9 @@ def test_a_summary_that_fails_ends_its_episode_alone(
     assert rows[0]["scorable"].tolist() == [False]
 
 
-def test_reasoning_of_earlier_turns_is_dropped_and_trained_once(chatml_tokenizer):
+def test_reasoning_of_earlier_turns_is_dropped_and_trained_once_with_its_values_by_token(
+    chatml_tokenizer,
+):
     turns = ["<think>\nhm\n</think>\n\nIt is 4.", "<think>\nwell\n</think>\n\nIt is 4.", "done"]
     rows = [{"prompt": "What is 2 + 2?"}]
     env = ChatEnv(batch_size=1, tokenizer=chatml_tokenizer).append_transform(
@@ -252,6 +262,7 @@ def test_reasoning_of_earlier_turns_is_dropped_and_trained_once(chatml_tokenizer
             DataLoadingPrimer(rows),
             Asks(2),
             DropReasoning(),
+            Places(),
             RewardFunctions([number_of_turns], completion_format="messages"),
         )
     )
@@ -262,6 +273,10 @@ def test_reasoning_of_earlier_turns_is_dropped_and_trained_once(chatml_tokenizer
     assert ["hm" in text for text in full] == [True, False, False]
     assert ["well" in text for text in full] == [False, True, False]
     assert rows["reward"].flatten().tolist() == [3.0] * 3
+    places = [row["next", "place"].tolist() for row in rows.unbind(0)]
+    assert [len(own) for own in places] == [len(row["tokens", "full"]) for row in rows.unbind(0)]
+    numbers = [place for own in places for place in own]
+    assert numbers == list(range(len(numbers)))
     env.close()
 
 

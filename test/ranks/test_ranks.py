@@ -60,6 +60,10 @@ def test_one_ranks_nan_skips_the_step_of_all(found, how):
         assert made[0] > 0
 
 
+def test_the_norm_of_sharded_and_whole_gradients_is_that_of_all_of_them(found):
+    assert found("partly sharded") == pytest.approx([13.0, 13.0])
+
+
 def test_gradients_that_were_not_reduced_are_noticed(found):
     for unreduced, partial, no_ranks in found("unreduced"):
         assert "have different norms" in unreduced

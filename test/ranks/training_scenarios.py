@@ -8,7 +8,9 @@ import torch
 from forked_ranks import run_ranks
 from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict, lazy_stack
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from objectives import (
@@ -22,6 +24,7 @@ from objectives import (
     SFTLossOutput,
     TokenFilters,
 )
+from objectives.batching.ranks import norm_over
 from torchrl_modules.scoring.scorer import PackedScorer
 from torchrl_modules.tiny_model import tiny_qwen3
 
@@ -187,6 +190,14 @@ def unreduced(ranks, how):
     return errors
 
 
+def partly_sharded(ranks, how):
+    """A gradient of which one tensor is sharded, of norm 12, and one is whole, of norm 5."""
+    del how
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    sharded = distribute_tensor(torch.full((4,), 6.0), mesh, [Shard(0)])
+    return float(norm_over(ranks, [sharded, torch.tensor([3.0, 4.0])]))
+
+
 def limited_passes(ranks, how):
     """Passes without a gradient, of which ranks would need different numbers."""
     scorer = PackedScorer(wrap(build("grpo"), how, "grpo"), micro_batch_tokens=8)
@@ -240,6 +251,7 @@ def scenarios():
     for how in ("ddp", "fsdp2"):
         yield f"one nan, {how}", lambda how=how: run_ranks(2, lambda r: one_nan(r, how))
     yield "limited", lambda: run_ranks(2, lambda r: limited_passes(r, "fsdp2"))
+    yield "partly sharded", lambda: run_ranks(2, lambda r: partly_sharded(r, ""))
     yield "unreduced", lambda: run_ranks(2, lambda r: unreduced(r, ""))
     yield "failing", lambda: error_of(lambda: run_ranks(2, lambda r: failing(r, "")))
     yield "stuck", lambda: run_ranks(2, lambda r: stuck(r, ""), wait_s=3.0)

@@ -221,7 +221,7 @@ class _Branch:
         """Where the episode left it for another one."""
 
     def is_begun_by(self, tools: Sequence[Any] | None, shown: Sequence[Any]) -> bool:
-        n = len(self.told)
+        n = len(self.told)  # it ends with a reply, and no request does: never as many as are shown
         return self.tools == tools and n < len(shown) and self.told == shown[:n]
 
 

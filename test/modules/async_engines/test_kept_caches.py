@@ -57,6 +57,16 @@ def test_the_longest_common_beginning_is_found(steps, most):
         assert len(kept) == len(model)
 
 
+def test_a_row_without_a_key_is_used_up_by_one_that_goes_on_from_all_of_it():
+    kept = KeptCaches(max_tokens=9)
+    kept.keep(None, [1, 2, 3, 4], [(torch.zeros(1, 4, 1), torch.zeros(1, 4, 1))])
+    found = [kept.find([1, 2, 9]), kept.find([1, 2, 3, 4]), kept.find([1, 2, 3, 4, 5])]
+    assert [each.num_tokens for each in found] == [2, 3, 4]
+    assert [each.used_up is None for each in found] == [True, True, False]
+    kept.end(found[-1].used_up)
+    assert len(kept) == 0
+
+
 @pytest.fixture(name="engine")
 def engine_fixture(build_model):
     """An engine that counts the tokens that its model reads, padding included."""
