@@ -130,18 +130,18 @@ def check_groups(
 
 
 def check_storage(
-    buffer: ReplayBuffer | None, num_rows: int, *, who: str, has_postproc: bool = False
+    buffer: ReplayBuffer | None, num_rows: int, postproc: object = None, *, who: str
 ) -> None:
     """Check that the storage of a buffer takes a batch of so many rows.
 
-    With ``has_postproc`` rows may be made of one shape.
+    With ``postproc`` rows may be made of one shape.
 
     Raises:
         ValueError: it can't hold rows of different lengths, or the later rows would take the place
             of the first.
     """
     storage = getattr(buffer, "storage", None)
-    if isinstance(storage, TensorStorage) and not has_postproc:
+    if isinstance(storage, TensorStorage) and postproc is None:
         raise ValueError(
             f"{who}: rows have different lengths, which {type(storage).__name__} can't hold. Give "
             "the buffer a LazyStackStorage or a ListStorage."

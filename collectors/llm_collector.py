@@ -144,19 +144,15 @@ def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[Tenso
     """The rows of one episode; ``last`` are the entries by token of the last of them."""
     out, start = [], 0
     for number, part in enumerate(episode.rows):
-        end = start + part.num_tokens(0)
-        is_last = number == len(episode.segments)
-        own = last if is_last else _earlier(episode, start, end)
+        end, own = start + part.num_tokens(0), last
+        if number < len(episode.segments):
+            own = {
+                key if key == REWARD else ("next", key): value[start:end]
+                for key, value in episode.token_entries.items()
+            }
         out.append(_row(part, {**shared, SEGMENT: torch.tensor(number)}, own))
         start = end
     return out
-
-
-def _earlier(episode: Episode, start: int, end: int) -> dict:
-    return {
-        key if key == REWARD else ("next", key): value[start:end]
-        for key, value in episode.token_entries.items()
-    }
 
 
 def _row(part: Conversations, shared: dict[str, Any], by_token: dict) -> TensorDict:

@@ -484,10 +484,7 @@ class RayLLMCollector(BackgroundCollector):
 
     def _check_buffer(self) -> None:
         check_storage(
-            self.replay_buffer,
-            self.groups_per_step * self.group_size,
-            who=WHO,
-            has_postproc=self.postproc is not None,
+            self.replay_buffer, self.groups_per_step * self.group_size, self.postproc, who=WHO
         )
         for part in advantages_of(self.replay_buffer):
             if part.group_size != self.group_size:

@@ -523,9 +523,7 @@ class StreamingCollector(BackgroundCollector):
         """What took how long."""
         max_episodes = most_episodes(self.ledger, max_inflight_tasks)
         timeout_s = turn_timeout_s(self.ledger, request_timeout)
-        check_storage(
-            replay_buffer, groups_per_step * group_size, who=WHO, has_postproc=postproc is not None
-        )
+        check_storage(replay_buffer, groups_per_step * group_size, postproc, who=WHO)
         updater = SnapshotUpdater(policy)
         super().__init__(
             policy,

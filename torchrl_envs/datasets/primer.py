@@ -584,8 +584,7 @@ class DataLoadingPrimer(EpisodeTransform):
         """
         counts = dict(self._frontier.counts)
         counts["drawn"] = counts["ended"] + counts["abandoned"]
-        position = {"next": list(place), "ended_after": [], "counts": counts}
-        return {**self.get_extra_state(), **position}
+        return self.get_extra_state() | {"next": list(place), "ended_after": [], "counts": counts}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved position; what ``load_state_dict()`` calls.
