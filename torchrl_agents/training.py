@@ -1,9 +1,10 @@
 """The loop of a recipe and its steps: rollouts, updates, tests, saving."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -55,17 +56,26 @@ from .tasks import AnyCollector, HeldOut, collection_metrics, end_collection
 # Passes over the rows of a step, each of which ends in an optimizer step.
 
 
-class Combine(Protocol):
-    """Gives the output of a whole pass from those of its micro-batches."""
+class MicroBatches(NamedTuple):
+    """A rank's share of the rows of a step, and what is measured over all of them."""
 
-    def __call__(self, outputs: Sequence[Any], *, ranks: Ranks | None = None) -> Any:
-        """See :meth:`GRPOLossOutput.combine`."""
-        ...
+    parts: list[PackedBatch]
+    window: Any
+    """Of the loss, see :meth:`TokenLoss.measure_window`."""
+    ranks: Ranks
 
 
-def whole_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> Any:
-    """What the loss gives back of a whole window, from what it gave of its micro-batches."""
-    return type(outputs[0]).combine(outputs, ranks=ranks)
+Pass = Callable[[Any, NonFiniteGate, MicroBatches], tuple[Any, StepOutcome]]
+"""From a loss: its output over all rows, after an optimizer step on their gradient."""
+
+
+def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
+    """See :data:`Pass`."""
+    outputs = []
+    for part in batch.parts:
+        outputs.append(loss(part, window=batch.window))
+        gate.backward(outputs[-1], part)
+    return type(outputs[0]).combine(outputs, ranks=batch.ranks), gate.step()
 
 
 class Updates:
@@ -77,7 +87,7 @@ class Updates:
         loss: of it.
         folder: of the run; gets what was not finite.
         crew: the ranks that train together.
-        combine: gives the output of a whole pass from those of its micro-batches.
+        make_pass: over the rows, see :data:`Pass`.
     """
 
     def __init__(
@@ -87,13 +97,13 @@ class Updates:
         loss: TokenLoss | MixedLoss,
         folder: Path,
         crew: Crew,
-        combine: Combine = whole_output,
+        make_pass: Pass = one_pass,
     ) -> None:
         self._cfg = cfg
         self.crew = crew
         """The ranks that train."""
         self._ranks = crew.ranks
-        self._combine = combine
+        self._make_pass = make_pass
         self.loss = loss
         trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(cfg.optim, trained)
@@ -103,8 +113,7 @@ class Updates:
             dump_dir=folder / "not_finite",
             ranks=crew.ranks,
         )
-        self._parts: list[PackedBatch] = []
-        self._window: Any = None
+        self._batch: MicroBatches | None = None
         # Of adapters these alone are saved where the rest can be loaded again.
         is_given = is_adapted(actor.model) and cfg.policy.model is not None
         self.identity = {"weights of policy.model": frozen_weights(actor.model)} if is_given else {}
@@ -150,15 +159,13 @@ class Updates:
     def _take_in(self, step: int, batch: PackedBatch | None = None) -> None:
         """Every rank gets its share of the rows, as many micro-batches as the others."""
         self._set_rate(step)
-        self._parts = self._ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
-        self._window = self.loss.measure_window(self._parts, ranks=self._ranks)
+        parts = self._ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
+        window = self.loss.measure_window(parts, ranks=self._ranks)
+        self._batch = MicroBatches(parts, window, self._ranks)
 
     def _make(self) -> tuple[Any, StepOutcome]:
-        outputs = []
-        for part in self._parts:
-            outputs.append(self.loss(part, window=self._window))
-            self.gate.backward(outputs[-1], part)
-        return self._combine(outputs, ranks=self._ranks), self.gate.step()
+        assert self._batch is not None
+        return self._make_pass(self.loss, self.gate, self._batch)
 
 
 # What a recipe trains, and how one of its steps is made: in parts, so that it can be stopped.
@@ -166,28 +173,84 @@ class Updates:
 
 @dataclass
 class Step:
-    """A step that is under way."""
+    """A step that is under way: draw its rows, make its passes, push the weights.
+
+    A signal ends it between two of these, or gives its batch up; what it has done by then is kept,
+    and a resumed run goes on inside of it.
+    """
 
     number: int
     """From 1."""
-    trajectories: TensorDictBase | None
-    """As collected; ``None`` where nothing was."""
-    trained: TensorDictBase | None
-    """What is trained of it; ``None`` where that is nothing."""
+    trainer: "Trainer" = field(repr=False)
+    stop: StopSignals = field(repr=False)
     metrics: StepMetrics
+    trajectories: TensorDictBase | None = None
+    """As collected; ``None`` where nothing was."""
+    trained: TensorDictBase | None = None
+    """What is trained of it; ``None`` where that is nothing."""
     num_epochs: int = 0
     """Passes over what is trained that were made."""
+    is_drawn: bool = False
+    learning_rate: float = math.nan
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on inside of it."""
-        return vars(self) | {"metrics": self.metrics.state_dict()}
+    def state(self) -> dict[str, Any] | None:
+        """What a resumed run needs to go on inside of it; ``None`` before it is drawn."""
+        names = ("number", "trajectories", "trained", "num_epochs")
+        kept = {name: getattr(self, name) for name in names}
+        return kept | {"metrics": self.metrics.state_dict()} if self.is_drawn else None
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], timer: PhaseTimer) -> "Step":
+    def from_state(cls, state: Mapping[str, Any], trainer: "Trainer", stop: StopSignals) -> "Step":
         """The step of which :meth:`state` was kept."""
-        metrics = StepMetrics(timer)
+        metrics = StepMetrics(trainer.timer)
         metrics.load_state_dict(state["metrics"])
-        return cls(**{**state, "metrics": metrics})
+        given = {**state, "metrics": metrics}
+        return cls(trainer=trainer, stop=stop, is_drawn=True, **given)
+
+    def draw(self) -> None:
+        """Collect its rows, if it has none; a signal gives them up, and it begins anew later."""
+        if self.is_drawn:
+            return
+        trainer, drawn = self.trainer, None
+        trainer.checkpoints.mark()
+        try:
+            with self.stop.breaking(), trainer.timer("environment"):
+                drawn = trainer.data.draw(self.metrics)
+        except StopRequested:
+            if drawn is None:
+                raise
+        trainer.checkpoints.unmark()
+        self.trajectories, self.trained = drawn
+        self.is_drawn = True
+
+    def passes(self) -> Iterator[int]:
+        """Its passes over the rows that are trained, by their number; none where there are none."""
+        trainer = self.trainer
+        with trainer.timer("train"):
+            self.learning_rate = trainer.updates.begin(self.number, self.trained)
+            while self.trained is not None and self.num_epochs < trainer.num_epochs:
+                yield self.num_epochs
+                self.num_epochs += 1
+                if self.num_epochs < trainer.num_epochs:
+                    self.stop.check()  # a run that is stopped here goes on with the next pass
+
+    def update(self) -> None:
+        """A pass on every rank: losses and gradients of all micro-batches, an optimizer step."""
+        self.metrics.add_update(*self.trainer.updates.make())
+
+    def push(self) -> None:
+        """Hand the new weights to the policy."""
+        with self.trainer.timer("sync"):
+            self.trainer.push()
+
+    def record(self) -> StepRecord:
+        """What is written of it once it is over."""
+        trainer, trained = self.trainer, self.trained
+        more = {**trainer.measure(self), **trainer.data.metrics()}
+        if trained is not None and trained[0].get(ADVANTAGE, None) is None:
+            trained = None  # the record shows advantages, where there are some
+        metrics = self.metrics.reduce(learning_rate=self.learning_rate, **more)
+        return StepRecord(self.number, metrics, self.trajectories, trained)
 
 
 class Data(Protocol):
@@ -251,11 +314,7 @@ class Rollouts:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Makes the steps of a run, and saves it.
-
-    A step is drawn, then trained in passes; between two of them a run can be stopped, and goes on
-    there.
-    """
+    """What the steps of a run are made with, and what is saved of it."""
 
     cfg: TrainingConfig
     run: Run
@@ -307,43 +366,6 @@ class Trainer:
         if is_adapted(self.actor.model):
             return None  # `whole_actor` has them
         return whole_weights(self.crew, self.actor.model)
-
-    def draw(self, number: int, stop: StopSignals) -> Step:
-        """Draw the rows of a step; a signal gives them up, and the step begins anew later."""
-        metrics = StepMetrics(self.timer)
-        self.checkpoints.mark()
-        drawn = None
-        try:
-            with stop.breaking(), self.timer("environment"):
-                drawn = self.data.draw(metrics)
-        except StopRequested:
-            if drawn is None:
-                raise
-        self.checkpoints.unmark()
-        return Step(number, *drawn, metrics)
-
-    def train(self, step: Step, stop: StopSignals) -> StepRecord:
-        """Train on a step's rows, and hand the new weights on."""
-        with self.timer("train"):
-            rate = self.updates.begin(step.number, step.trained)
-            while step.trained is not None and step.num_epochs < self.num_epochs:
-                step.metrics.add_update(*self.updates.make())
-                step.num_epochs += 1
-                if step.num_epochs < self.num_epochs:
-                    stop.check()  # a run that is stopped here goes on with the next pass
-        with self.timer("sync"):
-            self.push()
-        more = {"learning_rate": rate, **self.measure(step), **self.data.metrics()}
-        return StepRecord(
-            step.number, step.metrics.reduce(**more), step.trajectories, _with_advantages(step)
-        )
-
-
-def _with_advantages(step: Step) -> TensorDictBase | None:
-    """What is trained, where that has advantages, which the record shows."""
-    if step.trained is None or step.trained[0].get(ADVANTAGE, None) is None:
-        return None
-    return step.trained
 
 
 # The trained model of a run, on the disk.
@@ -431,7 +453,8 @@ class Tests(NamedTuple):
     """Of the run; tests don't disturb it."""
 
 
-def learn(
+@contextmanager
+def training(
     recipe: Recipe,
     trainer: Trainer,
     tests: Tests,
@@ -439,8 +462,11 @@ def learn(
     stop: StopSignals,
     *,
     curves: Mapping[str, str] = REWARD_CURVES,
-) -> dict[str, Any]:
-    """Test, make the steps, test again, and leave the model; go on where a run was stopped.
+) -> Iterator[tuple[Iterator[Step], dict[str, Any]]]:
+    """Test, let the caller make the steps, test again, and leave the model.
+
+    A run goes on where it was stopped. What is around a step is here: it is recorded, followed by
+    a test and a checkpoint where it is time, and a signal ends the run with all that it has done.
 
     Args:
         recipe: whose loop it is.
@@ -450,95 +476,112 @@ def learn(
         stop: a signal ends a batch that is collected, or the run after a pass.
         curves: what is drawn beside the reward: the label of each metric.
 
-    Returns:
-        The result.
+    Yields:
+        The steps that are left, which end after ``train.num_steps``, ``train.stop_at`` or a signal;
+        and the result, which is empty until the context is left.
 
     Raises:
         SettingsError: the run had all its steps, or its checkpoint can't be used.
     """
+    cfg, run, actor, keep = trainer.cfg, trainer.run, trainer.actor, trainer.checkpoints
+    task, held_out_env, collector = tests
+    num_steps = cfg.train.num_steps
     start = time.monotonic()
-    try:
-        result = _learn(recipe, trainer, tests, log, stop, curves)
-    finally:
-        tests.collector.shutdown()
-    seconds = round(time.monotonic() - start, 1)
-    return result | {"seconds": seconds, "output_dir": str(trainer.run.folder)}
+    with ExitStack() as stack:
+        stack.callback(collector.shutdown)
+        done, saved = keep.restore()
+        if run.had_finished and done >= num_steps:
+            made = f"all {done} steps are made"
+            raise SettingsError(f"resume: {made}; give a larger train.num_steps.")
+        if run.goes_on:
+            _LOG.info("going on after step %d", done)
+        trainer.push()
+        before, pending = saved.get("before"), saved.get("pending")
+        held_out = HeldOut(
+            collector, held_out_env, trainer.policy, every=cfg.evaluate.every, last=num_steps
+        )
+        is_new = before is None
+        if before is None:
+            with log.phase("first evaluation"):
+                before = held_out.now(0)
+        step = None if pending is None else Step.from_state(pending, trainer, stop)
+        trainer.timer.reset()
+
+        rollouts = None
+        if isinstance(cfg, RolloutsConfig):
+            loss = trainer.updates.loss
+            rollouts = record_rollouts(
+                cfg.record, run.folder, actor.tokenizer, loss, collector, after=done
+            )
+        no_signal = NoSignal()
+        with (
+            stop.held(),
+            keep,
+            Recorder(run.folder, run.loggers, rollouts, after=-1 if is_new else done) as recorder,
+            log.steps(recipe.name, num_steps) as steps,
+        ):
+            history = recorder.history
+            recorder.write_tests(held_out.take(), now=done)
+
+            def left() -> Iterator[Step]:
+                nonlocal done, step
+                while done < num_steps and not recorder.reached(cfg.train.stop_at):
+                    step = step or Step(done + 1, trainer, stop, StepMetrics(trainer.timer))
+                    yield step
+                    record = step.record()
+                    done, step = step.number, None
+                    history.append(record.metrics)
+                    recorder.write(record)
+                    steps.done(done, record.metrics)
+                    if recipe.needs_groups:
+                        no_signal.tell(record.metrics)
+                    with stop.breaking():
+                        held_out.after(done)
+                    recorder.write_tests(held_out.take(), now=done)
+                    keep.after(done, record.metrics, {"before": before})
+                    stop.check()
+
+            result: dict[str, Any] = {}
+            try:
+                yield left(), result
+            except StopRequested:
+                _LOG.info("stopped after step %d; resume=%s goes on", done, run.folder)
+            last = history[-1] if history else {}
+            pending = None if step is None else step.state()
+            keep.save(done, last, {"before": before, "pending": pending})
+
+            after = None
+            with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
+                after = held_out.now(done)
+            recorder.write_tests(held_out.take(), now=done)
+            end_collection(collector, run.folder, last)
+            if rollouts is not None:
+                rollouts.close()
+            result |= _leave_results(recipe, trainer, task, recorder, (before, after), curves)
+        trainer.crew.end()
+    result |= {"seconds": round(time.monotonic() - start, 1), "output_dir": str(run.folder)}
 
 
-def _learn(
+def learn(
     recipe: Recipe,
     trainer: Trainer,
     tests: Tests,
     log: RunLog,
     stop: StopSignals,
-    curves: Mapping[str, str],
+    *,
+    curves: Mapping[str, str] = REWARD_CURVES,
 ) -> dict[str, Any]:
-    """All of it, while the collector is open."""
-    cfg, run, actor, keep = trainer.cfg, trainer.run, trainer.actor, trainer.checkpoints
-    task, held_out_env, collector = tests
-    num_steps = cfg.train.num_steps
-    done, saved = keep.restore()
-    if run.had_finished and done >= num_steps:
-        raise SettingsError(f"resume: all {done} steps are made; give a larger train.num_steps.")
-    if run.goes_on:
-        _LOG.info("going on after step %d", done)
-    trainer.push()
-    before, pending = saved.get("before"), saved.get("pending")
-    held_out = HeldOut(
-        collector, held_out_env, trainer.policy, every=cfg.evaluate.every, last=num_steps
-    )
-    is_new = before is None
-    if before is None:
-        with log.phase("first evaluation"):
-            before = held_out.now(0)
-    step = None if pending is None else Step.from_state(pending, trainer.timer)
-    trainer.timer.reset()
+    """All steps of a run, each drawn, trained and pushed; see :func:`training`.
 
-    rollouts = None
-    if isinstance(cfg, RolloutsConfig):
-        loss = trainer.updates.loss
-        rollouts = record_rollouts(
-            cfg.record, run.folder, actor.tokenizer, loss, collector, after=done
-        )
-    no_signal = NoSignal()
-    with (
-        stop.held(),
-        keep,
-        Recorder(run.folder, run.loggers, rollouts, after=-1 if is_new else done) as recorder,
-        log.steps(recipe.name, num_steps) as steps,
-    ):
-        history = recorder.history
-        recorder.write_tests(held_out.take(), now=done)
-        try:
-            while done < num_steps and not recorder.reached(cfg.train.stop_at):
-                step = step or trainer.draw(done + 1, stop)
-                record = trainer.train(step, stop)
-                done, step = step.number, None
-                history.append(record.metrics)
-                recorder.write(record)
-                steps.done(done, record.metrics)
-                if recipe.needs_groups:
-                    no_signal.tell(record.metrics)
-                with stop.breaking():
-                    held_out.after(done)
-                recorder.write_tests(held_out.take(), now=done)
-                keep.after(done, record.metrics, {"before": before})
-                stop.check()
-        except StopRequested:
-            _LOG.info("stopped after step %d; resume=%s goes on", done, run.folder)
-        last = history[-1] if history else {}
-        pending = None if step is None else step.state()
-        keep.save(done, last, {"before": before, "pending": pending})
-
-        after = None
-        with suppress(StopRequested), stop.breaking(), log.phase("last evaluation"):
-            after = held_out.now(done)
-        recorder.write_tests(held_out.take(), now=done)
-        end_collection(collector, run.folder, last)
-        if rollouts is not None:
-            rollouts.close()
-        result = _leave_results(recipe, trainer, task, recorder, (before, after), curves)
-    trainer.crew.end()
+    Returns:
+        The result.
+    """
+    with training(recipe, trainer, tests, log, stop, curves=curves) as (steps, result):
+        for step in steps:
+            step.draw()
+            for _ in step.passes():
+                step.update()
+            step.push()
     return result
 
 

@@ -40,7 +40,6 @@ from objectives import (
 from objectives.losses.options import SURROGATES, TokenFilters
 from torchrl_agents.settings.schema import RolloutsConfig, TrainConfig
 from torchrl_agents.tasks import shuffle_rewards
-from torchrl_agents.training import whole_output
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
 from torchrl_envs.rewards.kl import RetrieveLogProb
@@ -230,7 +229,7 @@ def build_loss(
 
 def policy_output(outputs: Sequence[Any], *, ranks: Ranks | None = None) -> GRPOLossOutput:
     """The output of the policy term of a whole window, from those of its micro-batches."""
-    combined = whole_output(outputs, ranks=ranks)
+    combined = type(outputs[0]).combine(outputs, ranks=ranks)
     return combined if isinstance(combined, GRPOLossOutput) else combined.streams["rl"]
 
 

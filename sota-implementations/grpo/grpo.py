@@ -16,6 +16,7 @@ import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
 from pathlib import Path
+from typing import Any
 
 from build import (
     GROUPS,
@@ -30,12 +31,13 @@ from build import (
 )
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from objectives import NonFiniteGate, StepOutcome
 from torchrl_agents.parallel import Crew, freeze_reference, share_model
 from torchrl_agents.run import Run, RunLog, StopSignals
 from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_collector, load_policies
-from torchrl_agents.training import Rollouts, Tests, Trainer, Updates, learn
+from torchrl_agents.training import MicroBatches, Rollouts, Tests, Trainer, Updates, training
 from torchrl_envs import RewardFunctions
 from torchrl_modules import TransformersWrapper
 
@@ -50,7 +52,16 @@ def build_updates(cfg: GRPOConfig, actor: TransformersWrapper, folder: Path, cre
         temperature=cfg.policy.temperature,
         max_tokens=(cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1),
     )
-    return Updates(cfg, actor, loss, folder, crew, combine=policy_output)
+    return Updates(cfg, actor, loss, folder, crew, one_pass)
+
+
+def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
+    """A gradient over all rows of a step, in micro-batches, and an optimizer step."""
+    outputs = []
+    for part in batch.parts:
+        outputs.append(loss(part, window=batch.window))
+        gate.backward(outputs[-1], part)
+    return policy_output(outputs, ranks=batch.ranks), gate.step()
 
 
 RECIPE = Recipe(
@@ -110,8 +121,14 @@ def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals
         num_epochs=cfg.train.num_epochs or 1,
         parts={"advantage": advantage, **frozen},
     )
-    # Each step: collect, train on what has a signal, hand the new weights to the policy.
-    return learn(RECIPE, trainer, Tests(task, held_out_env, collector), log, stop)
+    tests = Tests(task, held_out_env, collector)
+    with training(RECIPE, trainer, tests, log, stop) as (steps, result):
+        for step in steps:  # records, tests, checkpoints and signals are around them
+            step.draw()  # the collector fills the buffer, which gives its groups advantages
+            for _ in step.passes():  # train.num_epochs, over the groups that have a signal
+                step.update()  # on every rank: `one_pass`
+            step.push()  # the policy gets the new weights
+    return result
 
 
 if __name__ == "__main__":

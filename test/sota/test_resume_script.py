@@ -41,7 +41,7 @@ check, calls = StopSignals.check, []
 def stop(self):
     name = sys._getframe(1).f_code.co_name
     calls.append(name)
-    if name == "train" and calls.count("_learn") >= 1:
+    if name == "passes" and calls.count("left") >= 1:
         self.received = signal.SIGTERM
     check(self)
 
