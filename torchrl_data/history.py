@@ -114,27 +114,15 @@ class ContentBase(TensorClass["nocast", "shadow"]):
 
 
 _FIELDS = (
-    "type",
-    "text",
-    "url",
-    "data",
-    "mime_type",
-    "name",
-    "size",
-    "function_name",
-    "function_args",
+    *("type", "text", "url", "data", "mime_type", "name", "size"),
+    *("function_name", "function_args"),
 )
 
 
 # The fields of a ``History``, and how a message in the chat format maps to them.
 
 OPTIONAL: Final = (
-    "tool_calls",
-    "tool_responses",
-    "tool_call_id",
-    "name",
-    "reasoning_content",
-    "metadata",
+    *("tool_calls", "tool_responses", "tool_call_id", "name", "reasoning_content", "metadata"),
 )
 """Fields that most messages lack."""
 FIELDS: Final = ("role", "content", "is_complete", *OPTIONAL)

@@ -12,13 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CONTROL_TOKENS: Final = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
 _PIECES: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What byte-level BPE merges within, as GPT-2 has it."""

@@ -287,12 +287,8 @@ _ARRAY_DTYPE: Final = re.compile(r"[<>|=]([biufcSU]\d{1,9}|[mM]8(\[\d*[a-zA-Zμ]
 _RAW_DTYPES: Final = {
     name: getattr(torch, name)
     for name in (
-        "complex32",
-        "complex128",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "float4_e2m1fn_x2",
+        *("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "float4_e2m1fn_x2"),
     )
 }
 

@@ -243,6 +243,7 @@ class RowReader:
             for name, value in (read_objects(row, key)[0] or {}).items()
         }
         errors = row.get(NUM_TOOL_ERRORS, None)
+        failed, version = read_objects(row, REWARD_ERRORS, "")[0], row.get(POLICY_VERSION)
         tokens = self._tokens(conversation, mask, advantage)
         return RolloutSample(
             step=step,
@@ -252,12 +253,12 @@ class RowReader:
             num_segments=int(row.get(NUM_SEGMENTS, 1)),
             reward=reward_of(row),
             rewards={str(name): number(value) for name, value in row.get(REWARDS, {}).items()},
-            reward_errors=_text(read_objects(row, REWARD_ERRORS, "")[0]),
+            reward_errors=failed if isinstance(failed, str) else json.dumps(failed, default=str),
             advantage=_advantage_of_row(advantage, mask),
             stop_reason=str(read_objects(row, STOP_REASON, "")[0]),
             is_truncated=bool(row.get(TRUNCATED).any()),
             num_turns=int(row.get("num_turns")),
-            policy_version=_version(row.get(POLICY_VERSION)),
+            policy_version=int(version) if isinstance(version, Tensor) else str(version),
             prompt_tokens=conversation.num_tokens_before_policy(0),
             sampled_tokens=int(mask.sum()),
             total_tokens=len(mask),
@@ -341,14 +342,6 @@ def _advantage_of_row(advantage: Tensor | None, mask: Tensor) -> float | None:
     if len(values) > 1:
         values = values[mask]
     return _rounded(float(values.mean())) if len(values) else None
-
-
-def _version(value: Any) -> int | str:
-    return int(value) if isinstance(value, Tensor) else str(value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def group_name(group_id: int) -> str:

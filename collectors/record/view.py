@@ -42,15 +42,7 @@ _COLUMNS: Final = (
 """What is known of each sample without loading it."""
 _CHUNK_BYTES: Final = 1 << 20
 _EVENT: Final = (
-    "name",
-    "ordinal",
-    "group_id",
-    "attempt",
-    "dispatch",
-    "version",
-    "step",
-    "reason",
-    "time",
+    *("name", "ordinal", "group_id", "attempt", "dispatch", "version", "step", "reason", "time"),
 )
 
 
@@ -116,7 +108,7 @@ def _write_run(run: RunRecord, number: int, folder: Path) -> None:
             {
                 "step": summary.step,
                 "values": [summary.metrics.get(name) for name in metrics],
-                "groups": [_group(group) for group in summary.groups],
+                "groups": [{**vars(g), "prompt": visible(g.prompt)} for g in summary.groups],
                 "samples": columns,
             }
         )
@@ -140,7 +132,8 @@ def _write_run(run: RunRecord, number: int, folder: Path) -> None:
         "rewardRange": [min(rewards, default=0.0), max(rewards, default=1.0)],
         "damage": run.damage,
     }
-    _write_script(folder / "run.js", f"RECORD.run({number},", values)
+    text = f"RECORD.run({number},{_literal(values)});\n"
+    (folder / "run.js").write_text(text, encoding="utf-8")
 
 
 def _curves(run: RunRecord) -> list[tuple[str, list[tuple[int, float]]]]:
@@ -150,10 +143,6 @@ def _curves(run: RunRecord) -> list[tuple[str, list[tuple[int, float]]]]:
         for name, value in scores.items():
             curves.setdefault(f"held_out/{name}", []).append((step, value))
     return list(curves.items())
-
-
-def _group(group: Any) -> dict[str, Any]:
-    return {**vars(group), "prompt": visible(group.prompt)}
 
 
 def _write_samples(
@@ -237,10 +226,6 @@ def _literal(value: Any) -> str:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _write_script(path: Path, call: str, values: Any) -> None:
-    path.write_text(f"{call}{_literal(values)});\n", encoding="utf-8")
 
 
 _MOST_RUNS: Final = 4

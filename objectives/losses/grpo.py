@@ -36,14 +36,8 @@ from .options import (
 # Shape legend: B rows, K trained tokens of all of them.
 
 _FIGURES: Final = (
-    "clip_fraction",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "kl_approx",
-    "ratio_mean",
-    "kept_fraction",
-    "signal_fraction",
-    "num_active_tokens",
+    *("clip_fraction", "clip_fraction_low", "clip_fraction_high", "kl_approx", "ratio_mean"),
+    *("kept_fraction", "signal_fraction", "num_active_tokens"),
 )
 _MOST_LOG_PROB: Final = 1e-3
 """Log-probs are at most 0, but for the rounding of an engine, in nats."""

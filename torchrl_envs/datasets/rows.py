@@ -74,8 +74,7 @@ def load_rows(
     """
     if not isinstance(source, str | Path):
         return _loaded(source, split, name is not None or streaming or bool(load_options))
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
+    import datasets.exceptions
 
     path = Path(source)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
@@ -92,11 +91,11 @@ def load_rows(
             raise ValueError(f"{source} is no data file that is known: {sorted(_BUILDERS)}.")
         try:
             loaded = datasets.load_dataset(builder, data_files=str(path), **options)
-        except (DatasetGenerationError, ValueError, StopIteration) as error:
+        except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
             rows, bad = _readable_lines(path) if builder == "json" else ([], [])
             if not (rows and bad and skip_bad_rows):
-                has_rows = rows or builder != "json"
-                why = str(error.__cause__ or error) if has_rows else "it holds no rows"
+                is_empty = builder == "json" and not rows
+                why = "it holds no rows" if is_empty else str(error.__cause__ or error)
                 found = bad[0] if bad else why.partition("\n")[0].rstrip(".")
                 hint = ", or leave such lines out with skip_bad_rows=True" if rows and bad else ""
                 raise ValueError(f"{path} can't be read: {found}. Mend it{hint}.") from error

@@ -62,14 +62,6 @@ if TYPE_CHECKING:
 
 RewardFunction = Callable[..., Any]
 F = TypeVar("F", bound=RewardFunction)
-LISTS: Final[tuple[str, ...]] = (
-    "prompts",
-    "completions",
-    "prompt_ids",
-    "completion_ids",
-    "environments",
-)
-"""What a function of many rollouts may name, beside the columns of the data."""
 SINGULAR: Final = {
     "prompts": "prompt",
     "completions": "completion",
@@ -77,7 +69,8 @@ SINGULAR: Final = {
     "completion_ids": "completion_ids",
     "environments": "environment",
 }
-"""What a function of one rollout calls them."""
+"""What a function of many rollouts may name, beside the columns, and what one of one calls it."""
+LISTS: Final = tuple(SINGULAR)
 OF_TRAINING: Final[tuple[str, ...]] = ("trainer_state", "log_metric", "log_extra")
 """What a function of either kind may name that is no list."""
 LOGGED_METRICS: Final = "logged_metrics"

@@ -209,10 +209,7 @@ class PageActions:
 # One headless Chromium, driven by playwright: the only place that imports it.
 
 _NAMES: Final = (
-    "chromium",
-    "chromium-browser",
-    "google-chrome-stable",
-    "google-chrome",
+    *("chromium", "chromium-browser", "google-chrome-stable", "google-chrome"),
     "microsoft-edge-stable",
 )
 # No traffic of the browser's own, and none beside the proxy.
