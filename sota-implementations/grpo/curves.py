@@ -4,9 +4,9 @@
     python sota-implementations/grpo/curves.py results.jsonl curves.png
 
 A line of the file is the last line of a run's output, of any recipe. Lines are the rollouts of the
-steps, points the held-out prompts, with a line through them where rollouts have none: fine-tuning
-samples nothing, and in self-play one seat of each game wins, whatever is learnt. Runs that differ
-in their seeds share a plot; of a run with several tasks each has one.
+steps, points the held-out prompts, with a line through them where a run is short or has no
+rollouts: fine-tuning samples nothing, and in self-play one seat of each game wins, whatever is
+learnt. Runs that differ in their seeds share a plot; of a run with several tasks each has one.
 """
 
 import json
@@ -25,6 +25,8 @@ from matplotlib import pyplot as plt
 from torchrl_agents.results import smoothed
 
 NUM_COLUMNS = 4
+SMOOTHED_FROM = 40
+"""Of fewer steps a mean over the last ones would lag far behind."""
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown")
 
 
@@ -82,9 +84,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         for (folder, name), colour in zip(runs, COLOURS, strict=False):
             history, points = rewards(folder, name), tests(folder, name)
             steps = range(1, len(history) + 1)
-            small.plot(steps, history, color=colour, lw=1, alpha=0.25)
-            small.plot(steps, smoothed(history), color=colour, lw=1.8)
-            style = "o-" if len(points) > 2 and not history else "o"
+            is_short = len(history) < SMOOTHED_FROM
+            small.plot(steps, history, color=colour, lw=1, alpha=0.5 if is_short else 0.25)
+            if not is_short:
+                small.plot(steps, smoothed(history), color=colour, lw=1.8)
+            style = "o-" if len(points) > 2 and is_short else "o"
             small.plot(*zip(*points, strict=True), style, color=colour, ms=4, lw=1.5)
             ends.append((points[0][1], points[-1][1]))
         before, after = (fmean(values) for values in zip(*ends, strict=True))
