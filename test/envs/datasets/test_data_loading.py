@@ -476,29 +476,3 @@ def test_the_frontier_loses_no_group_and_repeats_none(data):
         place += 1
     assert sorted(ended) == list(range(len(ended)))
     assert frontier.counts["ended"] == len(ended)
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        (b"", "rows.jsonl can't be read: it holds no rows"),
-        (b"\n\n", "rows.jsonl can't be read: it holds no rows"),
-        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2: Expecting ',' delimiter"),
-        (b'{"prompt": "a"}\n{"prompt": "\\ud800"}\n', "line 2: .*surrogates not allowed"),
-        ('{"prompt": "a"}'.encode("utf-16"), "line 1: 'utf-8' codec can't decode byte 0xff"),
-        (b'{"prompt": "a"}\n[3]\n', "line 2: .3. is no object with columns"),
-    ],
-    ids=["empty", "blank", "broken", "half a character", "UTF-16", "no object"],
-)
-def test_a_file_that_cannot_be_read_names_its_line(content, found, tmp_path, caplog):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=found):
-        DataLoadingPrimer(path)
-    skips = DataOptions(skip_bad_rows=True)
-    if "line 2" in found:
-        assert list(DataLoadingPrimer(path, options=skips).dataset) == [{"prompt": "a"}]
-        assert "1 lines are left out: line 2" in caplog.text
-    else:  # nothing is left
-        with pytest.raises(ValueError, match=found):
-            DataLoadingPrimer(path, options=skips)

@@ -79,3 +79,29 @@ def test_dataset_chat_env_from_a_dataloader():
     loader = torch.utils.data.DataLoader(ROWS, batch_size=3)
     env = DatasetChatEnv.from_dataloader(loader, batch_size=(4,), repeats=2)
     assert [row["number"] for row in read_objects(env.reset(), "row")] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "rows.jsonl can't be read: it holds no rows"),
+        (b"\n\n", "rows.jsonl can't be read: it holds no rows"),
+        (b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2: Expecting ',' delimiter"),
+        (b'{"prompt": "a"}\n{"prompt": "\\ud800"}\n', "line 2: .*surrogates not allowed"),
+        ('{"prompt": "a"}'.encode("utf-16"), "line 1: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"prompt": "a"}\n[3]\n', "line 2: .3. is no object with columns"),
+    ],
+    ids=["empty", "blank", "broken", "half a character", "UTF-16", "no object"],
+)
+def test_a_file_that_cannot_be_read_names_its_line(content, found, tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=found):
+        DataLoadingPrimer(path)
+    skips = DataOptions(skip_bad_rows=True)
+    if "line 2" in found:
+        assert list(DataLoadingPrimer(path, options=skips).dataset) == [{"prompt": "a"}]
+        assert "1 lines are left out: line 2" in caplog.text
+    else:  # nothing is left
+        with pytest.raises(ValueError, match=found):
+            DataLoadingPrimer(path, options=skips)
