@@ -1,6 +1,6 @@
 """From tokens to sequences to the loss, over the whole accumulation window, and to metrics."""
 
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -190,7 +190,13 @@ def at_least_float32(values: Tensor) -> Tensor:
 # Shape legend: B sequences, T tokens, N packed tokens; ``*shape`` is ``[B, T]`` or ``[N]``.
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length", "sequence_sum", "none"]
-AGGREGATIONS: Final[tuple[Aggregation, ...]] = get_args(Aggregation)
+AGGREGATIONS: Final[tuple[Aggregation, ...]] = (
+    "token_mean",
+    "sequence_mean",
+    "fixed_length",
+    "sequence_sum",
+    "none",
+)
 Count = int | float | Tensor
 
 
