@@ -102,7 +102,7 @@ def load_rows(
             _log.warning("%s: %d lines are left out: %s", path, len(bad), "; ".join(bad[:5]))
             return rows
         return _pick_split(loaded, split)
-    if path.suffix in _BUILDERS or not _HUB_ID.fullmatch(str(source)):
+    if not path.exists() and (path.suffix in _BUILDERS or not _HUB_ID.fullmatch(str(source))):
         raise ValueError(f"There is no file or folder {source}, from {Path.cwd()}.")
     return _pick_split(datasets.load_dataset(str(source), **options), split)
 

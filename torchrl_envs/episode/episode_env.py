@@ -144,9 +144,6 @@ class EpisodeEnv(TransformedEnv):
         transform: one transform, or a ``Compose`` of several.
     """
 
-    # What TorchRL asks: steps differ in their lengths, and are stacked as rows.
-    _has_dynamic_specs = True  # type: ignore[assignment]
-
     def __init__(self, env: EnvBase, transform: Transform) -> None:
         parts = flat_transforms(transform)
         entries = EpisodeEntries()

@@ -49,6 +49,7 @@ def test_torchrl_collector_collects_steps(policy):
         frames_per_batch=4,
         total_frames=8,
         auto_register_policy_transforms=False,
+        use_buffers=False,  # of steps of one length
     )
     batches = list(collector)
     collector.shutdown()
