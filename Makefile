@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: install train control train-smollm2 control-smollm2 test lint tests mutants benchmarks clean
+.PHONY: install train control train-smollm2 control-smollm2 check test lint tests mutants benchmarks clean
 
 install: .venv/.installed-train
 
@@ -63,6 +63,15 @@ lint: .venv/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+# While one works: lint, contracts, types of what is changed, and the tests of a few seconds.
+CHANGED = $(shell git diff --name-only --diff-filter=d HEAD -- '*.py')
+check: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	if [ -n "$(CHANGED)" ]; then $(BIN)/pyright $(CHANGED); fi
+	$(BIN)/pytest -q -x -m "not slow and not vllm" test/data test/test_house.py
 
 # A flaky test fails here too, unless test/house/known_flaky.txt names it with a reason.
 tests: .venv/.installed-test
