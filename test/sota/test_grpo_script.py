@@ -1,5 +1,6 @@
 """The training script as a user runs it: a command, a folder, and one JSON object at the end."""
 
+import gzip
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "sota-implementations" / "grpo" / "grpo.py"
 SMALL = ["debug=tiny", "task.num_demonstrations=64"]
+TINY_OWN = ("debug=tiny", "warm_start.num_steps=0", "train.num_steps=1", "evaluate.num_prompts=4")
 
 
 def environment():
@@ -62,6 +64,44 @@ def result_of(run_script):
 
 
 WORDS = [{"question": f"What is {i} plus 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
+
+
+SECRETS = (
+    *("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "TORCHRL_VLLM_TOKEN"),
+    *(
+        "AWS_SECRET_ACCESS_KEY",
+        "GITHUB_TOKEN",
+        "MLFLOW_TRACKING_PASSWORD",
+        "NGC_API_KEY",
+        "PGPASSWORD",
+    ),
+)
+
+
+def test_A18_no_secret_of_the_environment_is_written(run_script, tmp_path, monkeypatch):
+    """A run, one whose rewards raise errors, and one that is refused."""
+    for number, name in enumerate(SECRETS):
+        monkeypatch.setenv(name, f"canary-{number}")
+    (tmp_path / "mine.py").write_text(
+        "def breaks(completions, **_):\n    raise RuntimeError('no such host')\n"
+        "def scores(completions, **_):\n    return [float(len(c[-1:])) for c in completions]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(96)))
+    own = (*TINY_OWN, "task.dataset=rows.jsonl")
+    runs = [
+        run_script(*own, "task.rewards=mine:scores", cwd=tmp_path),
+        run_script(*own, "task.rewards=mine:breaks", cwd=tmp_path),
+        run_script(*own, "task.rewards=mine:scores", "train.num_steps=some", cwd=tmp_path),
+    ]
+    assert [run.returncode for run in runs] == [0, 0, 1], [run.stderr[-800:] for run in runs]
+    files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
+    found = [
+        gzip.decompress(b) if f.suffix == ".gz" else b for f in files for b in [f.read_bytes()]
+    ]
+    assert any(path.suffix == ".gz" for path in files)
+    found += [text.encode() for run in runs for text in (run.stdout, run.stderr)]
+    assert sum(len(text) for text in found) > 10_000
+    assert not [text for text in found if b"canary-" in text]
 
 
 def lines_of(path: Path) -> list[dict]:
