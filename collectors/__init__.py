@@ -119,4 +119,5 @@ def __getattr__(name: str) -> Any:
         return import_module("torchrl_data").__version__
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    value = getattr(import_module(_HOMES[name], __name__), name)
+    return import_module("torchrl_data.checks").knows_torchrl(value)

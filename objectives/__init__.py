@@ -192,7 +192,8 @@ def __getattr__(name: str) -> object:
         return import_module("torchrl_data").__version__
     if name not in _HOME:
         raise AttributeError(f"module 'objectives' has no attribute {name!r}; it has {__all__}.")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return import_module("torchrl_data.checks").knows_torchrl(value)
 
 
 def __dir__() -> list[str]:

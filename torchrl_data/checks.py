@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from tensordict import NestedKey, TensorDictBase
@@ -17,6 +21,7 @@ from torch import Tensor
 # Settings are given by name (``check_counts("Primer", group_size=size)``); None is off.
 
 Choice = TypeVar("Choice", bound=str)
+Thing = TypeVar("Thing")
 
 POSITIVE: Final = "(0, inf)"
 NOT_NEGATIVE: Final = "[0, inf)"
@@ -215,3 +220,43 @@ def image_arguments(
             f"of {type(scorer).__name__} takes none. Score with TransformersWrapper(processor=...)."
         )
     return {"images": images}
+
+
+# What to write for arguments that TorchRL's classes of the same names have.
+
+
+@functools.cache
+def torchrl_arguments() -> Mapping[str, Mapping[str, str]]:
+    """The tables of ``docs/torchrl-arguments.md``: by class and argument, what to write here."""
+    packaged = Path(__file__).with_name("torchrl-arguments.md")
+    page = Path(__file__).parents[1] / "docs/torchrl-arguments.md"  # of a checkout
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for line in (packaged if packaged.exists() else page).read_text(encoding="utf-8").splitlines():
+        cells = re.split(r"(?<!\\)\|", line)[1:-1]
+        if len(cells) == 3:
+            classes, arguments = (re.findall(r"`([^`]+)`", cell) for cell in cells[:2])
+            here = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", cells[2]).strip()
+            for name in classes:
+                found[name] |= dict.fromkeys(arguments, here)
+    return found
+
+
+def knows_torchrl(thing: Thing) -> Thing:
+    """Let a class say what to write for an argument that it has in TorchRL alone."""
+    init = getattr(thing, "__init__", None)
+    name = getattr(thing, "__name__", "")
+    if not isinstance(thing, type) or name not in torchrl_arguments() or hasattr(init, "_telling"):
+        return thing
+
+    here = torchrl_arguments()[name]
+
+    @functools.wraps(thing.__init__)
+    def told(self: Any, *args: Any, **kwargs: Any) -> None:
+        for argument in kwargs.keys() & here.keys():
+            words = f"{type(self).__name__}: {argument}= is an argument of TorchRL's. Here"
+            raise TypeError(f"{words}: {here[argument]}.")
+        told._telling(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    told._telling = thing.__init__  # type: ignore[attr-defined]
+    thing.__init__ = told  # type: ignore[misc]
+    return thing

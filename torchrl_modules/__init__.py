@@ -99,4 +99,5 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("torchrl_data"), name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return import_module("torchrl_data.checks").knows_torchrl(value)

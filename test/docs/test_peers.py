@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_data.checks import torchrl_arguments
+
 ROOT = Path(__file__).parents[2]
 HERE = ("torchrl_data", "torchrl_modules", "torchrl_envs", "objectives", "collectors")
 TORCHRL = (
@@ -110,6 +112,29 @@ def test_tables_name_only_what_torchrl_has_and_nothing_that_is_taken_here():
             assert users, f"no class of {sorted(cells[0])} has {argument!r} in TorchRL"
             taken = {name for name in users if argument in parameters(ours(name))}
             assert taken == set(), f"{sorted(taken)} takes {argument!r}: drop the row"
+
+
+def test_arguments_of_torchrl_alone_are_answered_with_what_to_write():
+    """Each argument of the tables, of each class that is here."""
+    asked = 0
+    for name, arguments in torchrl_arguments().items():
+        thing = ours(name)
+        for argument in arguments if inspect.isclass(thing) else ():
+            if argument in ("args", "kwargs"):
+                continue
+            with pytest.raises(TypeError) as refused:
+                thing(**{argument: None})
+            words = f"{argument}= is an argument of TorchRL's. Here: {arguments[argument]}."
+            assert str(refused.value) == f"{thing.__name__}: {words}"
+            asked += 1
+    assert asked > 150
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nobodys'"):
+        ours("ChatEnv")(nobodys=1)
+
+    own = type("Own", (ours("ChatEnv"),), {})
+    with pytest.raises(TypeError, match="Own: data_key= is an argument of TorchRL's"):
+        own(data_key="text")
+    assert inspect.signature(ours("LLMCollector")).parameters["env"]
 
 
 @pytest.mark.parametrize("page", ["from-torchrl.md", "torchrl-arguments.md"])
