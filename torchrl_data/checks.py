@@ -243,20 +243,21 @@ def torchrl_arguments() -> Mapping[str, Mapping[str, str]]:
 
 def knows_torchrl(thing: Thing) -> Thing:
     """Let a class say what to write for an argument that it has in TorchRL alone."""
-    init = getattr(thing, "__init__", None)
+    init: Any = getattr(thing, "__init__", None)
     name = getattr(thing, "__name__", "")
     if not isinstance(thing, type) or name not in torchrl_arguments() or hasattr(init, "_telling"):
         return thing
 
     here = torchrl_arguments()[name]
 
-    @functools.wraps(thing.__init__)
+    @functools.wraps(init)
     def told(self: Any, *args: Any, **kwargs: Any) -> None:
         for argument in kwargs.keys() & here.keys():
             words = f"{type(self).__name__}: {argument}= is an argument of TorchRL's. Here"
             raise TypeError(f"{words}: {here[argument]}.")
-        told._telling(self, *args, **kwargs)  # type: ignore[attr-defined]
+        init(self, *args, **kwargs)
 
-    told._telling = thing.__init__  # type: ignore[attr-defined]
+    # A mark, not the method: who wraps this one (Ray, for an actor's class) pickles what it holds.
+    told._telling = True  # type: ignore[attr-defined]
     thing.__init__ = told  # type: ignore[misc]
     return thing

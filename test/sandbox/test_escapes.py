@@ -298,12 +298,12 @@ BOUNDED = {
 
 
 def test_record_locks_are_memory():
-    """A lock takes some 200 bytes of the kernel's; 100,000 of them are the 20 MiB that are left."""
+    """A lock takes some 200 bytes of the kernel's; some 50,000 of them are what is left."""
     limits = dataclasses.replace(LIMITS, memory_bytes=64 * MIB, timeout_s=30.0, num_open_files=256)
     program = """
         import fcntl
         if os.fork() == 0:
-            held = b"1" * (32 << 20)
+            held = b"1" * (40 << 20)
             time.sleep(60)
         time.sleep(0.5)
         files = [open(f"/tmp/{n}", "w") for n in range(200)]
@@ -313,7 +313,7 @@ def test_record_locks_are_memory():
                 os.write(1, b"x")"""
     result = Sandbox(limits=limits, isolation="bubblewrap").run(_program(program, {}))
     assert result.out_of_memory, result
-    assert 10 < _num_marks(result) <= 150
+    assert 10 < _num_marks(result) <= 100
 
 
 def _num_marks(result):

@@ -48,7 +48,12 @@ def test_curves_of_several_runs_are_drawn_by_what_they_have(script, tmp_path, ca
     results = [
         a_run(tmp_path / "grpo/nim/seed0", steps, [0.25, 0.75]),
         a_run(tmp_path / "grpo/nim/seed1", steps, [0.25, 0.25]),
-        a_run(tmp_path / "grpo/nim/control", steps, [0.25, 0.0], **{"train.shuffle_rewards": True}),
+        a_run(
+            tmp_path / "grpo/nim/control",
+            steps * curves.SMOOTHED_FROM,
+            [0.25, 0.0],
+            **{"train.shuffle_rewards": True},
+        ),
         a_run(
             tmp_path / "sft/nim/seed0", [{"loss": 1.0}] * 4, [0, 0.5, 1], **{"task.level": "own"}
         ),
@@ -64,10 +69,11 @@ def test_curves_of_several_runs_are_drawn_by_what_they_have(script, tmp_path, ca
     ]
     rollouts, smooth, points = control.lines
     assert list(rollouts.get_ydata()[[0, 2, 3]]) == [0.0, 0.5, 1.0]
-    assert len(smooth.get_ydata()) == 4
+    assert len(smooth.get_ydata()) == 4 * curves.SMOOTHED_FROM
     assert points.get_xydata().tolist() == [[0, 0.25], [2, 0.0]]
     assert points.get_linestyle() == "None"
-    *_, no_rollouts, _, tested = learnt.lines
+    short, _, _, _, no_rollouts, tested = learnt.lines
+    assert list(short.get_ydata()[[0, 2, 3]]) == [0.0, 0.5, 1.0]
     assert not len(no_rollouts.get_ydata())
     assert tested.get_ydata().tolist() == [0, 0.5, 1]
     assert tested.get_linestyle() == "-"
