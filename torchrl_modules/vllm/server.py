@@ -96,6 +96,8 @@ def main() -> None:
         if _PARENT not in os.environ:  # whoever started it guards it
             _guard(os.getpid(), folder)
         sys.argv += _access(_command_line_options(), folder)
+        # An engine inside the process that started this one sets it to 0; here it has its own.
+        os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment = dict(_ENVIRONMENT)
         is_cpu = import_vllm(in_process=False).current_platform.is_cpu()
         if is_cpu and "--no-enforce-eager" not in sys.argv:

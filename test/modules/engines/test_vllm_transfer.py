@@ -99,13 +99,13 @@ def test_requests_in_flight_go_on_under_the_new_weights(
     updater = vLLMUpdater(vLLMWrapper(server_engine, tokenizer=chatml_tokenizer), transfer="c10d")
     updater.init()
     endless = SamplingParameters(max_new_tokens=80, stop_token_ids=())
-    for _ in range(10):
+    for delay_s in (0.1, 0.05, 0.02, 0.01, 0.0) * 4:
         old, rows = updater.version, []
         caller = threading.Thread(
             target=lambda kept: kept.extend(server_engine.generate(PROMPTS, endless)), args=(rows,)
         )
         caller.start()
-        time.sleep(0.1)
+        time.sleep(delay_s)
         updater.push(other_model)
         caller.join(timeout=60)
         if all(len(row.versions) == 2 for row in rows):
