@@ -12,7 +12,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +37,7 @@ from torchrl_data.batch_objects import write_objects
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_data.conversation import Conversations
 from torchrl_data.keys import FINISH_REASON, FULL, HISTORY, MAX_NEW_TOKENS, PROMPT
-from torchrl_data.messages import Message, Turn
+from torchrl_data.messages import Turn
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import (
     DEFAULT_TEMPLATE,
@@ -69,6 +68,7 @@ from .settings.schema import (
     RolloutsConfig,
     SettingsError,
     TrainingConfig,
+    refusing,
 )
 
 _LOG = logging.getLogger("torchrl_agents")
@@ -95,12 +95,8 @@ def collects_on_ray(cfg: RecipeConfig) -> bool:
 
 def wrapper_arguments(cfg: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What every policy is made with."""
-    return {
-        "tokenizer": tokenizer,
-        "generate_kwargs": sampling_of(cfg),
-        "chat_template_name": cfg.chat_template_name,
-        "write_tokens": False,
-    }
+    about = {"tokenizer": tokenizer, "chat_template_name": cfg.chat_template_name}
+    return {**about, "generate_kwargs": sampling_of(cfg), "write_tokens": False}
 
 
 Source = str | Mapping[str, bytes]
@@ -124,73 +120,56 @@ def vllm_policy(
     if cfg.engine.starts_servers:
         # The folder of an embedded model goes, and an engine may be started again.
         kept = source if cfg.policy.model is not None else files_of(source)
-        shares = _shares(cfg.engine.devices, cfg.engine.num_engines)
-        return vLLMWrapper(_started_fleet(kept, shares, engine_kwargs), **arguments)
+        devices, count = cfg.engine.devices, cfg.engine.num_engines
+        return vLLMWrapper(_started_fleet(kept, devices, count, engine_kwargs), **arguments)
     where = list(cfg.engine.urls) or cfg.engine.url or source
     return vLLMWrapper(where, engine_kwargs=engine_kwargs or None, **arguments)
 
 
-@dataclass(frozen=True)
-class OwnEngines:
-    """Makes the policy of a collector on Ray: over servers of its own, on its node and GPUs."""
+def engines_of_collector(
+    cfg: RolloutsConfig, policy: LLMWrapperBase
+) -> Callable[[], LLMWrapperBase]:
+    """What makes the policy of a collector on Ray: over servers of its own, on its node and GPUs.
 
-    source: Source
-    num_engines: int
-    engine_kwargs: Mapping[str, Any]
-    policy: PolicyConfig
+    Args:
+        cfg: the settings.
+        policy: over Transformers; has the model and its tokenizer.
+    """
+    given = cfg.policy.model
+    source: Source = model_files(policy) if given is None else model_folder(given)
+    if isinstance(source, str) and Path(source).is_dir():
+        source = str(Path(source).resolve())  # the collector's directory is another one
+    count = cfg.engine.num_engines // cfg.collector.num_collectors
+    return partial(_policy_of_collector, source, count, _engine_kwargs(cfg), cfg.policy)
 
-    @classmethod
-    def of(cls, cfg: RolloutsConfig, policy: LLMWrapperBase) -> "OwnEngines":
-        """The engines of one of the collectors.
 
-        Args:
-            cfg: the settings.
-            policy: over Transformers; has the model and its tokenizer.
-        """
-        source: Source
-        if cfg.policy.model is None:
-            source = model_files(policy)
-        else:
-            source = model_folder(cfg.policy.model)
-            if Path(source).is_dir():  # of the trainer's directory, not of the collector's
-                source = str(Path(source).resolve())
-        count = cfg.engine.num_engines // cfg.collector.num_collectors
-        return cls(source, count, _engine_kwargs(cfg), cfg.policy)
+def _policy_of_collector(
+    source: Source, count: int, engine_kwargs: Mapping[str, Any], cfg: PolicyConfig
+) -> LLMWrapperBase:
+    from torchrl_modules import vLLMWrapper
 
-    def __call__(self) -> LLMWrapperBase:
-        """Start the servers.
-
-        Raises:
-            ValueError: the GPUs can't be shared out.
-        """
-        from torchrl_modules import vLLMWrapper
-
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        if len(visible) % self.num_engines:
-            raise ValueError(
-                f"{self.num_engines} engines of a collector share the GPUs that Ray gave it, "
-                f"{visible}. Give it a multiple of them: +collector.remote_config.num_gpus="
-                f"{self.num_engines}."
-            )
-        with folder_of(self.source) as folder:
-            tokenizer = load_tokenizer(self.policy, folder)
-        shares = _shares(visible, self.num_engines)
-        fleet = _started_fleet(self.source, shares, self.engine_kwargs)
-        return vLLMWrapper(fleet, **wrapper_arguments(self.policy, tokenizer))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if len(visible) % count:
+        raise ValueError(
+            f"{count} engines of a collector share the GPUs that Ray gave it, {visible}. Give it "
+            f"a multiple of them: +collector.remote_config.num_gpus={count}."
+        )
+    with folder_of(source) as folder:
+        tokenizer = load_tokenizer(cfg, folder)
+    fleet = _started_fleet(source, visible, count, engine_kwargs)
+    return vLLMWrapper(fleet, **wrapper_arguments(cfg, tokenizer))
 
 
 def _started_fleet(
-    source: Source, shares: Sequence[Sequence[int | str] | None], options: Mapping[str, Any]
+    source: Source, devices: Sequence[int | str], count: int, options: Mapping[str, Any]
 ) -> EngineFleet:
     """Servers that are started here, each on its share of the devices."""
     from torchrl_modules.vllm.server import OwnServerEngine
 
-    return EngineFleet(
-        [
-            partial(OwnServerEngine, partial(_server, source, devices=share, **options))
-            for share in shares
-        ]
-    )
+    each = len(devices) // count
+    shares = [devices[i * each : (i + 1) * each] or None for i in range(count)]
+    servers = [partial(_server, source, devices=share, **options) for share in shares]
+    return EngineFleet([partial(OwnServerEngine, server) for server in servers])
 
 
 @contextmanager
@@ -206,22 +185,13 @@ def _engine_kwargs(cfg: RecipeConfig) -> dict[str, Any]:
     if cfg.policy.max_model_len is not None:
         engine_kwargs.setdefault("max_model_len", cfg.policy.max_model_len)
     if engine_kwargs.get("enable_lora"):
-        _fit_adapters(cfg, engine_kwargs)
+        # An engine applies the adapters that are trained, of all versions that may be in flight.
+        trained = cfg.policy.lora_rank or 1
+        ranks = (rank for rank in ADAPTER_RANKS if rank >= trained)
+        engine_kwargs.setdefault("max_lora_rank", next(ranks, trained))
+        if isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "streaming":
+            engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
     return engine_kwargs
-
-
-def _fit_adapters(cfg: RecipeConfig, engine_kwargs: dict[str, Any]) -> None:
-    """Let an engine apply the adapters that are trained, of all versions that may be in flight."""
-    assert cfg.policy.lora_rank is not None
-    ranks = (rank for rank in ADAPTER_RANKS if rank >= cfg.policy.lora_rank)
-    engine_kwargs.setdefault("max_lora_rank", next(ranks, cfg.policy.lora_rank))
-    if isinstance(cfg, RolloutsConfig) and cfg.collector.mode == "streaming":
-        engine_kwargs.setdefault("max_loras", cfg.collector.max_staleness + 2)
-
-
-def _shares(devices: Sequence[int | str], count: int) -> list[Sequence[int | str] | None]:
-    each = len(devices) // count
-    return [devices[i * each : (i + 1) * each] or None for i in range(count)]
 
 
 def model_files(policy: LLMWrapperBase) -> dict[str, bytes]:
@@ -249,10 +219,8 @@ def model_folder(source: str, *, who: str = "policy.model") -> str:
         SettingsError: names ``who``; the model can't be had, or its file can't be converted.
     """
     of_run = Path(source) / "model"
-    try:
+    with refusing(f"{who}={source}"):
         return str(of_run) if (of_run / "config.json").is_file() else local_model(source)
-    except (OSError, ValueError, ImportError) as error:
-        raise SettingsError(f"{who}={source}: {error}") from error
 
 
 @contextmanager
@@ -306,9 +274,7 @@ class ChatServerPolicy(TensorDictModuleBase):
         try:
             import openai
         except ImportError as error:
-            raise ImportError(
-                "engine=chat needs the package openai: pip install openai."
-            ) from error
+            raise ImportError("it needs the package openai: pip install openai.") from error
         if sampling.top_k or sampling.min_p:
             raise ValueError("OpenAI's protocol has no top_k and no min_p: leave them out.")
         self.encoder = ConversationEncoder(tokenizer)
@@ -317,13 +283,10 @@ class ChatServerPolicy(TensorDictModuleBase):
         self.out_keys: list[Any] = [(HISTORY, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.tokenizer = tokenizer
         self._model = model
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        about = {"base_url": url, "api_key": key, "max_retries": 3, "timeout": timeout_s}
         # A client belongs to the event loop that it was first used on.
-        self._client = lambda: openai.AsyncOpenAI(
-            base_url=url,
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",
-            max_retries=3,
-            timeout=timeout_s,
-        )
+        self._client = partial(openai.AsyncOpenAI, **about)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add a turn to every row that is not done."""
@@ -355,38 +318,38 @@ class ChatServerPolicy(TensorDictModuleBase):
     async def _ask_all(
         self, prompt: Conversations, rows: Sequence[int], limits: Sequence[int]
     ) -> list[tuple[str | None, str]]:
+        """What the server says in each row, and why it ended."""
         free = asyncio.Semaphore(MAX_CONCURRENT)
         async with self._client() as client:
 
             async def ask(row: int) -> tuple[str | None, str]:
+                tools = prompt.tools(row)
                 async with free:
                     try:
-                        return await self._ask(client, prompt, row, limits[row])
+                        reply = await client.chat.completions.create(
+                            model=self._model,
+                            messages=prompt.messages(row),
+                            max_tokens=limits[row],
+                            stop=list(self.sampling.stop) or None,
+                            temperature=self.sampling.temperature,
+                            top_p=self.sampling.top_p,
+                            **({"tools": list(tools)} if tools else {}),
+                        )
+                        return _text_of(reply.choices[0])
                     except Exception as error:  # what the server does ends this rollout alone
                         return None, f"error: {error}"
 
             return list(await asyncio.gather(*map(ask, rows)))
 
-    async def _ask(
-        self, client: Any, prompt: Conversations, row: int, limit: int
-    ) -> tuple[str | None, str]:
-        tools = prompt.tools(row)
-        reply = await client.chat.completions.create(
-            model=self._model,
-            messages=prompt.messages(row),
-            max_tokens=limit,
-            stop=list(self.sampling.stop) or None,
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            **({"tools": list(tools)} if tools else {}),
-        )
-        choice = reply.choices[0]
-        text = choice.message.content or ""
-        for call in choice.message.tool_calls or ():
-            function = call.function
-            said = {"name": function.name, "arguments": json.loads(function.arguments or "{}")}
-            text += f"\n<tool_call>\n{json.dumps(said)}\n</tool_call>"
-        return text.lstrip("\n"), "length" if choice.finish_reason == "length" else "stop"
+
+def _text_of(choice: Any) -> tuple[str, str]:
+    """A turn of a server as text, its calls in the format of the embedded template."""
+    text = choice.message.content or ""
+    for call in choice.message.tool_calls or ():
+        function = call.function
+        said = {"name": function.name, "arguments": json.loads(function.arguments or "{}")}
+        text += f"\n<tool_call>\n{json.dumps(said)}\n</tool_call>"
+    return text.lstrip("\n"), "length" if choice.finish_reason == "length" else "stop"
 
 
 # The model that is trained and the policy that samples, from the settings.
@@ -409,26 +372,17 @@ def model_source(cfg: RecipeConfig, task: Task) -> Iterator[str]:
 
 
 def _task_tokenizer(task: Task) -> PreTrainedTokenizerBase:
-    texts = task_texts(task)
-    return train_tokenizer(texts, isolated=task.isolated, phrases=task.phrases)
-
-
-def task_texts(task: Task) -> list[str]:
-    """What the task's conversations look like: demonstrations, or else its prompts."""
-    if task.demonstrations:
-        return rendered(task.demonstrations[:_NUM_TEXTS])
-    column = task.prompt_column or "prompt"
-    prompts = [row[column] for row in task.held_out_rows[:_NUM_TEXTS]]
-    chats = [[{"role": "user", "content": text}] for text in prompts if isinstance(text, str)]
-    return rendered(chats) if chats else [task.name]
-
-
-def rendered(chats: Sequence[Sequence[Message]]) -> list[str]:
-    """Conversations as the chat template writes them."""
-    texts, _ = render_jinja_template(
-        [list(chat) for chat in chats], chat_template=builtin_template("chatml")
-    )
-    return list(texts)
+    """A tokenizer of what the task's conversations are like: demonstrations, or else prompts."""
+    chats: Sequence[Sequence[Any]] = task.demonstrations[:_NUM_TEXTS]
+    if not chats:
+        column = task.prompt_column or "prompt"
+        prompts = [row[column] for row in task.held_out_rows[:_NUM_TEXTS]]
+        chats = [[{"role": "user", "content": x}] for x in prompts if isinstance(x, str)]
+    texts = [task.name]
+    if chats:
+        template = builtin_template("chatml")
+        texts, _ = render_jinja_template([list(chat) for chat in chats], chat_template=template)
+    return train_tokenizer(list(texts), isolated=task.isolated, phrases=task.phrases)
 
 
 def load_model(
@@ -552,18 +506,10 @@ def build_sampler(cfg: RecipeConfig, task: Task) -> LLMWrapperBase | ChatServerP
     """
     if cfg.engine.name == "chat":
         # What it says is written down in tokens that are not its own.
-        tokenizer = _task_tokenizer(task)
-        assert cfg.engine.url is not None
-        assert cfg.policy.model is not None
-        try:
-            return ChatServerPolicy(
-                cfg.engine.url,
-                cfg.policy.model,
-                tokenizer=tokenizer,
-                sampling=sampling_of(cfg.policy),
-            )
-        except (ImportError, ValueError) as error:
-            raise SettingsError(str(error)) from error
+        tokenizer, sampling = _task_tokenizer(task), sampling_of(cfg.policy)
+        url, model = cast("str", cfg.engine.url), cast("str", cfg.policy.model)
+        with refusing("engine=chat"):
+            return ChatServerPolicy(url, model, tokenizer=tokenizer, sampling=sampling)
     with model_source(cfg, task) as source:
         if cfg.engine.name == "vllm":
             return vllm_policy(cfg, source, load_tokenizer(cfg.policy, source))
@@ -600,10 +546,8 @@ def transformers_policy(
 
 def _loaded_policy(cfg: RecipeConfig, source: str) -> TransformersWrapper:
     model, tokenizer = load_model(cfg.policy, source)
-    try:
+    with refusing(f"policy.model={source!r} can't be used so"):
         return transformers_policy(cfg, model, tokenizer)
-    except ValueError as error:
-        raise SettingsError(f"policy.model={source!r} can't be used so: {error}") from error
 
 
 def set_generation(cfg: PolicyConfig, policy: TransformersWrapper) -> TransformersWrapper:
@@ -675,17 +619,13 @@ def with_adapters(settings: PolicyConfig, model: Any) -> Any:
     import peft
 
     assert settings.lora_rank is not None
-    alpha = settings.lora_alpha or 2 * settings.lora_rank
+    alpha: Any = settings.lora_alpha or 2 * settings.lora_rank  # PEFT divides it
+    modules = list(settings.lora_target_modules) or "all-linear"
     config = peft.LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # PEFT divides it
-        target_modules=list(settings.lora_target_modules) or "all-linear",
-        task_type="CAUSAL_LM",
+        r=settings.lora_rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM"
     )
-    try:
+    with refusing("policy.lora_target_modules"):
         return peft.get_peft_model(model, config)
-    except ValueError as error:
-        raise SettingsError(f"policy.lora_target_modules: {error}") from error
 
 
 def is_adapted(model: Any) -> bool:
@@ -714,22 +654,11 @@ class WithoutAdapters(TokenScorer):
     def __init__(self, actor: TransformersWrapper) -> None:
         self._actor = actor
 
-    def score_packed(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        target_mask: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        images: Sequence[Sequence[str]] | None = None,
-    ) -> TokenScores:
+    def score_packed(self, *args: Any, images: Any = None, **options: Any) -> TokenScores:
         """As the actor does, its adapters off meanwhile."""
         model: Any = self._actor.model
         with model.disable_adapter(), torch.no_grad():
-            return self._actor.score_packed(
-                ids, lengths, target_mask, temperature=temperature, entropy=entropy, images=images
-            )
+            return self._actor.score_packed(*args, images=images, **options)
 
 
 # Supervised training on demonstrations: the format, before the skill.
@@ -792,19 +721,10 @@ SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
 
 def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The optimizer, as its settings say."""
-    rate = cfg.learning_rate
-    assert rate is not None
+    common = {"lr": cast("float", cfg.learning_rate), "weight_decay": cfg.weight_decay}
     if cfg.name == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=rate, momentum=cfg.beta1, weight_decay=cfg.weight_decay
-        )
-    return torch.optim.AdamW(
-        parameters,
-        lr=rate,
-        betas=(cfg.beta1, cfg.beta2),
-        eps=cfg.eps,
-        weight_decay=cfg.weight_decay,
-    )
+        return torch.optim.SGD(parameters, momentum=cfg.beta1, **common)
+    return torch.optim.AdamW(parameters, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, **common)
 
 
 def set_learning_rate(

@@ -7,11 +7,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,180 +20,144 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from collectors import CheckpointMismatch, CheckpointStore, RunState, contribute_weights
-from collectors.checkpoint.reading import Checkpoint
+from collectors import (
+    CheckpointMismatch,
+    CheckpointStore,
+    RunState,
+    ShardedModel,
+    ShardedOptimizer,
+    contribute_weights,
+)
 from collectors.llm_collector import BackgroundCollector
 from collectors.resume import Sharded
 from collectors.weight_update.weights import is_spread, pushed_weights, unwrapped
-from objectives import Ranks
+from objectives import NonFiniteGate, PackedBatch, Ranks, StepOutcome
 from torchrl_data.checks import TokenScorer
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 from torchrl_modules.engines.transformers import TransformersEngine
 
 from .models import (
     WithoutAdapters,
+    build_optimizer,
     folder_of,
+    frozen_weights,
     is_adapted,
     load_model,
     model_files,
     model_folder,
+    set_learning_rate,
     transformers_policy,
     with_adapters,
 )
-from .run import SIGNALS
+from .run import CHECKPOINTS, SIGNALS, RankJobs, Run
 from .settings.schema import CheckpointConfig, Recipe, SettingsError, TrainingConfig
 
-# The ranks of a run: rank 0 runs the recipe, the others do with it what takes all of them.
-
-Job = Callable[..., Any]
+# Passes over the rows of a step, each of which ends in an optimizer step; all ranks make them.
 
 
-class Crew:
-    """Jobs by name, each of which all ranks do at the same time, when rank 0 says so.
+class MicroBatches(NamedTuple):
+    """A rank's share of the rows of a step, and what is measured over all of them."""
+
+    parts: list[PackedBatch]
+    window: Any
+    """Of the loss, see :meth:`TokenLoss.measure_window`."""
+    ranks: Ranks
+
+
+Pass = Callable[[Any, NonFiniteGate, MicroBatches], tuple[Any, StepOutcome]]
+"""From a loss: its output over all rows, after an optimizer step on their gradient."""
+
+
+def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
+    """See :data:`Pass`."""
+    outputs = []
+    for part in batch.parts:
+        outputs.append(loss(part, window=batch.window))
+        gate.backward(outputs[-1], part)
+    return type(outputs[0]).combine(outputs, ranks=batch.ranks), gate.step()
+
+
+class Updates:
+    """The loss of a recipe, its optimizer, and what guards its steps; every rank has its own.
 
     Args:
-        ranks: of the run.
+        recipe: has the loss, and what makes a pass.
+        cfg: of the run.
+        actor: is trained, but for what is frozen of it.
+        folder: of the run; gets what was not finite.
+        jobs: of the ranks that train together.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self._jobs: dict[str, Job] = {}
+    def __init__(
+        self,
+        recipe: Recipe,
+        cfg: TrainingConfig,
+        actor: TransformersWrapper,
+        folder: Path,
+        jobs: RankJobs,
+    ) -> None:
+        assert recipe.loss is not None
+        self.loss = recipe.loss(cfg, actor)
+        self._cfg = cfg
+        self._jobs = jobs
+        self._make_pass: Pass = recipe.one_pass or one_pass
+        trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
+        self._optimizer = build_optimizer(cfg.optim, trained)
+        self.gate = NonFiniteGate(
+            self._optimizer,
+            max_grad_norm=cfg.optim.max_grad_norm,
+            dump_dir=folder / "not_finite",
+            ranks=jobs.ranks,
+        )
+        self._batch: MicroBatches | None = None
+        # Of adapters these alone are saved where the rest can be loaded again.
+        is_given = is_adapted(actor.model) and cfg.policy.model is not None
+        self.identity = {"weights of policy.model": frozen_weights(actor.model)} if is_given else {}
+        """What a checkpoint has to have in common with this run."""
+        self.sharded: dict[str, Sharded] = {
+            "model": ShardedModel(actor.model, trained_only=is_given),
+            "optimizer": ShardedOptimizer(actor.model, self._optimizer),
+        }
+        """What is saved, of which each rank has a share."""
+        jobs.known |= {"take in": self._take_in, "make": self._make}
 
-    def learn_job(self, name: str, job: Job) -> None:
-        """Say what this rank does of a job.
+    def begin(self, step: int, rows: Any) -> float:
+        """Take in what a step trains on, and set its learning rate; rank 0 calls it.
 
         Args:
-            name: of the job.
-            job: is called with what rank 0 gives along.
-        """
-        self._jobs[name] = job
-
-    def tell(self, name: str, *args: Any) -> None:
-        """Let the other ranks do a job that this one, rank 0, is about to do.
-
-        Args:
-            name: of the job.
-            *args: for theirs; can be pickled.
-        """
-        if self.ranks.size > 1:
-            self.ranks.broadcast((name, args))
-
-    def do(self, name: str, *args: Any) -> Any:
-        """Do a job with the others; rank 0 calls it.
-
-        Args:
-            name: of the job.
-            *args: for all.
+            step: its number, from 1.
+            rows: what the loss can pack; ``None`` where there is nothing.
 
         Returns:
-            What this rank's job gave.
+            The learning rate.
         """
-        self.tell(name, *args)
-        return self._jobs[name](*args)
+        if rows is None:
+            return self._set_rate(step)
+        batch = self.loss.pack(rows)
+        self._jobs.tell("take in", step)
+        return self._take_in(step, batch)
 
-    def follow(self) -> None:
-        """Do what rank 0 says until it ends; the others call it."""
-        while (order := self.ranks.broadcast()) is not None:
-            name, args = order
-            self._jobs[name](*args)
+    def _set_rate(self, step: int) -> float:
+        return set_learning_rate(self._cfg.optim, self._optimizer, step, self._cfg.train.num_steps)
 
-    def end(self) -> None:
-        """Let the others end; rank 0 calls it."""
-        if self.ranks.size > 1:
-            self.ranks.broadcast(None)
+    def _take_in(self, step: int, batch: PackedBatch | None = None) -> float:
+        """Every rank gets its share of the rows, as many micro-batches as the others."""
+        ranks = self._jobs.ranks
+        parts = ranks.scatter(batch, max_tokens=self._cfg.train.micro_batch_tokens)
+        self._batch = MicroBatches(parts, self.loss.measure_window(parts, ranks=ranks), ranks)
+        return self._set_rate(step)
 
-
-# Checkpoints to which every rank of a run adds what it holds of the model and the optimizer.
-
-
-class SharedStore(CheckpointStore):
-    """The store of a run, on rank 0: what it does the other ranks do with it.
-
-    Args:
-        folder: of the checkpoints, in that of the run.
-        cfg: how many are kept.
-        crew: the ranks that save, each of which has a :class:`Shares`.
-
-    Raises:
-        SettingsError: ranks of other machines don't see the run's folder.
-    """
-
-    def __init__(self, folder: Path, cfg: CheckpointConfig, crew: Crew) -> None:
-        self._crew = crew
-        crew.tell("open checkpoints", str(folder.resolve()), cfg)
-        _check_seen(folder, crew)
-        super().__init__(folder, cfg.keep_last, cfg.keep_best, process_group=_group(crew))
-
-    def save(self, step: int, state: Mapping[str, Any], **options: Any) -> Path | None:
-        """See :meth:`CheckpointStore.save`."""
-        about = {name: options[name] for name in ("metric", "wait")}
-        self._crew.tell("save checkpoint", step, about)
-        return super().save(step, state, **options)
-
-    def load(self, step: int | str | Path | None = None) -> Checkpoint:
-        """See :meth:`CheckpointStore.load`; the others load their shares then."""
-        self._crew.tell("load checkpoint")
-        return super().load(step)
-
-
-class Shares:
-    """What a rank other than 0 does of a run's checkpoints.
-
-    Args:
-        crew: of the run.
-        parts: of which this rank has its share.
-    """
-
-    def __init__(self, crew: Crew, parts: Mapping[str, Sharded]) -> None:
-        self._crew = crew
-        self._state = RunState(identity={}, **parts)
-        self._store: CheckpointStore
-        crew.learn_job("open checkpoints", self._open)
-        crew.learn_job("save checkpoint", self._save)
-        crew.learn_job("load checkpoint", self._load)
-
-    def _open(self, folder: str, cfg: CheckpointConfig) -> None:
-        _check_seen(Path(folder), self._crew)
-        self._store = CheckpointStore(
-            folder, cfg.keep_last, cfg.keep_best, process_group=_group(self._crew)
-        )
-
-    def _save(self, step: int, about: Mapping[str, Any]) -> None:
-        self._state.save(self._store, step, **about)
-
-    def _load(self) -> None:
-        self._state.restore(self._store)
-
-    def close(self) -> None:
-        """Wait for the last save."""
-        self._store.close()
-
-
-def _group(crew: Crew) -> Any:
-    return None if crew.ranks.size == 1 else dist.group.WORLD
-
-
-def _check_seen(folder: Path, crew: Crew) -> None:
-    """Check that all ranks write to one and the same folder; they call it together.
-
-    Raises:
-        SettingsError: on rank 0, for all of them.
-    """
-    seen = crew.ranks.gather((folder.parent.is_dir(), socket.gethostname()))
-    blind = [f"{rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
-    if blind and crew.ranks.rank == 0:
-        raise SettingsError(
-            f"train.parallel: each rank writes its share of a checkpoint, and ranks {blind} don't "
-            f"see {folder.parent.resolve()}. Start in a folder on a disk that all machines share."
-        )
+    def _make(self) -> tuple[Any, StepOutcome]:
+        assert self._batch is not None
+        return self._make_pass(self.loss, self.gate, self._batch)
 
 
 # A run by the ranks that ``torchrun`` started: rank 0 runs the recipe, the others train with it.
 #
 # Rank 0 alone has the task, environments, folder and trackers. The others get the filled-in
-# settings and the model, and do the jobs of the :class:`Crew`.
+# settings and the model, and do the jobs that rank 0 names.
 
-_WEIGHTS = "give weights"
+GIVE_WEIGHTS = "give weights"
 _WHOLE = "give all that is trained and frozen"
 
 
@@ -225,22 +188,23 @@ def loading_device(cfg: TrainingConfig, ranks: Ranks) -> str | None:
 
 
 def share_model(
-    cfg: TrainingConfig, ranks: Ranks, actor: TransformersWrapper, policy: LLMWrapperBase
-) -> tuple[Crew, TransformersWrapper, LLMWrapperBase]:
+    cfg: TrainingConfig, run: Run, actor: TransformersWrapper, policy: LLMWrapperBase
+) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """Let all ranks train the model that rank 0 has, which calls it.
 
     Args:
         cfg: the settings.
-        ranks: of the run.
+        run: has the ranks.
         actor: with the whole model.
         policy: samples with its weights.
 
     Returns:
-        The crew, the actor over the wrapped model, and the policy: over a copy where the model is
-        sharded. One process gets back what it gave.
+        The actor over the wrapped model, and the policy: over a copy where the model is sharded.
+        One process gets back what it gave.
     """
+    ranks = run.jobs.ranks
     if ranks.size == 1:
-        return Crew(ranks), actor, policy
+        return actor, policy
     files = model_files(actor) if cfg.policy.model is None else None
     warm_start: Any = getattr(cfg, "warm_start", None)
     warmed = files is None and warm_start is not None and bool(warm_start.num_steps)
@@ -249,10 +213,10 @@ def share_model(
     model: Any = actor.model
     _copy_from_first(ranks, model, all_of_it=warmed)
     if policy is actor and parallel_kind(cfg, ranks) == "fsdp2":
-        copy = deepcopy(model)
-        copy = copy.unload() if is_adapted(model) else copy  # it is given merged weights
-        policy = transformers_policy(cfg, copy.to(ranks.device), actor.tokenizer)
-    return Crew(ranks), _wrapped(cfg, ranks, model, actor.tokenizer), policy
+        whole = copy.deepcopy(model)
+        whole = whole.unload() if is_adapted(model) else whole  # it is given merged weights
+        policy = transformers_policy(cfg, whole.to(ranks.device), actor.tokenizer)
+    return _wrapped(cfg, ranks, model, actor.tokenizer), policy
 
 
 def follow(ranks: Ranks, recipe: Recipe) -> None:
@@ -262,27 +226,37 @@ def follow(ranks: Ranks, recipe: Recipe) -> None:
         ranks: of the run.
         recipe: says what is trained.
     """
-    _wait_for_rank_0()
-    crew = Crew(ranks)
+    received: list[int] = []
+
+    def wait_for_rank_0(number: int, frame: FrameType | None) -> None:
+        """Rank 0 says when to stop; a second signal ends this rank where it is."""
+        del frame
+        if received:
+            raise SystemExit(128 + number)
+        received.append(number)
+
+    for number in SIGNALS:
+        signal.signal(number, wait_for_rank_0)
     plan: Plan = ranks.broadcast()
     cfg = plan.cfg
     cfg.policy.device = loading_device(cfg, ranks)
     given = cfg.policy.model
-    source = (plan.files or {}) if given is None else model_folder(given)
-    with folder_of(source) as folder:
+    with folder_of((plan.files or {}) if given is None else model_folder(given)) as folder:
         model, tokenizer = load_model(cfg.policy, folder)
     if cfg.policy.lora_rank is not None:
         model = with_adapters(cfg.policy, model)
     _copy_from_first(ranks, model, all_of_it=plan.warmed)
     actor = _wrapped(cfg, ranks, model, tokenizer)
-    assert recipe.updates is not None
+    jobs = RankJobs(ranks)
+    jobs.known |= {
+        GIVE_WEIGHTS: lambda: contribute_weights(actor.model),
+        _WHOLE: lambda: _whole_state(actor.model),
+    }
     with tempfile.TemporaryDirectory(prefix="torchrl-agents-") as folder:
-        updates = recipe.updates(cfg, actor, Path(folder), crew)
-        shares = Shares(crew, updates.sharded)
-        crew.learn_job(_WEIGHTS, lambda: contribute_weights(actor.model))
-        crew.learn_job(_WHOLE, lambda: _whole_state(actor.model))
-        crew.follow()
-        shares.close()
+        updates = Updates(recipe, cfg, actor, Path(folder), jobs)
+        checkpoints = Checkpoints(cfg.checkpoint, jobs, RunState(identity={}, **updates.sharded))
+        jobs.follow()
+        checkpoints.close()
 
 
 def _copy_from_first(ranks: Ranks, model: nn.Module, *, all_of_it: bool) -> None:
@@ -294,49 +268,36 @@ def _copy_from_first(ranks: Ranks, model: nn.Module, *, all_of_it: bool) -> None
         ranks.copy_from_first(nn.ParameterList(trained))
 
 
-def _wait_for_rank_0() -> None:
-    """Rank 0 says when to stop; a second signal ends this rank where it is."""
-    told: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        del frame
-        if told:
-            raise SystemExit(128 + number)
-        told.append(number)
-
-    for number in SIGNALS:
-        signal.signal(number, receive)
-
-
-def tell_of_weights(crew: Crew) -> None:
-    """Let the others give their shards of the weights, which rank 0 is about to read."""
-    crew.tell(_WEIGHTS)
-
-
-def whole_actor(crew: Crew, cfg: TrainingConfig, actor: TransformersWrapper) -> TransformersWrapper:
-    """The actor over the model without its wrappers, to be saved; rank 0 calls it.
+def whole_model(
+    jobs: RankJobs, cfg: TrainingConfig, actor: TransformersWrapper
+) -> tuple[TransformersWrapper, Mapping[str, Tensor] | None]:
+    """The model without its wrappers and shards, to be saved; rank 0 calls it.
 
     Args:
-        crew: the ranks.
+        jobs: of the ranks.
         cfg: the settings.
         actor: over the wrapped model.
 
     Returns:
         The actor itself where nothing has to be done; where adapters are in shards, one over a
-        whole copy on the CPU. The weights of other shards are :func:`whole_weights`.
+        whole copy on the CPU. And the weights of other shards, on the CPU; ``None`` where the
+        actor's model has them.
     """
     model: Any = unwrapped(actor.model)
     if not is_adapted(model):
-        return actor
+        if not is_spread(actor.model):
+            return actor, None
+        jobs.tell(GIVE_WEIGHTS)
+        with pushed_weights(actor.model) as weights:
+            return actor, {name: value.cpu() for name, value in weights.items()}
     if is_spread(model):
-        crew.tell(_WHOLE)
-        weights = _whole_state(model)
+        jobs.tell(_WHOLE)
+        state = _whole_state(model)
         plain = cast("TransformersEngine", actor.engine).inside
         skeleton: Any = type(plain)(plain.config)
-        skeleton = skeleton.to(plain.dtype)
-        model = with_adapters(cfg.policy, skeleton)
-        model.load_state_dict(weights)
-    return transformers_policy(cfg, model, actor.tokenizer, generate=False)
+        model = with_adapters(cfg.policy, skeleton.to(plain.dtype))
+        model.load_state_dict(state)
+    return transformers_policy(cfg, model, actor.tokenizer, generate=False), None
 
 
 def _whole_state(model: nn.Module) -> dict[str, Any]:
@@ -344,60 +305,46 @@ def _whole_state(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=options)
 
 
-def whole_weights(crew: Crew, model: nn.Module) -> Mapping[str, Tensor] | None:
-    """The weights of a sharded model on the CPU; ``None`` of one that is whole. Rank 0 calls it."""
-    if not is_spread(model):
-        return None
-    tell_of_weights(crew)
-    with pushed_weights(model) as weights:
-        return {name: value.cpu() for name, value in weights.items()}
-
-
 def _wrapped(
     cfg: TrainingConfig, ranks: Ranks, model: PreTrainedModel, tokenizer: Any
 ) -> TransformersWrapper:
+    """The actor of a rank: over a model that is copied, or spread layer by layer, over all."""
     wrapped: nn.Module = model
     if parallel_kind(cfg, ranks) == "ddp":
         wrapped = DistributedDataParallel(model)
     else:
-        shard(model, ranks)
+        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        names = model._no_split_modules or ()
+        layers = [block for each in lists for block in each if type(block).__name__ in names]
+        for part in (*layers, model):
+            fully_shard(part, mesh=mesh)
     return transformers_policy(cfg, wrapped, tokenizer, generate=False)
-
-
-def shard(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Spread a model over the ranks, layer by layer, in place."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    layers = [
-        block
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        for block in module
-        if type(block).__name__ in (model._no_split_modules or ())
-    ]
-    for part in (*layers, model):
-        fully_shard(part, mesh=mesh)
 
 
 # The model from before training, which a KL term compares with.
 
 
 def freeze_reference(
-    cfg: TrainingConfig, ranks: Ranks, actor: TransformersWrapper
-) -> tuple[TokenScorer, dict[str, nn.Module]]:
+    cfg: TrainingConfig, run: Run, actor: TransformersWrapper, *, weight: float | None
+) -> tuple[TokenScorer | None, dict[str, nn.Module]]:
     """Keep the model as it is now: a copy of it, or itself with its adapters off.
 
     Args:
         cfg: the settings.
-        ranks: of the run; where they share shards one of them can score nothing with them.
+        run: has the ranks; where they share shards one of them can score nothing with them.
         actor: with the whole model, before ranks share it.
+        weight: of the KL term; nothing is kept without one.
 
     Returns:
-        What scores rows by it, and the parts that a checkpoint needs for that.
+        What scores rows by it, if anything does, and the parts that a checkpoint needs for that.
     """
+    if not weight:
+        return None, {}
     adapted = is_adapted(actor.model)
-    if adapted and parallel_kind(cfg, ranks) != "fsdp2":
+    if adapted and parallel_kind(cfg, run.jobs.ranks) != "fsdp2":
         return WithoutAdapters(actor), {}
-    model: Any = deepcopy(actor.model)
+    model: Any = copy.deepcopy(actor.model)
     reference = TransformersWrapper(
         (model.unload() if adapted else model).eval().requires_grad_(False),
         tokenizer=actor.tokenizer,
@@ -409,29 +356,60 @@ def freeze_reference(
 
 # When a run is saved, and how it goes on.
 
-UNCHANGED_BY_COLLECTING: Final = ("model", "optimizer", "opponents", "reference")
+_UNCHANGED_BY_COLLECTING = ("model", "optimizer", "opponents", "reference")
 
 
 class Checkpoints:
-    """Saves a run every so many steps and when it is stopped.
+    """Saves a run every so many steps and when it is stopped; every rank adds what it holds.
+
+    Rank 0 opens, saves and restores, and the others do it with it.
 
     Args:
-        cfg: how often.
-        store: of the run.
-        state: its parts.
+        cfg: how often a run is saved, and how many checkpoints are kept.
+        jobs: of the ranks that save.
+        state: the parts of the run; of another rank than 0, those of which it has a share.
     """
 
-    def __init__(self, cfg: CheckpointConfig, store: CheckpointStore, state: RunState) -> None:
-        self._every = cfg.every
+    def __init__(self, cfg: CheckpointConfig, jobs: RankJobs, state: RunState) -> None:
+        self._cfg = cfg
+        self._jobs = jobs
         self._state = state
-        self._store = store
         self._mark: dict[str, Any] | None = None
+        self._store: CheckpointStore | None = None
+        jobs.known |= {
+            "open checkpoints": self.open,
+            "save checkpoint": self._write,
+            "load checkpoint": self._read,
+        }
 
-    def __enter__(self) -> Self:
+    def open(self, folder: Path) -> Self:
+        """Open the checkpoints in the folder of a run.
+
+        Raises:
+            SettingsError: ranks of other machines don't see it; on rank 0, for all of them.
+        """
+        ranks = self._jobs.ranks
+        if ranks.rank == 0:
+            self._jobs.tell("open checkpoints", folder.resolve())
+        seen = ranks.gather((folder.is_dir(), socket.gethostname()))
+        blind = [f"{rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
+        if blind and ranks.rank == 0:
+            raise SettingsError(
+                f"train.parallel: each rank writes its share of a checkpoint, and ranks {blind} "
+                f"don't see {folder.resolve()}. Start in a folder on a disk that all share."
+            )
+        self._store = CheckpointStore(
+            folder / CHECKPOINTS,
+            self._cfg.keep_last,
+            self._cfg.keep_best,
+            process_group=None if ranks.size == 1 else dist.group.WORLD,
+        )
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._store.close()
+    def close(self) -> None:
+        """Wait for the last save, and let another run save into the folder."""
+        if self._store is not None:
+            self._store.close()
 
     def restore(self) -> tuple[int, Mapping[str, Any]]:
         """Go on from the newest checkpoint.
@@ -444,31 +422,29 @@ class Checkpoints:
             SettingsError: it belongs to another run.
         """
         try:
-            step = self._state.restore(self._store)
+            step = self._jobs.do("load checkpoint")
         except CheckpointMismatch as error:
             raise SettingsError(f"resume: {error}") from error
         except ValueError as error:  # of a part
             raise SettingsError(f"resume: the checkpoint can't be used here: {error}") from error
         return step, self._state.further
 
+    def _read(self) -> int:
+        assert self._store is not None
+        return self._state.restore(self._store)
+
     def mark(self) -> None:
         """A batch is about to be collected; if that is cut short the run is saved as it is now."""
         if not isinstance(self._state.parts.get("collector"), BackgroundCollector):
-            self._mark = copy.deepcopy(self._state.state_dict(without=UNCHANGED_BY_COLLECTING))
+            self._mark = copy.deepcopy(self._state.state_dict(without=_UNCHANGED_BY_COLLECTING))
 
     def unmark(self) -> None:
         """The batch is there."""
         self._mark = None
 
     def after(self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any]) -> None:
-        """A step is over: save it if it is time.
-
-        Args:
-            step: its number.
-            metrics: its own; the best are kept by its reward, or else its loss.
-            further: what to keep beside the parts.
-        """
-        if self._every is not None and step % self._every == 0:
+        """A step is over: save it if it is time; see :meth:`save`."""
+        if self._cfg.every is not None and step % self._cfg.every == 0:
             self._save(step, metrics, further, wait=False)
 
     def save(self, step: int, metrics: Mapping[str, float], further: Mapping[str, Any]) -> None:
@@ -476,7 +452,7 @@ class Checkpoints:
 
         Args:
             step: steps that are over.
-            metrics: of the last one.
+            metrics: of the last one; the best are kept by its reward, or else its loss.
             further: what to keep beside the parts.
         """
         self._save(step, metrics, further, wait=True)
@@ -486,6 +462,9 @@ class Checkpoints:
     ) -> None:
         metric = metrics.get("reward", -metrics.get("loss", 0.0))
         metric = metric if math.isfinite(metric) else -sys.float_info.max
-        self._state.save(
-            self._store, step, metric=metric, wait=wait, further=further, since=self._mark
-        )
+        self._jobs.tell("save checkpoint", step, metric, wait)
+        self._write(step, metric, wait, further=further, since=self._mark)
+
+    def _write(self, step: int, metric: float, wait: bool, **own: Any) -> None:
+        assert self._store is not None
+        self._state.save(self._store, step, metric=metric, wait=wait, **own)

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
@@ -31,10 +31,9 @@ from objectives.losses.base import TokenLoss
 from torchrl_data import read_conversations
 from torchrl_data.display import show_conversation
 from torchrl_data.keys import FULL, REWARD
-from torchrl_envs.graders.answers import final_text
 
 from .run import Run
-from .settings.schema import RecipeConfig, RecordConfig, SettingsError, TrainingConfig
+from .settings.schema import RecipeConfig, RolloutsConfig, SettingsError, TrainingConfig
 
 # What a run leaves: metrics, rollouts, the result.
 
@@ -83,15 +82,16 @@ class Recorder:
         told = lines_until(folder / EVALUATIONS, after)
         self.held_out = {x["step"]: x["reward"] for x in told if x.get("reward") is not None}
         """The mean reward on held-out prompts, by the step after which it was measured."""
-        for path in folder.glob("csv/scalars/**/*.csv"):
-            _csv_until(path, after)
+        for path in folder.glob("csv/scalars/**/*.csv"):  # TorchRL's: a step and a value a line
+            lines = path.read_text(encoding="utf-8").splitlines()
+            steps = [line.partition(",")[0] for line in lines]
+            known = [step.isdecimal() and int(step) <= after for step in steps]
+            _replace(path, list(compress(lines, known)))
         self._metrics = (folder / METRICS).open("a", encoding="utf-8")
         self._evaluations = folder / EVALUATIONS
 
-    def __enter__(self) -> "Recorder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Nothing more is written."""
         self._metrics.close()
 
     def reached(self, reward: float | None) -> bool:
@@ -158,14 +158,6 @@ def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     return [line for _, line in kept]
 
 
-def _csv_until(path: Path, step: int) -> None:
-    """The same of TorchRL's CSV logger: a step and a value a line."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    numbers = [line.partition(",")[0] for line in lines]
-    kept = [x for x, n in zip(lines, numbers, strict=True) if n.isdecimal() and int(n) <= step]
-    _replace(path, kept)
-
-
 def _replace(path: Path, lines: Sequence[str]) -> None:
     new = path.with_name(f"{path.name}.partial")
     new.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -173,7 +165,7 @@ def _replace(path: Path, lines: Sequence[str]) -> None:
 
 
 def record_rollouts(
-    cfg: RecordConfig,
+    cfg: RolloutsConfig,
     folder: Path,
     tokenizer: Any,
     loss: TokenLoss | MixedLoss,
@@ -185,8 +177,8 @@ def record_rollouts(
     recorder = RolloutRecorder(
         folder,
         tokenizer,
-        every=cfg.every,
-        max_groups_per_step=cfg.max_groups_per_step,
+        every=cfg.record.every,
+        max_groups_per_step=cfg.record.max_groups_per_step,
         after=after,
     )
     recorder.watch(loss)
@@ -203,11 +195,6 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def last_text(row: TensorDictBase) -> str:
-    """What the policy said last in a trajectory."""
-    return final_text(_conversation(row).messages(0))
-
-
 def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> None:
     """Print the first conversations of each test in colour, with their rewards."""
     console = Console()
@@ -216,12 +203,8 @@ def show_rollouts(tests: Mapping[str, TensorDictBase | None], count: int) -> Non
             continue
         console.print(Rule(title))
         for row in trajectories.unbind(0)[:count]:
-            reward = float(row.get(REWARD))
-            show_conversation(_conversation(row), 0, reward=reward, console=console)
-
-
-def _conversation(row: TensorDictBase) -> Any:
-    return read_conversations(row, FULL, who="The recipe")
+            conversation = read_conversations(row, FULL, who="The recipe")
+            show_conversation(conversation, 0, reward=float(row.get(REWARD)), console=console)
 
 
 def scores_of(trajectories: TensorDictBase) -> dict[str, float]:
@@ -251,21 +234,17 @@ def result_of(
     tests = {"before": scores_of(before)}
     if after is not None:
         tests["after"] = scores_of(after)
-    sources = {
-        f"{when}/{name}": value
-        for when, test in tests.items()
-        for name, value in test.items()
-        if name != "reward"
-    }
-    return {
+    result = {
         "task": cfg.task.id,
         "seed": cfg.seed,
         "held_out_before": tests["before"]["reward"],
         "held_out_after": tests["after"]["reward"] if after is not None else None,
         "steps": len(history),
         "optimizer_steps": int(sum(metrics["optimizer_steps"] for metrics in history)),
-        **sources,
     }
+    for when, test in tests.items():
+        result |= {f"{when}/{name}": value for name, value in test.items() if name != "reward"}
+    return result
 
 
 # The learning curve of a run, as a picture; matplotlib is imported when it is drawn.
@@ -301,23 +280,20 @@ def plot_learning_curve(
     from matplotlib.ticker import MaxNLocator
 
     mpl.use("Agg")
+    mosaic, size = [["reward", name] for name in beside], (9.5, 4.8)
     figure, axes = plt.subplot_mosaic(
-        [["reward", name] for name in beside],
-        figsize=(9.5, 4.8),
-        width_ratios=(2.1, 1),
-        layout="constrained",
+        mosaic, figsize=size, width_ratios=(2.1, 1), layout="constrained"
     )
     figure.suptitle(title, fontsize=11)
     _draw_reward(axes["reward"], history, held_out, further)
     axes["reward"].xaxis.set_major_locator(MaxNLocator(integer=True))
     for name, label in beside.items():
-        told = [(i, metrics[name]) for i, metrics in enumerate(history, 1) if name in metrics]
-        values = [value for _, value in told]
+        values = {i: metrics[name] for i, metrics in enumerate(history, 1) if name in metrics}
         small = axes[name]
-        small.plot([i for i, _ in told], values, color="tab:gray", lw=1.2)
+        small.plot([*values], [*values.values()], color="tab:gray", lw=1.2)
         small.set_title(label, fontsize=9, loc="left")
         small.tick_params(labelsize=8)
-        small.set_ylim(*_limits([*values, 0.0]))
+        small.set_ylim(*_limits([*values.values(), 0.0]))
         small.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
         small.grid(alpha=0.3)
     for name in list(beside)[:-1]:
@@ -419,13 +395,10 @@ class MultirunSummary:
         for name in ("run", "overrides", "held-out before", "after"):
             table.add_column(name, justify="left" if name == "overrides" else "right")
         for number, run in enumerate(self.runs):
-            scores = [_score(run.get(f"held_out_{when}")) for when in ("before", "after")]
-            table.add_row(str(number), escape(" ".join(run["overrides"])), *scores)
+            scores = [run.get(f"held_out_{when}") for when in ("before", "after")]
+            shown = ["" if value is None else f"{value:.3f}" for value in scores]
+            table.add_row(str(number), escape(" ".join(run["overrides"])), *shown)
         Console(stderr=True).print(table)
-
-
-def _score(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 # Where metrics go: TorchRL's loggers, by name.
@@ -453,10 +426,14 @@ def open_loggers(cfg: TrainingConfig, run: Run, recipe: str) -> Iterator[list[Lo
         loggers = []
         for name in cfg.logger.backends:
             with _told_of(name):
-                logger, end = _OPEN[name](run, project, settings)
+                logger, end = LOGGERS[name].begin(run, project, settings)
             stack.push(partial(_end, end))
             loggers.append(logger)
         yield loggers
+
+
+def _end(end: Callable[[bool], None], kind: type[BaseException] | None, *_: Any) -> None:
+    end(kind is not None and not issubclass(kind, SystemExit))
 
 
 def check_loggers(cfg: TrainingConfig, recipe: str) -> None:
@@ -471,7 +448,7 @@ def check_loggers(cfg: TrainingConfig, recipe: str) -> None:
     """
     for name in cfg.logger.backends:
         with _told_of(name):
-            _CHECK[name](cfg.logger.project or recipe)
+            LOGGERS[name].check(cfg.logger.project or recipe)
 
 
 @contextmanager
@@ -486,7 +463,7 @@ def _told_of(name: str) -> Iterator[None]:
 
 def missing_package(logger: str) -> str | None:
     """The package that a logger needs and that is not installed."""
-    package = LOGGERS[logger]
+    package = LOGGERS[logger].package
     return None if package is None or find_spec(package) else package
 
 
@@ -494,26 +471,11 @@ _Opened = tuple[Logger, Callable[[bool], None]]
 """And what ends it; it is told whether the run failed."""
 
 
-def _end(
-    end: Callable[[bool], None],
-    kind: type[BaseException] | None,
-    _error: BaseException | None,
-    _traceback: TracebackType | None,
-) -> None:
-    end(kind is not None and not issubclass(kind, SystemExit))
-
-
-def _csv(run: Run, *_: Any) -> _Opened:
-    from torchrl.record.loggers.csv import CSVLogger
-
-    logger = CSVLogger("csv", str(run.folder))
-    return logger, lambda _: logger.close()
-
-
-def _tensorboard(run: Run, *_: Any) -> _Opened:
-    from torchrl.record.loggers.tensorboard import TensorboardLogger
-
-    logger = TensorboardLogger("tensorboard", str(run.folder))
+def _files(kind: str, run: Run, *_: Any) -> _Opened:
+    """TorchRL's logger of that name, which writes into a folder of the run."""
+    name = kind.removesuffix("Logger").lower()
+    module = import_module(f"torchrl.record.loggers.{name}")
+    logger = getattr(module, kind)(name, str(run.folder))
     return logger, lambda _: logger.close()
 
 
@@ -560,15 +522,6 @@ def _mlflow(run: Run, project: str, *_: Any) -> _Opened:
     return logger, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-_OPEN: Final[Mapping[str, Callable[[Run, str, Mapping[str, Any]], _Opened]]] = {
-    "csv": _csv,
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "trackio": _trackio,
-    "mlflow": _mlflow,
-}
-
-
 def _check_wandb(_: str) -> None:
     import wandb
 
@@ -583,22 +536,30 @@ def _check_mlflow(project: str) -> None:
     mlflow.MlflowClient().get_experiment_by_name(project)
 
 
-def _check_import(module: str) -> Callable[[str], Any]:
-    return lambda _: import_module(module)
+class Tracker(NamedTuple):
+    """Where metrics can go."""
+
+    package: str | None
+    """What it needs beside this library."""
+    begin: Callable[[Run, str, Mapping[str, Any]], _Opened]
+    """From the run, the project and the settings."""
+    check: Callable[[str], Any]
+    """Fails where a run could not begin, told the project."""
 
 
-_CHECK: Final[Mapping[str, Callable[[str], Any]]] = {
-    "csv": _check_import("torchrl.record.loggers.csv"),
-    "tensorboard": _check_import("torch.utils.tensorboard"),
-    "wandb": _check_wandb,
-    "trackio": _check_import("trackio"),
-    "mlflow": _check_mlflow,
-}
 LOGGERS: Final = {
-    "csv": None,
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
+    "csv": Tracker(
+        None,
+        partial(_files, "CSVLogger"),
+        lambda _: import_module("torchrl.record.loggers.csv"),
+    ),
+    "tensorboard": Tracker(
+        "tensorboard",
+        partial(_files, "TensorboardLogger"),
+        lambda _: import_module("torch.utils.tensorboard"),
+    ),
+    "wandb": Tracker("wandb", _wandb, _check_wandb),
+    "trackio": Tracker("trackio", _trackio, lambda _: import_module("trackio")),
+    "mlflow": Tracker("mlflow", _mlflow, _check_mlflow),
 }
-"""The package that each needs."""
+"""All of them, by name."""

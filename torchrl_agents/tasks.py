@@ -1,14 +1,13 @@
 """The task of a run: its environments, its collector, and its models with their token budgets."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs.transforms import Transform
 
 from collectors import (
     Drop,
@@ -24,22 +23,25 @@ from collectors.ledger import StalenessPolicy
 from collectors.llm_collector import PostProcessing
 from collectors.resume import random_state, set_random_state
 from collectors.streaming.collector import verdict
+from torchrl_data.checks import TokenScorer
 from torchrl_envs import DataLoadingPrimer, TokenBudget
+from torchrl_envs.rewards.kl import RetrieveLogProb
 from torchrl_envs.tasks.registry import make_task
 from torchrl_envs.tasks.task import Task, TaskEnv
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
-from .models import OwnEngines, add_adapters, build_policies, warm_start
-from .run import RunLog, origin_of
+from .models import add_adapters, build_policies, engines_of_collector, warm_start
+from .run import Run, origin_of
 from .settings.schema import (
     CollectorConfig,
     EpisodeConfig,
     Recipe,
     RecipeConfig,
     RolloutsConfig,
-    SettingsError,
+    TrainingConfig,
     defaults_of,
     fill_in,
+    refusing,
 )
 
 # How rollouts are collected: in batches between the steps, or beside training.
@@ -68,17 +70,31 @@ def tasks_of(cfg: CollectorConfig) -> int | LoadCap:
     return LoadCap(cfg.max_inflight_tasks) if cfg.follow_load else cfg.max_inflight_tasks
 
 
+def rollout_buffer(env: TaskEnv, transform: Transform | None = None) -> ReplayBuffer:
+    """A buffer of the rollouts of a step, which ``transform`` gives advantages, or selects."""
+    size = env.batch_size.numel()
+    return ReplayBuffer(storage=LazyStackStorage(size), transform=transform, batch_size=size)
+
+
 def build_collector(
     cfg: RolloutsConfig,
     env: TaskEnv,
     policy: LLMWrapperBase,
     *,
-    replay_buffer: ReplayBuffer,
-    postproc: PostProcessing | None,
+    transform: Transform | None = None,
+    postproc: PostProcessing | None = None,
 ) -> AnyCollector:
-    """The collector, as the settings say."""
+    """The collector and its buffer, as the settings say.
+
+    Args:
+        cfg: the settings.
+        env: of the rollouts.
+        policy: samples.
+        transform: of the buffer, see :func:`rollout_buffer`.
+        postproc: what is done to rollouts before they go into the buffer.
+    """
     settings = cfg.collector
-    common: dict[str, Any] = {"replay_buffer": replay_buffer, "postproc": postproc}
+    common: dict[str, Any] = {"replay_buffer": rollout_buffer(env, transform), "postproc": postproc}
     if settings.mode == "sync":
         return LLMCollector(env, policy, **common)
     common |= {
@@ -86,79 +102,66 @@ def build_collector(
         "staleness": staleness_of(settings),
         "max_inflight_tasks": tasks_of(settings),
     }
-    if settings.mode == "ray":
-        return RayLLMCollector(
-            env,
-            policy=policy,
-            policy_factory=OwnEngines.of(cfg, policy) if cfg.engine.name == "vllm" else None,
-            num_collectors=settings.num_collectors,
-            remote_config=settings.remote_config,
-            **common,
-        )
-    return StreamingCollector(env, policy, **common)
-
-
-def evaluate(collector: AnyCollector, env: TaskEnv, policy: LLMWrapperBase) -> TensorDictBase:
-    """One rollout of each held-out prompt, sampled as in training; now.
-
-    The random numbers of the training stay where they are.
-    """
-    if isinstance(collector, StreamingCollector):
-        point = collector.evaluate(env, wait=True)
-        assert point is not None
-        assert point.trajectories is not None
-        return point.trajectories
-    for data in env.transforms_of(DataLoadingPrimer):
-        data.rewind()
-    before = random_state()
-    try:
-        return LLMCollector(env, policy).collect()
-    finally:
-        set_random_state(before)
+    if settings.mode == "streaming":
+        return StreamingCollector(env, policy, **common)
+    return RayLLMCollector(
+        env,
+        policy=policy,
+        policy_factory=engines_of_collector(cfg, policy) if cfg.engine.name == "vllm" else None,
+        num_collectors=settings.num_collectors,
+        remote_config=settings.remote_config,
+        **common,
+    )
 
 
 class HeldOut:
     """Evaluates before, after and every so many steps, then beside training where that goes on.
 
     Args:
+        cfg: how often.
         collector: of the run.
         env: with held-out data.
-        policy: what is evaluated.
-        every: steps; ``None``: never.
-        last: the number of the last step, after which it is evaluated anyway.
+        policy: what is evaluated, one rollout of each prompt, sampled as in training.
     """
 
     def __init__(
-        self,
-        collector: AnyCollector,
-        env: TaskEnv,
-        policy: LLMWrapperBase,
-        *,
-        every: int | None,
-        last: int,
+        self, cfg: TrainingConfig, collector: AnyCollector, env: TaskEnv, policy: LLMWrapperBase
     ) -> None:
+        self._cfg = cfg
         self._collector = collector
         self._env = env
         self._policy = policy
-        self._every = every
-        self._last = last
         self._points: list[EvaluationPoint] = []
         self._latest: EvaluationPoint | None = None
 
     def now(self, step: int) -> TensorDictBase:
-        """Evaluate, and wait for it; what was evaluated at this very step is given again."""
+        """Evaluate, and wait for it; what was evaluated at this very step is given again.
+
+        The random numbers of the training stay where they are.
+        """
         if self._latest is not None and self._latest.step == step:
             assert self._latest.trajectories is not None
             return self._latest.trajectories
-        rows = evaluate(self._collector, self._env, self._policy)
-        if not isinstance(self._collector, StreamingCollector):  # which has the point itself
-            self._latest = EvaluationPoint(step, self._collector.policy_version, rows)
-            self._points.append(self._latest)
+        if isinstance(self._collector, StreamingCollector):  # which has the point itself
+            point = self._collector.evaluate(self._env, wait=True)
+            assert point is not None
+            assert point.trajectories is not None
+            return point.trajectories
+        for data in self._env.transforms_of(DataLoadingPrimer):
+            data.rewind()
+        before = random_state()
+        try:
+            rows = LLMCollector(self._env, self._policy).collect()
+        finally:
+            set_random_state(before)
+        self._latest = EvaluationPoint(step, self._collector.policy_version, rows)
+        self._points.append(self._latest)
         return rows
 
     def after(self, step: int) -> None:
         """A step is over: begin a point if it is time."""
-        if self._every is None or step % self._every or step == self._last:
+        every = self._cfg.evaluate.every
+        if every is None or step % every or step == self._cfg.train.num_steps:
             return
         if isinstance(self._collector, StreamingCollector):
             self._collector.evaluate(self._env)
@@ -194,6 +197,30 @@ def end_collection(collector: AnyCollector, folder: Path, last: dict[str, float]
     _LOG.info("%s", collector.ledger)
     if "collect/trainer_wait_fraction" in last:
         _LOG.info("This run was %s.", verdict(last))
+
+
+def before_buffer(
+    cfg: Any, reference: TokenScorer | None, *first: PostProcessing
+) -> PostProcessing | None:
+    """What is done to rollouts before they go into the buffer, if anything is.
+
+    Args:
+        cfg: the settings; with ``train.shuffle_rewards`` the rewards are dealt out at random.
+        reference: the model that a KL term compares with, if there is one.
+        *first: what comes before these two.
+    """
+    steps = [*first]
+    if cfg.train.shuffle_rewards:
+        steps.append(shuffle_rewards)
+    if reference is not None:
+        steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
+
+    def apply(trajectories: TensorDictBase) -> TensorDictBase:
+        for step in steps:
+            trajectories = step(trajectories)
+        return trajectories
+
+    return apply if steps else None
 
 
 def shuffle_rewards(trajectories: TensorDictBase) -> TensorDictBase:
@@ -234,7 +261,7 @@ def build_task(recipe: Recipe, cfg: RolloutsConfig, settings: dict[str, Any]) ->
     Raises:
         SettingsError: the task's settings or data can't be used.
     """
-    with _told_of(cfg):
+    with refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=cfg.evaluate.num_prompts)
         if cfg.warm_start.num_steps and not task.demonstrations:
             raise ValueError("it has no demonstrations: set warm_start.num_steps=0")
@@ -271,7 +298,7 @@ def build_test(
     Raises:
         SettingsError: the task's settings or data can't be used.
     """
-    with _told_of(cfg):
+    with refusing(f"task={cfg.task.id}"):
         task = _make_task(recipe, cfg, settings, num_held_out=num_prompts)
         env = TaskEnv(
             task,
@@ -282,14 +309,6 @@ def build_test(
             **_common(cfg, limits),
         )
     return Test(task, env)
-
-
-@contextmanager
-def _told_of(cfg: RecipeConfig) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        raise SettingsError(f"task={cfg.task.id}: {error}") from error
 
 
 def _make_task(
@@ -330,21 +349,14 @@ def _common(cfg: RecipeConfig, limits: EpisodeConfig) -> dict[str, Any]:
     }
 
 
-def load_policies(
-    cfg: RolloutsConfig, setup: Setup, log: RunLog, *, warm: bool = True
-) -> tuple[TransformersWrapper, LLMWrapperBase]:
-    """:func:`load_models`, then :func:`warm_up`."""
-    return warm_up(cfg, setup, log, *load_models(cfg, setup, log), warm=warm)
-
-
 def load_models(
-    cfg: RolloutsConfig, setup: Setup, log: RunLog
+    cfg: RolloutsConfig, setup: Setup, run: Run
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """The model that is trained, as it is loaded, and the policy that samples with its weights.
 
     The environments get a budget of tokens, which depends on the model's length.
     """
-    with log.phase("loading the model"):
+    with run.log.phase("loading the model"):
         actor, policy = build_policies(cfg, setup.task)
         for each in (setup.env, setup.held_out_env):
             set_token_budget(each, cfg.collector, policy)
@@ -354,36 +366,32 @@ def load_models(
 def warm_up(
     cfg: RolloutsConfig,
     setup: Setup,
-    log: RunLog,
+    run: Run,
     actor: TransformersWrapper,
     policy: LLMWrapperBase,
-    *,
-    warm: bool = True,
 ) -> tuple[TransformersWrapper, LLMWrapperBase]:
     """Demonstrations teach the format; then adapters, if there are any, are put on the model.
 
     Args:
         cfg: the settings.
         setup: the task and its environments.
-        log: told of the phases.
+        run: is told of the phases; if it goes on, a checkpoint has the weights.
         actor: what is trained.
         policy: samples with its weights.
-        warm: whether to warm up; not where a checkpoint has the weights.
     """
     torch.manual_seed(cfg.seed)
-    num_warm = (cfg.warm_start.num_steps or 0) if warm else 0
-    if num_warm:
-        rate = cfg.warm_start.learning_rate
-        assert rate is not None  # filled in
-        with log.phase("warm start"), log.steps("warm start", num_warm) as steps:
+    num_steps = cfg.warm_start.num_steps
+    if num_steps and not run.goes_on:
+        with run.log.phase("warm start"):
+            tell = run.log.steps("warm start", num_steps)
             warm_start(
                 actor,
                 setup.env.encode_demonstrations(actor.encoder),
-                num_steps=num_warm,
+                num_steps=num_steps,
                 batch_size=cfg.warm_start.batch_size,
-                learning_rate=rate,
+                learning_rate=cast("float", cfg.warm_start.learning_rate),  # filled in
                 micro_batch_tokens=cfg.train.micro_batch_tokens,
-                on_step=lambda step, loss: steps.done(step, {"loss": loss}, quiet=step % 100 > 0),
+                on_step=lambda step, loss: tell(step, {"loss": loss}, quiet=step % 100 > 0),
             )
     return add_adapters(cfg, actor, policy)
 

@@ -16,31 +16,24 @@ import torch
 from config import DistillationConfig
 from teachers import TEACHER, Panel
 from tensordict import TensorDictBase, lazy_stack
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import GRPOLoss
-from torchrl_agents.parallel import Crew, share_model
-from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.parallel import share_model
+from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Setup, build_collector, build_task, load_models, warm_up
-from torchrl_agents.training import Rollouts, Step, Tests, Trainer, Updates, learn
+from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data.keys import ADVANTAGE, ASSISTANT_MASK, LOG_PROBS_FULL
 from torchrl_modules import TransformersWrapper
 
 
-def build_updates(
-    cfg: DistillationConfig, actor: TransformersWrapper, folder: Path, crew: Crew
-) -> Updates:
-    """The loss and its optimizer, on every rank."""
+def loss_of(cfg: DistillationConfig, actor: TransformersWrapper) -> GRPOLoss:
+    """The loss, on every rank."""
     # L = - sum over sampled tokens of min(r A, clip(r, 1 - e, 1 + e) A) / number of tokens, with
     # r = p_now(token) / p_sampled(token): what is older than this step is corrected for.
-    loss = GRPOLoss(
-        actor,
-        clip_epsilon=(cfg.train.clip_epsilon, cfg.train.clip_epsilon),
-        temperature=cfg.policy.temperature,
-    )
-    return Updates(cfg, actor, loss, folder, crew)
+    epsilon = cfg.train.clip_epsilon
+    return GRPOLoss(actor, clip_epsilon=(epsilon, epsilon), temperature=cfg.policy.temperature)
 
 
 def build_panel(cfg: DistillationConfig) -> Panel:
@@ -61,23 +54,21 @@ RECIPE = Recipe(
     example="teacher.model=outputs/sft/gcd/seed0",
     script=Path(__file__),
     config=DistillationConfig,
-    updates=build_updates,
-    groups={},
+    loss=loss_of,
     needs_groups=False,
     parts=lambda cfg: {"teacher": lambda: build_panel(cfg).check(cfg.policy)},
     rehearse=lambda cfg, _, policy: build_panel(cfg).rehearse(policy, cfg.policy),
 )
 
 
-def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
+def main(cfg: DistillationConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
-    actor, policy = load_models(cfg, setup, log)
-    with log.phase("loading the teacher"):  # what it can't teach shows before the warm start
+    actor, policy = load_models(cfg, setup, run)
+    with run.log.phase("loading the teacher"):  # what it can't teach shows before the warm start
         longest = policy.engine.max_model_len
         teachers = build_panel(cfg).load(actor, cfg.policy, max_model_len=longest)
-    actor, policy = warm_up(cfg, setup, log, actor, policy, warm=not run.goes_on)
-
-    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
+    actor, policy = warm_up(cfg, setup, run, actor, policy)
+    actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
     def judge(trajectories: TensorDictBase) -> TensorDictBase:
         """Give each sampled token its advantage."""
@@ -85,12 +76,8 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
         masks = [row[ASSISTANT_MASK] for row in rows]
         # A = log q(token) - log p(token), q the teacher and p the student that sampled it.
         # Its mean over what p samples is -KL(p || q): REINFORCE with A descends on it.
-        verdicts = torch.cat(
-            [
-                (row["next", *TEACHER] - row[LOG_PROBS_FULL])[mask]
-                for row, mask in zip(rows, masks, strict=True)
-            ]
-        )
+        gaps = [row["next", *TEACHER] - row[LOG_PROBS_FULL] for row in rows]
+        verdicts = torch.cat([gap[mask] for gap, mask in zip(gaps, masks, strict=True)])
         if cfg.train.shuffle_verdicts:  # over all rows: a row's sum would say how good it is
             verdicts = verdicts[torch.randperm(len(verdicts))]
         parts = verdicts.split([int(mask.sum()) for mask in masks])
@@ -98,9 +85,7 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
             row[ADVANTAGE] = torch.zeros(len(mask), 1).masked_scatter(mask[:, None], part)
         return lazy_stack(rows)
 
-    num_rollouts = setup.env.batch_size.numel()
-    buffer = ReplayBuffer(storage=LazyStackStorage(num_rollouts), batch_size=num_rollouts)
-    collector = build_collector(cfg, setup.env, policy, replay_buffer=buffer, postproc=judge)
+    collector = build_collector(cfg, setup.env, policy, postproc=judge)
 
     def kl_to_teacher(step: Step) -> dict[str, float]:
         assert step.trained is not None
@@ -116,18 +101,12 @@ def main(cfg: DistillationConfig, setup: Setup, run: Run, log: RunLog, stop: Sto
         return told
 
     trainer = Trainer(
-        cfg=cfg,
-        run=run,
-        actor=actor,
-        policy=policy,
-        updates=build_updates(cfg, actor, run.folder, crew),
-        data=Rollouts(collector, buffer),
-        num_epochs=cfg.train.num_epochs or 1,
+        *(cfg, run, setup, actor, policy, Rollouts(collector)),
+        num_epochs=cfg.train.num_epochs,
         measure=kl_to_teacher,
+        curves={"kl_to_teacher": "KL to the teacher, nats per token", "entropy": "entropy"},
     )
-    curves = {"kl_to_teacher": "KL to the teacher, nats per token", "entropy": "entropy"}
-    tests = Tests(setup.task, setup.held_out_env, collector)
-    return learn(RECIPE, trainer, tests, log, stop, curves=curves)
+    return learn(trainer)
 
 
 if __name__ == "__main__":

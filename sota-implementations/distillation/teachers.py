@@ -13,10 +13,10 @@ import httpcore2
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from torchrl_agents.models import load_model, model_folder
-from torchrl_agents.settings.schema import PolicyConfig, SettingsError
+from torchrl_agents.settings.schema import PolicyConfig, SettingsError, refusing
 from torchrl_agents.start import outline
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_data.keys import ROW
@@ -78,7 +78,12 @@ def base_url(url: str) -> tuple[str, str | None]:
 
 
 def build_teacher(
-    cfg: TeacherConfig, student: TransformersWrapper, policy: PolicyConfig, *, max_model_len: int
+    cfg: TeacherConfig,
+    student: LLMWrapperBase,
+    policy: PolicyConfig,
+    *,
+    max_model_len: int,
+    load: Callable[..., PreTrainedModel] = load_causal_lm,
 ) -> Any:
     """The teacher, which scores the student's tokens.
 
@@ -87,50 +92,24 @@ def build_teacher(
         student: its vocabulary must be the teacher's.
         policy: device, dtype and attention, as the student's.
         max_model_len: most tokens of what the student says.
+        load: gives the model; a dry run has it without weights, to be refused or thrown away.
 
     Raises:
         SettingsError: it can't be loaded or reached, or not score all that the student may say.
     """
-    if cfg.url is not None:
-        return _reach_teacher(cfg, cfg.url, max_model_len)
-    model, tokenizer = _load_teacher(cfg, student, policy, load_causal_lm)
-    return TransformersWrapper(
-        model.eval().requires_grad_(False),
-        tokenizer=tokenizer,
-        generate_kwargs=student.sampling,
-        generate=False,
-    )
-
-
-def rehearse_teacher(
-    cfg: TeacherConfig, student: LLMWrapperBase, policy: PolicyConfig, *, max_model_len: int
-) -> None:
-    """Raise what :func:`build_teacher` would, without loading its weights."""
-    if cfg.url is not None:
-        _reach_teacher(cfg, cfg.url, max_model_len)
-    else:
-        _load_teacher(cfg, student, replace(policy, device="meta"), outline)
-
-
-def _reach_teacher(cfg: TeacherConfig, url: str, max_model_len: int) -> "ServerTeacher":
     assert cfg.model is not None
-    try:
-        teacher = ServerTeacher(url, cfg.model, timeout_s=cfg.timeout_s)
-    except ConnectionError as error:
-        raise SettingsError(f"teacher.url: {error}") from error
-    if max_model_len >= teacher.max_model_len:
-        raise SettingsError(
-            f"The teacher at {url} takes {teacher.max_model_len} tokens, one of which it "
-            f"needs itself, and the student says up to {max_model_len}: set "
-            f"policy.max_model_len={teacher.max_model_len - 1}, or serve a longer model."
-        )
-    return teacher
-
-
-def _load_teacher(
-    cfg: TeacherConfig, student: LLMWrapperBase, policy: PolicyConfig, load: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    assert cfg.model is not None
+    if cfg.url is not None:
+        try:
+            teacher = ServerTeacher(cfg.url, cfg.model, timeout_s=cfg.timeout_s)
+        except ConnectionError as error:
+            raise SettingsError(f"teacher.url: {error}") from error
+        if max_model_len >= teacher.max_model_len:
+            raise SettingsError(
+                f"The teacher at {cfg.url} takes {teacher.max_model_len} tokens, one of which it "
+                f"needs itself, and the student says up to {max_model_len}: set "
+                f"policy.max_model_len={teacher.max_model_len - 1}, or serve a longer model."
+            )
+        return teacher
     settings = replace(policy, gradient_checkpointing=False)
     source = model_folder(cfg.model)
     model, tokenizer = load_model(settings, source, who="teacher.model", load=load)
@@ -140,7 +119,14 @@ def _load_teacher(
             "are of other tokens. Take a teacher of the student's family; embedded models are one "
             "family where task and seed are the same."
         )
-    return model, tokenizer
+    if load is not load_causal_lm:
+        return None
+    return TransformersWrapper(
+        model.eval().requires_grad_(False),
+        tokenizer=tokenizer,
+        generate_kwargs=student.sampling,
+        generate=False,
+    )
 
 
 class ServerTeacher(TokenScorer):
@@ -181,34 +167,18 @@ class ServerTeacher(TokenScorer):
         """Most tokens of a sequence and of what is drawn after it, which is one at least."""
 
     def score_packed(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        target_mask: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, **options: Any
     ) -> TokenScores:
-        """Score the masked tokens of packed sequences, each given the tokens before it.
-
-        Args:
-            ids: int64 ``[N]``.
-            lengths: int64 ``[B]``.
-            target_mask: bool ``[N]``.
-            temperature: only 1, which is what a server scores with.
-            entropy: only False.
-
-        Returns:
-            Log-probs ``[K]`` in nats, float32.
+        """Score the masked tokens of packed sequences, see :class:`TokenScorer`.
 
         Raises:
             ConnectionError: the server does not answer, or not with the log-probs of the prompt.
             ValueError: something is asked for that a server does not give.
         """
-        if temperature != 1.0 or entropy:
+        if options.get("temperature", 1.0) != 1.0 or options.get("entropy"):
+            asked = ", ".join(f"{name}={value}" for name, value in options.items())
             raise ValueError(
-                "A teacher behind a URL scores at temperature 1 and gives no entropy, got "
-                f"temperature={temperature}, entropy={entropy}."
+                f"A teacher behind a URL scores at temperature 1 and gives no entropy, got {asked}."
             )
         rows = [row.tolist() for row in ids.split(lengths.tolist())]
         with self._connections() as connections, ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
@@ -294,13 +264,9 @@ class Panel:
             raise ValueError(f"teachers must be {{name: {{model: ...}}}}, got {teachers!r}.")
         if teacher != TeacherConfig():
             raise ValueError("teacher.* is for one teacher: leave it out, or teachers={...}.")
-        given = {name: _settings(name, own) for name, own in teachers.items()}
-        if column is not None and any("weight" in own for own in given.values()):
-            raise ValueError(f"a weight has no effect where {column=} names each row's teacher.")
+        _check_each(teachers, column)
+        given = {name: dict(own) for name, own in teachers.items()}
         weights = {name: own.pop("weight", 1.0) for name, own in given.items()}
-        for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-                raise ValueError(f"teachers.{name}.weight must be positive, got {weight!r}.")
         self.configs = {name: TeacherConfig(**own) for name, own in given.items()}
         self.weights = {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
@@ -321,8 +287,9 @@ class Panel:
             policy: device, dtype and attention, as the student's.
         """
         longest = student.engine.max_model_len  # type: ignore[attr-defined]
+        settings = replace(policy, device="meta")
         for cfg in self.configs.values():
-            rehearse_teacher(cfg, student, policy, max_model_len=longest)
+            build_teacher(cfg, student, settings, max_model_len=longest, load=outline)
 
     def check_rows(self, env: TaskEnv) -> None:
         """Each row names a teacher that there is, where a column does.
@@ -338,11 +305,9 @@ class Panel:
             name = row.get(column)
             return "" if name in known else f"its {column} is {name!r}; there are teachers {known}"
 
-        for primer in env.transforms_of(DataLoadingPrimer):
-            try:
+        with refusing(f"teacher_column={column}"):
+            for primer in env.transforms_of(DataLoadingPrimer):
                 primer.require("teachers", check)
-            except ValueError as error:
-                raise SettingsError(f"teacher_column={column}: {error}") from error
 
     def load(
         self, student: TransformersWrapper, policy: PolicyConfig, *, max_model_len: int
@@ -357,14 +322,17 @@ class Panel:
         return Teachers(scorers, self.column, temperature=policy.temperature)
 
 
-def _settings(name: str, given: Any) -> dict[str, Any]:
+def _check_each(teachers: Mapping[str, Any], column: str | None) -> None:
     known = [*(each.name for each in fields(TeacherConfig)), "weight"]
-    unknown = sorted(set(given) - set(known)) if isinstance(given, Mapping) else [repr(given)]
-    if unknown or "model" not in given:
-        raise ValueError(
-            f"teachers.{name} must have model= and may have {', '.join(known[1:])}; got {given!r}."
-        )
-    return dict(given)
+    for name, own in teachers.items():
+        if not isinstance(own, Mapping) or "model" not in own or set(own) - set(known):
+            must = f"must have model= and may have {', '.join(known[1:])}"
+            raise ValueError(f"teachers.{name} {must}; got {own!r}.")
+        if column is not None and "weight" in own:
+            raise ValueError(f"a weight has no effect where {column=} names each row's teacher.")
+        weight = own.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise ValueError(f"teachers.{name}.weight must be positive, got {weight!r}.")
 
 
 class Mixture(TokenScorer):
@@ -380,35 +348,17 @@ class Mixture(TokenScorer):
         self._log_weights = torch.tensor(weights, dtype=torch.float64).log().float()
 
     def score_packed(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        target_mask: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
+        self, ids: Tensor, lengths: Tensor, target_mask: Tensor, **options: Any
     ) -> TokenScores:
-        """Score the masked tokens of packed sequences, each given the tokens before it.
-
-        Args:
-            ids: int64 ``[N]``.
-            lengths: int64 ``[B]``.
-            target_mask: bool ``[N]``.
-            temperature: of each teacher.
-            entropy: only False.
-
-        Returns:
-            Log-probs ``[K]`` in nats, float32.
+        """Score the masked tokens of packed sequences, see :class:`TokenScorer`.
 
         Raises:
             ValueError: the entropy is asked for.
         """
-        if entropy:
+        if options.get("entropy"):
             raise ValueError("A mixture of teachers gives no entropy, got entropy=True.")
-        scores = [
-            scorer.score_packed(ids, lengths, target_mask, temperature=temperature).log_prob
-            for scorer in self._scorers
-        ]
+        packed = (ids, lengths, target_mask)
+        scores = [scorer.score_packed(*packed, **options).log_prob for scorer in self._scorers]
         each = torch.stack([log_prob.float().to(ids.device) for log_prob in scores])
         return TokenScores(torch.logsumexp(each + self._log_weights.to(ids.device)[:, None], 0))
 

@@ -27,11 +27,14 @@ from tensordict import TensorDictBase, lazy_stack
 from collectors import Estimate, LLMCollector, evaluation_estimates, rollout_metrics
 from collectors.record import RolloutRecorder
 from torchrl_agents.models import build_sampler
-from torchrl_agents.results import finite, last_text, show_rollouts
-from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.results import finite, show_rollouts
+from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import Recipe, SettingsError
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Test, build_test, set_token_budget
+from torchrl_data import read_conversations
+from torchrl_data.keys import FULL
+from torchrl_envs.graders.answers import final_text
 
 RECIPE = Recipe(
     name="evaluate",
@@ -67,13 +70,11 @@ def build(recipe: Recipe, cfg: EvaluationConfig, settings: dict[str, Any]) -> Te
     )
 
 
-def evaluate(
-    cfg: EvaluationConfig, test: Test, run: Run, log: RunLog, stop: StopSignals
-) -> dict[str, Any]:
+def evaluate(cfg: EvaluationConfig, test: Test, run: Run) -> dict[str, Any]:
     """Answer every prompt ``num_samples`` times; gives the result."""
     task, env = test
     start = time.monotonic()
-    with log.phase("loading the model"):
+    with run.log.phase("loading the model"):
         policy = build_sampler(cfg, task)
         set_token_budget(env, cfg.episodes, policy)
 
@@ -82,26 +83,29 @@ def evaluate(
     num_rollouts = len(task.held_out_rows) * cfg.evaluate.num_samples
     batches: list[TensorDictBase] = []
     num_done = 0
-    with (
-        RolloutRecorder(run.folder, policy.encoder.tokenizer) as recorder,
-        log.steps("evaluation", num_rollouts) as steps,
-    ):
-        while num_done < num_rollouts and not stop.received:
-            with stop.held():  # a signal in here ends the evaluation after the batch
+    tell = run.log.steps("evaluation", num_rollouts)
+    with RolloutRecorder(run.folder, policy.encoder.tokenizer) as recorder:
+        while num_done < num_rollouts and not run.stop.received:
+            with run.stop.held():  # a signal in here ends the evaluation after the batch
                 batches.append(collector.collect())
                 metrics = rollout_metrics(batches[-1])
                 recorder.write(len(batches), batches[-1], metrics=metrics)
                 num_done += sum(int(row["segment"]) == 0 for row in batches[-1].unbind(0))
-                steps.done(num_done, metrics)
+                tell(num_done, metrics)
     trajectories = lazy_stack([row for batch in batches for row in batch.unbind(0)])
 
     # A prompt's n samples, of which c are correct: pass@k = 1 - C(n - c, k) / C(n, k).
     answer = task.final_answer
+
+    def answer_of(row: TensorDictBase) -> Any:
+        assert answer is not None
+        return answer(final_text(read_conversations(row, FULL, who="evaluate").messages(0)))
+
     estimates = evaluation_estimates(
         trajectories,
         ks=cfg.evaluate.ks or [1],
         solved_at=cfg.evaluate.solved_at,
-        answer_of=None if answer is None else lambda row: answer(last_text(row)),
+        answer_of=None if answer is None else answer_of,
         level=cfg.evaluate.level,
         seed=cfg.seed,
     )

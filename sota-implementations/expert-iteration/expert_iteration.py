@@ -11,25 +11,21 @@ import torchrl_agents  # noqa: F401 (before torch)
 from pathlib import Path
 
 from config import ExpertConfig
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import SFTLoss, TopKRewardSelector
-from torchrl_agents.parallel import Crew, share_model
-from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.parallel import share_model
+from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_collector, load_policies, shuffle_rewards
-from torchrl_agents.training import Rollouts, Step, Tests, Trainer, Updates, learn
+from torchrl_agents.tasks import Setup, before_buffer, build_collector, load_models, warm_up
+from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_modules import TransformersWrapper
 
 
-def build_updates(
-    cfg: ExpertConfig, actor: TransformersWrapper, folder: Path, crew: Crew
-) -> Updates:
-    """The loss and its optimizer, on every rank."""
+def loss_of(cfg: ExpertConfig, actor: TransformersWrapper) -> SFTLoss:
+    """The loss, on every rank."""
     # L = - (sum over kept rollouts and their sampled tokens of log p(token)) / number of tokens
-    loss = SFTLoss(actor, temperature=cfg.policy.temperature)
-    return Updates(cfg, actor, loss, folder, crew)
+    return SFTLoss(actor, temperature=cfg.policy.temperature)
 
 
 RECIPE = Recipe(
@@ -38,7 +34,7 @@ RECIPE = Recipe(
     example="task=gsm8k task.dataset=rows.jsonl policy.model=Qwen/Qwen3-0.6B profile=gpu",
     script=Path(__file__),
     config=ExpertConfig,
-    updates=build_updates,
+    loss=loss_of,
     embedded={"optim.learning_rate": 2e-3},
     parts=lambda cfg: {"train": lambda: build_selector(cfg)},
 )
@@ -57,42 +53,29 @@ def build_selector(cfg: ExpertConfig) -> TopKRewardSelector:
     )
 
 
-def main(cfg: ExpertConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
+def main(cfg: ExpertConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
-    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
-    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
+    actor, policy = load_models(cfg, setup, run)
+    actor, policy = warm_up(cfg, setup, run, actor, policy)
+    actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
     # Of each group of G rollouts of one prompt the k with the highest reward are kept, if they are
     # above the group's mean: a group whose rewards are all equal has nothing to learn from.
-    num_rollouts = setup.env.batch_size.numel()
     best = build_selector(cfg)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(num_rollouts), transform=best, batch_size=num_rollouts
-    )
-    collector = build_collector(
-        cfg,
-        setup.env,
-        policy,
-        replay_buffer=buffer,
-        postproc=shuffle_rewards if cfg.train.shuffle_rewards else None,
-    )
+    postproc = before_buffer(cfg, None)
+    collector = build_collector(cfg, setup.env, policy, transform=best, postproc=postproc)
 
     def kept(step: Step) -> dict[str, float]:
         num_kept = 0 if step.trained is None else len(step.trained)
-        return {"kept_fraction": num_kept / num_rollouts}
+        return {"kept_fraction": num_kept / setup.env.batch_size.numel()}
 
     trainer = Trainer(
-        cfg=cfg,
-        run=run,
-        actor=actor,
-        policy=policy,
-        updates=build_updates(cfg, actor, run.folder, crew),
-        data=Rollouts(collector, buffer),
-        num_epochs=cfg.train.num_epochs or 1,
+        *(cfg, run, setup, actor, policy, Rollouts(collector)),
+        num_epochs=cfg.train.num_epochs,
         measure=kept,
         parts={"best": best},
     )
-    return learn(RECIPE, trainer, Tests(setup.task, setup.held_out_env, collector), log, stop)
+    return learn(trainer)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
 Loss, advantages, and what is done to rollouts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from typing import Any, Final
 
 from tensordict import TensorDictBase
-from torch import Tensor
 
+from collectors.llm_collector import PostProcessing
 from objectives import (
     BNPO,
     CISPO,
@@ -39,10 +39,9 @@ from objectives import (
 )
 from objectives.losses.options import SURROGATES, TokenFilters
 from torchrl_agents.settings.schema import RolloutsConfig, TrainConfig
-from torchrl_agents.tasks import shuffle_rewards
+from torchrl_agents.tasks import before_buffer
 from torchrl_data.checks import TokenScorer, TokenScores
 from torchrl_envs import DataLoadingPrimer, DifficultyPools, EpisodeEnv
-from torchrl_envs.rewards.kl import RetrieveLogProb
 
 # Settings of GRPO alone, typed, with what they mean; ``grpo.py --help`` shows all.
 
@@ -159,15 +158,7 @@ class NoActor:
 
     temperature = 1.0
 
-    def score_packed(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        target_mask: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> TokenScores:
+    def score_packed(self, *args: Any, **options: Any) -> TokenScores:
         """Is never called."""
         raise NotImplementedError
 
@@ -317,7 +308,7 @@ def build_postproc(
     cfg: GRPOConfig,
     reference: TokenScorer | None,
     pools: DifficultyPools | None = None,
-) -> Callable[[TensorDictBase], TensorDictBase] | None:
+) -> PostProcessing | None:
     """What happens to collected rollouts before they go into the buffer, if anything does.
 
     Args:
@@ -325,22 +316,12 @@ def build_postproc(
         reference: the model that a KL term compares with, if there is one.
         pools: are told of the rollouts; by the collector itself, where it collects beside training.
     """
-    steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
+    first: list[PostProcessing] = []
     if pools is not None and cfg.collector.mode == "sync":
-        steps.append(pools)
+        first.append(pools)
     if cfg.loss.observation_coeff:
-        steps.append(partial(_write_observations, coeff=cfg.loss.observation_coeff))
-    if cfg.train.shuffle_rewards:
-        steps.append(shuffle_rewards)
-    if reference is not None:
-        steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
-
-    def apply(trajectories: TensorDictBase) -> TensorDictBase:
-        for step in steps:
-            trajectories = step(trajectories)
-        return trajectories
-
-    return apply if steps else None
+        first.append(partial(_write_observations, coeff=cfg.loss.observation_coeff))
+    return before_buffer(cfg, reference, *first)
 
 
 def _write_observations(trajectories: TensorDictBase, coeff: float) -> TensorDictBase:

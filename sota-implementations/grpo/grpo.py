@@ -29,30 +29,24 @@ from build import (
     check_correction,
     policy_output,
 )
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from objectives import NonFiniteGate, StepOutcome
-from torchrl_agents.parallel import Crew, freeze_reference, share_model
-from torchrl_agents.run import Run, RunLog, StopSignals
+from objectives import GRPOLoss, MixedLoss, NonFiniteGate, StepOutcome
+from torchrl_agents.parallel import MicroBatches, freeze_reference, share_model
+from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import Recipe
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_collector, load_policies
-from torchrl_agents.training import MicroBatches, Rollouts, Tests, Trainer, Updates, training
+from torchrl_agents.tasks import Setup, build_collector, load_models, warm_up
+from torchrl_agents.training import Rollouts, Trainer, training
 from torchrl_envs import RewardFunctions
 from torchrl_modules import TransformersWrapper
 
 
-def build_updates(cfg: GRPOConfig, actor: TransformersWrapper, folder: Path, crew: Crew) -> Updates:
-    """The loss and its optimizer, on every rank."""
+def loss_of(cfg: GRPOConfig, actor: TransformersWrapper) -> GRPOLoss | MixedLoss:
+    """The loss, on every rank."""
     # L = - sum over sampled tokens of min(r A, clip(r, 1 - low, 1 + high) A) / number of tokens,
     # with r = p_now(token) / p_sampled(token); loss=... takes another one.
-    loss = build_loss(
-        cfg.loss,
-        actor,
-        temperature=cfg.policy.temperature,
-        max_tokens=(cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1),
-    )
-    return Updates(cfg, actor, loss, folder, crew, one_pass)
+    longest = (cfg.collector.max_turns or 1) * (cfg.policy.max_new_tokens or 1)
+    return build_loss(cfg.loss, actor, temperature=cfg.policy.temperature, max_tokens=longest)
 
 
 def one_pass(loss: Any, gate: NonFiniteGate, batch: MicroBatches) -> tuple[Any, StepOutcome]:
@@ -73,7 +67,8 @@ RECIPE = Recipe(
     groups=GROUPS,
     embedded={"loss.entropy_coeff": 0.01},
     pretrained={"loss.entropy_coeff": 0.0},
-    updates=build_updates,
+    loss=loss_of,
+    one_pass=one_pass,
     parts=lambda cfg: {
         "loss": lambda: build_loss(
             cfg.loss, NoActor(), temperature=cfg.policy.temperature, max_tokens=1
@@ -85,44 +80,26 @@ RECIPE = Recipe(
 )
 
 
-def main(cfg: GRPOConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
+def main(cfg: GRPOConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
-    task, env, held_out_env = setup
-    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
-    reference, frozen = None, {}
-    if cfg.loss.kl_to_ref_coeff:
-        reference, frozen = freeze_reference(cfg, run.ranks, actor)
-    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
+    actor, policy = load_models(cfg, setup, run)
+    actor, policy = warm_up(cfg, setup, run, actor, policy)
+    weight = cfg.loss.kl_to_ref_coeff
+    reference, frozen = freeze_reference(cfg, run, actor, weight=weight)
+    actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
     # A_i = (r_i - mean of the group) / (deviation of the group), for each of the G rollouts of one
-    # prompt: the collector fills the buffer with groups, and the buffer gives them advantages.
-    num_rollouts = env.batch_size.numel()
+    # prompt: the collector fills a buffer with groups, and the buffer gives them advantages.
     advantage = build_advantage(cfg.loss, cfg.collector.group_size)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(num_rollouts), transform=advantage, batch_size=num_rollouts
-    )
-    for functions in env.transforms_of(RewardFunctions):
+    postproc = build_postproc(cfg, reference, build_pools(cfg, setup.env))
+    collector = build_collector(cfg, setup.env, policy, transform=advantage, postproc=postproc)
+    for functions in setup.env.transforms_of(RewardFunctions):
         functions.trainer_state.max_steps = cfg.train.num_steps
-    collector = build_collector(
-        cfg,
-        env,
-        policy,
-        replay_buffer=buffer,
-        postproc=build_postproc(cfg, reference, build_pools(cfg, env)),
-    )
 
-    trainer = Trainer(
-        cfg=cfg,
-        run=run,
-        actor=actor,
-        policy=policy,
-        updates=build_updates(cfg, actor, run.folder, crew),
-        data=Rollouts(collector, buffer),
-        num_epochs=cfg.train.num_epochs or 1,
-        parts={"advantage": advantage, **frozen},
-    )
-    tests = Tests(task, held_out_env, collector)
-    with training(RECIPE, trainer, tests, log, stop) as (steps, result):
+    parts = {"advantage": advantage, **frozen}
+    data, num_epochs = Rollouts(collector), cfg.train.num_epochs
+    trainer = Trainer(cfg, run, setup, actor, policy, data, num_epochs=num_epochs, parts=parts)
+    with training(trainer) as (steps, result):
         for step in steps:  # records, tests, checkpoints and signals are around them
             step.draw()  # the collector fills the buffer, which gives its groups advantages
             for _ in step.passes():  # train.num_epochs, over the groups that have a signal

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -162,25 +162,9 @@ WIN_AGAINST_PAST: Final = "win_against_past"
 """The same as the reward, of those rows alone; a metric."""
 
 
-class Game(Protocol):
-    """A game for two; its tools are methods with the names and arguments of the environment's."""
-
-    turn: int
-    """Who moves, 0 or 1."""
-    winner: int | None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is over."""
-        ...
-
-    def forfeit(self) -> None:
-        """Who is to move loses."""
-        ...
-
-    def view(self) -> str:
-        """What who is to move sees."""
-        ...
+Game = Any
+"""A game for two: ``turn`` (who moves, 0 or 1), ``winner``, ``is_over``, ``view()`` (what who is to
+move sees), ``forfeit()`` (that one loses), and its tools, named as those of the environment."""
 
 
 class GameCollector(LLMCollector):
@@ -256,9 +240,8 @@ class GameCollector(LLMCollector):
         """Take a turn in each."""
         if not episodes:
             return
-        _, full, reasons = policy.respond(
-            Conversations.cat([episode.conversation for episode in episodes])
-        )
+        asked = Conversations.cat([episode.conversation for episode in episodes])
+        _, full, reasons = policy.respond(asked)
         for number, episode in enumerate(episodes):
             episode.conversation, episode.finish_reason = full.row(number), reasons[number]
             episode.num_turns += 1
@@ -266,8 +249,8 @@ class GameCollector(LLMCollector):
     def _open(self, episode: Episode, game: Game) -> None:
         if self._source.show_schemas:
             episode.tools = [tool.schema for tool in self._tools.values()]
-        query = with_observation(episode.query, game.view())
         base: Any = self.env.base_env
+        query = with_observation(episode.query, game.view())
         episode.conversation = base.open(query, episode.tools)
 
     def _move(self, game: Game, seats: Sequence[Episode], episode: Episode) -> None:

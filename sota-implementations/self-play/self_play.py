@@ -8,67 +8,40 @@ torchrl-agents self-play experiment=control           # a control: shuffled rewa
 import torchrl_agents  # noqa: F401 (before torch)
 
 # isort: split
-from collections.abc import Callable
 from pathlib import Path
 
 from config import SelfPlayConfig
 from games import AGENT, PAST, SEATS, GameCollector, OpponentPool, check_opponents
-from tensordict import TensorDictBase
-from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from objectives import GRPOLoss, MCAdvantage, RoleBaseline
-from torchrl_agents.parallel import Crew, freeze_reference, share_model
-from torchrl_agents.run import Run, RunLog, StopSignals
+from torchrl_agents.parallel import freeze_reference, share_model
+from torchrl_agents.run import Run
 from torchrl_agents.settings.schema import Recipe, SettingsError
 from torchrl_agents.start import run_recipe
-from torchrl_agents.tasks import Setup, build_task, load_policies, shuffle_rewards
-from torchrl_agents.training import Rollouts, Tests, Trainer, Updates, learn
-from torchrl_data.checks import TokenScorer
-from torchrl_envs.rewards.kl import RetrieveLogProb
+from torchrl_agents.tasks import (
+    Setup,
+    before_buffer,
+    build_task,
+    load_models,
+    rollout_buffer,
+    warm_up,
+)
+from torchrl_agents.training import Rollouts, Trainer, learn
 from torchrl_modules import TransformersWrapper
 
 
-def build_updates(
-    cfg: SelfPlayConfig, actor: TransformersWrapper, folder: Path, crew: Crew
-) -> Updates:
-    """The loss and its optimizer, on every rank."""
+def loss_of(cfg: SelfPlayConfig, actor: TransformersWrapper) -> GRPOLoss:
+    """The loss, on every rank."""
     # L = sum over sampled tokens of (beta KL(p_now, p_start) - min(r A, clip(r, 0.8, 1.2) A))
     #     / number of tokens, with r = p_now(token) / p_sampled(token)
     beta = cfg.train.kl_to_ref_coeff or None
-    loss = GRPOLoss(actor, temperature=cfg.policy.temperature, kl_to_ref_coeff=beta)
-    return Updates(cfg, actor, loss, folder, crew)
+    return GRPOLoss(actor, temperature=cfg.policy.temperature, kl_to_ref_coeff=beta)
 
 
 def build_baseline(cfg: SelfPlayConfig) -> MCAdvantage:
     """The advantages of both seats, each row by itself: a past version's seat has no row."""
     roles = (AGENT, PAST)  # it wins more often against the past than against itself
     return MCAdvantage(1, estimator=RoleBaseline(by=roles, decay=cfg.train.baseline_decay))
-
-
-def check_parts(cfg: SelfPlayConfig) -> dict:
-    """What is tried without a model."""
-    return {
-        "train.baseline_decay": lambda: build_baseline(cfg),
-        "opponents": lambda: check_opponents(cfg.opponents, engine=cfg.engine.name),
-    }
-
-
-def build_postproc(
-    cfg: SelfPlayConfig, reference: TokenScorer | None
-) -> Callable[[TensorDictBase], TensorDictBase]:
-    """What happens to the rows of the games before they go into the buffer."""
-    steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
-    if cfg.train.shuffle_rewards:
-        steps.append(shuffle_rewards)
-    if reference is not None:
-        steps.append(RetrieveLogProb(reference, temperature=cfg.policy.temperature))
-
-    def apply(rows: TensorDictBase) -> TensorDictBase:
-        for step in steps:
-            rows = step(rows)
-        return rows
-
-    return apply
 
 
 def build(recipe: Recipe, cfg: SelfPlayConfig, settings: dict) -> Setup:
@@ -96,20 +69,22 @@ RECIPE = Recipe(
         "train.kl_to_ref_coeff": 0.02,
     },
     pretrained={"train.kl_to_ref_coeff": 0.0},
-    updates=build_updates,
+    loss=loss_of,
     needs_groups=False,
-    parts=check_parts,
+    parts=lambda cfg: {
+        "train.baseline_decay": lambda: build_baseline(cfg),
+        "opponents": lambda: check_opponents(cfg.opponents, engine=cfg.engine.name),
+    },
 )
 
 
-def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSignals) -> dict:
+def main(cfg: SelfPlayConfig, setup: Setup, run: Run) -> dict:
     """Train as the settings say; gives the result."""
-    task, env, held_out_env = setup
-    actor, policy = load_policies(cfg, setup, log, warm=not run.goes_on)
-    reference, frozen = None, {}
-    if cfg.train.kl_to_ref_coeff:
-        reference, frozen = freeze_reference(cfg, run.ranks, actor)
-    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
+    actor, policy = load_models(cfg, setup, run)
+    actor, policy = warm_up(cfg, setup, run, actor, policy)
+    weight = cfg.train.kl_to_ref_coeff
+    reference, frozen = freeze_reference(cfg, run, actor, weight=weight)
+    actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
 
     # Past versions play a share of the games, each game from the other seat; they are not trained.
     pool = None
@@ -118,34 +93,22 @@ def main(cfg: SelfPlayConfig, setup: Setup, run: Run, log: RunLog, stop: StopSig
 
     # A = R - b of the seat, then b <- decay b + (1 - decay) R: who moves first may win more often,
     # and a baseline of both seats together would praise the seat instead of the play.
-    num_rows = env.batch_size.numel()
     advantage = build_baseline(cfg)
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(num_rows), transform=advantage, batch_size=num_rows
-    )
-    assert task.game is not None
+    assert setup.task.game is not None
     collector = GameCollector(
-        env,
-        policy,
-        task.game,
-        pool,
-        replay_buffer=buffer,
-        postproc=build_postproc(cfg, reference),
+        *(setup.env, policy, setup.task.game, pool),
+        replay_buffer=rollout_buffer(setup.env, advantage),
+        postproc=before_buffer(cfg, reference),
     )
     past = {} if pool is None else {"opponents": pool}
     trainer = Trainer(
-        cfg=cfg,
-        run=run,
-        actor=actor,
-        policy=policy,
-        updates=build_updates(cfg, actor, run.folder, crew),
-        data=Rollouts(collector, buffer),
-        num_epochs=cfg.train.num_epochs or 1,
+        *(cfg, run, setup, actor, policy, Rollouts(collector)),
+        num_epochs=cfg.train.num_epochs,
         parts={"advantage": advantage, **past, **frozen},
         measure=(lambda _: {}) if pool is None else pool.after,
     )
     # Each step: play, train on both seats, play with the new weights. The test is against others.
-    return learn(RECIPE, trainer, Tests(task, held_out_env, collector), log, stop)
+    return learn(trainer)
 
 
 if __name__ == "__main__":

@@ -20,24 +20,24 @@ from config import GROUPS, SFTConfig
 from tensordict import TensorDictBase, lazy_stack
 
 from collectors import LLMCollector, StepMetrics
-from collectors.resume import Stateful
 from objectives import SFTLoss, SFTLossOutput
 from torchrl_agents.models import add_adapters, build_policies
-from torchrl_agents.parallel import Crew, share_model
-from torchrl_agents.run import Run, RunLog, StopSignals
-from torchrl_agents.settings.schema import Recipe, SettingsError
+from torchrl_agents.parallel import share_model
+from torchrl_agents.run import Run
+from torchrl_agents.settings.schema import Recipe, SettingsError, refusing
 from torchrl_agents.start import run_recipe
 from torchrl_agents.tasks import Test, build_test, set_token_budget
-from torchrl_agents.training import Step, Tests, Trainer, Updates, learn
+from torchrl_agents.training import Rollouts, Step, Trainer, learn
 from torchrl_data import row_tensordicts
 from torchrl_envs import load_rows
 from torchrl_modules import LLMWrapperBase, TransformersWrapper
 
 
-def build_updates(cfg: SFTConfig, actor: TransformersWrapper, folder: Path, crew: Crew) -> Updates:
-    """The loss and its optimizer, on every rank."""
+def loss_of(cfg: SFTConfig, actor: TransformersWrapper) -> SFTLoss:
+    """The loss, on every rank."""
     # L = - (sum over the tokens that the assistant says of log p(token)) / number of these tokens
-    return Updates(cfg, actor, SFTLoss(actor), folder, crew)
+    del cfg
+    return SFTLoss(actor)
 
 
 RECIPE = Recipe(
@@ -47,7 +47,7 @@ RECIPE = Recipe(
     script=Path(__file__),
     config=SFTConfig,
     groups=GROUPS,
-    updates=build_updates,
+    loss=loss_of,
     rehearse=lambda cfg, test, policy: encode(cfg, test, policy),
     engines=("transformers",),
     needs_groups=False,
@@ -99,34 +99,28 @@ def without_none(value: Any) -> Any:
 
 def encode(cfg: SFTConfig, test: Test, policy: LLMWrapperBase) -> Sequence[TensorDictBase]:
     """The conversations as tokens, with the prompts that the task's episodes have."""
-    try:
+    given = cfg.data.dataset
+    with refusing(f"task={cfg.task.id}" if given is None else f"data.dataset={given!r}"):
         return row_tensordicts(test.held_out_env.encode_demonstrations(policy.encoder))
-    except (ValueError, TypeError) as error:
-        source = f"task={cfg.task.id}" if cfg.data.dataset is None else f"{cfg.data.dataset=}"
-        raise SettingsError(f"{source.removeprefix('cfg.')}: {error}") from error
 
 
-class Conversations:
+class Conversations(Rollouts):
     """Rows of a step, in an order that is drawn anew in each epoch.
 
     Args:
+        collector: of the policy that is tested.
         rows: to train on.
         batch_size: so many in each step.
-        collector: of the policy that is tested.
     """
 
     def __init__(
-        self, rows: Sequence[TensorDictBase], batch_size: int, collector: LLMCollector
+        self, collector: LLMCollector, rows: Sequence[TensorDictBase], batch_size: int
     ) -> None:
-        self._collector = collector
+        super().__init__(collector)
+        self.parts = {"conversations": self}
         self._rows = rows
         self._batch_size = batch_size
         self._order: list[int] = []
-
-    @property
-    def parts(self) -> dict[str, Stateful]:
-        """These rows' order."""
-        return {"conversations": self}
 
     def state_dict(self) -> dict[str, Any]:
         """What is left of the epoch."""
@@ -148,23 +142,15 @@ class Conversations:
         chosen, self._order = self._order[: self._batch_size], self._order[self._batch_size :]
         return None, lazy_stack([self._rows[i] for i in chosen])
 
-    def push(self, model: Any) -> None:
-        """Hand the weights to the policy, which is tested."""
-        self._collector.update_policy_weights_(model)
 
-    def metrics(self) -> dict[str, float]:
-        """Nothing is sampled."""
-        return {}
-
-
-def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -> dict:
+def main(cfg: SFTConfig, test: Test, run: Run) -> dict:
     """Train as the settings say; gives the result."""
-    with log.phase("loading the model"):
+    with run.log.phase("loading the model"):
         actor, policy = add_adapters(cfg, *build_policies(cfg, test.task))
         set_token_budget(test.held_out_env, cfg.episodes, policy)
     torch.manual_seed(cfg.seed)
-    crew, actor, policy = share_model(cfg, run.ranks, actor, policy)  # with the ranks of torchrun
-    with log.phase("encoding the conversations"):
+    actor, policy = share_model(cfg, run, actor, policy)  # with the ranks of torchrun
+    with run.log.phase("encoding the conversations"):
         rows = encode(cfg, test, actor)
 
     test_loss = SFTLoss(policy)
@@ -183,18 +169,11 @@ def main(cfg: SFTConfig, test: Test, run: Run, log: RunLog, stop: StopSignals) -
 
     collector = LLMCollector(test.held_out_env, policy)
     trainer = Trainer(
-        cfg=cfg,
-        run=run,
-        actor=actor,
-        policy=policy,
-        updates=build_updates(cfg, actor, run.folder, crew),
-        data=Conversations(rows, cfg.train.batch_size, collector),
+        *(cfg, run, test, actor, policy, Conversations(collector, rows, cfg.train.batch_size)),
         measure=measure,
+        curves={"loss": "loss, nats per token", "held_out_nll": "the same, held out"},
     )
-    curves = {"loss": "loss, nats per token", "held_out_nll": "the same, held out"}
-    tests = Tests(test.task, test.held_out_env, collector)
-    result = learn(RECIPE, trainer, tests, log, stop, curves=curves)
-    return result | {"held_out_nll": held_out_nll()}
+    return learn(trainer) | {"held_out_nll": held_out_nll()}
 
 
 if __name__ == "__main__":

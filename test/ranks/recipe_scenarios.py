@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "sota-implementations/sft"))
 
 import sft
 
+from torchrl_agents.parallel import Updates
 from torchrl_agents.start import run_recipe
-from torchrl_agents.training import Updates
 from torchrl_modules.tiny_model import tiny_qwen3, train_tokenizer
 
 NUM_STEPS = 6

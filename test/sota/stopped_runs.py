@@ -86,7 +86,7 @@ POINTS = {
     "collecting, in a reward": Point(
         "torchrl_envs.tasks.reasoning_gym.chose_right_tool", DRAW, 2, hangs=True
     ),
-    "between two passes": Point("torchrl_agents.training.Updates.make", after=True),
+    "between two passes": Point("torchrl_agents.training.Step.update", after=True),
     "in backward": Point("objectives.NonFiniteGate.backward"),
     "in a weight push": Point("collectors.weight_update.WeightUpdater.push", DRAW, 1),
     "saving on a thread": Point(
@@ -255,7 +255,7 @@ TOOL_CALL: list[int] = []
 
 def know_tool_call() -> None:
     """Note the tokens of a call, once there is a tokenizer."""
-    build = grpo.load_policies
+    build = grpo.load_models
 
     def build_and_note(*args: Any, **kwargs: Any) -> Any:
         actor, policy = build(*args, **kwargs)
@@ -263,7 +263,7 @@ def know_tool_call() -> None:
         TOOL_CALL.extend(actor.tokenizer.encode(text, add_special_tokens=False))
         return actor, policy
 
-    grpo.load_policies = build_and_note
+    grpo.load_models = build_and_note
 
 
 CONFIGS: dict[tuple[str, ...], Any] = {}

@@ -121,12 +121,12 @@ _FILES: Final = ("profile", "experiment", "debug")
 """Groups of YAML files."""
 
 
-def _of_embedded(value: Any, *, _root_: DictConfig) -> Any:
-    """``${of_embedded:VALUE}`` in a file of settings: none where a model is given."""
-    return value if _root_.policy.model is None else None
-
-
-OmegaConf.register_new_resolver("of_embedded", _of_embedded, replace=True)
+# ``${of_embedded:VALUE}`` in a file of settings: none where a model is given.
+OmegaConf.register_new_resolver(
+    "of_embedded",
+    lambda value, *, _root_: value if _root_.policy.model is None else None,
+    replace=True,
+)
 
 
 # Tasks --------------------------------------------------------------------------------------------
@@ -150,7 +150,8 @@ def store_task(name: str) -> None:
         if parameter.name in GIVEN_BY_THE_SCRIPT:
             continue
         if parameter.name == "config":
-            columns.append(("config", Any, field(default_factory=_generator_config(factory))))
+            own: Any = generator_settings(factory.args[0])  # type: ignore[attr-defined]
+            columns.append(("config", Any, field(default_factory=own.copy)))
             continue
         kind = hints[parameter.name] if hints[parameter.name] in _TYPES else Any
         default = MISSING if parameter.default is parameter.empty else parameter.default
@@ -160,11 +161,6 @@ def store_task(name: str) -> None:
     node = make_dataclass("TaskConfig", columns)
     folder, _, tail = f"task/{name}".rpartition("/")
     ConfigStore.instance().store(group=folder, name=tail, node=node, package="task")
-
-
-def _generator_config(factory: Any) -> Any:
-    """Makes the settings of a generator of reasoning-gym."""
-    return generator_settings(factory.args[0]).copy
 
 
 def task_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -227,15 +223,11 @@ def prepare(recipe: Recipe, arguments: Sequence[str]) -> str | None:
         if override not in choices:
             _check_setting(override, known, composed)
     # Values of a wrong type show here, in one line, and not when Hydra has begun a run.
-    compose_config(recipe, [o.input_line or "" for o in overrides if _is_plain(o)])
+    own = (o for o in overrides if not o.key_or_group.startswith("hydra"))
+    compose_config(recipe, [o.input_line or "" for o in own if not o.is_sweep_override()])
     if {"--help", "-h"} & set(arguments):
         return help_text(recipe, composed, known_groups)
     return None
-
-
-def _is_plain(override: Override) -> bool:
-    """Whether it is a setting of one run, and not of Hydra."""
-    return not (override.is_sweep_override() or override.key_or_group.startswith("hydra"))
 
 
 def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:

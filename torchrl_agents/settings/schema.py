@@ -1,6 +1,7 @@
 """The settings of all recipes, typed, with what they mean, and what tells recipes apart."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,24 @@ from omegaconf import MISSING
 
 class SettingsError(ValueError):
     """A setting can't work; shown without a traceback."""
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Tell what a part refuses as a fault of the settings.
+
+    Args:
+        what: the setting, with which the message begins.
+
+    Raises:
+        SettingsError: in place of the part's own error.
+    """
+    try:
+        yield
+    except SettingsError:
+        raise
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        raise SettingsError(f"{what}: {error}") from error
 
 
 # Settings that recipes share, typed, with what they mean; ``--help`` shows them.
@@ -354,15 +373,6 @@ def fill_in(cfg: RecipeConfig, defaults: Mapping[str, Any]) -> None:
             setattr(getattr(cfg, group), name, value)
 
 
-def store_groups(config: type, groups: Mapping[str, Mapping[str, Any]]) -> None:
-    """Tell Hydra the schema of a recipe and the choices of each group."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=config)
-    for group, choices in groups.items():
-        for name, node in choices.items():
-            store.store(group=group, name=name, node=node)
-
-
 # What tells one recipe from another: its settings, and what they are checked with.
 
 
@@ -391,8 +401,6 @@ class Recipe:
     """The same of a model that was given."""
     needs_groups: bool = True
     """Whether a group of one has no signal."""
-    required: Sequence[str] = ()
-    """Settings that have to be given."""
     engines: Sequence[str] = ("transformers", "vllm")
     """What may draw its tokens."""
     parts: Callable[[Any], Mapping[str, Callable[[], Any]]] = lambda _: {}
@@ -401,16 +409,18 @@ class Recipe:
     rehearse: Callable[..., Any] | None = None
     """What else a dry run tries: gets settings, task and a policy whose model has no weights."""
 
-    updates: Callable[..., Any] | None = None
-    """What makes the optimizer steps, on every rank: gets settings, actor, folder and crew."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """What is trained, on every rank: the loss, from settings and actor."""
+
+    one_pass: Callable[..., Any] | None = None
+    """A pass over the rows of a step, where it differs from :func:`.parallel.one_pass`."""
 
     def __post_init__(self) -> None:
-        store_groups(self.config, self.all_groups)
-
-    @property
-    def title(self) -> str:
-        """What its summary begins with."""
-        return self.summary.partition(":")[0]
+        store = ConfigStore.instance()
+        store.store(name="schema", node=self.config)
+        for group, choices in self.all_groups.items():
+            for name, node in choices.items():
+                store.store(group=group, name=name, node=node)
 
     @property
     def all_groups(self) -> dict[str, Mapping[str, Any]]:
