@@ -66,65 +66,31 @@ if TYPE_CHECKING:
     )
     from .losses.supervised import DistillationLoss, SFTLoss
 
-_HOME = {
-    "AdvantageEstimator": "advantages.estimators",
-    "DecoupledSources": "advantages.estimators",
-    "GroupMean": "advantages.estimators",
-    "LeaveOneOut": "advantages.estimators",
-    "PassAtK": "advantages.estimators",
-    "RankFailedError": "batching.ranks",
-    "Ranks": "batching.ranks",
-    "BNPO": "losses.grpo",
-    "CISPO": "losses.grpo",
-    "CISPOLoss": "losses.grpo",
-    "CispoSurrogate": "losses.options",
-    "ClippedSurrogate": "losses.options",
-    "DAPO": "losses.grpo",
-    "DistillationLoss": "losses.supervised",
-    "DistillationLossKeys": "batching.packed_batch",
-    "DistillationLossOutput": "losses.base",
-    "DPPO": "losses.grpo",
-    "DivergenceSurrogate": "losses.options",
-    "DrGRPO": "losses.grpo",
-    "IPO": "losses.grpo",
-    "KPop": "losses.grpo",
-    "PolicyDistillation": "losses.grpo",
-    "GMPO": "losses.grpo",
-    "GRPO": "losses.grpo",
-    "GRPOLoss": "losses.grpo",
-    "GRPOLossKeys": "batching.packed_batch",
-    "GRPOOptions": "losses.options",
-    "OriginalGRPO": "losses.grpo",
-    "GRPOLossOutput": "losses.base",
-    "GSPO": "losses.grpo",
-    "GmpoSurrogate": "losses.options",
-    "GroupQueue": "advantages.group_queue",
-    "LUSPO": "losses.grpo",
-    "LengthPenalty": "advantages.estimators",
-    "MaxRL": "advantages.estimators",
-    "RoleBaseline": "advantages.estimators",
-    "MCAdvantage": "advantages.mc_advantage",
-    "MixedLoss": "losses.mixed",
-    "MixedLossOutput": "losses.mixed",
-    "write_streams": "batching.packed_batch",
-    "MaskingStrategy": "batching.packed_batch",
-    "NonFiniteGate": "batching.non_finite_gate",
-    "NonFiniteStepError": "batching.non_finite_gate",
-    "StepOutcome": "batching.non_finite_gate",
-    "PackedBatch": "batching.packed_batch",
-    "RayMCAdvantage": "advantages.mc_advantage",
-    "SAPO": "losses.grpo",
-    "SFTLoss": "losses.supervised",
-    "SFTLossKeys": "batching.packed_batch",
-    "SFTLossOutput": "losses.base",
-    "SamplerCorrection": "losses.options",
-    "SapoSurrogate": "losses.options",
-    "TokenFilters": "losses.options",
-    "TopKRewardSelector": "advantages.mc_advantage",
-    "VESPO": "losses.grpo",
-    "VespoSurrogate": "losses.options",
-    "Window": "losses.base",
+_NAMES = {
+    "advantages.estimators": (
+        "AdvantageEstimator DecoupledSources GroupMean LeaveOneOut LengthPenalty MaxRL "
+        "PassAtK RoleBaseline"
+    ),
+    "advantages.group_queue": "GroupQueue",
+    "advantages.mc_advantage": "MCAdvantage RayMCAdvantage TopKRewardSelector",
+    "batching.non_finite_gate": "NonFiniteGate NonFiniteStepError StepOutcome",
+    "batching.packed_batch": (
+        "DistillationLossKeys GRPOLossKeys MaskingStrategy PackedBatch SFTLossKeys write_streams"
+    ),
+    "batching.ranks": "RankFailedError Ranks",
+    "losses.base": "DistillationLossOutput GRPOLossOutput SFTLossOutput Window",
+    "losses.grpo": (
+        "BNPO CISPO CISPOLoss DAPO DPPO DrGRPO GMPO GRPO GRPOLoss GSPO IPO KPop LUSPO "
+        "OriginalGRPO PolicyDistillation SAPO VESPO"
+    ),
+    "losses.mixed": "MixedLoss MixedLossOutput",
+    "losses.options": (
+        "CispoSurrogate ClippedSurrogate DivergenceSurrogate GRPOOptions GmpoSurrogate "
+        "SamplerCorrection SapoSurrogate TokenFilters VespoSurrogate"
+    ),
+    "losses.supervised": "DistillationLoss SFTLoss",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BNPO",

@@ -170,7 +170,9 @@ class DecoupledSources(AdvantageEstimator):
         check_numbers("DecoupledSources", **weights)
 
     def _estimate(self, returns: Tensor, index: Tensor, groups: Sequence[RewardedGroup]) -> Tensor:
-        tables = [self._table(row) for group in groups for row in group.rows]
+        tables = [
+            read_sources(row, self.sources_key, WHO) for group in groups for row in group.rows
+        ]
         weights = self.weights or dict.fromkeys(tables[0], 1.0)
         for table in tables:
             if table.keys() != weights.keys():
@@ -182,13 +184,10 @@ class DecoupledSources(AdvantageEstimator):
         scored = ~returns.isnan().unsqueeze(1).expand_as(rewards)
         return F.gdpo_advantage(rewards, index, returns.new_tensor(list(weights.values())), scored)
 
-    def _table(self, row: TensorDictBase) -> dict[str, float]:
-        return read_sources(row, self.sources_key, WHO)
-
     def is_flat(self, group: RewardedGroup) -> bool:
         """See the base class; here, no source tells two rows apart."""
         scored = zip(group.rows, group.valid, strict=True)
-        tables = [self._table(row) for row, valid in scored if valid]
+        tables = [read_sources(row, self.sources_key, WHO) for row, valid in scored if valid]
         if len(tables) < 2:
             return True
         columns = [[table.get(name, math.nan) for table in tables] for name in tables[0]]
@@ -285,11 +284,6 @@ def read_entry(row: TensorDictBase, key: NestedKey, who: str) -> Tensor:
             "integer id, never by text: have the data loader write 'group_id'.)"
         )
     return value
-
-
-def read_group(row: TensorDictBase, key: NestedKey, who: str) -> int:
-    """The group's id of a row."""
-    return int(read_entry(row, key, who))
 
 
 def read_sources(row: TensorDictBase, key: NestedKey, who: str) -> dict[str, float]:
@@ -426,6 +420,7 @@ class RoleBaseline(AdvantageEstimator):
         if isinstance(by, str) or not by:
             raise ValueError(f"RoleBaseline: by takes a tuple of entries, got {by!r}.")
         self.by = tuple(by)
+        self._by = [key if isinstance(key, str) else list(key) for key in by]
         self.decay = decay
         self.baselines: dict[Role, float] = {}
         """Of each role that was met; 0 for one that was not."""
@@ -435,16 +430,13 @@ class RoleBaseline(AdvantageEstimator):
         found = []
         for group in groups:
             for row, value in zip(group.rows, group.returns, strict=True):
-                role = self._role(row)
-                found.append(torch.full((1, 1), self._step(role, value)))
+                role, gain = self._role(row), 0.0
+                if not math.isnan(value):
+                    baseline = self.baselines.get(role, 0.0)
+                    self.baselines[role] = self.decay * baseline + (1 - self.decay) * value
+                    gain = value - baseline
+                found.append(torch.full((1, 1), gain))
         return found
-
-    def _step(self, role: Role, value: float) -> float:
-        if math.isnan(value):
-            return 0.0
-        baseline = self.baselines.get(role, 0.0)
-        self.baselines[role] = self.decay * baseline + (1 - self.decay) * value
-        return value - baseline
 
     def _role(self, row: TensorDictBase) -> Role:
         values: list[int | str] = []
@@ -467,18 +459,13 @@ class RoleBaseline(AdvantageEstimator):
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""
         baselines = [[list(role), value] for role, value in self.baselines.items()]
-        return {"by": [_plain(key) for key in self.by], "baselines": baselines}
+        return {"by": self._by, "baselines": baselines}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See the base class."""
-        by = [_plain(key) for key in self.by]
-        if state.get("by") != by:
+        if state.get("by") != self._by:
             raise ValueError(
-                f"RoleBaseline: the saved baselines are by {state.get('by')}, these by {by}. "
+                f"RoleBaseline: the saved baselines are by {state.get('by')}, these by {self._by}. "
                 "Resume with the estimator of the saved run."
             )
         self.baselines = {tuple(role): value for role, value in state["baselines"]}
-
-
-def _plain(key: NestedKey) -> Any:
-    return key if isinstance(key, str) else list(key)

@@ -41,12 +41,7 @@ class GroupStats:
 
     def ledger(self, rows_pending: int) -> bool:
         """Whether every row is accounted for."""
-        dropped = (
-            self.rows_dropped_unscorable
-            + self.rows_dropped_zero_variance
-            + self.rows_dropped_bounds
-            + self.rows_dropped_unselected
-        )
+        dropped = sum(n for name, n in asdict(self).items() if name.startswith("rows_dropped_"))
         return self.rows_in == self.rows_released + dropped + self.rows_expired + rows_pending
 
 
@@ -160,19 +155,17 @@ class GroupQueue:
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs: what JSON can hold, and tensors."""
-        return {
-            "group_size": self.group_size,
-            "pending": [
-                {
-                    "group": group,
-                    "first_row": self._first_row[group],
-                    "rows": [row_state(row) for row in rows],
-                }
-                for group, rows in self._pending.items()
-            ],
-            "stats": asdict(self.stats),
-            "expired": [list(item) for item in self.expired],
-        }
+        pending = [
+            {
+                "group": group,
+                "first_row": self._first_row[group],
+                "rows": list(map(row_state, rows)),
+            }
+            for group, rows in self._pending.items()
+        ]
+        expired = [list(item) for item in self.expired]
+        about = {"group_size": self.group_size, "stats": asdict(self.stats)}
+        return {**about, "pending": pending, "expired": expired}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go back to a state.
@@ -188,11 +181,10 @@ class GroupQueue:
                 f"GroupQueue: the saved groups have {state['group_size']} members, these have "
                 f"{self.group_size}. Resume with the group_size of the saved run."
             )
-        waiting = state["pending"]
-        self._pending = {
-            item["group"]: [row_from_state(row) for row in item["rows"]] for item in waiting
-        }
-        self._first_row = {item["group"]: item["first_row"] for item in waiting}
+        self._pending, self._first_row = {}, {}
+        for item in state["pending"]:
+            self._pending[item["group"]] = [row_from_state(row) for row in item["rows"]]
+            self._first_row[item["group"]] = item["first_row"]
         self.stats = GroupStats(**state["stats"])
         self.expired = deque(map(tuple, state["expired"]), maxlen=self.expired.maxlen)
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from itertools import compress
 from statistics import fmean
@@ -32,7 +32,6 @@ from .estimators import (
     TrajectoryReturn,
     TurnCredit,
     read_entry,
-    read_group,
     trajectory_return,
 )
 from .group_queue import GroupQueue, GroupStats, SegmentQueue, num_rows, place_of, rows_of
@@ -51,7 +50,89 @@ NO_SIGNAL: Final[tuple[NoSignal, ...]] = ("keep", "drop", "refill")
 ON_EXPIRY: Final[tuple[OnExpiry, ...]] = ("drop", "release")
 
 
-class MCAdvantage(Transform):
+class _ByGroups(Transform):
+    """What takes rows in, and gives complete groups out.
+
+    Args:
+        group_key: int64, the group's id.
+        reward_key: ``[1, 1]``, or dense ``[T, 1]``.
+        scorable_key: bool; False where no reward could be given. Optional in the rows.
+        trajectory_return: how a dense reward becomes one number.
+        max_pending_groups: more incomplete groups than this, and the oldest expires.
+        expire_after_rows: a group expires once so many rows have come in since its first one.
+        **sizes: rows of a complete group, under one of two names.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_key: NestedKey,
+        reward_key: NestedKey,
+        scorable_key: NestedKey,
+        trajectory_return: str,
+        max_pending_groups: int,
+        expire_after_rows: int | None,
+        **sizes: int | None,
+    ) -> None:
+        super().__init__()
+        first, second = sizes
+        given = [size for size in sizes.values() if size is not None]
+        if len(given) != 1:
+            raise ValueError(f"{self._get_name()} needs {first} (or {second}, the same): give one.")
+        check_counts(**sizes)
+        self.group_size = given[0]
+        self.queue = GroupQueue(
+            self.group_size,
+            max_pending_groups=max_pending_groups,
+            expire_after_rows=expire_after_rows,
+        )
+        self.group_key = group_key
+        self.reward_key = reward_key
+        self.scorable_key = scorable_key
+        self.trajectory_return: TrajectoryReturn = one_of(
+            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
+        )
+        self._lock = threading.Lock()
+
+    @property
+    def stats(self) -> GroupStats:
+        """Counts of what came in and what became of it."""
+        return self.queue.stats
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Leave sampled rows as they are."""
+        return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Take rows in, give complete groups out; None while there are none."""
+        if tensordict is None:
+            return None
+        rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
+        with self._lock, self._unchanged_on_error():
+            released = self._take(rows)
+            self.stats.rows_released += len(released)
+        return lazy_stack(released) if released else None
+
+    def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """Queue rows; the rows that are given out."""
+        raise NotImplementedError
+
+    def _unchanged_on_error(self) -> AbstractContextManager[None]:
+        return self.queue.unchanged_on_error()
+
+    def _return(self, row: TensorDictBase) -> float:
+        reward = read_entry(row, self.reward_key, self._get_name())
+        return trajectory_return(reward, row.get(self.scorable_key, None), self.trajectory_return)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.Lock()
+
+
+class MCAdvantage(_ByGroups):
     """Monte-Carlo advantages: holds rows until their group is complete, then releases it.
 
     Append it to a replay buffer of rows, one row per trajectory::
@@ -126,26 +207,20 @@ class MCAdvantage(Transform):
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,
     ) -> None:
-        super().__init__()
-        if (group_size is None) == (grpo_size is None):
-            raise ValueError("MCAdvantage needs group_size (or grpo_size, the same): give one.")
-        check_counts(group_size=group_size, grpo_size=grpo_size)
-        self.group_size = group_size or grpo_size or 0
-        self.queue = GroupQueue(
-            self.group_size,
+        super().__init__(
+            group_key=group_key,
+            reward_key=reward_key,
+            scorable_key=scorable_key,
+            trajectory_return=trajectory_return,
             max_pending_groups=max_pending_groups,
             expire_after_rows=expire_after_rows,
+            group_size=group_size,
+            grpo_size=grpo_size,
         )
-        self.group_key = group_key
-        self.reward_key = reward_key
         self.advantage_key = advantage_key
-        self.scorable_key = scorable_key
         self.assistant_mask_key = assistant_mask_key
         self.credit = one_of("credit", credit, CREDITS)
         self.estimator = self._build_estimator(estimator, scale)
-        self.trajectory_return: TrajectoryReturn = one_of(
-            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
-        )
         self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL)
         self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL)
         self.keep_return_bounds = (
@@ -155,7 +230,6 @@ class MCAdvantage(Transform):
         self._check_together()
         self._refills: Counter[Hashable] = Counter()
         self._segments = SegmentQueue()
-        self._lock = threading.Lock()
 
     def _check_together(self) -> None:
         if self.group_size == 1 and self.zero_variance != "keep":
@@ -178,9 +252,8 @@ class MCAdvantage(Transform):
         if self.credit == "turn":
             if (estimator, scale) != ("group", "group"):
                 raise ValueError("credit 'turn' goes with estimator 'group' and scale 'group'.")
-            return TurnCredit(
-                reward_key=self.reward_key, assistant_mask_key=self.assistant_mask_key
-            )
+            mask = self.assistant_mask_key
+            return TurnCredit(reward_key=self.reward_key, assistant_mask_key=mask)
         if scale != "group" and estimator != "group":
             raise ValueError(f"scale has no effect on estimator {estimator!r}: leave it out.")
         if isinstance(estimator, AdvantageEstimator):
@@ -190,11 +263,6 @@ class MCAdvantage(Transform):
             return GroupMean(scale=scale)
         others = {"rloo": LeaveOneOut, "gdpo": DecoupledSources, "maxrl": MaxRL}
         return others[name]()
-
-    @property
-    def stats(self) -> GroupStats:
-        """Counts of what came in and what became of it."""
-        return self.queue.stats
 
     def take_refills(self) -> dict[Hashable, int]:
         """How many new rows each group asks for; asked once, then forgotten.
@@ -227,19 +295,6 @@ class MCAdvantage(Transform):
         if self.unscorable == "refill" and any(map(math.isnan, group.returns)):
             return True
         return self.zero_variance == "refill" and self.estimator.is_flat(group)
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Leave sampled rows as they are."""
-        return tensordict
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Take rows in, give complete groups out; None while there are none."""
-        if tensordict is None:
-            return None
-        rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
-        with self._lock, self._unchanged_on_error():
-            released = self._release(self._collect(rows))
-        return lazy_stack(released) if released else None
 
     @contextmanager
     def _unchanged_on_error(self) -> Iterator[None]:
@@ -285,21 +340,16 @@ class MCAdvantage(Transform):
             self._refills = Counter(dict(map(tuple, state["refills"])))
             self._segments.load_state(state["segments"])
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state["_lock"] = None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lock = threading.Lock()
-
     def _collect(self, rows: Sequence[TensorDictBase]) -> list[RewardedGroup]:
         """Queue rows; the groups that became complete, or expired and are still wanted."""
         complete: list[RewardedGroup] = []
         for row in rows:
-            group_id = read_group(row, self.group_key, "MCAdvantage")
-            self._check_segments(row)
+            group_id = int(read_entry(row, self.group_key, "MCAdvantage"))
+            if self.credit == "turn" and place_of(row)[1] > 1:
+                raise ValueError(
+                    "MCAdvantage: credit='turn' needs the turns of an episode in one row, and an "
+                    "episode whose past was rewritten has several. Use credit='trajectory'."
+                )
             if self.unscorable == "refill" and math.isnan(self._return(row)):
                 self.stats.rows_in += 1
                 self.stats.rows_dropped_unscorable += 1
@@ -317,34 +367,22 @@ class MCAdvantage(Transform):
                 self.stats.rows_expired += sum(map(num_rows, late))
         return complete
 
-    def _return(self, row: TensorDictBase) -> float:
-        reward = read_entry(row, self.reward_key, "MCAdvantage")
-        scorable = row.get(self.scorable_key, None)
-        return trajectory_return(reward, scorable, self.trajectory_return)
-
-    def _check_segments(self, row: TensorDictBase) -> None:
-        if self.credit == "turn" and place_of(row)[1] > 1:
-            raise ValueError(
-                "MCAdvantage: credit='turn' needs the turns of an episode in one row, and an "
-                "episode whose past was rewritten has several. Use credit='trajectory'."
-            )
-
     def _group(self, group_id: Hashable, rows: list[TensorDictBase]) -> RewardedGroup:
         return RewardedGroup(group_id, rows, [self._return(row) for row in rows])
 
-    def _release(self, groups: list[RewardedGroup]) -> list[TensorDictBase]:
+    def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
         """Give the rows of complete groups their advantages; leave out what is to be dropped."""
+        groups = self._collect(rows)
         if not groups:
             return []
-        rows = [row for group in groups for row in group.rows]
+        complete = [row for group in groups for row in group.rows]
         advantages = self.estimator.advantages(groups)
         keep = [kept for group in groups for kept in self._kept(group)]
         released = []
-        for row, advantage, kept in zip(rows, advantages, keep, strict=True):
+        for row, advantage, kept in zip(complete, advantages, keep, strict=True):
             for part in rows_of(row) if kept else ():
                 part.set(self.advantage_key, advantage)
                 released.append(part)
-        self.stats.rows_released += len(released)
         return released
 
     def _kept(self, group: RewardedGroup) -> list[bool]:
@@ -492,7 +530,7 @@ Above = Literal["median", "mean", "any"]
 ABOVE: Final[tuple[Above, ...]] = ("median", "mean", "any")
 
 
-class TopKRewardSelector(Transform):
+class TopKRewardSelector(_ByGroups):
     """Releases the best k rows of each complete group (rejection sampling, expert iteration).
 
     Rows at or below the group's median are never kept, nor those that could not be scored, so a
@@ -534,38 +572,26 @@ class TopKRewardSelector(Transform):
         max_pending_groups: int = 1024,
         expire_after_rows: int | None = None,
     ) -> None:
-        super().__init__()
-        if (group_size is None) == (total_dialog_turns is None):
-            raise ValueError(
-                "TopKRewardSelector needs group_size (or total_dialog_turns, the same): give one."
-            )
-        size = group_size if total_dialog_turns is None else total_dialog_turns
-        check_counts(group_size=size, topk_size=topk_size)
-        assert size is not None
-        if not 1 <= topk_size <= size:
-            raise ValueError(f"topk_size must lie in [1, {size}], got {topk_size}.")
-        self.queue = GroupQueue(
-            size, max_pending_groups=max_pending_groups, expire_after_rows=expire_after_rows
+        super().__init__(
+            group_key=group_key,
+            reward_key=reward_key,
+            scorable_key=scorable_key,
+            trajectory_return=trajectory_return,
+            max_pending_groups=max_pending_groups,
+            expire_after_rows=expire_after_rows,
+            group_size=group_size,
+            total_dialog_turns=total_dialog_turns,
         )
+        check_counts(topk_size=topk_size)
+        if topk_size > self.group_size:
+            raise ValueError(f"topk_size must lie in [1, {self.group_size}], got {topk_size}.")
         self.topk_size = topk_size
-        self.group_key = group_key
-        self.reward_key = reward_key
-        self.scorable_key = scorable_key
-        self.trajectory_return: TrajectoryReturn = one_of(
-            "trajectory_return", trajectory_return, TRAJECTORY_RETURNS
-        )
         self.above: Above | float
         if isinstance(above, str):
             self.above = one_of("above", above, ABOVE)
         else:
             check_numbers(above=above)
             self.above = float(above)
-        self._lock = threading.Lock()
-
-    @property
-    def stats(self) -> GroupStats:
-        """Counts of what came in and what became of it."""
-        return self.queue.stats
 
     def get_extra_state(self) -> dict[str, Any]:
         """Incomplete groups and counts, for ``state_dict``."""
@@ -584,35 +610,17 @@ class TopKRewardSelector(Transform):
         with self._lock:
             self.queue.load_state(state)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state["_lock"] = None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._lock = threading.Lock()
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Leave sampled rows as they are."""
-        return tensordict
-
-    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Take rows in, give the best of complete groups out; None while there are none."""
-        if tensordict is None:
-            return None
-        rows = tensordict.reshape(-1).unbind(0) if tensordict.ndim != 1 else tensordict.unbind(0)
+    def _take(self, rows: Sequence[TensorDictBase]) -> list[TensorDictBase]:
+        """Queue rows; the best of complete groups."""
         released: list[TensorDictBase] = []
-        with self._lock, self.queue.unchanged_on_error():
-            for row in rows:
-                group_id = read_group(row, self.group_key, "TopKRewardSelector")
-                members = self.queue.add(group_id, row)
-                if members is not None:
-                    released += self._best(members)
-            for _, late in self.queue.expire():
-                self.stats.rows_expired += len(late)
-            self.stats.rows_released += len(released)
-        return lazy_stack(released) if released else None
+        for row in rows:
+            group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
+            members = self.queue.add(group_id, row)
+            if members is not None:
+                released += self._best(members)
+        for _, late in self.queue.expire():
+            self.stats.rows_expired += len(late)
+        return released
 
     def _best(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
         returns = [self._return(row) for row in rows]
@@ -632,7 +640,3 @@ class TopKRewardSelector(Transform):
             return falling[len(falling) // 2]
         # The rounded mean of equal values can lie below them: that of 0.7 three times does.
         return max(fmean(falling), falling[-1])
-
-    def _return(self, row: TensorDictBase) -> float:
-        reward = read_entry(row, self.reward_key, "TopKRewardSelector")
-        return trajectory_return(reward, row.get(self.scorable_key, None), self.trajectory_return)

@@ -82,11 +82,7 @@ _TORCHRL_NAMES: Final[Mapping[str, MaskingStrategy]] = {
 
 def resolve_masking_strategy(name: str) -> MaskingStrategy:
     """Resolve the name of a masking strategy."""
-    name = _TORCHRL_NAMES.get(name, name)
-    for known in MASKING_STRATEGIES:
-        if name == known:
-            return known
-    raise ValueError(f"masking_strategy must be one of {MASKING_STRATEGIES}, got {name!r}.")
+    return one_of("masking_strategy", name, MASKING_STRATEGIES, _TORCHRL_NAMES)
 
 
 @dataclass(frozen=True)
@@ -336,13 +332,6 @@ def _count(mask: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
     return torch.zeros_like(lengths).index_add(0, sequence, mask.long())
 
 
-def _no_rows(fields: tuple[str, ...], device: torch.device | None) -> PackedBatch:
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    values = torch.zeros(0, device=device)
-    entries = dict.fromkeys(fields, values)
-    return PackedBatch(none, none, none > 0, none, none > 0, entries, none > 0)
-
-
 def pack_batch(
     batch: TensorDictBase,
     read: TokenKeys,
@@ -354,10 +343,12 @@ def pack_batch(
     device: torch.device | None = None,
 ) -> PackedBatch:
     """Pack the rows of a batch ``[B]``, ragged or padded, and what a loss reads of them."""
-    if batch.ndim == 1 and not len(batch):
-        return _no_rows((*token_entries, *row_entries), device)
-    columns = _Columns(batch, read, who)
     fields = (*token_entries, *row_entries)
+    if batch.ndim == 1 and not len(batch):
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        entries = dict.fromkeys(fields, torch.zeros(0, device=device))
+        return PackedBatch(none, none, none > 0, none, none > 0, entries, none > 0)
+    columns = _Columns(batch, read, who)
     needed = [read.tokens, *(getattr(read, name) for name in fields)]
     if strategy != "all":
         needed.append(read.assistant_mask)
@@ -521,7 +512,8 @@ def _completed(
     missing: dict[NestedKey, Tensor] = {}
     for name, entries in streams.items():
         weight = row.get((STREAMS, name), None)
-        absent = [k for k in _keys(entries) if read_rows(row, k) is None]
+        needed = (*entries.tokens.values(), *entries.rows.values())
+        absent = [key for key in needed if read_rows(row, key) is None]
         if weight is None:
             missing[STREAMS, name] = like
         elif absent and bool((weight != 0).any()):
@@ -538,10 +530,6 @@ def _completed(
     for key, value in missing.items():
         row.set(key, value)
     return row
-
-
-def _keys(entries: StreamEntries) -> Sequence[NestedKey]:
-    return [*entries.tokens.values(), *entries.rows.values()]
 
 
 class StreamPart(NamedTuple):
@@ -563,7 +551,7 @@ def stream_part(packed: PackedBatch, name: str) -> StreamPart:
     batch = replace(packed, entries=entries, weights=weights).keep_targets(part)
     batch = batch.take_rows(batch.target_lengths > 0)
     assert batch.weights is not None
-    unfit = _rows_with(batch.weights.isnan(), batch)
+    unfit = rows_with(batch.weights.isnan(), batch)
     return StreamPart(batch.leave_out(unfit), (part & ~weights.isnan()).nonzero().squeeze(1))
 
 
@@ -576,6 +564,7 @@ def leave_out_of_stream(packed: PackedBatch, name: str, unfit: Tensor) -> Packed
     return replace(packed, entries={**packed.entries, key: weights})
 
 
-def _rows_with(flag: Tensor, batch: PackedBatch) -> Tensor:
+def rows_with(flag: Tensor, batch: PackedBatch) -> Tensor:
+    """Rows of which a trained token carries a flag ``[K]``, bool ``[B]``."""
     index = sequence_index(batch.target_lengths)
     return torch.zeros_like(batch.lengths).index_add(0, index, flag.long()) > 0

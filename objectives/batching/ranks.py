@@ -301,18 +301,15 @@ class Ranks:
             assert batch is not None
             return list(batch.micro_batches(max_tokens=max_tokens))
         if batch is None:
-            return self._receive()
+            room = torch.empty(self.broadcast()[self.rank - 1], dtype=torch.uint8)
+            dist.recv(room, 0, self._control)
+            return from_tensors(load_tensors(room.numpy().tobytes()), self.device)
         shares = equal_shares(batch, self.size, max_tokens=max_tokens)
         blobs = [save_tensors(to_tensors(share)) for share in shares[1:]]
         self.broadcast([len(blob) for blob in blobs])
         for to, blob in enumerate(blobs, 1):
             dist.send(torch.frombuffer(bytearray(blob), dtype=torch.uint8), to, self._control)
         return shares[0]
-
-    def _receive(self) -> list[PackedBatch]:
-        room = torch.empty(self.broadcast()[self.rank - 1], dtype=torch.uint8)
-        dist.recv(room, 0, self._control)
-        return from_tensors(load_tensors(room.numpy().tobytes()), self.device)
 
     # How they begin alike, and end together -------------------------------------------------------
 
@@ -358,7 +355,9 @@ class Ranks:
         try:
             if is_loss:
                 own = f"rank {self.rank} lost another one, which said nothing ({error})"
-                _wait_until(lambda: self._store.check([_FAILURE]), _HEARSAY_S)
+                deadline = time.monotonic() + _HEARSAY_S
+                while not self._store.check([_FAILURE]) and time.monotonic() < deadline:
+                    time.sleep(0.05)
             found = self._store.compare_set(_FAILURE, "", own).decode(errors="replace")
         except RuntimeError:  # the store has gone with the rank or the agent that had it
             return own if is_loss else None
@@ -389,12 +388,6 @@ def _is_loss_of_a_rank(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError) or any(word in text for word in known)
     )
-
-
-def _wait_until(holds: Any, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def gathered_rows(ranks: Ranks | None, values: Tensor) -> Tensor:

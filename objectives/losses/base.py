@@ -72,16 +72,12 @@ class LossTerms:
             raise ValueError("combine needs at least one output.")
         terms = combined_terms(outputs)
         if ranks is not None and ranks.size > 1:
-            terms = combined_terms(ranks.gather(_shares(terms, ranks.size)))
+            own = {name: value.cpu() for name, value in terms.items()}
+            for name in own:  # its losses were divided by its share of the counts of all
+                if name.startswith("loss_"):
+                    own[name] = own[name] / ranks.size
+            terms = combined_terms(ranks.gather(own))
         return make_output(cls, terms)
-
-
-def _shares(terms: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-    """One rank's entries on the CPU; its losses were divided by its share of the counts of all."""
-    return {
-        name: value.cpu() / size if name.startswith("loss_") else value.cpu()
-        for name, value in terms.items()
-    }
 
 
 def combined_terms(outputs: Sequence[Any]) -> dict[str, Tensor]:
@@ -297,16 +293,6 @@ class Window(NamedTuple):
 Keys = TypeVar("Keys", bound=TokenKeys)
 
 
-def check_scorer(actor: object, who: str) -> None:
-    """Check that an actor can score packed tokens."""
-    if not isinstance(actor, TokenScorer):
-        raise TypeError(
-            f"{who} needs an actor with a score_packed method "
-            "(torchrl_data.checks.TokenScorer), such as TransformersWrapper; "
-            f"got {type(actor).__name__}."
-        )
-
-
 def scorer_device(actor: object) -> torch.device | None:
     """Where an actor's parameters are; None when it has none to show."""
     if not isinstance(actor, torch.nn.Module):
@@ -327,8 +313,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
 
     Args:
         actor_network: scores packed tokens (:class:`~torchrl_data.checks.TokenScorer`).
-        options: which tokens are trained, and how they are reduced.
-        temperature: the logits are divided by it.
+        options: which tokens are trained, how they are reduced, and the temperature.
         read: entry names.
         allow_empty: a batch without a trained token has loss 0; otherwise it raises.
 
@@ -342,20 +327,24 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
         actor_network: TokenScorer,
         options: TokenOptions,
         *,
-        temperature: float | None,
         read: Keys,
         allow_empty: bool,
     ) -> None:
         super().__init__()
-        check_scorer(actor_network, self._get_name())
+        if not isinstance(actor_network, TokenScorer):
+            raise TypeError(
+                f"{self._get_name()} needs an actor with a score_packed method "
+                "(torchrl_data.checks.TokenScorer), such as TransformersWrapper; "
+                f"got {type(actor_network).__name__}."
+            )
         check_type("read", read, TokenKeys)
-        if temperature is None:
+        if options.temperature is None:
             raise ValueError("temperature must be a positive number, got None.")
         self.actor_network = actor_network
         self.aggregation: F.Aggregation = aggregation_name(options.aggregation)
         self.max_tokens = options.max_tokens
         self.masking_strategy: MaskingStrategy = resolve_masking_strategy(options.masking_strategy)
-        self.temperature = temperature
+        self.temperature = options.temperature
         self.read = read
         self.allow_empty = allow_empty
         self.on_scores: Callable[[PackedBatch, TokenScores], None] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final, NamedTuple, Unpack
 
 import torch
@@ -12,10 +13,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from objectives import functional as F
-from objectives.batching.packed_batch import GRPOLossKeys, PackedBatch
+from objectives.batching.packed_batch import GRPOLossKeys, PackedBatch, rows_with
 from objectives.batching.ranks import Ranks, gathered_rows
 from torchrl_data.checks import TokenScorer, TokenScores
-from torchrl_data.ragged import sequence_index
 
 from .base import GRPOLossOutput, TokenLoss, Window, make_output
 from .options import (
@@ -25,7 +25,6 @@ from .options import (
     GRPOSettings,
     PolicyTokens,
     TokenFilters,
-    apply_surrogate,
     options_of,
     signature_with,
     surrogate_inputs,
@@ -122,32 +121,16 @@ def separating_threshold(entropy: Tensor, *, top_fraction: float) -> float:
     return float(entropy[keep].min().double() + dropped.max().double()) / 2
 
 
-def sampling_temperature(actor: object) -> float:
-    """The temperature that an actor samples with, as its ``temperature`` says."""
-    return float(getattr(actor, "temperature", 1.0)) or 1.0
-
-
-def _rows_with(flag: Tensor, batch: PackedBatch) -> Tensor:
-    """Rows of which a trained token carries a flag ``[K]``, bool ``[B]``."""
-    index = sequence_index(batch.target_lengths)
-    return torch.zeros_like(batch.lengths).index_add(0, index, flag.long()) > 0
-
-
 def impossible_rows(batch: PackedBatch) -> Tensor:
     """Rows with a sampled log-prob that is NaN, infinite or above 0, bool ``[B]``."""
     log_probs = batch.entries["log_probs"]
     possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
-    return _rows_with(batch.sampled & ~possible, batch)
+    return rows_with(batch.sampled & ~possible, batch)
 
 
 def signal(batch: PackedBatch) -> Tensor:
     """The tokens that can move the policy: bool ``[K]``, True where the advantage is not 0."""
     return batch.entries["advantage"] != 0
-
-
-def with_signal(batch: PackedBatch) -> PackedBatch:
-    """Drop the rows that cannot move the policy: advantage 0 on every trained token."""
-    return batch.take_rows(_rows_with(signal(batch), batch))
 
 
 def resting_terms(penalties: Iterable[str], device: torch.device) -> dict[str, Tensor]:
@@ -267,14 +250,12 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         **settings: Unpack[GRPOSettings],
     ) -> None:
         options = options_of(self._get_name(), self.preset, options, settings)
-        temperature = options.temperature
-        super().__init__(
-            actor_network,
-            options,
-            temperature=sampling_temperature(actor_network) if temperature is None else temperature,
-            read=read or GRPOLossKeys(),
-            allow_empty=True,
-        )
+        drawn = options
+        if options.temperature is None:  # that of the actor, as it says
+            own = float(getattr(actor_network, "temperature", 1.0)) or 1.0
+            drawn = replace(options, temperature=own)
+        read = read or GRPOLossKeys()
+        super().__init__(actor_network, drawn, read=read, allow_empty=True)
         self.options = options
         self.filters = options.all_filters()
         self._surrogate = options.surrogate_function()
@@ -382,7 +363,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
                 window lacks what :meth:`measure_window` gives.
         """
         batch, window = self._pack_window(tensordict, window)
-        scored = with_signal(batch) if self.options.skip_rows_without_signal else batch
+        scored = batch
+        if self.options.skip_rows_without_signal:  # advantage 0 on every trained token
+            scored = batch.take_rows(rows_with(signal(batch), batch))
         scores = self._score(scored, entropy=self.wants_entropy)
         output = self.of_scores(scored, scores, window)
         if scored is not batch:
@@ -489,18 +472,16 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             token_log_ratio, lengths=batch.target_lengths, level=self.options.ratio_level
         )
         weights = measured_weights(self.options, batch, scores, window)
-        surrogate = apply_surrogate(
-            self._surrogate,
-            self._surrogate_inputs,
-            PolicyTokens(
-                log_ratio=log_ratio,
-                log_prob=scores.current,
-                advantage=scores.advantage,
-                lengths=batch.target_lengths,
-                behavior_log_prob=scores.old,
-                sampler_log_ratio=None if weights is None else weights.weight.log(),
-            ),
+        tokens = PolicyTokens(
+            log_ratio=log_ratio,
+            log_prob=scores.current,
+            advantage=scores.advantage,
+            lengths=batch.target_lengths,
+            behavior_log_prob=scores.old,
+            sampler_log_ratio=None if weights is None else weights.weight.log(),
         )
+        taken = {name: getattr(tokens, name) for name in self._surrogate_inputs}
+        surrogate = self._surrogate(**taken)
         loss = surrogate.loss
         if weights is not None and "sampler_log_ratio" not in self._surrogate_inputs:
             loss = loss * weights.weight

@@ -116,7 +116,7 @@ class MixedLoss(TensorDictModuleBase):
 
     @property
     def _first(self) -> TokenLoss[Any]:
-        return next(loss for _, loss in self._losses())
+        return next(iter(self.streams.values()))  # type: ignore[return-value]
 
     @property
     def on_scores(self) -> Callable[[PackedBatch, TokenScores], None] | None:

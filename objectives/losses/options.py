@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from numbers import Real
@@ -107,7 +107,7 @@ class SurrogateSettings:
         none, no_rows = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
         tokens = PolicyTokens(none, none, none, no_rows, behavior_log_prob=none)
         function = self.bind()
-        apply_surrogate(function, surrogate_inputs(function), tokens)
+        function(**{name: getattr(tokens, name) for name in surrogate_inputs(function)})
 
     def bind(self) -> SurrogateFunction:
         """The function with these settings; None leaves a setting at the function's default."""
@@ -245,13 +245,6 @@ def surrogate_inputs(function: SurrogateFunction) -> frozenset[str]:
     return frozenset(names)
 
 
-def apply_surrogate(
-    function: SurrogateFunction, inputs: Iterable[str], tokens: PolicyTokens
-) -> F.Surrogate:
-    """Call a surrogate with what it takes."""
-    return function(**{name: getattr(tokens, name) for name in inputs})
-
-
 @dataclass(frozen=True, kw_only=True)
 class TokenFilters:
     """Which trained tokens the policy term leaves out; None (or False) leaves a filter off.
@@ -339,15 +332,8 @@ class SamplerCorrection:
             Weights and where they were changed, ``[K]``.
         """
         bounds = {"upper": self.upper, "lower": self.lower, "max_k3": self.max_k3}
-        return F.sampler_correction(
-            train_log_prob,
-            sampler_log_prob,
-            mask,
-            lengths,
-            level=self.level,
-            mode=self.mode,
-            **bounds,
-        )
+        packed = (train_log_prob, sampler_log_prob, mask, lengths)
+        return F.sampler_correction(*packed, level=self.level, mode=self.mode, **bounds)
 
 
 # The options of the GRPO loss: one frozen record that checks itself.
@@ -460,13 +446,11 @@ class GRPOOptions(TokenOptions):
             raise ValueError("advantage_coeff=0 leaves no advantage: give teacher_coeff too.")
         check_type("filters", self.filters, TokenFilters)
         check_type("sampler_correction", self.sampler_correction, SamplerCorrection)
-        if self.filters is not None and None not in (
-            self.kl_mask_threshold,
-            self.filters.trust_region,
-        ):
+        region = None if self.filters is None else self.filters.trust_region
+        if None not in (self.kl_mask_threshold, region):
             raise ValueError(
-                f"kl_mask_threshold={self.kl_mask_threshold} and filters.trust_region="
-                f"{self.filters.trust_region} are one option: give one."
+                f"kl_mask_threshold={self.kl_mask_threshold} and filters.trust_region={region} are "
+                "one option: give one."
             )
         self.all_filters()
         self._check_ratio()
@@ -485,7 +469,7 @@ class GRPOOptions(TokenOptions):
         settings = self.surrogate
         if isinstance(settings, str):
             settings = SURROGATES[one_of("surrogate", settings, tuple(SURROGATES))]()
-        clip = self._clip_bounds()
+        clip = self.clip_epsilon
         if clip is None:
             return settings.bind() if isinstance(settings, SurrogateSettings) else settings
         if not isinstance(settings, ClippedSurrogate | GmpoSurrogate):
@@ -498,14 +482,9 @@ class GRPOOptions(TokenOptions):
                 f"clip_epsilon={self.clip_epsilon} and {settings} both give the clip bounds: give "
                 "them once."
             )
-        return replace(settings, clip_low=clip[0], clip_high=clip[1]).bind()
-
-    def _clip_bounds(self) -> tuple[float, float] | None:
-        if self.clip_epsilon is None:
-            return None
-        if isinstance(self.clip_epsilon, Real):
-            return float(self.clip_epsilon), float(self.clip_epsilon)
-        return pair("clip_epsilon", self.clip_epsilon)
+        both = (clip, clip) if isinstance(clip, Real) else clip
+        low, high = pair("clip_epsilon", both)
+        return replace(settings, clip_low=low, clip_high=high).bind()
 
     def _check_ratio(self) -> None:
         if not callable(self.surrogate) and not isinstance(self.surrogate, SurrogateSettings | str):
@@ -599,13 +578,7 @@ def signature_with(preset: GRPOSettings, *, method: bool = False) -> inspect.Sig
         inspect.Parameter("options", keyword, default=None, annotation="GRPOOptions | None"),
         inspect.Parameter("read", keyword, default=None, annotation="GRPOLossKeys | None"),
     ]
-    shown += [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            default=preset.get(field.name, field.default),
-            annotation=field.type,
-        )
-        for field in fields(GRPOOptions)
-    ]
+    for field in fields(GRPOOptions):
+        default = preset.get(field.name, field.default)
+        shown.append(inspect.Parameter(field.name, keyword, default=default, annotation=field.type))
     return inspect.Signature(shown)

@@ -90,13 +90,8 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
             masking_strategy=masking_strategy,
             temperature=temperature,
         )
-        super().__init__(
-            actor_network,
-            options,
-            temperature=temperature,
-            read=read or SFTLossKeys(),
-            allow_empty=allow_empty,
-        )
+        read = read or SFTLossKeys()
+        super().__init__(actor_network, options, read=read, allow_empty=allow_empty)
         self.loss_function: SFTFunction = function
         self.kl_to_ref_coeff = kl_to_ref_coeff or None
         self.beta = 0.1 if beta is None else beta
@@ -206,13 +201,8 @@ class DistillationLoss(TokenLoss[DistillationLossKeys]):
             masking_strategy=masking_strategy,
             temperature=temperature,
         )
-        super().__init__(
-            actor_network,
-            options,
-            temperature=temperature,
-            read=read or DistillationLossKeys(),
-            allow_empty=allow_empty,
-        )
+        read = read or DistillationLossKeys()
+        super().__init__(actor_network, options, read=read, allow_empty=allow_empty)
         self.kl_direction: F.KLDirection = one_of("kl_direction", kl_direction, F.KL_DIRECTIONS)
         self._declare_keys(DistillationLossOutput)
 
