@@ -286,7 +286,7 @@ class ChatServerPolicy(TensorDictModuleBase):
         key = os.environ.get("OPENAI_API_KEY") or "none"
         about = {"base_url": url, "api_key": key, "max_retries": 3, "timeout": timeout_s}
         # A client belongs to the event loop that it was first used on.
-        self._client = partial(openai.AsyncOpenAI, **about)
+        self._client: Any = partial(openai.AsyncOpenAI, **about)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Add a turn to every row that is not done."""
@@ -721,7 +721,7 @@ SCHEDULES: Final[dict[str, Callable[[float], float]]] = {
 
 def build_optimizer(cfg: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The optimizer, as its settings say."""
-    common = {"lr": cast("float", cfg.learning_rate), "weight_decay": cfg.weight_decay}
+    common: Any = {"lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
     if cfg.name == "sgd":
         return torch.optim.SGD(parameters, momentum=cfg.beta1, **common)
     return torch.optim.AdamW(parameters, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, **common)

@@ -280,9 +280,9 @@ def plot_learning_curve(
     from matplotlib.ticker import MaxNLocator
 
     mpl.use("Agg")
-    mosaic, size = [["reward", name] for name in beside], (9.5, 4.8)
+    mosaic: Any = [["reward", name] for name in beside]
     figure, axes = plt.subplot_mosaic(
-        mosaic, figsize=size, width_ratios=(2.1, 1), layout="constrained"
+        mosaic, figsize=(9.5, 4.8), width_ratios=(2.1, 1), layout="constrained"
     )
     figure.suptitle(title, fontsize=11)
     _draw_reward(axes["reward"], history, held_out, further)
