@@ -34,7 +34,7 @@ from .options import (
 #
 # Shape legend: B rows, K trained tokens of all of them.
 
-_FIGURES: Final = (
+_METRICS: Final = (
     *("clip_fraction", "clip_fraction_low", "clip_fraction_high", "kl_approx", "ratio_mean"),
     *("kept_fraction", "signal_fraction", "num_active_tokens"),
 )
@@ -121,25 +121,9 @@ def separating_threshold(entropy: Tensor, *, top_fraction: float) -> float:
     return float(entropy[keep].min().double() + dropped.max().double()) / 2
 
 
-def impossible_rows(batch: PackedBatch) -> Tensor:
-    """Rows with a sampled log-prob that is NaN, infinite or above 0, bool ``[B]``."""
-    log_probs = batch.entries["log_probs"]
-    possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
-    return rows_with(batch.sampled & ~possible, batch)
-
-
 def signal(batch: PackedBatch) -> Tensor:
     """The tokens that can move the policy: bool ``[K]``, True where the advantage is not 0."""
     return batch.entries["advantage"] != 0
-
-
-def resting_terms(penalties: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-    """The metrics of a batch in which nothing is trained."""
-    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
-    terms = dict.fromkeys(_FIGURES, zero) | {"ESS": one}
-    for name in penalties:
-        terms |= {name: zero, f"loss_{name}": zero}
-    return terms
 
 
 def measured_weights(
@@ -290,7 +274,9 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         """
         if not self._reads_sampler:
             return packed
-        bad = impossible_rows(packed)
+        log_probs = packed.entries["log_probs"]
+        possible = log_probs.isfinite() & (log_probs <= _MOST_LOG_PROB)
+        bad = rows_with(packed.sampled & ~possible, packed)
         if not bool(bad.any()):
             return packed
         rows = bad.nonzero().squeeze(1).tolist()
@@ -514,7 +500,10 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             "kl_to_inference": self.options.kl_to_inference_coeff,
             "entropy": self.options.entropy_bonus,
         }
-        terms = resting_terms([name for name, on in optional.items() if on], batch.ids.device)
+        zero = torch.zeros((), device=batch.ids.device)
+        terms = dict.fromkeys(_METRICS, zero) | {"ESS": zero + 1}
+        for name in (name for name, on in optional.items() if on):
+            terms |= {name: zero, f"loss_{name}": zero}
         nothing = scores.log_prob
         terms["loss_objective"] = nothing if self.aggregation == "none" else nothing.sum()
         return make_output(GRPOLossOutput, terms | rows)
