@@ -193,11 +193,7 @@ def _events_of(item: dict[str, Any], where: dict[str, Any]) -> list[tuple[str, d
             ("function_call_arguments.done", {**where, **arguments}),
         ]
     added = {**index, "item": {**item, "status": "in_progress", **empty}}
-    return [
-        ("output_item.added", added),
-        *inside,
-        ("output_item.done", {**index, "item": item}),
-    ]
+    return [("output_item.added", added), *inside, ("output_item.done", {**index, "item": item})]
 
 
 def _item(kind: str, prefix: str, **values: Any) -> dict[str, Any]:

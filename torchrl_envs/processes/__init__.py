@@ -2,10 +2,4 @@
 
 from .pool import ToolProcessError, ToolProcesses, WorkerPool, WorkerStartError, kept_command
 
-__all__ = [
-    "ToolProcessError",
-    "ToolProcesses",
-    "WorkerPool",
-    "WorkerStartError",
-    "kept_command",
-]
+__all__ = ["ToolProcessError", "ToolProcesses", "WorkerPool", "WorkerStartError", "kept_command"]

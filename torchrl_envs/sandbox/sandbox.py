@@ -364,12 +364,7 @@ class Sandbox:
             raise SandboxStartError(f"it can't be started as {user_name()}: {error}") from error
 
     def result(
-        self,
-        process: SandboxProcess,
-        report: str,
-        *,
-        started: float,
-        state_lost: bool = False,
+        self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
     ) -> SandboxResult:
         """What a process gave, and how its supervisor said that it ended."""
         kind, _, value = report.partition(" ")

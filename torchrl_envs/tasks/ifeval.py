@@ -581,11 +581,7 @@ def ifeval_task(
         ValueError: there are too few rows, or no such split.
     """
     train, held_out = load_task_rows(
-        dataset,
-        name=name,
-        split=split,
-        held_out_split=held_out_split,
-        num_held_out=num_held_out,
+        dataset, name=name, split=split, held_out_split=held_out_split, num_held_out=num_held_out
     )
     return Task(
         name="ifeval",

@@ -307,11 +307,7 @@ class Calculator(Question):
 TOOLS: Final[dict[str, Callable[[Any, int, int], str]]] = {
     name: vars(Calculator)[name] for name in ("add", "subtract", "multiply", "gcd", "simplify")
 }
-_TOOL_OF: Final = {
-    "products": "multiply",
-    "gcd": "gcd",
-    "fraction_simplification": "simplify",
-}
+_TOOL_OF: Final = {"products": "multiply", "gcd": "gcd", "fraction_simplification": "simplify"}
 
 
 def right_tool(row: Row) -> str:

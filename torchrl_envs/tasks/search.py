@@ -220,10 +220,7 @@ SYSTEM_PROMPT: Final = (
     "Look things up with the tool search, as often as needed. Then answer with nothing but the "
     "answer."
 )
-SCORES: Final[dict[str, Callable[[str, Any], float]]] = {
-    "exact_match": exact_match_of,
-    "f1": f1_of,
-}
+SCORES: Final[dict[str, Callable[[str, Any], float]]] = {"exact_match": exact_match_of, "f1": f1_of}
 """How an answer is scored, by name."""
 _NUM_SEARCHES: Final = (1, 2, 3)
 """How often demonstrations search."""
