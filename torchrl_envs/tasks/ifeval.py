@@ -28,18 +28,14 @@ from .task import Task, TaskEnv, load_task_rows
 # words, of which a text of a few sentences has several. A text without any is of any language of
 # its script.
 
-SCRIPT_OF: Final[dict[str, str]] = {
-    "ar": "ARABIC", "fa": "ARABIC", "ur": "ARABIC",
-    "bg": "CYRILLIC", "ru": "CYRILLIC", "uk": "CYRILLIC",
-    "bn": "BENGALI", "gu": "GUJARATI", "he": "HEBREW", "el": "GREEK",
-    "hi": "DEVANAGARI", "mr": "DEVANAGARI", "ne": "DEVANAGARI",
-    "ja": "KANA", "kn": "KANNADA", "ko": "HANGUL", "ml": "MALAYALAM", "pa": "GURMUKHI",
-    "ta": "TAMIL", "te": "TELUGU", "th": "THAI", "zh": "CJK",
-    "ca": "LATIN", "cs": "LATIN", "da": "LATIN", "de": "LATIN", "en": "LATIN", "es": "LATIN",
-    "fi": "LATIN", "fr": "LATIN", "hr": "LATIN", "hu": "LATIN", "id": "LATIN", "it": "LATIN",
-    "nl": "LATIN", "no": "LATIN", "pl": "LATIN", "pt": "LATIN", "ro": "LATIN", "sv": "LATIN",
-    "sw": "LATIN", "tl": "LATIN", "tr": "LATIN", "vi": "LATIN",
+_SCRIPTS: Final = {
+    "ARABIC": "ar fa ur", "BENGALI": "bn", "CJK": "zh", "CYRILLIC": "bg ru uk",
+    "DEVANAGARI": "hi mr ne", "GREEK": "el", "GUJARATI": "gu", "GURMUKHI": "pa", "HANGUL": "ko",
+    "HEBREW": "he", "KANA": "ja", "KANNADA": "kn", "MALAYALAM": "ml", "TAMIL": "ta",
+    "TELUGU": "te", "THAI": "th",
+    "LATIN": "ca cs da de en es fi fr hr hu id it nl no pl pt ro sv sw tl tr vi",
 }  # fmt: skip
+SCRIPT_OF: Final = {code: script for script, codes in _SCRIPTS.items() for code in codes.split()}
 """ISO 639-1 code to the script that most of its letters are of."""
 
 _WORDS: Final[dict[str, str]] = {
@@ -127,11 +123,6 @@ _ABBREVIATION: Final = re.compile(
 )
 
 
-def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores."""
-    return len(re.findall(r"\w+", text))
-
-
 def count_sentences(text: str) -> int:
     """Parts that end with ``.``, ``!`` or ``?`` before white space, or with the text."""
     # A full stop after an initial or a common abbreviation ends none. Parts without a letter or a
@@ -149,94 +140,30 @@ def count_sentences(text: str) -> int:
 
 def compare(count: int, threshold: int, relation: str) -> bool:
     """``"less than"`` or ``"at least"``."""
-    if relation == "at least":
-        return count >= threshold
-    if relation == "less than":
-        return count < threshold
-    raise ValueError(f"relation must be 'at least' or 'less than', got {relation!r}.")
-
-
-# Keywords and letters ---------------------------------------------------------------------------
+    if relation not in ("at least", "less than"):
+        raise ValueError(f"relation must be 'at least' or 'less than', got {relation!r}.")
+    return count >= threshold if relation == "at least" else count < threshold
 
 
 def _occurrences(text: str, keyword: str) -> int:
+    """How often a keyword occurs, in any case."""
     return len(re.findall(re.escape(keyword.strip()), text, flags=re.IGNORECASE))
 
 
-def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
-    """All keywords occur, in any case."""
-    return all(_occurrences(text, keyword) for keyword in keywords)
-
-
-def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """A keyword occurs so often."""
-    return compare(_occurrences(text, keyword), frequency, relation)
-
-
-def no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
+def no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
     """None of the words occurs as a whole word."""
-    return not any(
-        re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, flags=re.IGNORECASE)
-        for word in forbidden_words
-    )
+    patterns = [rf"(?<!\w){re.escape(word.strip())}(?!\w)" for word in forbidden_words]
+    return not any(re.search(pattern, text, flags=re.IGNORECASE) for pattern in patterns)
 
 
-def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """A letter occurs so often, in any case."""
-    return compare(text.lower().count(letter.strip().lower()), let_frequency, let_relation)
-
-
-def no_comma(text: str) -> bool:
-    """There is no comma."""
-    return "," not in text
-
-
-# Language and case ------------------------------------------------------------------------------
-
-
-def response_language(text: str, *, language: str) -> bool:
-    """The text is of a language."""
-    return may_be_language(text, language)
-
-
-def all_capitals(text: str) -> bool:
-    """English, without small letters."""
-    return text.isupper() and may_be_language(text, "en")
-
-
-def all_lowercase(text: str) -> bool:
-    """English, without capitals."""
-    return text.islower() and may_be_language(text, "en")
-
-
-def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    """So many words are all in capitals."""
-    words = re.findall(r"\w+(?:[-'’]\w+)*", text)
-    return compare(sum(word.isupper() for word in words), capital_frequency, capital_relation)
-
-
-# Length -----------------------------------------------------------------------------------------
-
-
-def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
-    """So many sentences."""
-    return compare(count_sentences(text), num_sentences, relation)
-
-
-def number_words(text: str, *, num_words: int, relation: str) -> bool:
-    """So many words."""
-    return compare(count_words(text), num_words, relation)
-
-
-def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
+def number_paragraphs(text: str, num_paragraphs: int) -> bool:
     """So many paragraphs, with ``***`` between them; only the first and the last may be empty."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
-    inner = parts[1:-1]
-    return all(inner) and sum(map(bool, parts)) == num_paragraphs
+    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
 def nth_paragraph_first_word(
-    text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
     """So many paragraphs, with a blank line between them, one of which begins with a word."""
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
@@ -246,15 +173,7 @@ def nth_paragraph_first_word(
     return first is not None and first[1].lower() == first_word.strip().lower()
 
 
-# Content and format -----------------------------------------------------------------------------
-
-
-def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    """At least so many ``[placeholders]``."""
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
-
-
-def postscript(text: str, *, postscript_marker: str) -> bool:
+def postscript(text: str, postscript_marker: str) -> bool:
     """There is a postscript that begins with a marker, ``P.S.`` or ``P.P.S``, say."""
     marker = postscript_marker.strip().lower()
     letters = [re.escape(letter) + r"\.?\s?" for letter in re.findall(r"\w", marker)]
@@ -263,27 +182,11 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
     return re.search(rf"(?:^|\s){pattern}", text.lower(), flags=re.MULTILINE) is not None
 
 
-def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with ``*`` or ``-``."""
-    return len(re.findall(r"^\s*(?:\*[^*\n]|-).*$", text, flags=re.MULTILINE)) == num_bullets
-
-
-def constrained_response(text: str) -> bool:
-    """It holds one of three answers: yes, no, maybe."""
-    return any(option in text for option in ANSWER_OPTIONS)
-
-
-def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
     """At least so many parts in ``*asterisks*`` or ``**two of them**``."""
     doubled = re.findall(r"\*\*([^\n*]*)\*\*", text)
     single = re.findall(r"\*([^\n*]*)\*", re.sub(r"\*\*[^\n*]*\*\*", "", text))
     return sum(bool(part.strip()) for part in doubled + single) >= num_highlights
-
-
-def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many sections, each with a heading such as ``Section 1``."""
-    heading = re.escape(section_spliter.strip())
-    return len(re.findall(rf"{heading}\s?\d+", text)) >= num_sections
 
 
 def json_format(text: str) -> bool:
@@ -296,28 +199,11 @@ def json_format(text: str) -> bool:
     return True
 
 
-def title(text: str) -> bool:
-    """There is a title in ``<<double angular brackets>>``."""
-    return any(part.strip("<> \t") for part in re.findall(r"<<[^\n]+>>", text))
-
-
 def two_responses(text: str) -> bool:
     """Two different answers, with ``******`` between them."""
     parts = [part.strip() for part in text.split("******")]
-    if len(parts) > 2 and not all(parts[1:-1]):
-        return False
     responses = [part for part in parts if part]
-    return len(responses) == 2 and responses[0] != responses[1]
-
-
-def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
-    """It begins with the request, word for word."""
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def end_checker(text: str, *, end_phrase: str) -> bool:
-    """It ends with a phrase."""
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
 def quotation(text: str) -> bool:
@@ -327,32 +213,63 @@ def quotation(text: str) -> bool:
 
 
 INSTRUCTIONS: Final[dict[str, Check]] = {
-    "keywords:existence": has_keywords,
-    "keywords:frequency": keyword_frequency,
+    # Case does not count in keywords and letters.
+    "keywords:existence": lambda text, keywords: all(_occurrences(text, k) for k in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: compare(
+        _occurrences(text, keyword), frequency, relation
+    ),
     "keywords:forbidden_words": no_forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compare(
+        text.lower().count(letter.strip().lower()), let_frequency, let_relation
+    ),
+    "language:response_language": may_be_language,
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compare(
+        count_sentences(text), num_sentences, relation
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
+    # A word is a run of letters, digits and underscores.
+    "length_constraints:number_words": lambda text, num_words, relation: compare(
+        len(re.findall(r"\w+", text)), num_words, relation
+    ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    ),
     "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
+    # Exactly so many lines that begin with * or -.
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(re.findall(r"^\s*(?:\*[^*\n]|-).*$", text, flags=re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(o in text for o in ANSWER_OPTIONS),
     "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
+    # At least so many headings such as "Section 1".
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+    ),
     "detectable_format:json_format": json_format,
-    "detectable_format:title": title,
+    # There is one in <<double angular brackets>>.
+    "detectable_format:title": lambda text: any(
+        part.strip("<> \t") for part in re.findall(r"<<[^\n]+>>", text)
+    ),
     "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": all_capitals,
-    "change_case:english_lowercase": all_lowercase,
-    "punctuation:no_comma": no_comma,
+    # So many words are all in capitals.
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compare(
+        sum(word.isupper() for word in re.findall(r"\w+(?:[-'’]\w+)*", text)),
+        capital_frequency,
+        capital_relation,
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and may_be_language(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and may_be_language(text, "en"),
+    "punctuation:no_comma": lambda text: "," not in text,
 }
+"""Whether a text follows an instruction with such arguments, by the instruction's name."""
 
 
 def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> bool:
@@ -362,7 +279,7 @@ def follows(text: str, instruction_id: str, arguments: Mapping[str, Any]) -> boo
         raise ValueError(
             f"There is no instruction {instruction_id!r}; there are {sorted(INSTRUCTIONS)}."
         )
-    names = list(inspect.signature(check).parameters)[1:]
+    _, *names = inspect.signature(check).parameters
     settings = {name: arguments.get(name) for name in names}
     missing = [name for name, value in settings.items() if value is None]
     if missing:
@@ -442,9 +359,7 @@ def score_instructions(
     """Which instructions a text follows, strictly and loosely."""
     if len(instruction_ids) != len(arguments):
         raise ValueError(f"{len(instruction_ids)} instructions but {len(arguments)} arguments.")
-    pairs = [
-        (name, settings or {}) for name, settings in zip(instruction_ids, arguments, strict=True)
-    ]
+    pairs = [(name, own or {}) for name, own in zip(instruction_ids, arguments, strict=True)]
     variants = loose_variants(text)
     strict = [follows(text, name, settings) for name, settings in pairs]
     loose = [any(follows(v, name, settings) for v in variants) for name, settings in pairs]
@@ -507,22 +422,20 @@ class IfEvalScorer(AnswerReward):
         del query
         thinks, answers = read_blocks(text, "think"), read_blocks(text, "answer")
         judged = (answers[0] if answers else "") if self.require_answer else text
-        names, arguments = row[self.instruction_ids_key], row[self.keyword_args_key]
-        results = score_instructions(judged, names, arguments)
-        blocks = {"think_blocks": thinks, "answer_blocks": answers}
-        return {REWARD: self._reward(results, blocks), SCORE: results}
-
-    def _reward(self, results: tuple[list[bool], list[bool]], blocks: dict[str, list[str]]) -> Any:
+        results = score_instructions(
+            judged, row[self.instruction_ids_key], row[self.keyword_args_key]
+        )
+        reward = None
         if callable(self.aggregate_reward):
-            score = IFEvalScoreData.of([results])[0]
+            blocks = {"think_blocks": thinks, "answer_blocks": answers}
             extra = accepted_arguments(self.aggregate_reward, blocks)
-            return self.aggregate_reward(score, **extra)
-        if not self.aggregate_reward:
-            return None
-        accuracies = [f(kind) for kind in results for f in (lambda k: float(all(k)), _mean)]
-        reward = sum(w * a for w, a in zip(self.format_weights, accuracies, strict=True))
-        reward += ANSWER_BONUS * (len(blocks["answer_blocks"]) == 1)
-        return reward + THINK_BONUS * (len(blocks["think_blocks"]) == 1)
+            reward = self.aggregate_reward(IFEvalScoreData.of([results])[0], **extra)
+        elif self.aggregate_reward:
+            accuracies = [a for k in results for a in (float(all(k)), sum(k) / max(len(k), 1))]
+            reward = sum(w * a for w, a in zip(self.format_weights, accuracies, strict=True))
+            reward += ANSWER_BONUS * (len(answers) == 1)
+            reward += THINK_BONUS * (len(thinks) == 1)
+        return {REWARD: reward, SCORE: results}
 
     def export(self, batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
         """Write the scores."""
@@ -552,10 +465,6 @@ class IfEvalScorer(AnswerReward):
         """The score of one row."""
         del key
         return IFEvalScoreData.of([value])[0]
-
-
-def _mean(results: Sequence[bool]) -> float:
-    return sum(results) / len(results) if results else 0.0
 
 
 def ifeval_task(
