@@ -21,7 +21,43 @@ from torchrl_envs.graders.answers import (
 from torchrl_envs.rewards.answer import AnswerReward
 from torchrl_envs.rewards.functions import RewardFunctions
 
-from .task import Task, TaskEnv, demonstrate, load_task_rows, tagged_answer
+from .task import Row, Task, TaskEnv, load_task_rows, tagged_answer, with_solutions
+
+_PLAIN: Final[Any] = {"num_held_out": 0, "num_demonstrations": 0}
+"""Settings of a task that is an environment alone."""
+
+
+class _TaggedReward(AnswerReward):
+    """Scores what stands in ``<answer>``: right, another answer, or none."""
+
+    component_keys = ("reward_answer", "reward_think", "reward_right", "success")
+
+    def __init__(
+        self, *, format_reward: float = 0.1, correct_reward: float = 1.0, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.format_reward = format_reward
+        self.correct_reward = correct_reward
+
+    def is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
+        """Whether an answer, which is not empty, is right."""
+        raise NotImplementedError
+
+    def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
+        """See :class:`AnswerReward`."""
+        del query
+        tags = read_tags(text)
+        success = bool(tags.answer) and self.is_right(tags.answer, row)
+        wrong = self.format_reward if tags.answer else 0.0
+        reward = self.correct_reward if success else wrong
+        return {
+            REWARD: reward,
+            "reward_answer": float(bool(tags.answer)),
+            "reward_think": float(bool(tags.think)),
+            "reward_right": reward,
+            "success": success,
+        }
+
 
 # GSM8K: word problems of primary school, answered with a number.
 #
@@ -35,7 +71,7 @@ GSM8K_PROMPT: Final = (
 )
 
 
-class GSM8KRewardParser(AnswerReward):
+class GSM8KRewardParser(_TaggedReward):
     """1 for the right number in ``<answer>``, 0.1 for another one there, 0 without an answer.
 
     It writes ``reward_answer`` and ``reward_think`` (whether the blocks are there),
@@ -48,8 +84,6 @@ class GSM8KRewardParser(AnswerReward):
         **kwargs: see :class:`~torchrl_envs.rewards.answer.AnswerReward`.
     """
 
-    component_keys = ("reward_answer", "reward_think", "reward_right", "success")
-
     def __init__(
         self,
         *,
@@ -58,30 +92,15 @@ class GSM8KRewardParser(AnswerReward):
         answer_column: str = "answer",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        self.format_reward = format_reward
-        self.correct_reward = correct_reward
+        super().__init__(format_reward=format_reward, correct_reward=correct_reward, **kwargs)
         self.answer_column = answer_column
         self.required_columns = (answer_column,)  # type: ignore[misc]
 
-    def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
-        """See :class:`AnswerReward`."""
-        del query
-        tags = read_tags(text)
+    def is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
+        """Whether it is the number after the last ``####``."""
         gold = str(row[self.answer_column])
         marked = hash_answer(gold)
-        right = normalize_number(gold if marked is None else marked)
-        success = bool(tags.answer) and normalize_number(tags.answer) == right
-        reward = self.format_reward if tags.answer else 0.0
-        if success:
-            reward = self.correct_reward
-        return {
-            REWARD: reward,
-            "reward_answer": float(bool(tags.answer)),
-            "reward_think": float(bool(tags.think)),
-            "reward_right": reward,
-            "success": success,
-        }
+        return normalize_number(answer) == normalize_number(gold if marked is None else marked)
 
 
 class GSM8KPrepareQuestion(EpisodeTransform):
@@ -154,37 +173,27 @@ def gsm8k_task(
         num_held_out=num_held_out,
         prompt_column="question",
     )
-    return Task(
+
+    def final_answer(text: str) -> str | None:
+        answer = read_tags(text).answer
+        return normalize_number(answer) if answer else None
+
+    def solution(row: Row) -> str | None:
+        reasoning, mark, answer = str(row.get("answer")).rpartition("####")
+        tagged = f"<think>{reasoning.strip()}</think><answer>{answer.strip()}</answer>"
+        return tagged if mark else None
+
+    task = Task(
         name="gsm8k",
         train_rows=train,
         held_out_rows=held_out,
         rewards=lambda: [GSM8KRewardParser(format_reward=format_reward)],
         columns=("question", "answer"),
         prompt_column="question",
-        final_answer=_answer,
+        final_answer=final_answer,
         system_prompt=system_prompt,
-        demonstrations=demonstrate(
-            train,
-            num_demonstrations,
-            prompt_column="question",
-            system_prompt=system_prompt,
-            answer=_gsm8k_solution,
-        ),
     )
-
-
-def _answer(text: str) -> str | None:
-    """The number in ``<answer>``, as it is compared."""
-    answer = read_tags(text).answer
-    return normalize_number(answer) if answer else None
-
-
-def _gsm8k_solution(row: Mapping[str, Any]) -> str | None:
-    """A row's own solution, in the format that is asked for."""
-    reasoning, mark, answer = str(row.get("answer")).rpartition("####")
-    if not mark:
-        return None
-    return f"<think>{reasoning.strip()}</think><answer>{answer.strip()}</answer>"
+    return with_solutions(task, num_demonstrations, solution)
 
 
 class GSM8KEnv(TaskEnv):
@@ -213,12 +222,7 @@ class GSM8KEnv(TaskEnv):
         **kwargs: Any,
     ) -> None:
         task = gsm8k_task(
-            dataset=dataset,
-            name=name,
-            split=split,
-            system_prompt=system_prompt,
-            num_held_out=0,
-            num_demonstrations=0,
+            dataset=dataset, name=name, split=split, system_prompt=system_prompt, **_PLAIN
         )
         super().__init__(task, compute_reward=compute_reward, **kwargs)
 
@@ -252,15 +256,12 @@ MATH_PROMPT: Final = (
 def last_boxed(text: str) -> str | None:
     r"""What is inside the last ``\boxed{}`` of a text, nested braces included."""
     # Gives the content, or `None` if there is no closed one.
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for i in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
+    _, mark, rest = text.rpartition("\\boxed{")
+    depth = 1 if mark else 0
+    for i, letter in enumerate(rest if mark else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
         if depth == 0:
-            return text[begin:i]
+            return rest[:i]
     return None
 
 
@@ -309,7 +310,12 @@ def math_task(
         grade = MathVerifyReward(timeout_s=timeout_s, num_workers=num_workers)
         return [RewardFunctions([grade, think_answer_format], weights=[1.0, format_reward])]
 
-    return Task(
+    def solution(row: Row) -> str | None:
+        answer = last_boxed(row.get("solution") or "")
+        tagged = f"<think>{row.get('solution')}</think><answer>{answer}</answer>"
+        return None if answer is None else tagged
+
+    task = Task(
         name="math",
         train_rows=train,
         held_out_rows=held_out,
@@ -319,20 +325,8 @@ def math_task(
         map_row=_with_answer,
         final_answer=tagged_answer,
         system_prompt=system_prompt,
-        demonstrations=demonstrate(
-            train,
-            num_demonstrations,
-            prompt_column="problem",
-            system_prompt=system_prompt,
-            answer=_math_solution,
-        ),
     )
-
-
-def _math_solution(row: Mapping[str, Any]) -> str | None:
-    """A row's own solution, in the format that is asked for."""
-    answer = last_boxed(row.get("solution") or "")
-    return None if answer is None else f"<think>{row['solution']}</think><answer>{answer}</answer>"
+    return with_solutions(task, num_demonstrations, solution)
 
 
 class MATHEnv(TaskEnv):
@@ -376,8 +370,7 @@ class MATHEnv(TaskEnv):
             format_reward=format_reward,
             timeout_s=timeout_s,
             num_workers=num_workers,
-            num_held_out=0,
-            num_demonstrations=0,
+            **_PLAIN,
         )
         super().__init__(task, compute_reward=compute_reward, **kwargs)
 
@@ -426,11 +419,9 @@ def countdown_rows(
         solution, value = _random_expression(numbers, rng)
         if 1 <= value <= max_target:
             rng.shuffle(numbers)
-            listed = ", ".join(map(str, numbers))
-            prompt = f"Numbers: {listed}. Target: {value}."
-            rows.append(
-                {"prompt": prompt, "numbers": numbers, "target": value, "solution": solution}
-            )
+            prompt = f"Numbers: {', '.join(map(str, numbers))}. Target: {value}."
+            row = {"prompt": prompt, "numbers": numbers, "target": value, "solution": solution}
+            rows.append(row)
     return rows
 
 
@@ -471,7 +462,7 @@ def _value(node: ast.expr, numbers: Counter[int]) -> Fraction:
     raise ValueError("not a number, and not one of the four operations")
 
 
-class CountdownRewardParser(AnswerReward):
+class CountdownRewardParser(_TaggedReward):
     """1 for an expression that uses each number once and has the target's value, 0.1 for another.
 
     It writes ``reward_answer``, ``reward_think``, ``reward_right`` and ``success``.
@@ -483,31 +474,10 @@ class CountdownRewardParser(AnswerReward):
     """
 
     required_columns = ("numbers", "target")
-    component_keys = ("reward_answer", "reward_think", "reward_right", "success")
 
-    def __init__(
-        self, *, format_reward: float = 0.1, correct_reward: float = 1.0, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self.format_reward = format_reward
-        self.correct_reward = correct_reward
-
-    def components(self, text: str, row: Mapping[str, Any], query: str) -> dict[str, Any]:
-        """See :class:`AnswerReward`."""
-        del query
-        tags = read_tags(text)
-        result = evaluate(tags.answer) if tags.answer else None
-        success = result is not None and result == (row["target"], Counter(row["numbers"]))
-        reward = self.format_reward if tags.answer else 0.0
-        if success:
-            reward = self.correct_reward
-        return {
-            REWARD: reward,
-            "reward_answer": float(bool(tags.answer)),
-            "reward_think": float(bool(tags.think)),
-            "reward_right": reward,
-            "success": success,
-        }
+    def is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
+        """Whether the expression has the value of the target, and uses the numbers."""
+        return evaluate(answer) == (row["target"], Counter(row["numbers"]))
 
 
 def countdown_task(
@@ -539,10 +509,9 @@ def countdown_task(
         ValueError: a setting is out of range, or there are too few different problems.
     """
     sizes = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
-    train, held_out = load_task_rows(
-        countdown_rows(num_rows, **sizes, seed=seed), num_held_out=num_held_out
-    )
-    return Task(
+    rows = countdown_rows(num_rows, **sizes, seed=seed)
+    train, held_out = load_task_rows(rows, num_held_out=num_held_out)
+    task = Task(
         name="countdown",
         train_rows=train,
         held_out_rows=held_out,
@@ -550,14 +519,10 @@ def countdown_task(
         columns=("prompt", "numbers", "target"),
         final_answer=tagged_answer,
         system_prompt=system_prompt,
-        demonstrations=demonstrate(
-            train,
-            num_demonstrations,
-            prompt_column="prompt",
-            system_prompt=system_prompt,
-            answer=lambda row: f"<think></think><answer>{row['solution']}</answer>",
-        ),
         max_new_tokens=64,
+    )
+    return with_solutions(
+        task, num_demonstrations, lambda row: f"<think></think><answer>{row['solution']}</answer>"
     )
 
 
@@ -596,8 +561,7 @@ class CountdownEnv(TaskEnv):
             max_number=max_number,
             max_target=max_target,
             system_prompt=system_prompt,
-            num_held_out=0,
-            num_demonstrations=0,
             seed=seed,
+            **_PLAIN,
         )
         super().__init__(task, compute_reward=compute_reward, seed=seed, **kwargs)

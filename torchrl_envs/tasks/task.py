@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from typing import Any, Final
@@ -286,29 +286,28 @@ def load_task_rows(
     return train, held_out
 
 
-def demonstrate(
-    rows: Any, count: int, *, prompt_column: str, system_prompt: str | None, answer: Callable
-) -> list[list[Message]]:
-    """Questions of the first rows, each with an answer.
+def with_solutions(task: Task, count: int, solution: Callable[[Row], str | None]) -> Task:
+    """A task with the questions of its first rows, each with an answer, as demonstrations.
 
     Args:
-        rows: of the data.
+        task: its ``prompt_column`` is the one with the question, or ``"prompt"``.
         count: most conversations.
-        prompt_column: the column with the question.
-        system_prompt: begins each conversation, if there is one.
-        answer: what the assistant says, of a row; ``None`` leaves the row out.
+        solution: what the assistant says, of a row; ``None`` leaves the row out.
     """
-    opening: list[Message] = (
-        [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-    )
-    demonstrations = []
-    for row in islice(rows, count):
-        text = answer(row)
-        if text is not None:
-            question: Message = {"role": "user", "content": row[prompt_column]}
-            response: Message = {"role": "assistant", "content": text}
-            demonstrations.append([*opening, question, response])
-    return demonstrations
+    opening: list[Message] = []
+    if task.system_prompt is not None:
+        opening = [{"role": "system", "content": task.system_prompt}]
+    answered = ((row, solution(row)) for row in islice(task.train_rows, count))
+    chats = [
+        [
+            *opening,
+            {"role": "user", "content": row[task.prompt_column or "prompt"]},
+            {"role": "assistant", "content": text},
+        ]
+        for row, text in answered
+        if text is not None
+    ]
+    return replace(task, demonstrations=chats)
 
 
 def tagged_answer(text: str) -> str | None:
