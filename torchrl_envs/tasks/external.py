@@ -83,7 +83,10 @@ def environment_task(
         TypeError: what it makes follows no known protocol.
     """
     check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
-    called, scores = _functions("tools", tools), _functions("rewards", rewards)
+    called, scores = (
+        [found(setting, str(name)) for name in ([own] if isinstance(own, str) else own or ())]
+        for setting, own in (("tools", tools), ("rewards", rewards))
+    )
     reward_weights = list(reward_weights)
     if reward_weights and len(reward_weights) != len(scores):
         raise ValueError(f"reward_weights={reward_weights} are for {len(scores)} rewards.")
@@ -141,12 +144,6 @@ def environment_task(
     )
 
 
-def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:
-    """The functions that a setting names, one or several."""
-    names = [given] if isinstance(given, str) else list(given or ())
-    return [found(setting, str(name)) for name in names]
-
-
 def found(setting: str, path: str) -> Callable[..., Any]:
     """What ``package.module:name`` names.
 
@@ -177,7 +174,11 @@ def _maker(
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ValueError(f"arguments must be {{name: value}}, got {arguments!r}.")
     given = {str(name): value for name, value in (arguments or {}).items()}
-    if _makes_task(make):
+    try:
+        makes_task = inspect.signature(make).return_annotation in (Task, "Task")
+    except ValueError:  # a class that is not written in Python
+        makes_task = False
+    if makes_task:
         own: dict[str, Any] = dict(zip(("seed", "num_held_out"), sizes, strict=True))
         given = {**accepted_arguments(make, own), **given}
 
@@ -202,13 +203,6 @@ def _tried(factory: str, make: Callable[..., Any], row: Mapping[str, Any], seed:
             "tools, nor reset() and step(), nor init() and step()."
         )
     return made
-
-
-def _makes_task(make: Callable[..., Any]) -> bool:
-    try:
-        return inspect.signature(make).return_annotation in (Task, "Task")
-    except ValueError:  # a class that is not written in Python
-        return False
 
 
 def _refuse(why: str, settings: Mapping[str, Any]) -> None:
@@ -265,16 +259,13 @@ def agent_task(
     """
     check_counts("agent", max_turns=max_turns, max_new_tokens=max_new_tokens)
     if (program is None) == (command is None):
-        raise ValueError(
-            "agent takes one of program (package.module:name) and command (a list of words)."
-        )
+        message = "agent takes one of program (package.module:name) and command (a list of words)."
+        raise ValueError(message)
     if dataset is None:
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
-    run: Any = (
-        AgentCommand(list(command or ()), prints_reward=prints_reward)
-        if program is None
-        else found("program", program)
-    )
+    run: Any = found("program", program) if program is not None else None
+    if command is not None:
+        run = AgentCommand(list(command), prints_reward=prints_reward)
     part = partial(
         AgentProgram,
         run,
@@ -284,9 +275,8 @@ def agent_task(
         timeout_s=timeout_s,
     )
     splits: dict[str, Any] = {"split": split, "held_out_split": held_out_split}
-    train_rows, held_out_rows = load_task_rows(
-        dataset, name=name, num_held_out=num_held_out, prompt_column=prompt_column, **splits
-    )
+    splits |= {"num_held_out": num_held_out, "prompt_column": prompt_column}
+    train_rows, held_out_rows = load_task_rows(dataset, name=name, **splits)
     return Task(
         name="agent",
         train_rows=train_rows,
@@ -310,17 +300,7 @@ _CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @functools.lru_cache(maxsize=8)
 def _client(base_url: str) -> Any:
-    return _openai().OpenAI(base_url=base_url, api_key="that of each episode", max_retries=0)
-
-
-def _openai() -> Any:
-    try:
-        import openai
-    except ImportError as error:
-        raise ImportError(
-            "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
-        ) from error
-    return openai
+    return import_module("openai").OpenAI(base_url=base_url, api_key="of each", max_retries=0)
 
 
 def answer(endpoint: AgentEndpoint, *, prompt: str, entry: dict[str, Any], generator: str) -> float:
@@ -372,7 +352,12 @@ def calculator_agent_task(
         ValueError: too few different questions to hold so many out.
         ImportError: the package ``openai`` is not installed.
     """
-    _openai()
+    try:
+        import_module("openai")
+    except ImportError as error:
+        raise ImportError(
+            "calculator_agent asks with OpenAI's client: pip install 'torchrl-agents[graders]'."
+        ) from error
     task = calculator_task(
         num_rows=num_rows,
         num_held_out=num_held_out,

@@ -6,8 +6,7 @@ Plain Python, so that an environment server can import them too.
 import json
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable
-from itertools import product
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -243,28 +242,3 @@ def around_argument(tool: str, argument: str) -> list[str]:
         argument: its name.
     """
     return [part.strip(" ") for part in call_text(tool, {argument: 0}).split("0")]
-
-
-def catch_phrases() -> list[str]:
-    """Moves, lines of the board with something in them, and how many lines have nothing."""
-    moves = [call_text("move", {"direction": each}) for each in ("left", "right")]
-    nothing = "." * NUM_COLUMNS
-    marked = [
-        f"{nothing[:column]}{mark}{nothing[column + 1 :]}"
-        for mark in "o=*"
-        for column in range(NUM_COLUMNS)
-    ]
-    empty = ["\n".join([nothing] * count) for count in range(1, NUM_ROWS)]
-    return [*moves, call_text("stay", {}), *marked, *empty]
-
-
-def wordle_phrases(words: Iterable[str]) -> list[str]:
-    """What stands around a guess; of a short list each word, and what is marked in it.
-
-    Args:
-        words: of the list, few; none where words are read letter by letter.
-    """
-    around = [*ROLES, "done", "found", *around_argument("guess", "word")]
-    whole = [text for word in words for text in (word, " ".join(word.upper()))]
-    marks = [" ".join(each) for each in product("GXY", repeat=NUM_LETTERS)] if whole else []
-    return [*around, *whole, *marks]

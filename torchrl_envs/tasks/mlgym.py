@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torchrl.envs.transforms import Compose
 
@@ -32,15 +32,6 @@ from torchrl_envs.tools.environments import Instance, start_instance
 Metrics = Mapping[str, float]
 ScoreOf = Callable[[Metrics, Metrics], float]
 """From what an evaluation measured, and what the baseline reached (``{}`` if there is none)."""
-
-
-class Reply(NamedTuple):
-    """What an environment says to an action."""
-
-    text: str
-    """For the model."""
-    is_over: bool
-    """Whether the episode has ended."""
 
 
 def score_gain(metrics: Metrics, baseline: Metrics) -> float:
@@ -70,27 +61,31 @@ class MLGymSession:
 
     def reset(self) -> list[Message]:
         """Begin the task, install the agent's commands, and say what the task is."""
-        self._env.reset()
-        self._install_commands()
-        config = self._config
-        templates = [config.task_template]
-        if config.strategy_template is not None:
-            templates.append(config.strategy_template)
-        task = "\n".join(self._filled(template, "") for template in templates)
+        env, config = self._env, self._config
+        env.reset()
+        variables = [f"{name}={value}" for name, value in config.env_variables.items()]
+        output = env.communicate("\n".join([config.state_command.code, *variables]))
+        if env.returncode != 0:
+            raise RuntimeError(
+                f"MLGym's shell refused the agent's variables (exit code {env.returncode}): "
+                f"{output:.500}"
+            )
+        env.add_commands([command_file(Path(path)) for path in config.command_files])
+        templates = [config.task_template, config.strategy_template]
+        task = "\n".join(self._filled(each, "") for each in templates if each is not None)
         system = config.system_template.format(**self._constants())
         return [{"role": "system", "content": system}, {"role": "user", "content": task}]
 
-    def step(self, action: str) -> Reply:
-        """Run a command."""
+    def step(self, action: str) -> tuple[str, bool]:
+        """Run a command; what to tell the model, and whether the episode has ended."""
         observation, reward, is_over, info = self._env.step(action)
         self._reward += float(reward)
         self._metrics += info.get("score") or []
+        text, config = observation or "", self._config
         if is_over:
-            return Reply(observation or "", True)
-        text = (observation or "").strip()
-        config = self._config
-        template = config.next_step_template if text else config.next_step_no_output_template
-        return Reply(self._filled(template, observation or ""), False)
+            return text, True
+        empty = config.next_step_no_output_template
+        return self._filled(config.next_step_template if text.strip() else empty, text), False
 
     def get_reward(self) -> float:
         """The steps' own rewards, and the score of the last evaluation, if there was one."""
@@ -117,17 +112,6 @@ class MLGymSession:
             remaining_steps=env.max_steps - env.current_step,
             observation=observation,
         )
-
-    def _install_commands(self) -> None:
-        env, config = self._env, self._config
-        variables = [f"{name}={value}" for name, value in config.env_variables.items()]
-        output = env.communicate("\n".join([config.state_command.code, *variables]))
-        if env.returncode != 0:
-            raise RuntimeError(
-                f"MLGym's shell refused the agent's variables (exit code {env.returncode}): "
-                f"{output:.500}"
-            )
-        env.add_commands([command_file(Path(path)) for path in config.command_files])
 
 
 def command_file(path: Path) -> dict[str, str]:
@@ -217,9 +201,9 @@ class MLGymActions(ToolSource, RewardSource):
         if outcome.error is not None:
             reason = f"{ENVIRONMENT_ERROR}: MLGym: {error_line(outcome.error)}"
             return Answer(None, is_error=True, stop_reason=reason, is_truncation=True)
-        reply: Reply = outcome.value
-        message = {"role": "user", "content": clean_text(reply.text, self.max_result_bytes)}
-        return Answer(message, stop_reason=ENVIRONMENT_DONE if reply.is_over else "")
+        text, is_over = outcome.value
+        message = {"role": "user", "content": clean_text(text, self.max_result_bytes)}
+        return Answer(message, stop_reason=ENVIRONMENT_DONE if is_over else "")
 
     async def finish(self, episode: Episode) -> None:
         """What the environment measured."""
@@ -331,16 +315,6 @@ def make_mlgym(
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    _check_installed()
-    devices = itertools.count()
-    settings = {"max_steps": max_steps, "container_type": container_type, "seed": seed}
-    environments = {
-        name: functools.partial(_make_environment, name, devices, settings) for name in names
-    }
-    return MLGymWrapper(environments, tokenizer=tokenizer, seed=seed, **kwargs)
-
-
-def _check_installed() -> None:
     try:
         mlgym = importlib.import_module("mlgym")
     except ImportError as error:
@@ -354,6 +328,12 @@ def _check_installed() -> None:
             f"MLGym finds its tasks and data relative to its own folder: start the program in "
             f"{folder}, not in {Path.cwd()}."
         )
+    devices = itertools.count()
+    settings = {"max_steps": max_steps, "container_type": container_type, "seed": seed}
+    environments = {
+        name: functools.partial(_make_environment, name, devices, settings) for name in names
+    }
+    return MLGymWrapper(environments, tokenizer=tokenizer, seed=seed, **kwargs)
 
 
 def _make_environment(

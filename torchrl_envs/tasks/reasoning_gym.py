@@ -12,7 +12,7 @@ from typing import Any, Final
 from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall, parse_tool_calls
 
-from .task import Row, Task, common_phrases, demonstrations_with_slips, split_rows, unique_rows
+from .task import Row, Slips, Task, common_phrases, played, split_rows, unique_rows
 
 # What a model of 0.1 million parameters learns of reasoning-gym within minutes.
 #
@@ -60,21 +60,6 @@ EASY: Final[dict[str, Easy]] = {
 """Generators by name."""
 
 
-def easy_questions(generator: str) -> Easy:
-    """Settings of a generator with which its questions are easy.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if generator not in EASY:
-        raise ValueError(
-            f"there are no easy questions of {generator}, and the embedded model learns no others: "
-            "give it a model (policy.model=...), take a generator that has some "
-            f"({', '.join(EASY)}), or try its own settings all the same (task.level=own)."
-        )
-    return EASY[generator]
-
-
 # Questions of the package reasoning-gym, which also scores the answers.
 #
 # Needs the package ``reasoning-gym`` (``pip install torchrl-agents[train]``).
@@ -86,9 +71,8 @@ def _reasoning_gym() -> Any:
     try:
         return import_module("reasoning_gym")
     except ImportError as error:
-        raise ImportError(
-            "The package reasoning-gym is not installed: pip install reasoning-gym."
-        ) from error
+        message = "The package reasoning-gym is not installed: pip install reasoning-gym."
+        raise ImportError(message) from error
 
 
 def generator_names() -> list[str]:
@@ -132,15 +116,9 @@ def question_rows(
         dataset = _reasoning_gym().create_dataset(generator, size=size, seed=seed, **settings)
     except (TypeError, AssertionError) as error:
         raise ValueError(f"reasoning-gym's {generator} refuses {settings}: {error}") from error
-    return [
-        {
-            "prompt": entry["question"],
-            "answer": str(entry["answer"]),
-            "generator": generator,
-            "entry": entry,
-        }
-        for entry in dataset
-    ]
+    columns: Sequence[str] = ("prompt", "answer", "generator", "entry")
+    values = ((each["question"], str(each["answer"]), generator, each) for each in dataset)
+    return [dict(zip(columns, own, strict=True)) for own in values]
 
 
 @cache
@@ -209,20 +187,32 @@ def question_task(
     """
     if level not in (None, "own", "easy"):
         raise ValueError(f"level must be own or easy, got {level!r}.")
-    easy = easy_questions(generator) if level == "easy" else None
+    easy = EASY.get(generator) if level == "easy" else None
+    if level == "easy" and easy is None:
+        raise ValueError(
+            f"there are no easy questions of {generator}, and the embedded model learns no others: "
+            "give it a model (policy.model=...), take a generator that has some "
+            f"({', '.join(EASY)}), or try its own settings all the same (task.level=own)."
+        )
     if right_fraction is None:
         right_fraction = easy.right_fraction if easy else RIGHT_FRACTION
     settings = {**(easy.settings if easy else {}), **(config or {})}
     rows = question_rows(generator, size=num_rows, seed=seed, config=settings)
     train, held_out = split_rows(rows, num_held_out)
+    rng, slips = random.Random(seed), Slips([row["answer"] for row in train], right_fraction)
+    shown = [rng.choice(train) for _ in range(num_demonstrations)]
     return Task(
         name=generator,
         environment=Question,
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=demonstrations_with_slips(
-            train, num_demonstrations, right_fraction=right_fraction, rng=random.Random(seed)
-        ),
+        demonstrations=[
+            [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": slips(row["answer"], rng)},
+            ]
+            for row in shown
+        ],
         max_turns=1,
         max_new_tokens=max(len(row["answer"].encode()) for row in rows) + 1,
         num_warm_steps=easy.num_warm_steps if easy else None,
@@ -305,16 +295,8 @@ class Calculator(Question):
 
 
 TOOLS: Final[dict[str, Callable[[Any, int, int], str]]] = {
-    name: vars(Calculator)[name] for name in ("add", "subtract", "multiply", "gcd", "simplify")
+    name: tool for name, tool in vars(Calculator).items() if not name.startswith("_")
 }
-_TOOL_OF: Final = {"products": "multiply", "gcd": "gcd", "fraction_simplification": "simplify"}
-
-
-def right_tool(row: Row) -> str:
-    """The tool that answers a question."""
-    if row["generator"] == "chain_sum":
-        return "subtract" if "-" in row["entry"]["metadata"]["expression"] else "add"
-    return _TOOL_OF[row["generator"]]
 
 
 def chose_right_tool(completions: Sequence[Sequence[Message]], tool: Sequence[str]) -> list[float]:
@@ -325,21 +307,6 @@ def chose_right_tool(completions: Sequence[Sequence[Message]], tool: Sequence[st
         first = calls[0] if calls else None
         chosen.append(float(isinstance(first, ToolCall) and first.name == name))
     return chosen
-
-
-def demonstration(row: Row, rng: random.Random) -> list[Message]:
-    """A conversation that answers a question with a random tool."""
-    a, b = map(int, re.findall(r"\d+", row["prompt"])[:2])
-    names = [name for name in TOOLS if b != 0 or name != "simplify"]
-    name = rng.choice(names)
-    result = TOOLS[name](None, a, b)
-    call = {"function": {"name": name, "arguments": {"a": a, "b": b}}}
-    return [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": result},
-        {"role": "assistant", "content": result},
-    ]
 
 
 def calculator_task(
@@ -357,21 +324,32 @@ def calculator_task(
         ValueError: too few different questions to hold so many out.
     """
     rng = random.Random(seed)
+    of_generator = {"products": "multiply", "gcd": "gcd", "fraction_simplification": "simplify"}
     by_tool: dict[str, list[Row]] = {name: [] for name in TOOLS}
     for i, (generator, config) in enumerate(GENERATORS.items()):
         settings = {"size": num_rows, "seed": len(GENERATORS) * seed + i, "config": config}
         for row in unique_rows(question_rows(generator, **settings)):
-            row["tool"] = right_tool(row)
+            row["tool"] = of_generator.get(generator) or (
+                "subtract" if "-" in row["entry"]["metadata"]["expression"] else "add"
+            )
             by_tool[row["tool"]].append(row)
     # In turn, so that no tool is right more often than another one.
     rows = [row for turn in zip(*by_tool.values(), strict=False) for row in turn]
     train, held_out = split_rows(rows[:num_rows], num_held_out)
+    demonstrations: list[list[Message]] = []
+    for _ in range(num_demonstrations):
+        prompt = rng.choice(train)["prompt"]
+        a, b = map(int, re.findall(r"\d+", prompt)[:2])
+        name = rng.choice([name for name in TOOLS if b != 0 or name != "simplify"])
+        result = TOOLS[name](None, a, b)
+        turns = played(prompt, [(name, {"a": a, "b": b}, result)])
+        demonstrations.append([*turns[:-1], {"role": "assistant", "content": result}])
     return Task(
         name="calculator",
         environment=Calculator,
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=[demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)],
+        demonstrations=demonstrations,
         max_turns=4,
         max_new_tokens=28,
         metrics=(chose_right_tool,),

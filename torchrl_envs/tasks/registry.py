@@ -1,12 +1,12 @@
 """Tasks by name, and several of them in one environment."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from itertools import chain
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import numpy as np
 from torchrl.envs import Transform
@@ -15,16 +15,15 @@ from torchrl_envs.datasets.rows import find_prompt_column
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.episode_env import cut_after
 from torchrl_envs.episode.transform import EpisodeTransform
-from torchrl_envs.rewards.functions import RewardFunctions
 
 from .external import agent_task, calculator_agent_task, environment_task
 from .ifeval import ifeval_task
 from .questions import countdown_task, gsm8k_task, math_task
 from .reasoning_gym import calculator_task, generator_names, question_task
-from .remote import PREFIX, openenv_task, textarena_games, textarena_task
+from .remote import PREFIX, openenv_task, textarena_task
 from .search import search_task
 from .small_games import catch_task, echo_task, nim_task, number_guessing_task, wordle_task
-from .task import ROUTE_COLUMN, OfTasks, Row, Task
+from .task import ROUTE_COLUMN, Row, Task, is_of_tasks, scoring_of
 
 # Several tasks in one run: each row belongs to one, and meets its tools, rewards and limits.
 
@@ -58,30 +57,40 @@ def combine_tasks(
     for task in tasks:
         _check(task)
     prompts = {task.system_prompt for task in tasks}
-    system_prompt = prompts.pop() if len(prompts) == 1 else None
-    parts = [_Part(task, says_system=bool(prompts)) for task in tasks]
+    makers = [partial(_mixed_row, task, len(prompts) > 1) for task in tasks]
     columns = dict.fromkeys(
-        column for part in parts for column in part.row(part.task.train_rows[0])
+        column
+        for task, make in zip(tasks, makers, strict=True)
+        for column in make(task.train_rows[0])
     )
     sizes = [len(task.train_rows) for task in tasks]
     order = _in_turn([[(k, i) for i in range(size)] for k, size in enumerate(sizes)])
     if shares is not None:
         order = draw_schedule(sizes, shares, seed)
-    held_out = [[{**columns, **part.row(row)} for row in part.task.held_out_rows] for part in parts]
+    held_out = [
+        [{**columns, **make(row)} for row in task.held_out_rows]
+        for task, make in zip(tasks, makers, strict=True)
+    ]
     environments = {task.name: task.environment for task in tasks if task.environment is not None}
     answers = {task.final_answer for task in tasks}
     bonuses = [task.entropy_coeff for task in tasks if task.entropy_coeff is not None]
+
+    def tools(show_schemas: bool) -> list[Transform]:
+        parts = []
+        for task in tasks:
+            own = [] if task.tools is None else list(task.tools(show_schemas))
+            parts += _only_for(task, [*own, TurnLimit(task.max_turns)])
+        return parts
+
     return Task(
         name=name,
         environment=environments or None,  # type: ignore[arg-type]
-        tools=lambda show_schemas: [
-            tool for part in parts for tool in part.only(part.tools(show_schemas))
-        ],
-        rewards=lambda: [each for part in parts for each in part.only(part.scoring())],
-        train_rows=MixedRows(parts, columns, order),
+        tools=tools,
+        rewards=lambda: [each for task in tasks for each in _only_for(task, scoring_of(task))],
+        train_rows=MixedRows([task.train_rows for task in tasks], makers, columns, order),
         held_out_rows=_in_turn(held_out),
         prompt_column="prompt",
-        system_prompt=system_prompt,
+        system_prompt=prompts.pop() if len(prompts) == 1 else None,
         demonstrations=_in_turn([task.demonstrations for task in tasks if task.demonstrations]),
         num_warm_steps=max(task.num_warm_steps or 0 for task in tasks) or None,
         entropy_coeff=min(bonuses, default=None),
@@ -132,34 +141,29 @@ class MixedRows(Sequence[Row]):
     """Rows of several tasks in an order; each is made when it is read.
 
     Args:
-        parts: make the rows.
+        rows: of each task.
+        makers: make a row of the mixture out of a row of each task.
         columns: of all tasks, as in one table; ``None`` in the rows of those that lack one.
         order: task and row of each.
     """
 
     def __init__(
-        self, parts: "Sequence[_Part]", columns: Row, order: Sequence[tuple[int, int]]
+        self,
+        rows: Sequence[Sequence[Row]],
+        makers: Sequence[Callable[[Row], Row]],
+        columns: Row,
+        order: Sequence[tuple[int, int]],
     ) -> None:
-        self._parts = parts
-        self._columns = columns
-        self._order = order
+        self._rows, self._makers, self._columns, self._order = rows, makers, columns, order
 
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        part, row = self._order[index]
-        own = self._parts[part]
-        return {**self._columns, **own.row(own.task.train_rows[row])}
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))
+        task, row = self._order[index]
+        return {**self._columns, **self._makers[task](self._rows[task][row])}
 
 
 class TurnLimit(EpisodeTransform):
@@ -178,54 +182,40 @@ class TurnLimit(EpisodeTransform):
         cut_after(episode, self.max_turns)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One of the tasks that are combined."""
+def _mixed_row(task: Task, says_system: bool, row: Mapping[str, Any]) -> Row:
+    """A row as it is among those of other tasks.
 
-    task: Task
-    says_system: bool
-    """Whether its prompts have to bring its system prompt, because those of others differ."""
+    Args:
+        task: whose it is.
+        says_system: whether its prompt has to bring the task's system prompt, because those of
+            others differ.
+        row: of the task's data.
+    """
+    own = dict(row if task.map_row is None else task.map_row(dict(row)))
+    prompt = own[find_prompt_column(list(own), task.prompt_column)]
+    if says_system and task.system_prompt is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = [{"role": "system", "content": task.system_prompt}, *messages]
+    return {**own, "prompt": prompt, ROUTE_COLUMN: task.name}
 
-    def row(self, row: Mapping[str, Any]) -> Row:
-        """A row as it is among those of other tasks."""
-        own = dict(row if self.task.map_row is None else self.task.map_row(dict(row)))
-        prompt = own[find_prompt_column(list(own), self.task.prompt_column)]
-        if self.says_system and self.task.system_prompt is not None:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            prompt = [{"role": "system", "content": self.task.system_prompt}, *messages]
-        return {**own, "prompt": prompt, ROUTE_COLUMN: self.task.name}
 
-    def tools(self, show_schemas: bool) -> list[Transform]:
-        """Its sources of tools, and its limit of turns."""
-        own = [] if self.task.tools is None else list(self.task.tools(show_schemas))
-        return [*own, TurnLimit(self.task.max_turns)]
-
-    def scoring(self) -> list[Transform]:
-        """What scores its episodes, and measures them."""
-        own = [] if self.task.rewards is None else list(self.task.rewards())
-        if self.task.metrics:
-            weights = [0.0] * len(self.task.metrics)
-            own.append(RewardFunctions(self.task.metrics, weights=weights))
-        return own
-
-    def only(self, transforms: Sequence[Transform]) -> Sequence[Transform]:
-        """The same, for its own episodes alone."""
-        for transform in transforms:
-            if not isinstance(transform, EpisodeTransform):
-                raise ValueError(
-                    f"combine_tasks: {type(transform).__name__} of {self.task.name} works on whole "
-                    "batches, so the episodes of other tasks can't be left out. Write it as an "
-                    "EpisodeTransform."
-                )
-            transform.only_for = OfTasks((self.task.name,))
-        return transforms
+def _only_for(task: Task, transforms: Sequence[Transform]) -> Sequence[Transform]:
+    """Transforms that take part in a task's own episodes alone."""
+    for transform in transforms:
+        if not isinstance(transform, EpisodeTransform):
+            raise ValueError(
+                f"combine_tasks: {type(transform).__name__} of {task.name} works on whole batches, "
+                "so the episodes of other tasks can't be left out. Write it as an EpisodeTransform."
+            )
+        transform.only_for = partial(is_of_tasks, (task.name,))
+    return transforms
 
 
 def _check(task: Task) -> None:
     if isinstance(task.environment, Mapping):
         raise ValueError(
-            "combine_tasks takes tasks of one environment each; "
-            f"{task.name} has several environments already."
+            f"combine_tasks takes tasks of one environment each; {task.name} has several "
+            "environments already."
         )
     rows = task.train_rows
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or not len(rows):
@@ -275,32 +265,27 @@ def multi_env_task(
     Raises:
         ValueError: there is no such task, or its settings, shares or data don't fit.
     """
-    settings = {
-        name: _part_settings(name, given) for name, given in (tasks or _DEFAULT_MIX).items()
-    }
+    settings: dict[str, dict[str, Any]] = {}
+    for name, given in (tasks or _DEFAULT_MIX).items():
+        own = dict(given) if isinstance(given, Mapping) else {"share": given}
+        share = own.setdefault("share", 1.0)
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+            raise ValueError(f"tasks: the share of {name} must be a number, got {share!r}.")
+        settings[name] = {"task": name, **own}
     shares = [own.pop("share") for own in settings.values()]
-    shared = {
-        "level": level,
-        "num_rows": -(-num_rows // len(settings)),
-        "num_held_out": -(-num_held_out // len(settings)),
-        "num_demonstrations": -(-num_demonstrations // len(settings)),
+    counts = {
+        "num_rows": num_rows,
+        "num_held_out": num_held_out,
+        "num_demonstrations": num_demonstrations,
     }
+    shared = {name: -(-count // len(settings)) for name, count in counts.items()}
     parts = []
     for name, own in settings.items():
         kind = own.pop("task")
         known = signature(task_factory(kind)).parameters
-        given = {key: value for key, value in shared.items() if key in known}
+        given = {k: value for k, value in {"level": level, **shared}.items() if k in known}
         parts.append(replace(make_task(kind, seed=seed, **{**given, **own}), name=name))
     return combine_tasks("multi_env", parts, shares if tasks else None, seed=seed)
-
-
-def _part_settings(name: str, given: Any) -> dict[str, Any]:
-    """Task, share and settings of one of several tasks."""
-    own = dict(given) if isinstance(given, Mapping) else {"share": given}
-    share = own.setdefault("share", 1.0)
-    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
-        raise ValueError(f"tasks: the share of {name} must be a number, got {share!r}.")
-    return {"task": name, **own}
 
 
 TASKS: Final[dict[str, Callable[..., Task]]] = {
@@ -343,16 +328,10 @@ def task_factory(name: str) -> Callable[..., Task]:
     generator = name.removeprefix(GENERATOR_PREFIX)
     if generator in generator_names():
         return partial(question_task, generator)
-    raise ValueError(unknown_task(name, [*TASKS, *generator_names()]))
-
-
-def unknown_task(name: str, known: Sequence[str]) -> str:
-    """What to say of a name that no task has."""
-    games = textarena_games() if name.startswith(PREFIX) else []
-    tail = name.rpartition("/")[2]
-    close = get_close_matches(tail, [*known, *games], n=3, cutoff=0.6)
+    known = [*TASKS, *generator_names()]
+    close = get_close_matches(name.rpartition("/")[2], known, n=3, cutoff=0.6)
     guess = f" Did you mean {' or '.join(close)}?" if close else ""
-    return (
+    raise ValueError(
         f"There is no task {name!r}.{guess} There are {', '.join(TASKS)}; {PREFIX}<game>; and any "
         "generator of reasoning-gym (gcd, spell_backward, ...)."
     )

@@ -4,11 +4,11 @@ import contextlib
 import io
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
-from torchrl_data.messages import Message
 from torchrl_envs.concurrency import OwnRandom
 from torchrl_envs.openenv.tools import OpenEnvTools, RewardOf
 
@@ -55,33 +55,17 @@ def openenv_task(
     Raises:
         ValueError: there are too few rows, no such split, or the URL is wrong.
     """
-    if dataset is None:
-        train, held_out = [{"prompt": prompt}] * num_rows, [{"prompt": prompt}] * num_held_out
-    else:
-        train, held_out = load_task_rows(
-            dataset,
-            name=name,
-            split=split,
-            held_out_split=held_out_split,
-            num_held_out=num_held_out,
-        )
-
-    def tools(show_schemas: bool) -> list[OpenEnvTools]:
-        return [
-            OpenEnvTools(
-                base_url,
-                reset_columns=reset_columns,
-                reward=reward,
-                timeout_s=timeout_s,
-                show_schemas=show_schemas,
-            )
-        ]
-
+    train: Any = [{"prompt": prompt}] * num_rows
+    held_out: Sequence[Row] = [{"prompt": prompt}] * num_held_out
+    if dataset is not None:
+        splits: Any = {"split": split, "held_out_split": held_out_split}
+        train, held_out = load_task_rows(dataset, name=name, num_held_out=num_held_out, **splits)
+    settings: Any = {"reset_columns": reset_columns, "reward": reward, "timeout_s": timeout_s}
     return Task(
         name="openenv",
         train_rows=train,
         held_out_rows=held_out,
-        tools=tools,
+        tools=lambda shown: [OpenEnvTools(base_url, show_schemas=shown, **settings)],
         columns=("prompt", *reset_columns),
         prompt_column="prompt",
         system_prompt=system_prompt,
@@ -100,20 +84,14 @@ PREFIX: Final = "textarena/"
 MAX_TURNS: Final = 40
 
 
-def textarena_games() -> list[str]:
-    """The names of all games of the package; not all are for one player."""
-    return sorted(_registry())
-
-
 @cache
 def _registry() -> Mapping[str, Any]:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             import_module("textarena")
     except ImportError as error:
-        raise ImportError(
-            "The package textarena is not installed: pip install textarena."
-        ) from error
+        message = "The package textarena is not installed: pip install textarena."
+        raise ImportError(message) from error
     return import_module("textarena.envs.registration").ENV_REGISTRY
 
 
@@ -137,46 +115,8 @@ def _no_downloads(game: str) -> Iterator[None]:
         nltk.download = download
 
 
-class TextArenaSession:
-    """One game for one player."""
-
-    def __init__(self, game: str, *, seed: int) -> None:
-        if game not in _registry():
-            raise ValueError(f"TextArena has no game {game!r}; see textarena_games().")
-        self.done = False
-        self.reward = 0.0
-        self.game = game
-        self._random = OwnRandom(seed)
-        with self._random(), _no_downloads(game), contextlib.redirect_stdout(io.StringIO()):
-            self._env = import_module("textarena").make(game)
-            try:
-                self._env.reset(num_players=1, seed=seed)
-            except (AssertionError, ValueError) as error:
-                raise ValueError(f"TextArena's {game} can't be played alone: {error}") from error
-            # The games' prompts and boards pile up in the wrapper's text: kept to show what is new.
-            self._shown = str(self._env.get_observation()[1])
-        self.opening = self._shown
-
-    def act(self, action: str) -> str:
-        """Make a move."""
-        if self.done:
-            raise ValueError("the game is over")
-        with self._random(), contextlib.redirect_stdout(io.StringIO()):
-            done, _ = self._env.step(action)
-            self.done = bool(done)
-            if not done:
-                shown = str(self._env.get_observation()[1])
-                new = shown.removeprefix(self._shown)
-                self._shown = shown
-                return new.strip()
-            rewards, info = self._env.close()
-        self.reward = float(rewards[0]) if rewards else 0.0
-        reason = info[0].get("reason") if info else None
-        return f"The game is over. {reason or ''}".strip()
-
-
 class TextArenaGame:
-    """A game as an environment; :func:`textarena_environment` says which.
+    """A game for one player as an environment; :func:`textarena_environment` says which.
 
     The reward is the game's own at its end, usually 1 for a game that is won and the fraction that
     is solved otherwise; 0 for a game that did not end.
@@ -191,9 +131,19 @@ class TextArenaGame:
             seed: the group's seed, or the row's ``game_seed`` where the data has one.
             **row: other columns.
         """
-        game_seed = row.get("game_seed")
-        self._session = TextArenaSession(self.game, seed=seed if game_seed is None else game_seed)
-        return self._session.opening
+        seed = seed if row.get("game_seed") is None else row["game_seed"]
+        self._is_over, self._reward = False, 0.0
+        self._random = OwnRandom(seed)
+        with self._random(), _no_downloads(self.game), contextlib.redirect_stdout(io.StringIO()):
+            self._env = import_module("textarena").make(self.game)
+            try:
+                self._env.reset(num_players=1, seed=seed)
+            except (AssertionError, ValueError) as error:
+                message = f"TextArena's {self.game} can't be played alone: {error}"
+                raise ValueError(message) from error
+            # The games' prompts and boards pile up in the wrapper's text: kept to show what is new.
+            self._shown = str(self._env.get_observation()[1])
+        return self._shown
 
     def act(self, action: str) -> str:
         """Make a move in the game.
@@ -204,17 +154,34 @@ class TextArenaGame:
         Returns:
             What the game says.
         """
-        return self._session.act(action)
+        if self._is_over:
+            raise ValueError("the game is over")
+        with self._random(), contextlib.redirect_stdout(io.StringIO()):
+            done, _ = self._env.step(action)
+            self._is_over = bool(done)
+            if not done:
+                shown = str(self._env.get_observation()[1])
+                new = shown.removeprefix(self._shown)
+                self._shown = shown
+                return new.strip()
+            rewards, info = self._env.close()
+        self._reward = float(rewards[0]) if rewards else 0.0
+        reason = info[0].get("reason") if info else None
+        return f"The game is over. {reason or ''}".strip()
 
     def get_reward(self) -> float:
         """The game's own reward."""
-        return self._session.reward
+        return self._reward
 
 
 def textarena_environment(game: str) -> type[TextArenaGame]:
     """An environment class for one game."""
-    TextArenaSession(game, seed=0)
-    return type(game.partition("-")[0], (TextArenaGame,), {"game": game})
+    if game not in _registry():
+        close = get_close_matches(game, _registry(), n=3) or sorted(_registry())
+        raise ValueError(f"TextArena has no game {game!r}; it has {', '.join(close)}, ...")
+    environment = type(game.partition("-")[0], (TextArenaGame,), {"game": game})
+    environment().reset(seed=0)
+    return environment
 
 
 def textarena_task(
@@ -243,22 +210,21 @@ def textarena_task(
     name = game.partition("-")[0]
     prompt = f"Play {name}. Make each move with the tool act."
 
-    def rows(count: int) -> list[Row]:
-        return [{"prompt": prompt, "game_seed": rng.randrange(2**31)} for _ in range(count)]
-
-    train, held_out = rows(num_rows), rows(num_held_out)
-    opening = TextArenaSession(game, seed=train[0]["game_seed"]).opening
+    train, held_out = (
+        [{"prompt": prompt, "game_seed": rng.randrange(2**31)} for _ in range(count)]
+        for count in (num_rows, num_held_out)
+    )
+    opening = f"{prompt}\n\n{environment().reset(seed=train[0]['game_seed'])}"
+    demonstrations = []
+    for _ in range(num_demonstrations):
+        numbers = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(1, 3)))
+        demonstrations.append(played(opening, [("act", {"action": f"[{numbers}]"}, "ok")]))
     return Task(
         name=f"{PREFIX}{game}",
         environment=environment,
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=[_demonstration(prompt, opening, rng) for _ in range(num_demonstrations)],
+        demonstrations=demonstrations,
         max_turns=MAX_TURNS,
         max_new_tokens=32,
     )
-
-
-def _demonstration(prompt: str, opening: str, rng: random.Random) -> list[Message]:
-    numbers = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(1, 3)))
-    return played(f"{prompt}\n\n{opening}", [("act", {"action": f"[{numbers}]"}, "ok")])

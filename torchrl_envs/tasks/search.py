@@ -47,11 +47,6 @@ class Page(NamedTuple):
         """A fact in words."""
         return f"The {relation} of {self.title} is {self.facts[relation]}."
 
-    def renamed(self, titles: Mapping[str, str]) -> "Page":
-        """The same page in a world of other titles."""
-        facts = {relation: titles[title] for relation, title in self.facts.items()}
-        return Page(titles[self.title], self.kind, facts)
-
 
 class Hops(NamedTuple):
     """A question: from page to page along some relations."""
@@ -66,11 +61,6 @@ class Hops(NamedTuple):
         """In words: the last relation first."""
         steps = "".join(f"the {relation} of " for relation in reversed(self.relations))
         return f"What is {steps}{self.start}?"
-
-    def renamed(self, titles: Mapping[str, str]) -> "Hops":
-        """The same question in a world of other titles."""
-        path = tuple(titles[title] for title in self.path)
-        return Hops(titles[self.start], self.relations, path)
 
 
 def make_world(num_pages: int, seed: int = 0) -> dict[str, Page]:
@@ -98,22 +88,16 @@ def make_world(num_pages: int, seed: int = 0) -> dict[str, Page]:
         count = num_pages * share // sum(_SHARES.values())
         of_kind[kind] = [names.pop() for _ in range(count)]
     of_kind["person"] += names  # what is left of a number that can't be shared out
-    return {
-        title: Page(
-            title,
-            kind,
-            {r: _other(rng, of_kind[target], title) for r, target in RELATIONS[kind].items()},
-        )
-        for kind, titles in of_kind.items()
-        for title in titles
-    }
-
-
-def _other(rng: random.Random, titles: Sequence[str], own: str) -> str:
-    """One of some titles, and not this one."""
-    while (title := rng.choice(titles)) == own:
-        pass
-    return title
+    world = {}
+    for kind, titles in of_kind.items():
+        for title in titles:
+            facts = {}
+            for relation, target in RELATIONS[kind].items():
+                while (fact := rng.choice(of_kind[target])) == title:
+                    pass
+                facts[relation] = fact
+            world[title] = Page(title, kind, facts)
+    return world
 
 
 def questions_from(world: Mapping[str, Page], start: str, max_hops: int) -> Iterator[Hops]:
@@ -136,25 +120,14 @@ def questions_from(world: Mapping[str, Page], start: str, max_hops: int) -> Iter
             yield Hops(start, relations, path)
 
 
-def question_row(hops: Hops) -> dict[str, Any]:
-    """A question as a row of data."""
-    return {
-        "prompt": hops.question,
-        "answer": hops.path[-1],
-        "num_hops": len(hops.relations),
-        "start": hops.start,
-    }
-
-
 # BM25 over pages in memory.
 #
 # Robertson and Zaragoza, 2009, The Probabilistic Relevance Framework: BM25 and Beyond, equation
 # 3.8.
 
 
-def words_of(text: str) -> list[str]:
-    """The words that are compared: letters and digits, in lower case."""
-    return re.findall(r"\w+", text.lower())
+_WORD: Final = re.compile(r"\w+")
+"""What is compared: letters and digits, in lower case."""
 
 
 class BM25:
@@ -178,7 +151,7 @@ class BM25:
         check_numbers("BM25", "[0, 1]", b=b)
         if not texts:
             raise ValueError("BM25: there are no texts to search.")
-        counts = [Counter(words_of(text)) for text in texts]
+        counts = [Counter(_WORD.findall(text.lower())) for text in texts]
         mean_length = sum(each.total() for each in counts) / len(counts) or 1.0
         postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for index, each in enumerate(counts):
@@ -194,7 +167,7 @@ class BM25:
     def scores(self, query: str) -> dict[int, float]:
         """The score of each text that has a word of the query, by its index."""
         scores: dict[int, float] = defaultdict(float)
-        for word in words_of(query):
+        for word in _WORD.findall(query.lower()):
             for index, score in self._postings.get(word, ()):
                 scores[index] += score
         return scores
@@ -226,36 +199,24 @@ _NUM_SEARCHES: Final = (1, 2, 3)
 """How often demonstrations search."""
 
 
-class Pages:
-    """Pages that are searched with BM25.
-
-    Args:
-        titles: of the pages.
-        texts: as they are shown.
-    """
-
-    def __init__(self, titles: Sequence[str], texts: Sequence[str]) -> None:
-        self.titles = list(titles)
-        self.texts = list(texts)
-        self._index = BM25([f"{t} {x}" for t, x in zip(self.titles, self.texts, strict=True)])
-
-    def find(self, query: str, limit: int) -> list[str]:
-        """The texts of the best pages."""
-        return [self.texts[index] for index in self._index.search(query, limit)]
-
-
 class Search:
     """A question, and a tool to look things up.
 
     Args:
-        pages: to be searched.
+        texts: of the pages.
+        index: searches them.
         num_results: pages that a search shows.
         score: of an answer.
     """
 
-    def __init__(self, pages: Pages, num_results: int, score: Callable[[str, Any], float]) -> None:
-        self._pages = pages
-        self._num_results = num_results
+    def __init__(
+        self,
+        texts: Sequence[str],
+        index: BM25,
+        num_results: int,
+        score: Callable[[str, Any], float],
+    ) -> None:
+        self._texts, self._index, self._num_results = texts, index, num_results
         self._score = score
 
     def reset(self, *, answer: Any, **row: Any) -> None:
@@ -275,7 +236,7 @@ class Search:
         Args:
             query: What to look for.
         """
-        found = self._pages.find(query, self._num_results)
+        found = [self._texts[index] for index in self._index.search(query, self._num_results)]
         self._shown += found
         return "\n".join(found) or "nothing found"
 
@@ -358,21 +319,31 @@ def search_task(
     if corpus is None:
         world = make_world(num_pages, seed)
         facts = [(page, relation) for page in world.values() for relation in page.facts]
-        pages = Pages([f"{r} of {page.title}" for page, r in facts], [p.told(r) for p, r in facts])
+        titles = [f"{relation} of {page.title}" for page, relation in facts]
+        texts = [page.told(relation) for page, relation in facts]
         rng = random.Random(seed)
         questions = _made_questions(world, max_hops, num_held_out, rng)
-        train, held_out = ([question_row(hops) for hops in part] for part in questions)
+        made: Iterator[Any] = (
+            [
+                {"prompt": h.question, "answer": h.path[-1], "num_hops": len(h.path)}
+                | {"start": h.start}
+                for h in part
+            ]
+            for part in questions
+        )
+        train, held_out = made
         demonstrations = [
             _demonstration(rng.choice(questions[0]), world, rng, right_fraction, system_prompt)
             for _ in range(num_demonstrations)
         ]
     else:
-        pages, demonstrations = _pages_of(corpus), []
+        (titles, texts), demonstrations = _pages_of(corpus), []
         splits = {"split": split, "held_out_split": held_out_split, "num_held_out": num_held_out}
         train, held_out = load_task_rows(dataset, prompt_column="question", **splits)
+    index = BM25([f"{title} {text}" for title, text in zip(titles, texts, strict=True)])
     return Task(
         name="search",
-        environment=partial(Search, pages, num_results, SCORES[score]),
+        environment=partial(Search, texts, index, num_results, SCORES[score]),
         train_rows=train,
         held_out_rows=held_out,
         columns=("answer",),
@@ -387,10 +358,10 @@ def search_task(
     )
 
 
-def _pages_of(corpus: Any) -> Pages:
-    rows = load_rows(corpus)
+def _pages_of(corpus: Any) -> tuple[list[str], list[str]]:
+    """Titles and texts of pages."""
     titles, texts = [], []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(load_rows(corpus)):
         if "title" not in row or "text" not in row:
             raise ValueError(
                 f"search: pages have the columns title and text; page {number} of the corpus has "
@@ -398,7 +369,7 @@ def _pages_of(corpus: Any) -> Pages:
             )
         titles.append(str(row["title"]))
         texts.append(f"{row['title']}: {row['text']}")
-    return Pages(titles, texts)
+    return titles, texts
 
 
 def _made_questions(
@@ -432,7 +403,8 @@ def _demonstration(
     is_right = rng.random() < right_fraction
     titles = list(world)
     name = dict(zip(titles, rng.sample(titles, len(titles)), strict=True))
-    messages: list[Message] = [{"role": "user", "content": hops.renamed(name).question}]
+    question = hops._replace(start=name[hops.start]).question
+    messages: list[Message] = [{"role": "user", "content": question}]
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
     title = hops.start
@@ -442,6 +414,7 @@ def _demonstration(
         query = f"{relation} of {name[title]}"
         call = {"function": {"name": "search", "arguments": {"query": query}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "content": page.renamed(name).told(relation)})
         title = page.facts[relation]
+        shown = page._replace(title=name[page.title], facts={relation: name[title]})
+        messages.append({"role": "tool", "content": shown.told(relation)})
     return [*messages, {"role": "assistant", "content": name[title]}]

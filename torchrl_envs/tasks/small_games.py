@@ -1,14 +1,17 @@
 """Small games as tasks: a model that starts from nothing learns them on a CPU."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, Final
 
 from torchrl_data.checks import check_counts, one_of
 from torchrl_data.messages import Message
 
 from .games import (
+    NUM_COLUMNS,
     NUM_GUESSES,
+    NUM_LETTERS,
     NUM_ROWS,
     ROLES,
     WORDS,
@@ -16,12 +19,11 @@ from .games import (
     NimGame,
     WordleGame,
     around_argument,
-    catch_phrases,
+    call_text,
     guess_feedback,
     is_won,
     perfect_move,
     random_move,
-    wordle_phrases,
 )
 from .task import Row, Task, Turn, guesses_with_slips, played, split_rows
 
@@ -78,11 +80,10 @@ def number_guessing_task(
     """
     rng = random.Random(seed)
     prompt = f"Find the number from 1 to {LARGEST} in {MAX_GUESSES} guesses."
-
-    def rows(count: int) -> list[Row]:
-        return [{"prompt": prompt, "number": rng.randint(1, LARGEST)} for _ in range(count)]
-
-    train, held_out = rows(num_rows), rows(num_held_out)
+    train, held_out = (
+        [{"prompt": prompt, "number": rng.randint(1, LARGEST)} for _ in range(count)]
+        for count in (num_rows, num_held_out)
+    )
     shown = [rng.choice(train) for _ in range(num_demonstrations)]
     return Task(
         name="number_guessing",
@@ -136,11 +137,6 @@ class Echo:
         return float(self._wanted in self._heard)
 
 
-def _echo_demonstration(row: Row, rng: random.Random) -> list[Message]:
-    message = row["message"] if rng.random() < 0.3 else rng.choice(WORDS)
-    return played(row["prompt"], [("echo", {"message": message}, message)])
-
-
 def echo_task(
     *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 2048, seed: int = 0
 ) -> Task:
@@ -161,14 +157,18 @@ def echo_task(
         message = " ".join(rng.sample(WORDS, 2))
         rows.append({"prompt": f"Echo: {message}", "message": message})
     train, held_out = split_rows(rows, num_held_out)
+    demonstrations = []
+    for _ in range(num_demonstrations):
+        row = rng.choice(train)
+        message = row["message"] if rng.random() < 0.3 else rng.choice(WORDS)
+        turns: list[Turn] = [("echo", {"message": message}, message)]
+        demonstrations.append(played(row["prompt"], turns))
     return Task(
         name="echo",
         environment=Echo,
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=[
-            _echo_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)
-        ],
+        demonstrations=demonstrations,
         max_turns=2,
         max_new_tokens=40,
     )
@@ -232,19 +232,6 @@ class Catch:
         return max(self._game.reward, 0.0)
 
 
-def _catch_moves(environment: Catch, rng: random.Random) -> Iterator[Turn]:
-    for _ in range(NUM_MOVES):
-        direction = rng.choice(["left", "right", ""])
-        name, arguments = ("move", {"direction": direction}) if direction else ("stay", {})
-        yield name, arguments, getattr(environment, name)(**arguments)
-
-
-def _catch_demonstration(row: Row, rng: random.Random) -> list[Message]:
-    environment = Catch()
-    board = environment.reset(**row)
-    return played(f"{row['prompt']}\n\n{board}", _catch_moves(environment, rng))
-
-
 def catch_task(
     *, num_rows: int = 4096, num_held_out: int = 256, num_demonstrations: int = 2048, seed: int = 0
 ) -> Task:
@@ -257,24 +244,38 @@ def catch_task(
         seed: of everything.
     """
     rng = random.Random(seed)
+    train, held_out = (
+        [{"prompt": CATCH_PROMPT, "start": rng.randrange(2**31)} for _ in range(count)]
+        for count in (num_rows, num_held_out)
+    )
 
-    def rows(count: int) -> list[Row]:
-        return [{"prompt": CATCH_PROMPT, "start": rng.randrange(2**31)} for _ in range(count)]
+    def demonstration() -> list[Message]:
+        environment = Catch()
+        board = environment.reset(**rng.choice(train))
+        turns: list[Turn] = []
+        for _ in range(NUM_MOVES):
+            direction = rng.choice(["left", "right", ""])
+            name, arguments = ("move", {"direction": direction}) if direction else ("stay", {})
+            turns.append((name, arguments, getattr(environment, name)(**arguments)))
+        return played(f"{CATCH_PROMPT}\n\n{board}", turns)
 
-    train, held_out = rows(num_rows), rows(num_held_out)
+    # Moves, lines of the board with something in them, and how many lines have nothing.
+    calls = [call_text("move", {"direction": each}) for each in ("left", "right")]
+    nothing = "." * NUM_COLUMNS
+    columns = range(NUM_COLUMNS)
+    marked = [f"{nothing[:i]}{mark}{nothing[i + 1 :]}" for mark in "o=*" for i in columns]
+    empty = ["\n".join([nothing] * count) for count in range(1, NUM_ROWS)]
     return Task(
         name="catch",
         environment=Catch,
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=[
-            _catch_demonstration(rng.choice(train), rng) for _ in range(num_demonstrations)
-        ],
+        demonstrations=[demonstration() for _ in range(num_demonstrations)],
         num_warm_steps=200,
         entropy_coeff=0.0,
         max_turns=NUM_MOVES + 1,
         max_new_tokens=32,
-        phrases=[CATCH_PROMPT, *catch_phrases()],
+        phrases=[CATCH_PROMPT, *calls, call_text("stay", {}), *marked, *empty],
     )
 
 
@@ -356,6 +357,9 @@ def wordle_task(
     common = {"prompt": prompt, "num_guesses": num_guesses}
     train = [{**common, "word": rng.choice(train_words)} for _ in range(num_rows)]
     shown = [rng.choice(train) for _ in range(num_demonstrations)]
+    # Of a short list a word is read as a whole, and so is what is marked in it.
+    read = [text for word in words if easy for text in (word, " ".join(word.upper()))]
+    marks = [" ".join(each) for each in product("GXY", repeat=NUM_LETTERS)] if easy else []
     return Task(
         name="wordle",
         environment=Wordle,
@@ -376,7 +380,9 @@ def wordle_task(
         max_turns=num_guesses + 1,
         max_new_tokens=40,
         isolated="[a-z]| ?[A-Z]",
-        phrases=[prompt, *wordle_phrases(words if easy else ())],
+        phrases=[
+            *(prompt, *ROLES, "done", "found", *around_argument("guess", "word"), *read, *marks)
+        ],
     )
 
 
@@ -437,25 +443,17 @@ class Nim:
         return float(self._game.winner == self._seat)
 
 
-def against_random(
-    environments: Sequence[Nim], opponent: Sequence[str], **_: Any
-) -> list[float | None]:
-    """The win rate against the player who moves at random."""
-    return _against("random", environments, opponent)
+def _metric(name: str) -> Callable[..., list[float | None]]:
+    """The win rate against one of :data:`PLAYERS`."""
 
+    def against(
+        environments: Sequence[Nim], opponent: Sequence[str], **_: Any
+    ) -> list[float | None]:
+        pairs = zip(environments, opponent, strict=True)
+        return [nim.get_reward() if other == name else None for nim, other in pairs]
 
-def against_perfect(
-    environments: Sequence[Nim], opponent: Sequence[str], **_: Any
-) -> list[float | None]:
-    """The win rate against the perfect player, from heaps from which it can be beaten."""
-    return _against("perfect", environments, opponent)
-
-
-def _against(name: str, environments: Sequence[Nim], opponent: Sequence[str]) -> list[float | None]:
-    return [
-        environment.get_reward() if own == name else None
-        for environment, own in zip(environments, opponent, strict=True)
-    ]
+    against.__name__ = f"against_{name}"
+    return against
 
 
 def nim_task(
@@ -485,43 +483,37 @@ def nim_task(
     check_counts("nim", 8, largest=largest)
     opponent = one_of("opponent", opponent, list(PLAYERS), who="nim")
     rng = random.Random(seed)
+
+    def row(player: str, begins: bool) -> Row:
+        heap = rng.randint(SMALLEST, largest)
+        while player == "perfect" and is_won(heap) != begins:
+            heap = rng.randint(SMALLEST, largest)
+        return {"prompt": NIM_PROMPT, "heap": heap, "opponent": player, "begins": begins}
+
+    def demonstration() -> list[Message]:
+        """A game of two players who move at random, from the seat of one of them."""
+        environment, begins = Nim(), rng.random() < 0.5
+        view = opening = environment.reset(**row("random", begins), seed=rng.randrange(2**31))
+        turns: list[Turn] = []
+        while view.startswith("The heap"):
+            n = random_move(int(view.split()[-1].rstrip(".")), rng)
+            view = environment.take(n)
+            turns.append(("take", {"n": n}, view))
+        return played(f"{NIM_PROMPT}\n\n{opening}", turns)
+
     players = list(PLAYERS)
-    held_out = [
-        _row(rng, largest, players[i % 2], begins=i // 2 % 2 == 0) for i in range(num_held_out)
-    ]
-    train = [_row(rng, largest, opponent, begins=i % 2 == 0) for i in range(num_rows)]
+    held_out = [row(players[i % 2], i // 2 % 2 == 0) for i in range(num_held_out)]
+    train = [row(opponent, i % 2 == 0) for i in range(num_rows)]
     return Task(
         name="nim",
         environment=Nim,
         game=lambda row: NimGame(row["heap"]),
         train_rows=train,
         held_out_rows=held_out,
-        demonstrations=[_nim_demonstration(rng, largest) for _ in range(num_demonstrations)],
-        metrics=(against_random, against_perfect),
+        demonstrations=[demonstration() for _ in range(num_demonstrations)],
+        metrics=[_metric(name) for name in PLAYERS],
         max_turns=largest // 2 + 1,
         max_new_tokens=28,
         isolated=r"\d+",
         phrases=[*ROLES, NIM_PROMPT, "The heap has", "done", *around_argument("take", "n")],
     )
-
-
-def _row(rng: random.Random, largest: int, opponent: str, *, begins: bool) -> Row:
-    heap = rng.randint(SMALLEST, largest)
-    while opponent == "perfect" and is_won(heap) != begins:
-        heap = rng.randint(SMALLEST, largest)
-    return {"prompt": NIM_PROMPT, "heap": heap, "opponent": opponent, "begins": begins}
-
-
-def _nim_demonstration(rng: random.Random, largest: int) -> list[Message]:
-    """A game of two players who move at random, from the seat of one of them."""
-    environment = Nim()
-    row = _row(rng, largest, "random", begins=rng.random() < 0.5)
-    view = environment.reset(**row, seed=rng.randrange(2**31))
-    return played(f"{NIM_PROMPT}\n\n{view}", _nim_moves(environment, view, rng))
-
-
-def _nim_moves(environment: Nim, view: str, rng: random.Random) -> Iterator[Turn]:
-    while view.startswith("The heap"):
-        n = random_move(int(view.split()[-1].rstrip(".")), rng)
-        view = environment.take(n)
-        yield "take", {"n": n}, view

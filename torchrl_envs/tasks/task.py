@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, Final
 
@@ -90,15 +90,17 @@ class Task:
     """The names of the tasks that it is made of; a row's column ``environment`` has its own."""
 
 
-@dataclass(frozen=True)
-class OfTasks:
-    """Says whether an episode is of one of some tasks."""
+def is_of_tasks(names: Sequence[str], episode: Episode) -> bool:
+    """Whether the row that an episode started from belongs to one of some tasks."""
+    return (episode.example or {}).get(ROUTE_COLUMN) in names
 
-    names: tuple[str, ...]
 
-    def __call__(self, episode: Episode) -> bool:
-        """Read it off the row that the episode started from."""
-        return (episode.example or {}).get(ROUTE_COLUMN) in self.names
+def scoring_of(task: Task) -> list[Transform]:
+    """What scores a task's episodes, and measures them."""
+    parts = [] if task.rewards is None else list(task.rewards())
+    if task.metrics:
+        parts.append(RewardFunctions(task.metrics, weights=[0.0] * len(task.metrics)))
+    return parts
 
 
 class TaskEnv(EpisodeEnv):
@@ -159,14 +161,12 @@ class TaskEnv(EpisodeEnv):
         if task.environment is not None:
             environments = EnvironmentTools(task.environment, show_schemas=show_schemas)
             if task.parts:  # not all of them need have one
-                environments.only_for = OfTasks(tuple(environments.factories))
+                environments.only_for = partial(is_of_tasks, tuple(environments.factories))
             parts.append(environments)
         if task.tools is not None:
             parts.extend(task.tools(show_schemas))
-        if compute_reward and task.rewards is not None:
-            parts.extend(task.rewards())
-        if compute_reward and task.metrics:
-            parts.append(RewardFunctions(task.metrics, weights=[0.0] * len(task.metrics)))
+        if compute_reward:
+            parts.extend(scoring_of(task))
         parts.append(StepCounter(max_steps=task.max_turns if max_steps is None else max_steps))
         kwargs.setdefault("system_prompt", task.system_prompt)
         super().__init__(ChatEnv(batch_size=num_envs, **kwargs), Compose(*parts))
@@ -366,28 +366,6 @@ class Slips:
             rng.choice(self._others[c]) if c in self._others and rng.random() < probability else c
             for c in answer
         )
-
-
-def demonstrations_with_slips(
-    rows: Sequence[Row], count: int, *, right_fraction: float, rng: random.Random
-) -> list[list[Message]]:
-    """Questions, each with an answer that has no slip with a probability.
-
-    Args:
-        rows: with a prompt and an answer each.
-        count: conversations.
-        right_fraction: the probability.
-        rng: draws rows and slips.
-    """
-    slips = Slips([row["answer"] for row in rows], right_fraction)
-    drawn = [rng.choice(rows) for _ in range(count)]
-    return [
-        [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": slips(row["answer"], rng)},
-        ]
-        for row in drawn
-    ]
 
 
 def played(opening: str, turns: Iterable[Turn]) -> list[Message]:

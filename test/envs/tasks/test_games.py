@@ -12,7 +12,7 @@ from torchrl_envs import ChatEnv, DataLoadingPrimer, EnvironmentTools, RewardFun
 from torchrl_envs.concurrency import OwnRandom
 from torchrl_envs.tasks.games import WORDS, CatchGame, WordleGame, guess_feedback
 from torchrl_envs.tasks.registry import combine_tasks, make_task
-from torchrl_envs.tasks.remote import TextArenaSession, textarena_environment
+from torchrl_envs.tasks.remote import textarena_environment
 
 # Rules ------------------------------------------------------------------------------------------
 
@@ -179,13 +179,15 @@ def test_tasks_that_cannot_be_combined():
 
 
 def test_textarena_sessions_do_not_share_random_numbers():
-    alone = TextArenaSession("2048-v0", seed=1)
-    texts = [alone.opening, *(alone.act("[up]") for _ in range(4))]
+    game = textarena_environment("2048-v0")
+    alone = game()
+    texts = [alone.reset(seed=1), *(alone.act("[up]") for _ in range(4))]
     random.seed(7)
     expected = [random.random() for _ in range(3)]
     random.seed(7)
-    first, other = TextArenaSession("2048-v0", seed=1), TextArenaSession("2048-v0", seed=2)
-    found, drawn = [first.opening], []
+    first, other = game(), game()
+    found, drawn = [first.reset(seed=1)], []
+    assert other.reset(seed=2) != found[0]
     for turn in range(4):
         found.append(first.act("[up]"))
         other.act("[left]")
@@ -193,7 +195,6 @@ def test_textarena_sessions_do_not_share_random_numbers():
             drawn.append(random.random())
     assert found == texts
     assert drawn == expected
-    assert other.opening != first.opening
 
 
 def test_own_random_is_in_force_inside_only():
