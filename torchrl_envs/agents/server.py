@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from . import anthropic_messages, chat_completions, openai_responses
+from .protocols import Protocol, anthropic_messages, chat_completions, openai_responses
 from .turns import Accepted, RequestError, RequestTooLargeError, TurnReply, TurnRequest
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class AgentSession:
 
 # The HTTP server that programs ask: protocols of two companies, a session for each key.
 
-_PROTOCOLS: Final[Mapping[str, Any]] = {
+_PROTOCOLS: Final[Mapping[str, Protocol]] = {
     "/v1/chat/completions": chat_completions,
     "/v1/responses": openai_responses,
     "/v1/messages": anthropic_messages,

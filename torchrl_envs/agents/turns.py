@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from torchrl_data.messages import PLACEHOLDER_ROLE, Message, check_messages
+from torchrl_data.messages import Message
 from torchrl_data.tool_calls import ToolCall, TurnParser
 from torchrl_envs.tool_schemas import typed_arguments
 
@@ -12,7 +12,6 @@ LENGTH: Final = "length"
 TOOL_CALLS: Final = "tool_calls"
 KEPT: Final = ("role", "name", "tool_call_id", "reasoning_content")
 """What a message says beside its content and its calls."""
-_OF_TOOLS: Final = ("tool_choice", "parallel_tool_calls")
 MOST_TOKENS: Final = 1 << 30
 """No turn is longer; whoever asks for more asks for no bound."""
 
@@ -85,145 +84,6 @@ class Accepted(NamedTuple):
     """What happens anyway, by parameter."""
     ignored: Sequence[str]
     """Parameters that may say anything."""
-
-
-# What is asked ------------------------------------------------------------------------------------
-
-
-def check_parameters(
-    body: Any, accepted: Accepted, *, known: frozenset[str], usual: Mapping[str, Sequence[Any]]
-) -> None:
-    """Nothing is asked for that would not happen.
-
-    Args:
-        body: of a request.
-        accepted: by the policy and whoever runs the program.
-        known: parameters that are read, or say nothing about how tokens are drawn.
-        usual: values of others that ask for what happens anyway.
-
-    Raises:
-        RequestError: it is no object, or asks for what can't take effect.
-    """
-    if not isinstance(body, Mapping):
-        raise RequestError(f"the body is a JSON object, got {type(body).__name__}")
-    passed = {*known, *accepted.ignored, *(() if body.get("tools") else _OF_TOOLS)}
-    for name, value in body.items():
-        if name in passed or value is None:
-            continue
-        fine = [*usual.get(name, ()), *([accepted.values[name]] if name in accepted.values else [])]
-        given = [value] if name == "stop" and isinstance(value, str) else value
-        if given not in fine:
-            raise RequestError(
-                f"{name}={value!r:.80} can't take effect: turns are drawn as the policy that is "
-                "trained draws them, as plain text, so that their log-probs are known. Leave it "
-                f"out, or let AgentProgram(ignored_parameters=[{name!r}]) ignore it"
-            )
-
-
-def turn_request(
-    messages: list[Message],
-    tools: list[dict[str, Any]] | None,
-    limits: Sequence[Any],
-    *,
-    streams: Any = False,
-) -> TurnRequest:
-    """What is asked for, checked.
-
-    Args:
-        messages: the conversation.
-        tools: schemas.
-        limits: most tokens of the turn; ``None`` where none is given.
-        streams: whether the answer is to be streamed, as the request says it.
-
-    Raises:
-        RequestError: there is nothing to answer, or no such role, limit or way to stream.
-    """
-    if not isinstance(streams, bool | None):
-        raise RequestError(f"stream is true or false, got {streams!r:.80}")
-    if not messages:
-        raise RequestError("there is no message")
-    if any(message.get("role") == PLACEHOLDER_ROLE for message in messages):
-        raise RequestError(f"no message has the role {PLACEHOLDER_ROLE!r}")
-    try:
-        check_messages(messages)
-        json.dumps([messages, tools], ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"messages or tools: {error}") from error
-    if messages[-1]["role"] == "assistant":
-        raise RequestError("the last message is the assistant's: nothing is left to be answered")
-    given = []
-    for limit in limits:
-        whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
-        if whole is not None and (type(whole) is not int or whole < 1):
-            raise RequestError(f"the most tokens are a whole number from 1 on, got {limit!r:.80}")
-        given += [] if whole is None else [whole]
-    bound = min(given, default=None)
-    bound = None if bound is None else min(bound, MOST_TOKENS)
-    return TurnRequest(messages, tools or None, bound, bool(streams))
-
-
-def text_of(where: str, content: Any, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a content, which is a string or parts.
-
-    Args:
-        where: it stands, for the error.
-        content: of a message.
-        kinds: of parts that are text.
-
-    Raises:
-        RequestError: a part of it is none.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str) or part.get("type") not in kinds:
-            raise RequestError(f"{where}: text alone is taken, got {part!r:.80}")
-        texts.append(text)
-    return "".join(texts)
-
-
-def read_call(where: str, call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    """A call of an earlier turn, as a chat template takes it.
-
-    Args:
-        where: it stands, for the error.
-        call_id: its name.
-        name: of the tool.
-        arguments: an object, or the JSON of one.
-
-    Raises:
-        RequestError: that can't be read.
-    """
-    try:
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        arguments = dict(arguments or {})
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"{where}: the call's arguments can't be read: {error}") from error
-    function = {"name": str(name), "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
-
-
-def tool_schema(tool: Any, name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A tool, as OpenAI's chat completions have it.
-
-    Args:
-        tool: as it was given, for the error.
-        name: of the tool.
-        description: of what it does.
-        parameters: JSON schema of its arguments.
-
-    Raises:
-        RequestError: it is no function with a name and parameters.
-    """
-    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
-    if not (isinstance(name, str) and name and isinstance(parameters, Mapping)):
-        raise RequestError(f"a tool is a function with a name and parameters, got {tool!r:.80}")
-    function = {"name": name, "description": str(description or ""), "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 # What is answered ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchrl_data.tool_calls import ParsedTurn, ToolCall
-from torchrl_envs.agents import anthropic_messages, chat_completions, openai_responses
+from torchrl_envs.agents.protocols import anthropic_messages, chat_completions, openai_responses
 from torchrl_envs.agents.turns import Accepted, TurnReply, TurnRequest, comparable, reply_to
 
 FUNCTION = ADD["function"]
