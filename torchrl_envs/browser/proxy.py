@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 # Which hosts a browser may reach.
@@ -22,12 +22,6 @@ _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 _WEB_PORTS: Final = frozenset(_DEFAULT_PORTS.values())
 _NAME: Final = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 _ANY: Final = "*"
-
-
-class _Rule(NamedTuple):
-    host: str
-    is_address: bool
-    port: int | None
 
 
 class AllowedHosts:
@@ -52,18 +46,28 @@ class AllowedHosts:
 
     def allows(self, host: str, port: int) -> bool:
         """Whether a connection may be made, the address being whatever the name resolves to."""
-        return self._any_public_name(host, port) or self.names(host, port)
+        if self.names(host, port):
+            return True
+        if not self._any_public or port not in _WEB_PORTS:
+            return False
+        host = _normal(host)
+        address = _address(host)
+        return is_public(address) if address else bool(_NAME.fullmatch(host))
 
     def names(self, host: str, port: int) -> bool:
         """Whether a host is named itself, so that it may have a private address."""
         host = _normal(host)
-        return any(_fits(rule, host, port) for rule in self._rules)
-
-    def _any_public_name(self, host: str, port: int) -> bool:
-        if not self._any_public or port not in _WEB_PORTS:
-            return False
-        address = _address(_normal(host))
-        return is_public(address) if address else bool(_NAME.fullmatch(_normal(host)))
+        address = _address(host)
+        for allowed, is_address, own_port in self._rules:
+            if port != own_port and (own_port is not None or port not in _WEB_PORTS):
+                continue
+            if is_address or address is not None:
+                found = address == allowed
+            else:
+                found = host == allowed or host.endswith(f".{allowed}")
+            if found:
+                return True
+        return False
 
     def refusal(self, url: str) -> str | None:
         """Why a URL may not be opened, or ``None``; the connection itself is checked too."""
@@ -89,7 +93,8 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _rule(domain: str) -> _Rule:
+def _rule(domain: str) -> tuple[str, bool, int | None]:
+    """A host, whether it is an address, and the port if one is named."""
     try:
         parts = urlsplit(f"//{domain}")
         host, port = parts.hostname or "", parts.port
@@ -103,16 +108,7 @@ def _rule(domain: str) -> _Rule:
             f"allowed_domains: {domain!r} is no host. Write a name, with a port if it is not 80 or "
             "443: 'example.com', 'localhost:8000'."
         )
-    return _Rule(address or host, address is not None, port)
-
-
-def _fits(rule: _Rule, host: str, port: int) -> bool:
-    if port not in _WEB_PORTS if rule.port is None else port != rule.port:
-        return False
-    address = _address(host)
-    if rule.is_address or address is not None:
-        return address == rule.host
-    return host == rule.host or host.endswith(f".{rule.host}")
+    return address or host, address is not None, port
 
 
 def _normal(host: str) -> str:
@@ -173,19 +169,17 @@ class FilteringProxy:
 
     async def start(self, path: Path | None = None) -> None:
         """Listen at a Unix socket, or else on a free port of the loopback interface."""
+        settings: Any = {"limit": _MAX_HEAD_BYTES}
         if path is not None:
-            self._server = await asyncio.start_unix_server(self._serve, path, limit=_MAX_HEAD_BYTES)
-            return
-        self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", 0, limit=_MAX_HEAD_BYTES
-        )
+            self._server = await asyncio.start_unix_server(self._serve, path, **settings)
+        else:
+            self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, **settings)
 
     @property
     def url(self) -> str:
         """Where it listens, if that is a port."""
         assert self._server is not None
-        port = self._server.sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}"
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         """Stop listening and end all connections."""
@@ -207,10 +201,8 @@ class FilteringProxy:
             with contextlib.suppress(ConnectionError):
                 writer.write(refusal.answer)
                 await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError):
-            pass  # whoever is left sees a closed connection
-        except asyncio.CancelledError:
-            pass  # the proxy is closed; an answer to that is a closed connection too
+        except (ConnectionError, asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError):
+            pass  # whoever is left sees a closed connection, also when the proxy is closed
         finally:
             self._open.discard(task)
             await _close(writer)
@@ -228,8 +220,21 @@ class FilteringProxy:
             if request.method == "CONNECT":
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             else:
-                remote[1].write(_head_for_origin(request))
-            await _exchange((reader, writer), remote)
+                # As its server takes it; one request a connection, so that each is checked.
+                own = (*_HOP_BY_HOP, b"host:")
+                kept = [each for each in request.headers if not each.lower().startswith(own)]
+                host = f"[{request.host}]" if ":" in request.host else request.host
+                port = "" if request.port == 80 else f":{request.port}"
+                line = f"{request.method} {request.path} {request.version}"
+                lines = [line.encode(), f"Host: {host}{port}".encode(), *kept, b"Connection: close"]
+                remote[1].write(b"\r\n".join(lines) + b"\r\n\r\n")
+            upload = asyncio.ensure_future(_copy(reader, remote[1]))
+            try:
+                await _copy(remote[0], writer)  # until the server has ended
+            finally:
+                upload.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                    await upload
         finally:
             await _close(remote[1])
 
@@ -283,33 +288,6 @@ class FilteringProxy:
     def _refuse(self, host: str, port: int) -> str:
         self.refused = [*self.refused[-99:], f"{host}:{port}"]
         raise _RefusedError("403 Forbidden", f"{REFUSED_HEADER}: {host}:{port}")
-
-
-def _head_for_origin(request: _Request) -> bytes:
-    """The request as its server takes it; one request a connection, so that each is checked."""
-    kept = [h for h in request.headers if not h.lower().startswith((*_HOP_BY_HOP, b"host:"))]
-    host = f"[{request.host}]" if ":" in request.host else request.host
-    lines = [
-        f"{request.method} {request.path} {request.version}".encode(),
-        f"Host: {host}{'' if request.port == 80 else f':{request.port}'}".encode(),
-        *kept,
-        b"Connection: close",
-    ]
-    return b"\r\n".join(lines) + b"\r\n\r\n"
-
-
-_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def _exchange(client: _Stream, remote: _Stream) -> None:
-    """Copy both ways until the server has ended."""
-    upload = asyncio.ensure_future(_copy(client[0], remote[1]))
-    try:
-        await _copy(remote[0], client[1])
-    finally:
-        upload.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ConnectionError):
-            await upload
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
@@ -173,7 +173,7 @@ def _has(capability: int) -> bool:
 # Which Python runs inside, and what of the file system it needs.
 
 _PACKAGE = "inside"
-_MODULES = ("kernel", "frames", "enter", "worker", "supervisor")
+_MODULES = ("kernel", "frames", "worker", "supervisor")
 _RECEIVE = f"""
 import marshal, os, sys, types
 def read(size):
@@ -290,7 +290,9 @@ def bubblewrap_command(interpreter: Interpreter) -> list[str]:
         user = str(UNPRIVILEGED_USER)
         command += ["--unshare-user", "--uid", user, "--gid", user]
         command += ["--cap-add", "CAP_SYS_ADMIN"]  # to mount /tmp; given up after that
-    for path in _ancestors(("/dev/null", *interpreter.readable)):
+    shown = ("/dev/null", *interpreter.readable)
+    above = {str(parent) for path in shown for parent in PurePosixPath(path).parents}
+    for path in sorted(above - {"/"}):  # each after its own parent
         command += ["--dir", path]  # else they are made unreadable for others
     for path in dict.fromkeys(interpreter.readable):
         if os.path.islink(path):
@@ -302,12 +304,6 @@ def bubblewrap_command(interpreter: Interpreter) -> list[str]:
     command += ["--dir", "/tmp", "--symlink", "../tmp", "/dev/shm"]
     command += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/"]
     return [*command, "--"]
-
-
-def _ancestors(paths: Iterable[str]) -> list[str]:
-    """The directories above some paths, each after its own parent."""
-    found = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
-    return sorted(found - {"/"})
 
 
 # Which system calls a sandboxed program may not make, compiled by libseccomp.
@@ -390,49 +386,35 @@ def syscall_filter() -> bytes:
         ) from error
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
+    # The flags of clone3 are in memory, where a filter can't look; the C library then uses clone.
+    rules = [(name, (), errno.EPERM) for name in _DENIED]
+    rules += [(name, comparisons, errno.EPERM) for name, *comparisons in _DENIED_WITH]
+    rules += [("clone3", (), errno.ENOSYS)]
     try:
-        _add_rules(library, context)
-        return _export(library, context)
+        for name, comparisons, error in rules:
+            number = _NUMBERS.get(name) or library.seccomp_syscall_resolve_name(name.encode())
+            if number == _UNKNOWN_CALL:
+                raise SandboxUnavailableError(
+                    f"libseccomp does not know the system call {name!r}: it is too old. Install "
+                    "version 2.5 or later."
+                )
+            array = (_Comparison * max(1, len(comparisons)))(*comparisons)
+            action = ctypes.c_uint32(_ERRNO | error)
+            result = library.seccomp_rule_add_array(
+                context, action, number, len(comparisons), array
+            )
+            if result != 0:
+                message = f"libseccomp refuses the rule for {name!r}: {os.strerror(-result)}."
+                raise SandboxUnavailableError(message)
+        with tempfile.TemporaryFile() as file:
+            result = library.seccomp_export_bpf(context, file.fileno())
+            if result != 0:
+                message = f"libseccomp can't compile the filter: {os.strerror(-result)}."
+                raise SandboxUnavailableError(message)
+            file.seek(0)
+            return file.read()
     finally:
         library.seccomp_release(context)
-
-
-def _add_rules(library: ctypes.CDLL, context: ctypes.c_void_p) -> None:
-    def deny(name: str, *comparisons: tuple[int, int, int, int], error: int = errno.EPERM) -> None:
-        number = _NUMBERS.get(name)
-        if number is None:
-            number = library.seccomp_syscall_resolve_name(name.encode())
-        if number == _UNKNOWN_CALL:
-            raise SandboxUnavailableError(
-                f"libseccomp does not know the system call {name!r}: it is too old. Install "
-                "version 2.5 or later."
-            )
-        array = (_Comparison * max(1, len(comparisons)))(*comparisons)
-        result = library.seccomp_rule_add_array(
-            context, ctypes.c_uint32(_ERRNO | error), number, len(comparisons), array
-        )
-        if result != 0:
-            raise SandboxUnavailableError(
-                f"libseccomp refuses the rule for {name!r}: {os.strerror(-result)}."
-            )
-
-    for name in _DENIED:
-        deny(name)
-    for name, *comparisons in _DENIED_WITH:
-        deny(name, *comparisons)
-    # Its flags are in memory, where a filter can't look; the C library then uses clone.
-    deny("clone3", error=errno.ENOSYS)
-
-
-def _export(library: ctypes.CDLL, context: ctypes.c_void_p) -> bytes:
-    with tempfile.TemporaryFile() as file:
-        result = library.seccomp_export_bpf(context, file.fileno())
-        if result != 0:
-            raise SandboxUnavailableError(
-                f"libseccomp can't compile the filter: {os.strerror(-result)}."
-            )
-        file.seek(0)
-        return file.read()
 
 
 # Programs that try what a sandbox must prevent; cheap enough to run at construction.

@@ -109,6 +109,7 @@ class SandboxProcess:
             user = starts_as()
             if needs_keeper:
                 command, user = kept_command(command, user=user), None
+            as_user: Any = {} if user is None else {"user": user, "group": user, "extra_groups": []}
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -118,8 +119,8 @@ class SandboxProcess:
                 env=_ENVIRONMENT,
                 pass_fds=(inside,),
                 start_new_session=True,
-                **_as_user(user),
                 cwd="/",
+                **as_user,
             )
         except BaseException:
             os.close(self._status)
@@ -127,14 +128,15 @@ class SandboxProcess:
             raise
         finally:
             os.close(inside)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._stdin = self._process.stdin
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._stdin, self._outputs = stdin, (stdout, stderr)
         self.clear_output()
         for stream, take in (
-            (self._process.stdout.fileno(), lambda data: self.stdout.add(data)),
-            (self._process.stderr.fileno(), lambda data: self.stderr.add(data)),
+            (stdout.fileno(), lambda data: self.stdout.add(data)),
+            (stderr.fileno(), lambda data: self.stderr.add(data)),
             (self._status, self._take_status),
         ):
             os.set_blocking(stream, False)
@@ -159,13 +161,21 @@ class SandboxProcess:
         # Gives the line; `"timeout"` if it had to be given up, and `"exit -9"` if it went without
         # one, because something outside killed it.
         deadline = time.monotonic() + timeout_s + _GRACE_S
-        while not self._reports and self._status_is_open():
+        while not self._reports and self._status in self._selector.get_map():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return "timeout"
             for key, _ in self._selector.select(remaining):
-                self._handle(key)
-        self._drain()
+                if key.data is None:
+                    self._write()
+                else:
+                    self._read(key.fd, key.data)
+        # What was written before the report; a program that goes on writing waits.
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None and key.fd != self._status:
+                num_reads = 0
+                while num_reads < 64 and self._read(key.fd, key.data):
+                    num_reads += 1
         return self._reports.pop(0) if self._reports else "exit -9"
 
     def kill(self) -> None:
@@ -183,9 +193,8 @@ class SandboxProcess:
             self._process.wait()
         self._selector.close()
         self._close_stdin()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        for stream in self._outputs:
+            stream.close()
         os.close(self._status)
 
     def _close_stdin(self) -> None:
@@ -193,15 +202,6 @@ class SandboxProcess:
             if self._selector.get_map() and self._stdin.fileno() in self._selector.get_map():
                 self._selector.unregister(self._stdin.fileno())
             self._stdin.close()
-
-    def _status_is_open(self) -> bool:
-        return self._status in self._selector.get_map()
-
-    def _handle(self, key: selectors.SelectorKey) -> None:
-        if key.data is None:
-            self._write()
-        else:
-            self._read(key.fd, key.data)
 
     def _write(self) -> None:
         try:
@@ -223,21 +223,9 @@ class SandboxProcess:
             self._selector.unregister(fd)
         return bool(data)
 
-    def _drain(self) -> None:
-        """Read what was written before the report; a program that goes on writing waits."""
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None and key.fd != self._status:
-                for _ in range(64):
-                    if not self._read(key.fd, key.data):
-                        break
-
     def _take_status(self, data: bytes) -> None:
         *lines, self._line = (self._line + data)[-_MAX_LINE_BYTES:].split(b"\n")
         self._reports += [line.decode("ascii", errors="replace") for line in lines]
-
-
-def _as_user(user: int | None) -> dict[str, Any]:
-    return {} if user is None else {"user": user, "group": user, "extra_groups": []}
 
 
 # Runs untrusted Python code.
@@ -316,10 +304,8 @@ class Sandbox:
         timeout_s = self.limits.timeout_s if timeout_s is None else timeout_s
         request = self.request(code, timeout_s)
         started = time.monotonic()
-        process = self.start(persistent=False, timeout_s=timeout_s)
+        process = self.start(request)
         try:
-            process.send(request)
-            await_start(process)
             report = process.next_report(timeout_s=timeout_s)
         finally:
             process.kill()
@@ -341,27 +327,68 @@ class Sandbox:
             )
         return {"code": code, "timeout_s": timeout_s}
 
-    def start(self, *, persistent: bool, timeout_s: float | None = None) -> SandboxProcess:
-        """Start an interpreter that waits for a program.
+    def start(self, request: Mapping[str, Any] | None = None) -> SandboxProcess:
+        """Start an interpreter.
+
+        Args:
+            request: the only program that it runs; a session's interpreter waits for several.
 
         Raises:
-            SandboxStartError: its command can't be run.
+            SandboxStartError: its command can't be run, or its supervisor starts no worker.
         """
         command = self.interpreter.command()
         if self.isolation == "bubblewrap":
             command = [*bubblewrap_command(self.interpreter), *command]
-        # A session outlives the thread that starts it.
-        needs_keeper = persistent or self.isolation == "none"
-        config = self._config(persistent, timeout_s)
+        limits = self.limits
+        resources = {
+            "RLIMIT_AS": limits.memory_bytes,
+            "RLIMIT_NPROC": limits.num_processes + 1,  # the supervisor counts
+            "RLIMIT_NOFILE": limits.num_open_files,
+            "RLIMIT_FSIZE": limits.disk_bytes,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+        if request is not None:
+            resources["RLIMIT_CPU"] = int(request["timeout_s"]) + 1
+        if self.isolation == "none":
+            del resources["RLIMIT_NPROC"]  # would count all processes of this user
+        with open("/proc/sys/net/core/wmem_default") as file:
+            socket_bytes = 2 * int(file.read())  # at most, of a socket's full buffer
+        config = {
+            "isolation": self.isolation,
+            "persistent": request is None,
+            "change_user_to": UNPRIVILEGED_USER if changes_user() else None,
+            "memory_bytes": limits.memory_bytes,
+            "disk_bytes": limits.disk_bytes,
+            "num_files": limits.num_files,
+            "resource_limits": list(resources.items()),
+            "syscall_filter": b"" if self.isolation == "none" else syscall_filter(),
+            "packages": list(self.interpreter.packages),
+            "readable": list(self.interpreter.readable),
+            "socket_bytes": socket_bytes,
+        }
         try:
-            return SandboxProcess(
+            process = SandboxProcess(
                 command,
                 config,
-                max_output_bytes=self.limits.max_output_bytes,
-                needs_keeper=needs_keeper,
+                max_output_bytes=limits.max_output_bytes,
+                # A session outlives the thread that starts it.
+                needs_keeper=request is None or self.isolation == "none",
             )
         except OSError as error:
             raise SandboxStartError(f"it can't be started as {user_name()}: {error}") from error
+        try:
+            if request is not None:
+                process.send(request)
+            report = process.next_report(timeout_s=_START_S)
+            if report != "ready":
+                output = process.stderr.text().strip()
+                raise SandboxStartError(f"it does not start ({report}). {output}".rstrip())
+        except BaseException:
+            process.kill()
+            raise
+        return process
 
     def result(
         self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
@@ -412,72 +439,26 @@ class Sandbox:
             "this process all the same, pass allow_unsandboxed=True; results then say so."
         )
 
-    def _config(self, persistent: bool, timeout_s: float | None) -> dict[str, Any]:
-        limits = self.limits
-        resources = {
-            "RLIMIT_AS": limits.memory_bytes,
-            "RLIMIT_NPROC": limits.num_processes + 1,  # the supervisor counts
-            "RLIMIT_NOFILE": limits.num_open_files,
-            "RLIMIT_FSIZE": limits.disk_bytes,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MEMLOCK": 0,
-            "RLIMIT_MSGQUEUE": 0,
-        }
-        if timeout_s is not None:
-            resources["RLIMIT_CPU"] = int(timeout_s) + 1
-        if self.isolation == "none":
-            del resources["RLIMIT_NPROC"]  # would count all processes of this user
-        return {
-            "isolation": self.isolation,
-            "persistent": persistent,
-            "change_user_to": UNPRIVILEGED_USER if changes_user() else None,
-            "memory_bytes": limits.memory_bytes,
-            "disk_bytes": limits.disk_bytes,
-            "num_files": limits.num_files,
-            "resource_limits": list(resources.items()),
-            "syscall_filter": b"" if self.isolation == "none" else syscall_filter(),
-            "packages": list(self.interpreter.packages),
-            "readable": list(self.interpreter.readable),
-            "socket_bytes": _socket_bytes(),
-        }
-
-
-def await_start(process: SandboxProcess) -> None:
-    """Wait until the supervisor has started a worker."""
-    report = process.next_report(timeout_s=_START_S)
-    if report != "ready":
-        output = process.stderr.text().strip()
-        raise SandboxStartError(f"it does not start ({report}). {output}".rstrip())
-
 
 def _reason_against(choice: Isolation, interpreter: Interpreter) -> str | None:
     """Why a way to isolate code does not work here, or ``None``; tried once per process."""
     key = (choice, interpreter)
     with _verifying:
-        if key not in _verified:
-            _verified[key] = _try(choice, interpreter)
-        return _verified[key]
-
-
-def _try(choice: Isolation, interpreter: Interpreter) -> str | None:
-    if sys.platform != "linux":
-        return f"works on Linux only, this is {sys.platform}"
-    missing = bubblewrap_missing()
-    if missing is not None:
-        return missing
-    trial = Sandbox.__new__(Sandbox)
-    trial.isolation, trial.interpreter, trial.limits = choice, interpreter, TRIAL_LIMITS
-    try:
-        failed = failing_checks(trial.run)
-    except (SandboxStartError, SandboxUnavailableError) as error:
-        return str(error)
-    return f"these do not hold here: {', '.join(failed)}" if failed else None
-
-
-def _socket_bytes() -> int:
-    """What a socket's full buffer takes of the kernel's memory, measured at most."""
-    with open("/proc/sys/net/core/wmem_default") as file:
-        return 2 * int(file.read())
+        if key in _verified:
+            return _verified[key]
+        reason = bubblewrap_missing()
+        if sys.platform != "linux":
+            reason = f"works on Linux only, this is {sys.platform}"
+        if reason is None:
+            trial = Sandbox.__new__(Sandbox)
+            trial.isolation, trial.interpreter, trial.limits = choice, interpreter, TRIAL_LIMITS
+            try:
+                failed = failing_checks(trial.run)
+                reason = f"these do not hold here: {', '.join(failed)}" if failed else None
+            except (SandboxStartError, SandboxUnavailableError) as error:
+                reason = str(error)
+        _verified[key] = reason
+        return reason
 
 
 # An interpreter whose variables live on between runs.
@@ -523,25 +504,17 @@ class SandboxSession:
         timeout_s = self.sandbox.limits.timeout_s if timeout_s is None else timeout_s
         request = self.sandbox.request(code, timeout_s)
         with self._lock:
-            return self._run(request, timeout_s)
-
-    def _run(self, request: dict[str, object], timeout_s: float) -> SandboxResult:
-        started = time.monotonic()
-        if self._process is None:
-            process = self._process = self.sandbox.start(persistent=True)
-            try:
-                await_start(process)
-            except BaseException:
+            started = time.monotonic()
+            if self._process is None:
+                self._process = self.sandbox.start()
+            process = self._process
+            process.clear_output()
+            process.send(request)
+            report = process.next_report(timeout_s=timeout_s)
+            lost = not report.startswith("done ")
+            if lost:
                 self._end()
-                raise
-        process = self._process
-        process.clear_output()
-        process.send(request)
-        report = process.next_report(timeout_s=timeout_s)
-        lost = not report.startswith("done ")
-        if lost:
-            self._end()
-        return self.sandbox.result(process, report, started=started, state_lost=lost)
+            return self.sandbox.result(process, report, started=started, state_lost=lost)
 
     def _end(self) -> None:
         process, self._process = self._process, None

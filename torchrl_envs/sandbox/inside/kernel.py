@@ -1,18 +1,17 @@
-"""The system calls that the standard library lacks."""
+"""The system calls that the standard library lacks, and how a process gives its rights up."""
 
 import ctypes
 import os
+import signal
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-CLONE_NEWUSER = 0x10000000
-
+_CLONE_NEWUSER = 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_BIND = 0x2, 0x4, 0x1000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION = 0x20080522
-_SIGKILL = 9
 
 
 def checked(name, *arguments):
@@ -24,24 +23,10 @@ def checked(name, *arguments):
     return result
 
 
-def unshare(flags):
-    """Leave namespaces for new ones."""
-    checked("unshare", ctypes.c_int(flags))
-
-
-def prctl(option, value):
+def prctl(option, value, pointer=None):
     """Change something about this process."""
-    checked("prctl", option, *(ctypes.c_ulong(v) for v in (value, 0, 0, 0)))
-
-
-def die_with_parent():
-    """Be killed when the thread that started this process ends."""
-    prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-
-
-def forbid_new_privileges():
-    """Gain nothing by starting a set-user-ID program, ever."""
-    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    none = ctypes.c_ulong(0)
+    checked("prctl", option, ctypes.c_ulong(value), pointer or none, none, none)
 
 
 def set_dumpable(flag):
@@ -49,23 +34,47 @@ def set_dumpable(flag):
     prctl(_PR_SET_DUMPABLE, int(flag))
 
 
-def drop_capabilities():
-    """Give up every capability."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    checked("capset", header, (ctypes.c_uint32 * 6)())
-
-
-def mount_small_disk(path, num_bytes, num_files):
-    """A file system in memory, of limited size."""
-    options = f"size={num_bytes},nr_inodes={num_files},mode=1777"
+def make_private_disk(config):
+    """A small ``/tmp``, which is also ``/dev/shm``; what is readable below it shows through."""
+    below = [path for path in config["readable"] if path.startswith("/tmp/")]
+    places = {path: os.open(path, os.O_PATH) for path in below}
+    options = f"size={config['disk_bytes']},nr_inodes={config['num_files']},mode=1777"
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
-    checked("mount", b"tmpfs", path.encode(), b"tmpfs", flags, options.encode())
+    checked("mount", b"tmpfs", b"/tmp", b"tmpfs", flags, options.encode())
+    for path, place in places.items():
+        os.makedirs(path, exist_ok=True)
+        shown = f"/proc/self/fd/{place}".encode()
+        checked("mount", shown, path.encode(), None, ctypes.c_ulong(_MS_BIND), None)
+        os.close(place)
+    os.chdir("/tmp")
 
 
-def mount_again(path, where):
-    """Show a directory at another place too."""
-    flags = ctypes.c_ulong(_MS_BIND)
-    checked("mount", path.encode(), where.encode(), None, flags, None)
+def give_up_rights(config):
+    """Another user where this one is root, a user namespace of its own, no capabilities."""
+    # The kernel does not limit the processes of its own root user, so being root in a user
+    # namespace does not do.
+    user = config["change_user_to"]
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        set_dumpable(True)  # else /proc/self/uid_map belongs to root
+        # A namespace in which this user alone exists: processes are counted in it.
+        checked("unshare", ctypes.c_int(_CLONE_NEWUSER))
+        own = f"{user} {user} 1"
+        for name, text in (("setgroups", "deny"), ("uid_map", own), ("gid_map", own)):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    no_capabilities = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    checked("capset", *no_capabilities)
+    forbid_new_privileges()
+    set_dumpable(False)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # forgotten when the user changed
+
+
+def forbid_new_privileges():
+    """Gain nothing by starting a set-user-ID program, ever."""
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 class _Program(ctypes.Structure):
@@ -76,11 +85,4 @@ def load_syscall_filter(program):
     """Apply a compiled seccomp filter to this process and all that it starts."""
     instructions = ctypes.create_string_buffer(program, len(program))
     filter_program = _Program(len(program) // 8, ctypes.addressof(instructions))
-    checked(
-        "prctl",
-        _PR_SET_SECCOMP,
-        ctypes.c_ulong(_SECCOMP_MODE_FILTER),
-        ctypes.byref(filter_program),
-        ctypes.c_ulong(0),
-        ctypes.c_ulong(0),
-    )
+    prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program))

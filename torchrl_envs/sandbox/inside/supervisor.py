@@ -11,7 +11,7 @@ import select
 import signal
 import time
 
-from . import enter, kernel, worker
+from . import kernel, worker
 from .frames import pack, read_message, write_all
 
 _BUSY_POLL_S = 0.01
@@ -27,9 +27,8 @@ def main():
     status = config["status_fd"]
     try:
         if config["isolation"] != "none":
-            enter.make_private_disk(config)
-            enter.give_up_rights(config)
-            kernel.die_with_parent()  # forgotten when the user changed
+            kernel.make_private_disk(config)
+            kernel.give_up_rights(config)
         once = None if config["persistent"] else read_message(0)
         supervisor = _Supervisor(config, once)
         is_worker = not supervisor.start_worker()
@@ -96,10 +95,10 @@ class _Supervisor:
             os._exit(1)
         os.write(self.starting, b"ready")
         os.close(self.starting)
-        if self.once is not None:
-            worker.run_once(self.once["code"], namespace)
-        else:
+        if self.once is None:
             worker.serve(self.workers_link, namespace)
+        elif status := worker.run(self.once["code"], namespace, keep_exit=True):
+            raise SystemExit(status)
 
     def watch(self):
         """Wait until the worker ends or has to; say which."""
@@ -164,11 +163,10 @@ class _Supervisor:
 
     def _signal_all(self, number):
         """Signal every process but this one; the kernel lets none fork itself away from that."""
-        if self.config["isolation"] != "none":
-            others = [-1]
-        else:
-            others = [pid for pid in _descendants(os.getppid()) if pid != os.getpid()]
-        for pid in others:
+        all_but_this = [-1]
+        if self.config["isolation"] == "none":
+            all_but_this = [pid for pid in _descendants(os.getppid()) if pid != os.getpid()]
+        for pid in all_but_this:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
@@ -192,7 +190,11 @@ class _Supervisor:
             processes, kernel_bytes = _descendants(os.getppid()), 0
         else:
             processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-            kernel_bytes = _num_sockets() * self.config["socket_bytes"] + _num_locks() * _LOCK_BYTES
+            # Sockets of this network namespace, those too that no process holds just now; and
+            # record locks of the processes that this one sees.
+            with open("/proc/net/sockstat", "rb") as sockets, open("/proc/locks", "rb") as locks:
+                kernel_bytes = int(sockets.readline().split()[2]) * self.config["socket_bytes"]
+                kernel_bytes += sum(b" POSIX " in line for line in locks) * _LOCK_BYTES
         used = kernel_bytes + sum(_bytes_of(pid, "status", _OWN) for pid in processes)
         if used <= self.config["memory_bytes"]:
             return used
@@ -214,18 +216,6 @@ def _bytes_of(pid, name, fields):
         return 0
     except PermissionError:
         return _bytes_of(pid, "status", _OWN)
-
-
-def _num_sockets():
-    """Sockets of this network namespace, those too that no process holds just now."""
-    with open("/proc/net/sockstat", "rb") as file:
-        return int(file.readline().split()[2])
-
-
-def _num_locks():
-    """Record locks of the processes that this one sees."""
-    with open("/proc/locks", "rb") as file:
-        return sum(b" POSIX " in line for line in file)
 
 
 def _drain(fd):

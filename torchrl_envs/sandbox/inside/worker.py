@@ -56,42 +56,32 @@ def prepare_interpreter(config):
     return main.__dict__
 
 
-def run_once(code, namespace):
-    """Run a program as a script is run: its exit status is the process's."""
-    status = _run(code, namespace, keep_exit=True)
-    if status:
-        sys.exit(status)
-
-
 def serve(link, namespace):
     """Run what is asked, one after the other, in one namespace."""
     own = os.getpid()
     while (request := read_message(link)) is not None:
-        status = _run(request["code"], namespace, keep_exit=False)
+        status = run(request["code"], namespace)
         _flush()
         if os.getpid() != own:  # a process that the program forked, and that came back here
             os._exit(status)
         write_all(link, b"%d\n" % status)
 
 
-def _run(code, namespace, keep_exit):
+def run(code, namespace, keep_exit=False):
+    """Run a program; the status that a script of it would end with."""
     try:
         exec(compile(code, _FILE_NAME, "exec", dont_inherit=True), namespace)
     except SystemExit as stop:
         if keep_exit:
             raise
-        return _status_of(stop.code)
+        if stop.code is None or isinstance(stop.code, int):
+            return int(stop.code or 0) & 0xFF
+        sys.stderr.write(f"{stop.code}\n")
+        return _EXIT_STATUS_OF_ERROR
     except BaseException as error:
         _show(error, code)
         return _EXIT_STATUS_OF_ERROR
     return 0
-
-
-def _status_of(code):
-    if code is None or isinstance(code, int):
-        return int(code or 0) & 0xFF
-    sys.stderr.write(f"{code}\n")
-    return _EXIT_STATUS_OF_ERROR
 
 
 def _show(error, code):
