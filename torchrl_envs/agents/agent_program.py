@@ -7,6 +7,8 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -164,7 +166,8 @@ class Branches:
             RequestError: it can't be a prompt; as if it had not come.
         """
         self._encode(Conversations.from_messages([request.messages], [request.tools]))
-        self._known.append(_Branch(request, _shown(request)))
+        told = [comparable(message) for message in request.messages]
+        self._known.append(_Branch(request.tools, told))
 
     def go_on(self, episode: Episode, request: TurnRequest) -> None:
         """Take an episode to where a request wants it.
@@ -176,30 +179,28 @@ class Branches:
         Raises:
             RequestError: it can't be a prompt; as if it had not come.
         """
-        shown = _shown(request)
+        shown = [comparable(message) for message in request.messages]
         current = self._known[-1]
-        found = max(
-            (b for b in self._known if b.is_begun_by(request.tools, shown)),
-            key=lambda b: len(b.told),
-            default=None,
-        )
+        # A conversation ends with a reply, and no request does: it never has as many as are shown.
+        known = [b for b in self._known if b.tools == request.tools and len(b.told) < len(shown)]
+        begun = [b for b in known if b.told == shown[: len(b.told)]]
+        found = max(begun, key=lambda b: len(b.told), default=None)
         if found is None:
+            found = _Branch(request.tools, [])
             conversation = Conversations.from_messages([request.messages], [request.tools])
         else:
             before = episode.conversation if found is current else found.left_at
             assert before is not None
             conversation = before.append_messages([request.messages[len(found.told) :]])
         conversation = self._encode(conversation)  # nothing has changed if that raises
-        if found is current:
-            episode.conversation = conversation
-        else:
-            _leave(episode, current, None if found is None else found.left_at)
-            episode.conversation = conversation
-        if found is None:
-            found = _Branch(request, shown)
-        else:
-            self._known.remove(found)
-            found.told = shown
+        self._known = [branch for branch in self._known if branch is not found]
+        if found is not current:
+            # What is left is a row of its own, and what is entered is none.
+            current.left_at, entered = episode.conversation, found.left_at
+            others = (s for s in episode.segments if s is not entered)
+            episode.segments = (*others, current.left_at)
+        episode.conversation = conversation
+        found.told = shown
         self._known.append(found)
 
     def add_reply(self, message: Message) -> None:
@@ -211,29 +212,14 @@ class Branches:
         self._known[-1].told.append(comparable(message))
 
 
+@dataclass
 class _Branch:
     """One conversation of an episode, as its program was told of it."""
 
-    def __init__(self, request: TurnRequest, shown: list[Any]) -> None:
-        self.tools = request.tools
-        self.told = shown
-        self.left_at: Conversations | None = None
-        """Where the episode left it for another one."""
-
-    def is_begun_by(self, tools: Sequence[Any] | None, shown: Sequence[Any]) -> bool:
-        n = len(self.told)  # it ends with a reply, and no request does: never as many as are shown
-        return self.tools == tools and n < len(shown) and self.told == shown[:n]
-
-
-def _shown(request: TurnRequest) -> list[Any]:
-    return [comparable(message) for message in request.messages]
-
-
-def _leave(episode: Episode, current: _Branch, entered: Conversations | None) -> None:
-    """The conversation that is left is a row of its own, and the one that is entered is none."""
-    current.left_at = episode.conversation
-    others = (s for s in episode.segments if s is not entered)
-    episode.segments = (*others, current.left_at)
+    tools: Sequence[Any] | None
+    told: list[Any]
+    left_at: Conversations | None = None
+    """Where the episode left it for another one."""
 
 
 # An agent that owns its loop is trained as it is: its requests are the episode's turns.
@@ -431,9 +417,9 @@ class AgentProgram(ToolSource, RewardSource):
         endpoint = AgentEndpoint(f"{server.url}/v1", session.key, self.model)
         columns = {"seed": episode.seed, **(episode.example or {})}
         agent = _Agent(session, self._prompts)
-        episode.resources.add(self, agent, closing=agent.closing(server), name=self.name)
+        episode.resources.add(self, agent, closing=partial(agent.close, server), name=self.name)
         agent.running = RunningProgram(self.program, endpoint, columns, session)
-        outcome = await self._next(agent, lambda asked: agent.branches.begin(asked))
+        outcome = await self._next(agent, agent.branches.begin)
         event = outcome.value
         if isinstance(event, TurnRequest):
             episode.query, episode.tools = event.messages, event.tools
@@ -454,7 +440,17 @@ class AgentProgram(ToolSource, RewardSource):
         if agent is None or agent.asked is None or not episode.awaits_answer:
             return
         try:
-            await self._go_on(episode, agent, agent.asked)
+            self._answer(episode, agent, agent.asked)
+            if episode.is_done or episode.stop_reason:
+                return
+            outcome = await self._next(agent, partial(agent.branches.go_on, episode))
+            if isinstance(outcome.value, ProgramEnd):
+                agent.end = outcome.value
+            error = outcome.error if agent.end is None else agent.end.error
+            if error is not None and (agent.end is None or self.error_reward is None):
+                self._fail(episode, error)
+            elif agent.end is not None:
+                episode.terminate(ENVIRONMENT_DONE)
         except Exception as error:  # which is of this episode: the others of a batch go on
             _log.warning("An episode ends: %s failed", self.name, exc_info=error)
             self._fail(episode, error)
@@ -474,29 +470,15 @@ class AgentProgram(ToolSource, RewardSource):
             return
         end = agent.end
         if end is None:
-            (outcome,) = await self.call(agent.session.wait_for_end, timeout_s=self.end_timeout_s)
-            end = outcome.value or ProgramEnd(None, outcome.error)
+            (outcome,) = await self.call(agent.session.next_event, timeout_s=self.end_timeout_s)
+            is_end = isinstance(outcome.value, ProgramEnd)
+            end = outcome.value if is_end else ProgramEnd(None, outcome.error)
         value = end.value
         if end.error is not None:
             value = self.error_reward if agent.end else self.cut_reward
         episode.score.add_outcome(self.name, Outcome(value), who=self.name)
 
     # How ----------------------------------------------------------------------------------------
-
-    async def _go_on(self, episode: Episode, agent: "_Agent", asked: TurnRequest) -> None:
-        self._answer(episode, agent, asked)
-        if episode.is_done or episode.stop_reason:
-            return
-        outcome = await self._next(agent, lambda asked: agent.branches.go_on(episode, asked))
-        event = outcome.value
-        if outcome.error is not None:
-            self._fail(episode, outcome.error)
-        elif isinstance(event, ProgramEnd):
-            agent.end = event
-            if event.error is not None and self.error_reward is None:
-                self._fail(episode, event.error)
-            else:
-                episode.terminate(ENVIRONMENT_DONE)
 
     async def _next(self, agent: "_Agent", take: Callable[[TurnRequest], None]) -> Outcome:
         """The next request that can be taken, or the program's end, as an outcome's value."""
@@ -555,13 +537,9 @@ class _Agent:
         self.end: ProgramEnd | None = None
         self.call_ids: set[str] = set()
 
-    def closing(self, server: AgentServer) -> Any:
-        """How it is given back: whatever still waits is refused, and the program stopped."""
-
-        def close(reason: str) -> None:
-            self.session.refuse(reason or "it was given up")
-            server.forget(self.session)
-            if self.running is not None:
-                self.running.stop()
-
-        return close
+    def close(self, server: AgentServer, reason: str) -> None:
+        """Give it back: whatever still waits is refused, and the program stopped."""
+        self.session.refuse(reason or "it was given up")
+        server.forget(self.session)
+        if self.running is not None:
+            self.running.stop()

@@ -113,31 +113,20 @@ class AgentSession:
             with self._lock:
                 if self._end is not None:
                     return self._end
-                asked = self._next()
-                if asked is not None:
+                while self._waiting:
+                    asked = self._waiting.popleft()
+                    if not asked.reply.set_running_or_notify_cancel():
+                        continue
+                    same = (u for u in self._unheard if u.request == asked.request)
+                    unheard = next(same, None)
+                    if unheard is not None:  # a client that tries again
+                        self._unheard.remove(unheard)
+                        asked.reply.set_result(unheard.reply.result())
+                        continue
+                    self._asked = asked
                     return asked.request
                 self._listener = listener = Future()
             await asyncio.wrap_future(listener)
-
-    def _next(self) -> Asked | None:
-        while self._waiting:
-            asked = self._waiting.popleft()
-            if not asked.reply.set_running_or_notify_cancel():
-                continue
-            unheard = next((u for u in self._unheard if u.request == asked.request), None)
-            if unheard is not None:  # a client that tries again
-                self._unheard.remove(unheard)
-                asked.reply.set_result(unheard.reply.result())
-                continue
-            self._asked = asked
-            return asked
-        return None
-
-    async def wait_for_end(self) -> ProgramEnd:
-        """That the program has ended, once nothing that it asks is answered; waits for it."""
-        event = await self.next_event()
-        assert isinstance(event, ProgramEnd)
-        return event
 
     def answer(self, reply: TurnReply | RequestError) -> None:
         """Answer what :meth:`next_event` gave.
@@ -232,8 +221,8 @@ class AgentServer:
         self._max_request_bytes = max_request_bytes
         self._sessions: dict[str, AgentSession] = {}
         routes = [Route(path, self._answer, methods=["POST"]) for path in _PROTOCOLS]
-        routes.append(Route("/v1/models", self._list_models, methods=["GET"]))
-        routes.append(Route("/v1/models/{model}", self._show_model, methods=["GET"]))
+        models = ("/v1/models", "/v1/models/{model}")
+        routes += [Route(path, self._show_models, methods=["GET"]) for path in models]
         routes.append(Route("/{path:path}", self._not_found, methods=["GET", "POST"]))
         config = uvicorn.Config(
             Starlette(routes=routes),
@@ -248,7 +237,6 @@ class AgentServer:
         )
         self._server = uvicorn.Server(config)
         self._socket = _listen(host, port)
-        _allow_open_files()
         port, host = self._socket.getsockname()[1], _address(host)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """Where it listens; OpenAI's clients take it with ``/v1``."""
@@ -309,30 +297,31 @@ class AgentServer:
             return StreamingResponse(map(_event, stream), media_type="text/event-stream")
         return JSONResponse(protocol.write_reply(reply, asked, self.model))
 
-    async def _list_models(self, request: "Request") -> "Response":
+    async def _show_models(self, request: "Request") -> "Response":
         from starlette.responses import JSONResponse
 
         if _key_of(request) not in self._sessions:
             return _error(401, _WRONG_KEY)
-        return JSONResponse({"object": "list", "data": [self._described()]})
-
-    async def _show_model(self, request: "Request") -> "Response":
-        from starlette.responses import JSONResponse
-
-        if _key_of(request) not in self._sessions:
-            return _error(401, _WRONG_KEY)
-        if request.path_params["model"] != self.model:
+        own = {"id": self.model, "object": "model", "created": 0, "owned_by": "torchrl-agents"}
+        named = request.path_params.get("model")
+        if named not in (None, self.model):
             return _error(404, f"there is one model here, {self.model!r}")
-        return JSONResponse(self._described())
-
-    def _described(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": 0, "owned_by": "torchrl-agents"}
+        return JSONResponse({"object": "list", "data": [own]} if named is None else own)
 
     async def _not_found(self, request: "Request") -> "Response":
         return _error(404, f"there is no {request.url.path} here, only {', '.join(_PROTOCOLS)}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, and room for a connection or more, and an event loop, of each program.
+
+    Raises:
+        OSError: it can't listen there.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
@@ -355,14 +344,6 @@ def _address(host: str) -> str:
         except OSError:  # it knows no other machine
             return "127.0.0.1"
         return str(probe.getsockname()[0])
-
-
-def _allow_open_files() -> None:
-    """Each program has a connection or more, and an event loop of its own."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _key_of(request: "Request") -> str:

@@ -42,8 +42,7 @@ class Frames:
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         """The next message."""
-        head = self._read(_LENGTH.size, timeout_s)
-        (size,) = _LENGTH.unpack(head)
+        (size,) = _LENGTH.unpack(self._read(_LENGTH.size, timeout_s))
         data = self._read(_LENGTH.size + size, timeout_s)[_LENGTH.size :]
         self._buffer.clear()
         return data
@@ -101,17 +100,11 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
-        self._setup = pack(pickle.dumps(setup)) + pack(handler)
+        self.setup = pack(pickle.dumps(setup)) + pack(handler)
+        """What it is sent first; it answers with what keeps it from running the handler."""
 
-    def start(self, timeout_s: float) -> str:
-        """Wait until it has begun; what keeps it from running the handler, or nothing."""
-        return self._send(self._setup, timeout_s).decode()
-
-    def ask(self, request: bytes, timeout_s: float) -> bytes:
-        """What the handler answers."""
-        return self._send(pack(request), timeout_s)
-
-    def _send(self, message: bytes, timeout_s: float) -> bytes:
+    def ask(self, message: bytes, timeout_s: float) -> bytes:
+        """Send a packed message, and wait for the answer."""
         deadline = time.monotonic() + timeout_s
         try:
             self._link.settimeout(timeout_s)
@@ -208,7 +201,7 @@ class WorkerPool:
         with self._free:
             worker = self._workers.take() or self._start(generation)
             try:
-                answer = worker.ask(request, self._deadline_s)
+                answer = worker.ask(pack(request), self._deadline_s)
             except BaseException:
                 self._workers.end(worker)
                 raise
@@ -218,7 +211,7 @@ class WorkerPool:
     def _start(self, generation: int) -> WorkerProcess:
         worker = self._workers.make(self._setup, self._handler, generation)
         try:
-            problem = worker.start(_START_S)
+            problem = worker.ask(worker.setup, _START_S).decode()
         except BaseException as error:
             self._workers.end(worker)
             if isinstance(error, Exception) and generation == self._workers.generation:
@@ -300,7 +293,11 @@ def serve(descriptor: int) -> None:
         handler = pickle.loads(frames.receive())
         for module in setup["preload"]:
             import_module(module)
-        _limit_memory(setup["max_memory_mb"])
+        if setup["max_memory_mb"] is not None:
+            with open("/proc/self/statm") as statm:
+                in_use = int(statm.read().split()[5]) * resource.getpagesize()
+            limit = in_use + setup["max_memory_mb"] * 2**20
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     except BaseException as error:
         link.sendall(pack(error_line(error).encode()))
         return
@@ -311,15 +308,6 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         link.sendall(pack(handler(request)))
-
-
-def _limit_memory(max_memory_mb: int | None) -> None:
-    if max_memory_mb is None:
-        return
-    with open("/proc/self/statm") as statm:
-        in_use = int(statm.read().split()[5]) * resource.getpagesize()
-    limit = in_use + max_memory_mb * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 # Functions that are called in worker processes and answer with text.
@@ -346,10 +334,8 @@ class ToolProcesses:
         start: bool = True,
     ) -> None:
         if num_processes < 1 or (max_memory_mb is not None and max_memory_mb < 1):
-            raise ValueError(
-                "num_processes and max_memory_mb must be at least 1, got "
-                f"{num_processes} and {max_memory_mb}."
-            )
+            given = f"{num_processes} and {max_memory_mb}"
+            raise ValueError(f"num_processes and max_memory_mb must be at least 1, got {given}.")
         self.functions = dict(functions)
         self.timeout_s = timeout_s
         self._settings = {
@@ -360,8 +346,16 @@ class ToolProcesses:
         }
         self._max_result_bytes = max_result_bytes
         for name, function in functions.items():
-            _check_can_be_found(name, function)
-        handler = pickle.dumps(_Handler(self.functions, max_result_bytes))
+            try:
+                if getattr(function, "__module__", None) == "__main__":
+                    raise ValueError("it is defined in the program itself")
+                pickle.dumps(function)
+            except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"The function {name} can't run in another process: {error}. Define it at the "
+                    "top of a module that can be imported, or leave num_processes out."
+                ) from error
+        handler = pickle.dumps(functools.partial(_handle, self.functions, max_result_bytes))
         self._pool = WorkerPool(handler, **self._settings)
         if start:
             self._ask(self._pool.start)
@@ -398,32 +392,13 @@ class ToolProcesses:
         self._pool.close()
 
 
-class _Handler:
+def _handle(functions: Mapping[str, Callable[..., Any]], max_bytes: int, request: bytes) -> bytes:
     """In a worker: text alone goes back, as objects of this side may not exist on the other."""
-
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], max_bytes: int) -> None:
-        self._functions = functions
-        self._max_bytes = max_bytes
-
-    def __call__(self, request: bytes) -> bytes:
-        name, arguments = json.loads(request)
-        outcome = run_call(functools.partial(self._functions[name], **arguments))
-        if outcome.error is None:
-            shown = functools.partial(value_text, outcome.value, max_bytes=self._max_bytes)
-            outcome = run_call(shown)
-        if outcome.error is None:
-            return json.dumps(("value", outcome.value)).encode()
-        kind = "lost" if isinstance(outcome.error, EpisodeLostError) else "error"
-        return json.dumps((kind, error_line(outcome.error))).encode()
-
-
-def _check_can_be_found(name: str, function: Callable[..., Any]) -> None:
-    try:
-        if getattr(function, "__module__", None) == "__main__":
-            raise ValueError("it is defined in the program itself")
-        pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"The function {name} can't run in another process: {error}. Define it at the top of a "
-            "module that can be imported, or leave num_processes out."
-        ) from error
+    name, arguments = json.loads(request)
+    outcome = run_call(functools.partial(functions[name], **arguments))
+    if outcome.error is None:
+        outcome = run_call(functools.partial(value_text, outcome.value, max_bytes=max_bytes))
+    if outcome.error is None:
+        return json.dumps(("value", outcome.value)).encode()
+    kind = "lost" if isinstance(outcome.error, EpisodeLostError) else "error"
+    return json.dumps((kind, error_line(outcome.error))).encode()
