@@ -123,12 +123,8 @@ def reply_to(
     if parsed is not None and parsed.calls:
         calls = [c for c in parsed.calls if isinstance(c, ToolCall) and _is_text(c)]
         if len(calls) == len(parsed.calls):
-            ids = _ids_of(calls, used_ids)
             message["content"] = parsed.content or None
-            message["tool_calls"] = [
-                _written_call(call, own_id, request.tools or [])
-                for call, own_id in zip(calls, ids, strict=True)
-            ]
+            message["tool_calls"] = _written_calls(calls, request.tools or (), used_ids)
             finish_reason = finish_reason if finish_reason == LENGTH else TOOL_CALLS
     return TurnReply(message, finish_reason, num_prompt_tokens, num_tokens, stop)
 
@@ -142,27 +138,27 @@ def _is_text(call: ToolCall) -> bool:
     return True
 
 
-def _ids_of(calls: Sequence[ToolCall], used: Collection[str]) -> list[str]:
-    """What the model calls its calls, where it does; else names that some templates ask for.
+def _written_calls(
+    calls: Sequence[ToolCall], tools: Sequence[dict[str, Any]], used: Collection[str]
+) -> list[dict[str, Any]]:
+    """Calls as they are told, each with the id that the model gives it.
 
-    Nine letters and digits, and the same in each rollout: they are in the prompts that follow.
+    One without, or with a used one, gets a name that some templates ask for: nine letters and
+    digits, and the same in each rollout, because they are in the prompts that follow.
     """
-    ids: list[str] = []
+    ids, written = set(used), []
     for call in calls:
-        own, number = call.id, len(used) + len(ids)
-        while not own or own in used or own in ids:
+        own, number = call.id, len(ids)
+        while not own or own in ids:
             own, number = f"call{number:05}", number + 1
-        ids.append(own)
-    return ids
-
-
-def _written_call(call: ToolCall, own_id: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    arguments = call.arguments
-    schema = next((t for t in tools if t["function"]["name"] == call.name), None)
-    if call.is_text and schema is not None:
-        arguments = typed_arguments(arguments, schema["function"].get("parameters"))
-    function = {"name": call.name, "arguments": json.dumps(arguments)}
-    return {"id": own_id, "type": "function", "function": function}
+        ids.add(own)
+        arguments = call.arguments
+        schema = next((t for t in tools if t["function"]["name"] == call.name), None)
+        if call.is_text and schema is not None:
+            arguments = typed_arguments(arguments, schema["function"].get("parameters"))
+        function = {"name": call.name, "arguments": json.dumps(arguments)}
+        written.append({"id": own, "type": "function", "function": function})
+    return written
 
 
 def comparable(message: Message) -> tuple[Any, ...]:

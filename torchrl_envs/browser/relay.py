@@ -59,16 +59,11 @@ def _start(command: list[str]) -> int:
         os._exit(127)
 
 
-def _descriptors() -> list[int]:
-    """Those that are open, but for standard error."""
-    found = []
+if __name__ == "__main__":
+    descriptors = []  # those that are open, but for standard error
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one by which they were listed
             os.fstat(int(name))
-            found.append(int(name))
-    return [number for number in found if number != 2]
-
-
-if __name__ == "__main__":
-    status = asyncio.run(relay(sys.argv[1], int(sys.argv[2]), sys.argv[3:], _descriptors()))
+            descriptors += [] if name == "2" else [int(name)]
+    status = asyncio.run(relay(sys.argv[1], int(sys.argv[2]), sys.argv[3:], descriptors))
     os._exit(status if status >= 0 else 128 - status)

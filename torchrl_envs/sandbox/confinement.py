@@ -148,12 +148,6 @@ def starts_as() -> int | None:
     return UNPRIVILEGED_USER if _can_be_other_user() and not _has(_CAP_SYS_ADMIN) else None
 
 
-def user_name() -> str:
-    """Who starts a sandbox, for messages."""
-    user = starts_as()
-    return f"user {os.geteuid() if user is None else user}"
-
-
 @functools.cache
 def _can_be_other_user() -> bool:
     if os.geteuid() != 0 or not (_has(_CAP_SETUID) and _has(_CAP_SETGID)):
@@ -265,16 +259,6 @@ def program() -> dict[str, CodeType]:
 # The command line of bubblewrap: a file system of its own, and namespaces.
 
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-
-
-def bubblewrap_missing() -> str | None:
-    """What to install, or ``None``."""
-    if shutil.which("bwrap") is not None:
-        return None
-    return (
-        "bubblewrap (the command `bwrap`) is not installed: on Debian and Ubuntu "
-        "`apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`"
-    )
 
 
 def bubblewrap_command(interpreter: Interpreter) -> list[str]:

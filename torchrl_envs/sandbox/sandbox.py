@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,13 +26,11 @@ from .confinement import (
     SandboxUnavailableError,
     UnsandboxedCodeWarning,
     bubblewrap_command,
-    bubblewrap_missing,
     changes_user,
     failing_checks,
     program,
     starts_as,
     syscall_filter,
-    user_name,
 )
 from .inside.frames import pack
 
@@ -377,7 +376,8 @@ class Sandbox:
                 needs_keeper=request is None or self.isolation == "none",
             )
         except OSError as error:
-            raise SandboxStartError(f"it can't be started as {user_name()}: {error}") from error
+            user = os.geteuid() if starts_as() is None else starts_as()
+            raise SandboxStartError(f"it can't be started as user {user}: {error}") from error
         try:
             if request is not None:
                 process.send(request)
@@ -446,7 +446,12 @@ def _reason_against(choice: Isolation, interpreter: Interpreter) -> str | None:
     with _verifying:
         if key in _verified:
             return _verified[key]
-        reason = bubblewrap_missing()
+        reason = None
+        if shutil.which("bwrap") is None:
+            reason = (
+                "bubblewrap (the command `bwrap`) is not installed: on Debian and Ubuntu "
+                "`apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`"
+            )
         if sys.platform != "linux":
             reason = f"works on Linux only, this is {sys.platform}"
         if reason is None:

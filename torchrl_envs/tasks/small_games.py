@@ -419,7 +419,7 @@ class Nim:
         self._player = PLAYERS[opponent]
         self._rng = random.Random(seed)
         if not begins:
-            self._answer()
+            self._game.take(self._player(self._game.heap, self._rng))
         return self._game.view()
 
     def take(self, n: int) -> str:
@@ -430,13 +430,10 @@ class Nim:
         """
         self._game.take(n)
         if not self._game.is_over:
-            self._answer()
+            self._game.take(self._player(self._game.heap, self._rng))
         if self._game.is_over:
             return "you win" if self._game.winner == self._seat else "you lose"
         return self._game.view()
-
-    def _answer(self) -> None:
-        self._game.take(self._player(self._game.heap, self._rng))
 
     def get_reward(self) -> float:
         """1 for a game that was won; 0 for one that was lost or left."""
