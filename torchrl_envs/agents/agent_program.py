@@ -367,8 +367,7 @@ class AgentProgram(ToolSource, RewardSource):
         """
         if env.base_env.system_prompt is not None:
             raise ValueError(
-                "AgentProgram: the prompts are the program's, and the environment has a "
-                "system_prompt."
+                "AgentProgram: prompts are the program's, and the environment has a system_prompt."
             )
         others = [part for kind in _SPEAKERS for part in env.transforms_of(kind)]
         speaking = [type(p).__name__ for p in others if p is not self and p.only_for is None]

@@ -71,8 +71,7 @@ class AgentCommand:
     ) -> None:
         if isinstance(command, str) or not all(isinstance(part, str) for part in command):
             raise TypeError(
-                f'AgentCommand takes a list of strings, such as ["python", "agent.py"], got '
-                f"{command!r:.80}."
+                f'AgentCommand takes a list of strings, as ["python", "a.py"], got {command!r:.80}.'
             )
         if not command:
             raise ValueError("AgentCommand: the command is empty.")
@@ -129,8 +128,7 @@ class AgentCommand:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise AgentProgramError(
-                    f"{self.__name__} gets its row as JSON, which the column {name!r} is not: "
-                    f"{error}"
+                    f"{self.__name__} gets its row as JSON, which column {name!r} is not: {error}"
                 ) from error
         return json.dumps(row).encode() + b"\n"
 

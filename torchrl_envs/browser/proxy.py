@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 # Which hosts a browser may reach.
@@ -136,15 +136,6 @@ _CONNECT_TIMEOUT_S: Final = 15.0
 _HOP_BY_HOP: Final = (b"proxy-", b"connection:", b"keep-alive:")
 
 
-class _Request(NamedTuple):
-    method: str
-    host: str
-    port: int
-    path: str
-    version: str
-    headers: tuple[bytes, ...]
-
-
 class _RefusedError(Exception):
     """The request gets an answer of the proxy's own."""
 
@@ -208,26 +199,19 @@ class FilteringProxy:
             await _close(writer)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await self._read_request(reader)
-        address = await self._resolve(request.host, request.port)
+        host, port, first = await self._read_request(reader)
+        address = await self._resolve(host, port)
         try:
             remote = await asyncio.wait_for(
-                asyncio.open_connection(address, request.port), _CONNECT_TIMEOUT_S
+                asyncio.open_connection(address, port), _CONNECT_TIMEOUT_S
             )
         except (OSError, TimeoutError) as error:
             raise _RefusedError("502 Bad Gateway") from error
         try:
-            if request.method == "CONNECT":
+            if first is None:
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             else:
-                # As its server takes it; one request a connection, so that each is checked.
-                own = (*_HOP_BY_HOP, b"host:")
-                kept = [each for each in request.headers if not each.lower().startswith(own)]
-                host = f"[{request.host}]" if ":" in request.host else request.host
-                port = "" if request.port == 80 else f":{request.port}"
-                line = f"{request.method} {request.path} {request.version}"
-                lines = [line.encode(), f"Host: {host}{port}".encode(), *kept, b"Connection: close"]
-                remote[1].write(b"\r\n".join(lines) + b"\r\n\r\n")
+                remote[1].write(first)
             upload = asyncio.ensure_future(_copy(reader, remote[1]))
             try:
                 await _copy(remote[0], writer)  # until the server has ended
@@ -238,7 +222,8 @@ class FilteringProxy:
         finally:
             await _close(remote[1])
 
-    async def _read_request(self, reader: asyncio.StreamReader) -> _Request:
+    async def _read_request(self, reader: asyncio.StreamReader) -> tuple[str, int, bytes | None]:
+        """Host and port, and the request as its server takes it; none for a tunnel."""
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
         except asyncio.LimitOverrunError as error:
@@ -253,10 +238,19 @@ class FilteringProxy:
             raise _RefusedError("400 Bad Request") from error
         if not parts.hostname or (method != "CONNECT" and parts.scheme != "http"):
             raise _RefusedError("400 Bad Request")
-        if not self.allowed.allows(parts.hostname, port):
-            self._refuse(parts.hostname, port)
+        host = parts.hostname
+        if not self.allowed.allows(host, port):
+            self._refuse(host, port)
+        if method == "CONNECT":
+            return host, port, None
+        # One request a connection, so that each is checked.
+        own = (*_HOP_BY_HOP, b"host:")
         path = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
-        return _Request(method, parts.hostname, port, path, version, tuple(headers))
+        named = f"[{host}]" if ":" in host else host
+        named += "" if port == 80 else f":{port}"
+        lines = [f"{method} {path} {version}".encode(), f"Host: {named}".encode()]
+        lines += [header for header in headers if not header.lower().startswith(own)]
+        return host, port, b"\r\n".join([*lines, b"Connection: close", b"", b""])
 
     def _authenticate(self, headers: list[bytes]) -> None:
         token = base64.b64encode(f"{self.username}:{self.password}".encode())

@@ -379,8 +379,7 @@ def syscall_filter() -> bytes:
             number = _NUMBERS.get(name) or library.seccomp_syscall_resolve_name(name.encode())
             if number == _UNKNOWN_CALL:
                 raise SandboxUnavailableError(
-                    f"libseccomp does not know the system call {name!r}: it is too old. Install "
-                    "version 2.5 or later."
+                    f"libseccomp does not know the system call {name!r}: install 2.5 or later."
                 )
             array = (_Comparison * max(1, len(comparisons)))(*comparisons)
             action = ctypes.c_uint32(_ERRNO | error)

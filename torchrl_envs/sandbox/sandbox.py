@@ -77,6 +77,7 @@ _READ_BYTES: Final = 1 << 16
 _GRACE_S: Final = 2.0
 """How much later than the supervisor inside the parent looks at the clock."""
 _MAX_LINE_BYTES: Final = 4096
+_START_S: Final = 20.0
 _ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -177,6 +178,17 @@ class SandboxProcess:
                     num_reads += 1
         return self._reports.pop(0) if self._reports else "exit -9"
 
+    def await_start(self) -> None:
+        """Wait until the supervisor has started a worker.
+
+        Raises:
+            SandboxStartError: it does not.
+        """
+        report = self.next_report(timeout_s=_START_S)
+        if report != "ready":
+            output = self.stderr.text().strip()
+            raise SandboxStartError(f"it does not start ({report}). {output}".rstrip())
+
     def kill(self) -> None:
         """End it with all of its processes, and give everything back."""
         if self._process.poll() is None and not self._outgoing:
@@ -230,7 +242,6 @@ class SandboxProcess:
 # Runs untrusted Python code.
 
 _CHOICES: Final[tuple[Isolation, ...]] = ("bubblewrap",)
-_START_S: Final = 20.0
 _verified: dict[tuple[Isolation, Interpreter], str | None] = {}
 _verifying = threading.Lock()
 
@@ -303,8 +314,10 @@ class Sandbox:
         timeout_s = self.limits.timeout_s if timeout_s is None else timeout_s
         request = self.request(code, timeout_s)
         started = time.monotonic()
-        process = self.start(request)
+        process = self.start(persistent=False, timeout_s=timeout_s)
         try:
+            process.send(request)
+            process.await_start()
             report = process.next_report(timeout_s=timeout_s)
         finally:
             process.kill()
@@ -321,19 +334,15 @@ class Sandbox:
         code = code.encode("utf-8", errors="replace").decode("utf-8")  # no lone surrogates
         if len(code) > self.limits.max_code_bytes:
             raise ValueError(
-                f"The program has {len(code)} characters; at most {self.limits.max_code_bytes} "
-                "are run."
+                f"The program has {len(code)} characters, above {self.limits.max_code_bytes}."
             )
         return {"code": code, "timeout_s": timeout_s}
 
-    def start(self, request: Mapping[str, Any] | None = None) -> SandboxProcess:
-        """Start an interpreter.
-
-        Args:
-            request: the only program that it runs; a session's interpreter waits for several.
+    def start(self, *, persistent: bool, timeout_s: float | None = None) -> SandboxProcess:
+        """Start an interpreter that waits for a program.
 
         Raises:
-            SandboxStartError: its command can't be run, or its supervisor starts no worker.
+            SandboxStartError: its command can't be run.
         """
         command = self.interpreter.command()
         if self.isolation == "bubblewrap":
@@ -348,15 +357,15 @@ class Sandbox:
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
         }
-        if request is not None:
-            resources["RLIMIT_CPU"] = int(request["timeout_s"]) + 1
+        if timeout_s is not None:
+            resources["RLIMIT_CPU"] = int(timeout_s) + 1
         if self.isolation == "none":
             del resources["RLIMIT_NPROC"]  # would count all processes of this user
         with open("/proc/sys/net/core/wmem_default") as file:
             socket_bytes = 2 * int(file.read())  # at most, of a socket's full buffer
         config = {
             "isolation": self.isolation,
-            "persistent": request is None,
+            "persistent": persistent,
             "change_user_to": UNPRIVILEGED_USER if changes_user() else None,
             "memory_bytes": limits.memory_bytes,
             "disk_bytes": limits.disk_bytes,
@@ -368,27 +377,16 @@ class Sandbox:
             "socket_bytes": socket_bytes,
         }
         try:
-            process = SandboxProcess(
+            return SandboxProcess(
                 command,
                 config,
                 max_output_bytes=limits.max_output_bytes,
                 # A session outlives the thread that starts it.
-                needs_keeper=request is None or self.isolation == "none",
+                needs_keeper=persistent or self.isolation == "none",
             )
         except OSError as error:
             user = os.geteuid() if starts_as() is None else starts_as()
             raise SandboxStartError(f"it can't be started as user {user}: {error}") from error
-        try:
-            if request is not None:
-                process.send(request)
-            report = process.next_report(timeout_s=_START_S)
-            if report != "ready":
-                output = process.stderr.text().strip()
-                raise SandboxStartError(f"it does not start ({report}). {output}".rstrip())
-        except BaseException:
-            process.kill()
-            raise
-        return process
 
     def result(
         self, process: SandboxProcess, report: str, *, started: float, state_lost: bool = False
@@ -510,9 +508,14 @@ class SandboxSession:
         request = self.sandbox.request(code, timeout_s)
         with self._lock:
             started = time.monotonic()
-            if self._process is None:
-                self._process = self.sandbox.start()
             process = self._process
+            if process is None:
+                process = self._process = self.sandbox.start(persistent=True)
+                try:
+                    process.await_start()
+                except BaseException:
+                    self._end()
+                    raise
             process.clear_output()
             process.send(request)
             report = process.next_report(timeout_s=timeout_s)

@@ -325,8 +325,7 @@ def make_mlgym(
     folder = Path(str(mlgym.__file__)).parent.parent.resolve()
     if Path.cwd().resolve() != folder:
         raise RuntimeError(
-            f"MLGym finds its tasks and data relative to its own folder: start the program in "
-            f"{folder}, not in {Path.cwd()}."
+            f"MLGym's tasks lie relative to its own folder: start in {folder}, not {Path.cwd()}."
         )
     devices = itertools.count()
     settings = {"max_steps": max_steps, "container_type": container_type, "seed": seed}

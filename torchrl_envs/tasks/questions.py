@@ -39,7 +39,7 @@ class _TaggedReward(AnswerReward):
         self.format_reward = format_reward
         self.correct_reward = correct_reward
 
-    def is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
+    def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
         """Whether an answer, which is not empty, is right."""
         raise NotImplementedError
 
@@ -47,7 +47,7 @@ class _TaggedReward(AnswerReward):
         """See :class:`AnswerReward`."""
         del query
         tags = read_tags(text)
-        success = bool(tags.answer) and self.is_right(tags.answer, row)
+        success = bool(tags.answer) and self._is_right(tags.answer, row)
         wrong = self.format_reward if tags.answer else 0.0
         reward = self.correct_reward if success else wrong
         return {
@@ -96,7 +96,7 @@ class GSM8KRewardParser(_TaggedReward):
         self.answer_column = answer_column
         self.required_columns = (answer_column,)  # type: ignore[misc]
 
-    def is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
+    def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
         """Whether it is the number after the last ``####``."""
         gold = str(row[self.answer_column])
         marked = hash_answer(gold)
@@ -131,8 +131,7 @@ class GSM8KPrepareQuestion(EpisodeTransform):
         """
         if not isinstance(episode.query, str):
             raise TypeError(
-                "GSM8KPrepareQuestion takes questions that are strings, got "
-                f"{type(episode.query).__name__}."
+                f"GSM8KPrepareQuestion takes strings, got {type(episode.query).__name__}."
             )
         episode.query = self.template.replace("{question}", episode.query)
 
@@ -475,7 +474,7 @@ class CountdownRewardParser(_TaggedReward):
 
     required_columns = ("numbers", "target")
 
-    def is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
+    def _is_right(self, answer: str, row: Mapping[str, Any]) -> bool:
         """Whether the expression has the value of the target, and uses the numbers."""
         return evaluate(answer) == (row["target"], Counter(row["numbers"]))
 

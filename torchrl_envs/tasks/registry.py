@@ -214,8 +214,7 @@ def _only_for(task: Task, transforms: Sequence[Transform]) -> Sequence[Transform
 def _check(task: Task) -> None:
     if isinstance(task.environment, Mapping):
         raise ValueError(
-            f"combine_tasks takes tasks of one environment each; {task.name} has several "
-            "environments already."
+            f"combine_tasks: {task.name} has several environments already; one each is taken."
         )
     rows = task.train_rows
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or not len(rows):

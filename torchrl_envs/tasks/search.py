@@ -364,8 +364,7 @@ def _pages_of(corpus: Any) -> tuple[list[str], list[str]]:
     for number, row in enumerate(load_rows(corpus)):
         if "title" not in row or "text" not in row:
             raise ValueError(
-                f"search: pages have the columns title and text; page {number} of the corpus has "
-                f"{sorted(row)}."
+                f"search: pages have the columns title and text; page {number} has {sorted(row)}."
             )
         titles.append(str(row["title"]))
         texts.append(f"{row['title']}: {row['text']}")

@@ -272,8 +272,7 @@ def load_task_rows(
         rows = [dict(row) for row in train]
         if rows and prompt_column not in rows[0]:
             raise ValueError(
-                f"The data have no column {prompt_column!r} with the prompts; their columns are "
-                f"{sorted(rows[0])}."
+                f"The data have no column {prompt_column!r} with prompts, only {sorted(rows[0])}."
             )
         return split_rows(rows, num_held_out, prompt_column)
     rows = load_rows(dataset, name=name, split=held_out_split)
