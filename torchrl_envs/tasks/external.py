@@ -83,10 +83,7 @@ def environment_task(
         TypeError: what it makes follows no known protocol.
     """
     check_counts("environment", max_turns=max_turns, max_new_tokens=max_new_tokens)
-    called, scores = (
-        [found(setting, str(name)) for name in ([own] if isinstance(own, str) else own or ())]
-        for setting, own in (("tools", tools), ("rewards", rewards))
-    )
+    called, scores = _functions("tools", tools), _functions("rewards", rewards)
     reward_weights = list(reward_weights)
     if reward_weights and len(reward_weights) != len(scores):
         raise ValueError(f"reward_weights={reward_weights} are for {len(scores)} rewards.")
@@ -142,6 +139,12 @@ def environment_task(
         max_new_tokens=max_new_tokens,
         **parts,
     )
+
+
+def _functions(setting: str, given: Any) -> list[Callable[..., Any]]:
+    """The functions that a setting names, one or several."""
+    names = [given] if isinstance(given, str) else list(given or ())
+    return [found(setting, str(name)) for name in names]
 
 
 def found(setting: str, path: str) -> Callable[..., Any]:
@@ -259,8 +262,9 @@ def agent_task(
     """
     check_counts("agent", max_turns=max_turns, max_new_tokens=max_new_tokens)
     if (program is None) == (command is None):
-        message = "agent takes one of program (package.module:name) and command (a list of words)."
-        raise ValueError(message)
+        raise ValueError(
+            "agent takes one of program (package.module:name) and command (a list of words)."
+        )
     if dataset is None:
         raise ValueError("agent needs a dataset: the rows that the agent works on.")
     run: Any = found("program", program) if program is not None else None
