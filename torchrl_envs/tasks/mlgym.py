@@ -325,7 +325,8 @@ def make_mlgym(
     folder = Path(str(mlgym.__file__)).parent.parent.resolve()
     if Path.cwd().resolve() != folder:
         raise RuntimeError(
-            f"MLGym's tasks lie relative to its own folder: start in {folder}, not {Path.cwd()}."
+            f"MLGym finds its tasks in its own folder: start the program in {folder}, "
+            f"not in {Path.cwd()}."
         )
     devices = itertools.count()
     settings = {"max_steps": max_steps, "container_type": container_type, "seed": seed}
