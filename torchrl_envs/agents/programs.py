@@ -128,7 +128,7 @@ class AgentCommand:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise AgentProgramError(
-                    f"{self.__name__} gets its row as JSON, which column {name!r} is not: {error}"
+                    f"{self.__name__} gets its row as JSON; the column {name!r} is not: {error}"
                 ) from error
         return json.dumps(row).encode() + b"\n"
 
