@@ -4,11 +4,11 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -37,9 +37,74 @@ async def gather_rows(calls: Iterable[Awaitable[Generation]]) -> list[Generation
     return [result for result in results if result is not None]
 
 
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for callers that wait and callers in other loops.
+
+    Args:
+        who: is named in errors.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._gate = threading.Lock()
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=who, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin a call; cancelling the future cancels it.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        with self._gate:  # Once the loop has ended, nobody would run it.
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(call, self._loop)
+        call.close()
+        raise RuntimeError(f"{self._who} is closed.")
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for a call; who is interrupted cancels it. Raises as `submit`, and as the call."""
+        future = self.submit(call)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def call(self, call: Coroutine[Any, Any, T]) -> T:
+        """As `run`, for a caller in another event loop."""
+        try:
+            return await asyncio.wrap_future(self.submit(call))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise RuntimeError(f"{self._who} was closed.") from None
+            raise
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        while tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread. May be called twice."""
+        with self._gate:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
 # The thread that steps an engine for asyncio, and runs commands between two steps.
 
-T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 10.0
 _GATHER_S = 0.001
 """An idle engine waits so long for those who come with the first one: they share their prompt."""
@@ -62,11 +127,8 @@ class Stepped(Protocol):
         ...
 
 
-class _Command(NamedTuple):
-    run: Callable[[], object]
-    """Called between two steps."""
-    refuse: Callable[[BaseException], object]
-    """Called instead, or after it raised, when the engine ends."""
+_Command = tuple[Callable[[], object], Callable[[BaseException], object]]
+"""What is called between two steps, and instead, or after it raised, when the engine ends."""
 
 
 class EngineThread:
@@ -115,7 +177,7 @@ class EngineThread:
         """
         with self._gate:  # Once the thread has ended, nobody would run it.
             self.check_alive()
-            self._commands.put(_Command(run, refuse))
+            self._commands.put((run, refuse))
 
     async def call(
         self, function: Callable[[], T], *, spares: Callable[[Exception], bool] | None = None
@@ -150,17 +212,18 @@ class EngineThread:
 
     async def set_paused(self, paused: bool) -> None:
         """Make no steps, or go on; raises as :meth:`call`."""
-        await self.call(lambda: self._set_paused(paused))
+
+        def apply() -> None:
+            self._progress_s = time.monotonic()  # before anybody can take the pause for a stall
+            self._paused = paused
+
+        await self.call(apply)
 
     async def wait(self, future: "asyncio.Future[T]") -> T:
         """Wait for what the thread does, as long as it does anything."""
         while not (await asyncio.wait({future}, timeout=self.stall_timeout_s))[0]:
             self.check_progress()
         return future.result()
-
-    def _set_paused(self, paused: bool) -> None:
-        self._progress_s = time.monotonic()  # before anybody can take the pause for a stall
-        self._paused = paused
 
     def check_alive(self) -> None:
         """Check that it runs.
@@ -194,7 +257,7 @@ class EngineThread:
         """
         with self._gate:
             self._closing = True
-            self._commands.put(_Command(lambda: None, lambda _: None))  # wakes the thread
+            self._commands.put((lambda: None, lambda _: None))  # wakes the thread
         timeout_s = self._command_timeout_s if self._in_command else self.stall_timeout_s
         self._thread.join(timeout_s + _CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -212,22 +275,28 @@ class EngineThread:
                     self._progress_s = time.monotonic()
         except BaseException as error:
             self._error = error
-        self._end()
+        with self._gate:
+            self._closing = True
+        died = None if self._error is None else self._died(self._error)
+        self._stepped.end(died)
+        closed = died or RuntimeError(f"{self._who} was closed.")
+        while not self._commands.empty():
+            self._commands.get()[1](closed)
 
     def _run_commands(self) -> None:
         waiting = self._paused or not self._stepped.has_work
         while not self._closing:
             try:
-                command = self._commands.get(block=waiting)
+                run, refuse = self._commands.get(block=waiting)
             except queue.Empty:
                 return
             # The order lets nobody take a command's time for a step's, or the other way round.
             self._progress_s = time.monotonic()
             self._in_command = True
             try:
-                command.run()
+                run()
             except BaseException as error:
-                command.refuse(self._died(error))
+                refuse(self._died(error))
                 raise
             self._progress_s = time.monotonic()
             self._in_command = False
@@ -235,61 +304,17 @@ class EngineThread:
                 time.sleep(_GATHER_S)
             waiting = False
 
-    def _end(self) -> None:
-        with self._gate:
-            self._closing = True
-        error = None if self._error is None else self._died(self._error)
-        self._stepped.end(error)
-        closed = error or RuntimeError(f"{self._who} was closed.")
-        while not self._commands.empty():
-            self._commands.get().refuse(closed)
-
     def _died(self, error: BaseException) -> EngineDied:
         died = EngineDied(f"{self._who}: the engine has ended: {error!r}.")
         died.__cause__ = error
         return died
 
 
-# A synchronous engine served to asyncio: requests become batches.
+class _EngineOver:
+    """Has the version and the limits of the engine inside."""
 
-
-class _Request(NamedTuple):
-    session: Any
-    prompt: Sequence[int]
-    params: SamplingParameters
-    budget: int
-    future: "asyncio.Future[Generation]"
-
-
-class BatchingEngine:
-    """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over one that draws batches.
-
-    A batch holds whoever asked while the last one was drawn, and is drawn in a thread; updates come
-    between two batches. With ``num_expected`` it waits until so many have asked and puts them in
-    the order of their sessions: what is drawn then is, to the bit, what the engine draws for the
-    same batch when it is called by itself.
-
-    Args:
-        engine: draws the batches.
-        num_expected: how many requests make a batch; asked whenever one comes in, and by
-            :meth:`check`. Without it nobody is waited for.
-    """
-
-    def __init__(self, engine: Engine, *, num_expected: Callable[[], float] | None = None) -> None:
-        self.inside = engine
-        """The engine that draws."""
-        self._num_expected = num_expected
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batching-engine")
-        self._waiting: list[_Request] = []
-        self._drawing: asyncio.Task[None] | None = None
-        self._running = asyncio.Event()
-        self._running.set()
-        self._is_closed = False
-
-    @property
-    def model(self) -> Any:
-        """What it draws from, where that is in this process."""
-        return getattr(self.inside, "model", None)
+    inside: Any
+    """The engine that draws."""
 
     @property
     def version(self) -> int:
@@ -305,6 +330,47 @@ class BatchingEngine:
     def max_model_len(self) -> int | None:
         """Most tokens of a prompt and its response, where the engine knows it."""
         return getattr(self.inside, "max_model_len", None)
+
+
+# A synchronous engine served to asyncio: requests become batches.
+
+
+class _Request(NamedTuple):
+    session: Any
+    prompt: Sequence[int]
+    params: SamplingParameters
+    budget: int
+    future: "asyncio.Future[Generation]"
+
+
+class BatchingEngine(_EngineOver):
+    """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over one that draws batches.
+
+    A batch holds whoever asked while the last one was drawn, and is drawn in a thread; updates come
+    between two batches. With ``num_expected`` it waits until so many have asked and puts them in
+    the order of their sessions: what is drawn then is, to the bit, what the engine draws for the
+    same batch when it is called by itself.
+
+    Args:
+        engine: draws the batches.
+        num_expected: how many requests make a batch; asked whenever one comes in, and by
+            :meth:`check`. Without it nobody is waited for.
+    """
+
+    def __init__(self, engine: Engine, *, num_expected: Callable[[], float] | None = None) -> None:
+        self.inside = engine
+        self._num_expected = num_expected
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batching-engine")
+        self._waiting: list[_Request] = []
+        self._drawing: asyncio.Task[None] | None = None
+        self._running = asyncio.Event()
+        self._running.set()
+        self._is_closed = False
+
+    @property
+    def model(self) -> Any:
+        """What it draws from, where that is in this process."""
+        return getattr(self.inside, "model", None)
 
     async def respond(
         self,
@@ -415,7 +481,7 @@ class BatchingEngine:
 _MAX_DEATHS: Final = 3
 
 
-class BlockingEngine:
+class BlockingEngine(_EngineOver):
     """An :class:`~torchrl_modules.Engine` over an asynchronous one, for policies and batches.
 
     Rows whose engine dies are drawn again, as long as another one serves.
@@ -426,23 +492,7 @@ class BlockingEngine:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.inside = engine
-        """The engine that draws."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="blocking-engine")
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self.inside.version
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Token ids are below it, where the engine knows it."""
-        return getattr(self.inside, "vocab_size", None)
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Most tokens of a prompt and its response, where the engine knows it."""
-        return getattr(self.inside, "max_model_len", None)
+        self._loop = LoopThread("BlockingEngine")
 
     def check_sampling(self, params: SamplingParameters) -> None:
         """Check that the engine can draw from a distribution.
@@ -474,38 +524,32 @@ class BlockingEngine:
             return await self.inside.respond(prompt, own, max_new_tokens=budget)
 
         rows = map(draw_row, prompts, budgets, seeds)
-        return self._thread.submit(lambda: asyncio.run(gather_rows(rows))).result()
+        return self._loop.run(gather_rows(rows))
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
     ) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`."""
-
-        async def update() -> None:
-            await self.inside.update_weights(state_dict, version=version)
-
-        self._thread.submit(lambda: asyncio.run(update())).result()
+        self._loop.run(self.inside.update_weights(state_dict, version=version))
 
     def close(self) -> None:
         """Close the engine. May be called twice."""
-        self._thread.shutdown()
+        self._loop.close()
         self.inside.close()
 
 
 # Which class serves an engine to asyncio.
 
-_SERVER: Final = "torchrl_modules.vllm.server.AsyncServerEngine"
+_SERVER: Final = "torchrl_modules.vllm.server:AsyncServerEngine"
 _ASYNC: Final = {
     "torchrl_modules.engines.transformers.TransformersEngine": (
-        "torchrl_modules.engines.transformers.AsyncTransformersEngine"
+        "torchrl_modules.engines.transformers:AsyncTransformersEngine"
     ),
-    "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.engine.AsyncVLLMEngine",
+    "torchrl_modules.vllm.engine.VLLMEngine": "torchrl_modules.vllm.engine:AsyncVLLMEngine",
     "torchrl_modules.vllm.client.VLLMServerEngine": _SERVER,
     "torchrl_modules.vllm.server.SupervisedEngine": _SERVER,
 }
 """By what an engine is served to asyncio; loaded when it is asked for."""
-_URL: Final = "torchrl_modules.vllm.server.OwnServerEngine"
-_FLEET: Final = "torchrl_modules.engines.fleet.EngineFleet"
 
 
 def open_async(engine: object, **options: Any) -> AsyncEngine:
@@ -525,13 +569,13 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
         ConnectionError: nobody answers at the URL.
     """
     if isinstance(engine, str):
-        return _load(_URL)(engine, **options)
+        return resolve_name("torchrl_modules.vllm.server:OwnServerEngine")(engine, **options)
     if isinstance(engine, list | tuple):
-        return _load(_FLEET)(engine, **options)
+        return resolve_name("torchrl_modules.engines.fleet:EngineFleet")(engine, **options)
     for cls in type(engine).__mro__:
         home = _ASYNC.get(f"{cls.__module__}.{cls.__qualname__}")
         if home is not None:
-            return _load(home)(engine, **options)
+            return resolve_name(home)(engine, **options)
     if isinstance(engine, BlockingEngine):
         engine = engine.inside
     if isinstance(engine, AsyncEngine):
@@ -546,8 +590,3 @@ def open_async(engine: object, **options: Any) -> AsyncEngine:
         f"open_async takes one of {taken}, a URL, a list of these, or an AsyncEngine (respond, "
         f"update_weights, pause, resume, end_session, close), got {type(engine).__name__}."
     )
-
-
-def _load(home: str) -> Any:
-    module, _, name = home.rpartition(".")
-    return getattr(import_module(module), name)

@@ -1,9 +1,12 @@
 """Several engines behind one: who draws what, and one version of the weights for all."""
 
 import asyncio
+import logging
+import math
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, Self, TypeVar, cast
@@ -13,9 +16,18 @@ from torch import Tensor
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.weights import UpdateRefused, next_version
 
-from .bridges import open_async
-from .engine import AsyncEngine, EngineDied, EngineLoad, Generation, can_keep_caches, tells_load
-from .supervision import Caretaker, EngineHealth, EngineState, Member, close_engine
+from .bridges import LoopThread, open_async
+from .engine import (
+    AsyncEngine,
+    EngineDied,
+    EngineLoad,
+    Generation,
+    TellsLoad,
+    can_keep_caches,
+    push_weights,
+    tells_load,
+)
+from .supervision import EngineHealth, EngineState, Supervision
 
 # Which engine of a fleet draws a response: that of its conversation, or the least loaded.
 
@@ -55,10 +67,270 @@ class SessionRouter:
         return self._engines.pop(session, None)
 
 
-# Several engines that are one to whoever asks: :class:`EngineFleet`.
+# One engine of a fleet: what it has to do, and what becomes of it when it dies.
 
 T = TypeVar("T")
 Opener = Callable[[], AsyncEngine]
+_log = logging.getLogger(__name__)
+_PROBE_TIMEOUT_S: Final = 5.0
+_RETRY_S: Final = 0.5
+_LONGEST_RETRY_S: Final = 30.0
+
+
+class Member:
+    """An engine of a fleet, taken from state to state; all is called in the fleet's event loop."""
+
+    def __init__(
+        self, fleet: "EngineFleet", name: str, engine: AsyncEngine, opener: Opener | None
+    ) -> None:
+        self._fleet = fleet
+        self.name = name
+        self.engine = engine
+        self.opener = opener
+        """Opens another one when it died; ``None``: nobody can."""
+        self.known = Supervision().started()
+        self.is_paused = False
+        self.num_failures = 0
+        """Engines in a row that died without a response."""
+        self.num_restarts = 0
+        self.outstanding = 0
+        self.num_preemptions = 0
+        """Since it was first asked, whichever engine it was."""
+        self._preemptions_told: float = math.inf
+        self.reason = ""
+        self.refused: int | None = None
+        """The version that it does not take."""
+        self._check_now = asyncio.Event()
+        """Set when it is to be looked at."""
+        self._requests: set[asyncio.Task[Generation]] = set()
+        self._answered_s = time.monotonic()
+
+    @property
+    def health(self) -> EngineHealth:
+        """For people."""
+        return EngineHealth(
+            self.name,
+            self.known.state,
+            self.known.served,
+            len(self._requests),
+            self.outstanding,
+            self.num_restarts,
+            self.reason,
+        )
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it serves, or will one day."""
+        if self.known.state is not EngineState.DEAD:
+            return True
+        return self.opener is not None and self.num_failures <= self._fleet.max_restarts
+
+    def become(self, known: Supervision, reason: str = "") -> None:
+        """Another state, and why; everybody who waits looks again."""
+        if known == self.known:
+            return
+        if known.state is not self.known.state:
+            say = _log.info if known.may_serve else _log.warning
+            say("%s is %s%s", self.name, known.state.value, f": {reason}" if reason else "")
+            self.reason = reason
+        self.known = known
+        self._check_now.set()
+        self._fleet.notify()
+
+    def die(self, reason: str) -> None:
+        """The engine is gone or stuck: what it had in flight is lost."""
+        if self.known.state is EngineState.DEAD:
+            return
+        self.num_failures += 1
+        self.become(self.known.died(self.known.incarnation), reason)
+        for request in self._requests:
+            request.cancel()
+
+    async def respond(
+        self, prompt: Sequence[int], params: SamplingParameters, budget: int, session: Hashable
+    ) -> Generation:
+        """Draw one response.
+
+        Raises:
+            EngineDied: the engine died before it was whole.
+        """
+        call = self.engine.respond(prompt, params, max_new_tokens=budget, session=session)
+        request = asyncio.ensure_future(call)
+        # Nobody may be left who asks what it raised.
+        request.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._requests.add(request)
+        num_tokens = len(prompt) + budget
+        self.outstanding += num_tokens
+        try:
+            await asyncio.wait({request})
+        finally:
+            request.cancel()  # The caller was cancelled, if it is not done.
+            self.outstanding -= num_tokens
+            self._requests.discard(request)
+        if request.cancelled():
+            raise EngineDied(f"EngineFleet: {self.name} died: {self.reason}")
+        error = request.exception()
+        if error is None:
+            self.num_failures = 0
+            return request.result()
+        if isinstance(error, EngineDied) and hasattr(self.engine, "check_health"):
+            self.become(self.known.suspected(self.known.incarnation), str(error))
+        elif isinstance(error, EngineDied):  # It can't be asked how it is.
+            self.die(str(error))
+        elif isinstance(error, RuntimeError | ConnectionError):
+            self.die(f"{type(error).__name__}: {error}")
+        else:
+            raise error
+        raise EngineDied(f"EngineFleet: {self.name}: {error}") from error
+
+    async def measure_cache_use(self) -> float:
+        """How full its cache is; raises as `measure_load` of an engine."""
+        load = await cast("TellsLoad", self.engine).measure_load()
+        # One that was replaced counts from 0 again.
+        self.num_preemptions += int(max(0, load.num_preemptions - self._preemptions_told))
+        self._preemptions_told = load.num_preemptions
+        return load.cache_use
+
+    async def push(
+        self,
+        weights: Mapping[str, Tensor],
+        version: int,
+        *,
+        recompute: bool = True,
+        acknowledge: bool = True,
+    ) -> UpdateRefused | None:
+        """Replace its weights; gives why it refuses them. One that fails has died."""
+        incarnation = self.known.incarnation
+        try:
+            await push_weights(self.engine, weights, version=version, recompute=recompute)
+        except UpdateRefused as refused:
+            self.refused = version
+            return refused
+        except Exception as error:
+            if incarnation == self.known.incarnation:
+                self.die(f"it failed in an update: {error}")
+        else:
+            if acknowledge:
+                self.become(self.known.acknowledged(incarnation, version))
+        return None
+
+    async def set_paused(self, paused: bool) -> None:
+        """Draw no more tokens, or go on; one that can't has died."""
+        try:
+            await (self.engine.pause() if paused else self.engine.resume())
+        except Exception as error:
+            self.die(f"{type(error).__name__}: {error}")
+        else:
+            self.is_paused = paused
+
+    async def run(self) -> None:
+        """Look after it until it is given up."""
+        while self.may_return:
+            self._check_now.clear()
+            match self.known.state:
+                case EngineState.HEALTHY:
+                    try:
+                        async with asyncio.timeout(self._fleet.probe_interval_s):
+                            await self._check_now.wait()
+                    except TimeoutError:
+                        await self._probe()
+                case EngineState.SUSPECT:
+                    if not await self._probe():
+                        await asyncio.sleep(_RETRY_S)
+                case EngineState.DEAD:
+                    await self._restart()
+                case EngineState.STALE:
+                    await self._refresh()
+        _log.error("%s is given up: %s", self.name, self.reason)
+
+    async def _probe(self) -> bool:
+        """Whether it says that it is well."""
+        incarnation = self.known.incarnation
+        check = getattr(self.engine, "check_health", None)
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await (asyncio.sleep(0) if check is None else check())
+        except EngineDied as error:
+            if incarnation == self.known.incarnation:
+                self.die(str(error))
+            return False
+        except Exception as error:
+            silent_s = time.monotonic() - self._answered_s
+            reason = f"no answer for {silent_s:.0f} s ({type(error).__name__}: {error})"
+            self.become(self.known.suspected(incarnation), reason)
+            if silent_s >= self._fleet.suspect_timeout_s:
+                self.die(reason)
+            return False
+        self._answered_s = time.monotonic()
+        self.become(self.known.cleared(incarnation))
+        return True
+
+    async def _restart(self) -> None:
+        """Open another engine, in a thread, once the old one has let go of what it held."""
+        assert self.opener is not None
+        old, opener = self.engine, self.opener
+        call: Future[AsyncEngine] = Future()
+
+        def reopen() -> None:
+            close_engine(old)
+            try:
+                engine = opener()
+            except Exception as error:
+                if call.set_running_or_notify_cancel():
+                    call.set_exception(error)
+            else:
+                if call.set_running_or_notify_cancel():
+                    call.set_result(engine)
+                else:  # The fleet was closed meanwhile.
+                    close_engine(engine)
+
+        self.become(self.known.restarting(), self.reason)
+        if self.num_failures > 1:
+            await asyncio.sleep(min(_RETRY_S * 2**self.num_failures, _LONGEST_RETRY_S))
+        threading.Thread(target=reopen, name="open-engine", daemon=True).start()
+        try:
+            self.engine = await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            if not call.cancelled() and call.exception() is None:
+                close_engine(call.result())
+            raise
+        except Exception as error:
+            self.die(f"it did not come back: {type(error).__name__}: {error}")
+            return
+        self.num_restarts += 1
+        self.is_paused, self.refused = False, None
+        self._answered_s = time.monotonic()
+        self.become(self.known.started())
+
+    async def _refresh(self) -> None:
+        """Give it the weights that are wanted, if there are any that it takes."""
+        wanted, incarnation = self.known.wanted, self.known.incarnation
+        if self.engine.version != wanted:
+            if self._fleet.weights is None or self.refused == wanted:
+                await self._check_now.wait()  # until others are wanted, say
+                return
+            refusal = await self.push(self._fleet.weights, wanted, acknowledge=False)
+            if refusal is not None:
+                self.reason = str(refusal)
+                _log.warning("%s refuses version %d, and serves nothing", self.name, wanted)
+            if refusal is not None or self.known.state is EngineState.DEAD:
+                return
+        while self.is_paused != self._fleet.is_paused:
+            await self.set_paused(self._fleet.is_paused)
+            if self.known.state is EngineState.DEAD:
+                return
+        self.become(self.known.acknowledged(incarnation, self.engine.version))
+
+
+def close_engine(engine: AsyncEngine) -> None:
+    """Close an engine that may be broken; what it says to that is logged."""
+    try:
+        engine.close()
+    except Exception:
+        _log.warning("An engine could not be closed", exc_info=True)
+
+
+# Several engines that are one to whoever asks: :class:`EngineFleet`.
 
 
 class EngineFleet:
@@ -103,46 +375,35 @@ class EngineFleet:
         probe_interval_s: float = 1.0,
         suspect_timeout_s: float = 30.0,
     ) -> None:
-        self._check(engines, max_restarts, probe_interval_s, suspect_timeout_s)
+        if isinstance(engines, str) or not engines:
+            raise ValueError(f"EngineFleet takes a list of engines or URLs, got {engines!r}.")
+        for i, engine in enumerate(engines):  # The same function opens another one each time.
+            if engine in engines[:i] and (isinstance(engine, str) or as_opener(engine) is None):
+                raise ValueError(f"EngineFleet: {engine!r} stands there twice.")
+        if max_restarts < 0 or min(probe_interval_s, suspect_timeout_s) <= 0:
+            raise ValueError(
+                "EngineFleet: max_restarts must be at least 0, probe_interval_s and "
+                f"suspect_timeout_s positive, got {max_restarts}, {probe_interval_s} and "
+                f"{suspect_timeout_s}."
+            )
+        self.max_restarts = max_restarts
+        self.probe_interval_s = probe_interval_s
+        self.suspect_timeout_s = suspect_timeout_s
         self.weights: Mapping[str, Tensor] | None = None
         """What was pushed last, for engines that come back."""
         self.is_paused = False
-        self._is_closed = False
         self._router = SessionRouter()
         self._updating = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
         self._members = self._opened(engines)
-        self._caretakers = [
-            Caretaker(
-                member,
-                self,
-                max_restarts=max_restarts,
-                probe_interval_s=probe_interval_s,
-                suspect_timeout_s=suspect_timeout_s,
-            )
-            for member in self._members
-        ]
         self._version = max(member.engine.version for member in self._members)
         for member in self._members:
             member.known = member.known.wants(self._version).acknowledged(
                 member.known.incarnation, member.engine.version
             )
-        self._thread = threading.Thread(target=self._serve, name="engine-fleet", daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def _check(engines: Sequence[object], max_restarts: int, *seconds: float) -> None:
-        if isinstance(engines, str) or not engines:
-            raise ValueError(f"EngineFleet takes a list of engines or URLs, got {engines!r}.")
-        twice = [each for i, each in enumerate(engines) if _is_in(each, engines[:i])]
-        if twice:
-            raise ValueError(f"EngineFleet: {twice[0]!r} stands there twice.")
-        if max_restarts < 0 or min(seconds) <= 0:
-            raise ValueError(
-                "EngineFleet: max_restarts must be at least 0, probe_interval_s and "
-                f"suspect_timeout_s positive, got {max_restarts}, {seconds[0]} and {seconds[1]}."
-            )
+        self._loop = LoopThread("EngineFleet")
+        for member in self._members:
+            self._loop.submit(member.run())
 
     def _opened(self, engines: Sequence[object]) -> list[Member]:
         openers = [as_opener(engine) for engine in engines]
@@ -155,19 +416,18 @@ class EngineFleet:
         opened = [call.result() for call in calls if call.exception() is None]
         sizes = {size for each in opened if (size := getattr(each, "vocab_size", None)) is not None}
         if not errors and len(sizes) > 1:
-            errors.append(
+            errors = [
                 ValueError(
                     "EngineFleet: all engines serve the same model, but these have vocabularies "
                     f"of {sorted(sizes)} tokens."
                 )
-            )
+            ]
         if errors:
             for engine in opened:
                 close_engine(engine)
-            self._loop.close()
             raise errors[0]
         return [
-            Member(getattr(engine, "name", "") or f"engine {number}", engine, opener, self._notify)
+            Member(self, getattr(engine, "name", "") or f"engine {number}", engine, opener)
             for number, (engine, opener) in enumerate(zip(opened, openers, strict=True))
         ]
 
@@ -240,7 +500,7 @@ class EngineFleet:
             EngineDied: the engine that drew it died; or none serves, and none will.
         """
         budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return await self._run(self._respond(prompt, params, budget, session))
+        return await self._loop.call(self._respond(prompt, params, budget, session))
 
     async def update_weights(
         self,
@@ -258,7 +518,7 @@ class EngineFleet:
             EngineDied: no engine serves, and none will.
             UpdateRefused: no engine takes it; the old weights keep serving.
         """
-        await self._run(self._update(state_dict, version, recompute))
+        await self._loop.call(self._update(state_dict, version, recompute))
 
     async def measure_load(self) -> EngineLoad:
         """How full the fullest engine is that serves, and the preemptions of all.
@@ -267,30 +527,30 @@ class EngineFleet:
             EngineDied: an engine died, or none serves, and none will.
             ConnectionError: one did not answer.
         """
-        return await self._run(self._measure_load())
+        return await self._loop.call(self._measure_load())
 
     async def pause(self) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.pause`."""
-        await self._run(self._set_paused(True))
+        await self._loop.call(self._set_paused(True))
 
     async def resume(self) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.resume`."""
-        await self._run(self._set_paused(False))
+        await self._loop.call(self._set_paused(False))
 
     def end_session(self, session: Hashable) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.end_session`."""
+
+        async def end() -> None:
+            index = self._router.end(session)
+            if index is not None and self._members[index].known.state is not EngineState.DEAD:
+                self._members[index].engine.end_session(session)
+
         with suppress(RuntimeError):  # It is closed, and keeps nothing.
-            self._loop.call_soon_threadsafe(self._end_session, session)
+            self._loop.submit(end())
 
     def close(self) -> None:
         """Abort what is in flight, and close the engines. May be called twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for caretaker in self._caretakers:
-            caretaker.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.close()
         with ThreadPoolExecutor(len(self._members), thread_name_prefix="close-engine") as pool:
             list(pool.map(lambda member: close_engine(member.engine), self._members))
 
@@ -300,33 +560,9 @@ class EngineFleet:
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._is_closed:
-            coroutine.close()
-            raise RuntimeError("EngineFleet is closed.")
-        call: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return await asyncio.wrap_future(call)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._is_closed and task is not None and not task.cancelling():
-                raise RuntimeError("EngineFleet was closed.") from None
-            raise
-
     # In the fleet's event loop ------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        for caretaker in self._caretakers:
-            self._loop.create_task(caretaker.run())
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.close()
-
-    def _notify(self) -> None:
+    def notify(self) -> None:
         """Everybody who waits for an engine looks again."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -337,7 +573,7 @@ class EngineFleet:
             serving = {i: each for i, each in enumerate(self._members) if each.known.may_serve}
             if serving:
                 return serving
-            if not any(caretaker.may_return for caretaker in self._caretakers):
+            if not any(member.may_return for member in self._members):
                 raise EngineDied(
                     "EngineFleet: no engine serves any more: "
                     + "; ".join(f"{each.name}: {each.reason}" for each in self._members)
@@ -355,11 +591,6 @@ class EngineFleet:
         serving = (await self._serving()).values()
         uses = await asyncio.gather(*(member.measure_cache_use() for member in serving))
         return EngineLoad(max(uses), sum(member.num_preemptions for member in self._members))
-
-    def _end_session(self, session: Hashable) -> None:
-        index = self._router.end(session)
-        if index is not None and self._members[index].known.state is not EngineState.DEAD:
-            self._members[index].engine.end_session(session)
 
     async def _update(
         self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool
@@ -404,13 +635,6 @@ def as_opener(engine: object) -> Opener | None:
     if callable(engine) and not isinstance(engine, AsyncEngine):
         return cast("Opener", engine)
     return None
-
-
-def _is_in(engine: object, others: Sequence[object]) -> bool:
-    """Whether it is there already; the same function opens another engine each time."""
-    if isinstance(engine, str):
-        return engine in others
-    return as_opener(engine) is None and any(engine is other for other in others)
 
 
 def _copied(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
