@@ -1,21 +1,22 @@
 """The engine behind the URL of a vLLM server, and the HTTP client that asks it."""
 
+import asyncio
 import json
 import os
 import secrets
-import select
-import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, Final, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import httpcore2
 from torch import Tensor
 
+from torchrl_modules.engines.bridges import LoopThread
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
 from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
 from torchrl_modules.sampling import SamplingParameters
@@ -33,6 +34,7 @@ from .requests import (
 
 # JSON over HTTP with a token: the client's end, and the guard in front of a server's routes.
 
+T = TypeVar("T")
 TOKEN_VARIABLE: Final = "TORCHRL_VLLM_TOKEN"
 """Holds the secret that a server asks for, at both ends."""
 
@@ -45,36 +47,30 @@ class AnswerTimeout(ConnectionError):
 
 
 class Interrupt:
-    """Ends one request, called from another thread: whoever waits gets a ``ConnectionError``."""
+    """Ends one request, called from another thread: whoever waits gets an `EngineDied`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stream: _Stream | None = None
+        self._call: Future[Any] | None = None
         self.is_set = False
         """Whether it was called."""
 
-    def attach(self, stream: "_Stream") -> None:
-        """The request goes over this connection."""
-        with self._lock:
-            self._stream = stream
-            if self.is_set:
-                stream.shut_down()
+    def attach(self, call: "Future[Any]") -> None:
+        """The request is this call."""
+        self._call = call
+        if self.is_set:
+            call.cancel()
 
     def __call__(self) -> None:
         """End it."""
-        with self._lock:
-            self.is_set = True
-            # A connection that another request has by now is left alone.
-            if self._stream is not None and self._stream.interrupt is self:
-                self._stream.shut_down()
+        self.is_set = True
+        if self._call is not None:
+            self._call.cancel()
 
 
 class JSONClient:
-    """Sends JSON and reads JSON, from any number of threads."""
+    """Sends JSON and reads JSON, for any number of threads, in an event loop of its own."""
 
-    def __init__(
-        self, url: str, timeout_s: float, *, token: str | None = None, num_connections: int = 8
-    ) -> None:
+    def __init__(self, url: str, timeout_s: float, *, token: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "unix"):
             raise ValueError(f"The URL must begin with http:// or unix://, got {url!r}.")
@@ -84,47 +80,71 @@ class JSONClient:
         self._headers = {"Content-Type": "application/json"}
         if token := token or os.environ.get(TOKEN_VARIABLE):
             self._headers["Authorization"] = f"Bearer {token}"
-        self._timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)
-        self._sockets = _Sockets()
-        self._pool = httpcore2.ConnectionPool(
-            max_connections=num_connections,
-            max_keepalive_connections=num_connections,
+        self._timeout_s = timeout_s
+        self._connections = httpcore2.AsyncConnectionPool(
+            max_connections=None,
             keepalive_expiry=_KEEP_IDLE_S,
             uds=parts.path if is_file else None,
-            network_backend=self._sockets,
         )
+        self._loop = LoopThread("the client")
+        self._calls: set[Future[Any]] = set()
 
-    def request(
-        self, method: str, path: str, body: object = None, *, interrupt: Interrupt | None = None
+    async def ask(
+        self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
     ) -> tuple[int, Any]:
-        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
-        content = b"" if body is None else json.dumps(body).encode()
-        _asking.interrupt = interrupt
+        """Send one request, in the loop; gives what `request` gives."""
+        timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s or self._timeout_s)
         try:
-            with self._pool.stream(
+            async with self._connections.stream(
                 method,
                 self._base + path,
-                headers=[*self._headers.items(), ("Content-Length", str(len(content)))],
-                content=content,
-                extensions={"timeout": self._timeouts},
+                headers=list(self._headers.items()),
+                content=b"" if body is None else json.dumps(body).encode(),
+                extensions={"timeout": timeouts},
             ) as response:
-                answer = response.read()
+                text = (await response.aread()).decode()
                 if response.status >= 500:  # vLLM drops the connection, which it does not say
-                    response.extensions["network_stream"].shut_down()
+                    await response.extensions["network_stream"].aclose()
         except httpcore2.TimeoutException as error:
             raise AnswerTimeout(f"No answer from {self.url}: it timed out ({error!r}).") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise ConnectionError(f"No answer from {self.url}: {error!r}.") from error
+        try:
+            return response.status, json.loads(text) if text else None
+        except json.JSONDecodeError:
+            return response.status, text
+
+    def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin a call in the loop, where it may `ask`; cancelling the future ends it."""
+        try:
+            future = self._loop.submit(call)
+        except RuntimeError as error:
+            future = Future()
+            future.set_exception(ConnectionError(str(error)))
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Wait for a call in the loop."""
+        future = self.submit(call)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise ConnectionError(f"No answer from {self.url}: it was interrupted.") from error
         finally:
-            _asking.interrupt = None
-        return response.status, _parse(answer.decode())
+            future.cancel()  # The caller was interrupted, if it is not done.
+
+    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
+        return self.run(self.ask(method, path, body))
 
     def await_answer(self, path: str, wait_s: float, *, goes_on: Callable[[], bool]) -> bool:
         """Ask until the answer is 200, for at most ``wait_s`` and while ``goes_on()``."""
         deadline = time.monotonic() + wait_s
         while goes_on():
             with suppress(ConnectionError):
-                if self.request("GET", path)[0] == 200:
+                if self.run(self.ask("GET", path, timeout_s=min(self._timeout_s, 5.0)))[0] == 200:
                     return True
             if time.monotonic() >= deadline:
                 return False
@@ -133,126 +153,15 @@ class JSONClient:
 
     def interrupt(self) -> None:
         """Let everybody who waits for an answer go, with a ``ConnectionError``."""
-        self._sockets.shut_down()
+        for call in list(self._calls):
+            call.cancel()
 
     def close(self) -> None:
-        """Close the connections of all threads; a later request raises ``ConnectionError``."""
-        self._pool.close()
-        self._sockets.close()
-
-
-class _Asking(threading.local):
-    """What this thread's request is interrupted by."""
-
-    interrupt: Interrupt | None = None
-
-
-_asking = _Asking()
-
-
-class _Sockets(httpcore2.NetworkBackend):
-    """Opens connections that can be interrupted from another thread."""
-
-    def __init__(self) -> None:
-        self._open: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
-    ) -> "_Stream":
-        with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
-            connection = socket.create_connection((host, port), timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return self._kept(connection)
-
-    def connect_unix_socket(
-        self, path: str, timeout: float | None = None, *_: Any, **__: Any
-    ) -> "_Stream":
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
-                connection.settimeout(timeout)
-                connection.connect(path)
-        except BaseException:
-            connection.close()
-            raise
-        return self._kept(connection)
-
-    def _kept(self, connection: socket.socket) -> "_Stream":
-        with self._lock:
-            if self._is_closed:  # while another thread came to connect: nobody would close it
-                connection.close()
-                raise httpcore2.ConnectError("the client is closed")
-            self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
-        return _Stream(connection)
-
-    def close(self) -> None:
-        """Close those, too, that the pool has let go of after a request that was broken off."""
-        with self._lock:
-            for connection in self._open:
-                connection.close()
-            self._open, self._is_closed = [], True
-
-    def shut_down(self) -> None:
-        """Whoever reads reads the end."""
-        for connection in self._open:
-            with suppress(OSError):  # it ended by itself
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Stream(httpcore2.NetworkStream):
-    """A connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self.interrupt: Interrupt | None = None
-        """Of the request that it carries."""
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        with _as_error(httpcore2.ReadTimeout, httpcore2.ReadError):
-            self._socket.settimeout(timeout)
-            return self._socket.recv(max_bytes)
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self.interrupt = _asking.interrupt
-        if self.interrupt is not None:
-            self.interrupt.attach(self)
-        with _as_error(httpcore2.WriteTimeout, httpcore2.WriteError):
-            self._socket.settimeout(timeout)
-            self._socket.sendall(buffer)
-
-    def shut_down(self) -> None:
-        """Whoever reads reads the end."""
-        with suppress(OSError):  # it ended by itself
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        if info != "is_readable":
-            return None
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-@contextmanager
-def _as_error(timeout: type[Exception], other: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise timeout(str(error)) from error
-    except OSError as error:
-        raise other(str(error)) from error
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text) if text else None
-    except json.JSONDecodeError:
-        return text
+        """Close the connections; a later request raises ``ConnectionError``."""
+        self.interrupt()
+        with suppress(ConnectionError):  # It is closed.
+            self.run(self._connections.aclose())
+        self._loop.close()
 
 
 Scope = MutableMapping[str, Any]
@@ -299,89 +208,13 @@ class AccessControl:
         return 0, ""
 
 
-class ServerRoutes:
-    """Asks a server, and says what it answers."""
-
-    _client: JSONClient
-    _prober: JSONClient
-
-    def _raise_if_dead(self, error: Exception) -> None:
-        try:
-            self._check_health()
-        except ConnectionError as dead:
-            raise EngineDied(f"VLLMServerEngine.update_weights: {dead} ({error})") from dead
-
-    def _check_health(self) -> None:
-        status, _ = self._prober.request("GET", "/health")
-        if status != 200:
-            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
-
-    def check_health(self) -> None:
-        """Ask the server whether it is well; ``EngineDied``, ``AnswerTimeout``: it is not."""
-        try:
-            self._check_health()
-        except AnswerTimeout:
-            raise
-        except ConnectionError as error:
-            raise EngineDied(f"VLLMServerEngine: {error}") from error
-
-    @property
-    def tells_load(self) -> bool:
-        """Whether the server reports how full its cache is; it is asked."""
-        return self._read_load() is not None
-
-    def measure_load(self) -> EngineLoad:
-        """How full the fullest of its caches is; recomputing after an update is preemption, too.
-
-        Raises:
-            ConnectionError: it did not answer.
-            RuntimeError: it does not report that.
-        """
-        load = self._read_load()
-        if load is None:
-            raise RuntimeError(f"VLLMServerEngine: {self._prober.url}/metrics tells no load.")
-        return load
-
-    def _read_load(self) -> EngineLoad | None:
-        return read_load(str(self._prober.request("GET", "/metrics")[1]))
-
-    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
-        results = self._rpc_all(method, *args)
-        kinds = {str(result if result is None else list(result)) for result in results}
-        if len(kinds) > 1:
-            return {"failed": f"the workers' answers to {method} differ: {results}"}
-        return results[0]
-
-    def _try_rpc(self, method: str) -> tuple[int, Any]:
-        status, answer = self._client.request(
-            "POST", "/collective_rpc", {"method": method, "args": []}
-        )
-        if status in (401, 403):
-            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
-        return status, answer
-
-    def _rpc_all(self, method: str, *args: str) -> list[Any]:
-        return self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-
-    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
-        if query:
-            path = f"{path}?{urlencode(query)}"
-        status, answer = self._client.request(method, path, body)
-        if status != 200:
-            raise RuntimeError(
-                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
-                "the server started by `python -m torchrl_modules.vllm.server`?"
-            )
-        return answer
-
-
 # vLLM in a process of its own on this machine, reached by URL: `VLLMServerEngine`.
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
 
 
-class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
+class VLLMServerEngine(WholeBatchEngine):
     """Draws tokens with a vLLM server on this machine.
 
     Weights are updated where ``torchrl_modules.vllm.server`` started it; a ``vllm serve
@@ -420,11 +253,9 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         num_connections: int = 128,
         weights_directory: str | None = None,
     ) -> None:
-        self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
-        # Rows that wait while weights are replaced hold their connections, all that there are.
         self._client = JSONClient(url, timeout_s, token=token)
-        self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
-        self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
+        self._room = asyncio.Semaphore(num_connections)
+        self._probe_timeout_s = min(5.0, stall_timeout_s / 2)
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
@@ -436,7 +267,7 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         self._missing = ""
         self._is_processed = True
         try:
-            self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
+            self._client.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
             limits = self._read_limits()
         except BaseException:
             self.close()
@@ -448,10 +279,15 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         """Most tokens of a prompt and its response together."""
 
     def _read_limits(self) -> dict[str, Any]:
-        status, answer = self._try_rpc("torchrl_limits")
+        status, answer = self._client.request(
+            "POST", "/collective_rpc", {"method": "torchrl_limits", "args": []}
+        )
+        if status in (401, 403):
+            raise PermissionError(f"VLLMServerEngine: {self._client.url} answers {answer}.")
         if status != 200:
             return self._read_plain(status)
-        self._workers = self._rpc_all("torchrl_process")
+        body = {"method": "torchrl_process", "args": []}
+        self._workers = self._post("/collective_rpc", body)["results"]
         self._labels = [self._post("/weight_info", method="GET")["weight_version"]]
         return answer["results"][0]
 
@@ -497,12 +333,37 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 "torchrl_modules.vllm.server`."
             )
 
-    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
+    def _draw(
+        self, rows: list[Row], params: SamplingParameters, interrupt: Interrupt | None = None
+    ) -> list[Generation]:
         self._check_not_mixed()
         with self._watch.waiting():
-            calls = [self._pool.submit(self._draw_row, row, params) for row in rows]
-            wait(calls)  # each has a deadline: `timeout_s`, and the watch
-        return self._collected(calls)
+            calls = [self._client.submit(self._draw_row(row, params)) for row in rows]
+            if interrupt is not None:
+                interrupt.attach(calls[0])
+            try:
+                wait(calls)  # each has a deadline: `timeout_s`, and the watch
+            finally:
+                for call in calls:
+                    call.cancel()  # The caller was interrupted, if it is not done.
+        errors = [
+            ConnectionError("it was interrupted") if call.cancelled() else call.exception()
+            for call in calls
+        ]
+        lost = [error for error in errors if error is not None]
+        for error in lost:
+            if not isinstance(error, ConnectionError):
+                raise error
+        if lost:
+            raise EngineDied(
+                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
+                f"{self._failure or lost[0]}",
+                results=[
+                    None if error else call.result()
+                    for call, error in zip(calls, errors, strict=True)
+                ],
+            )
+        return [call.result() for call in calls]
 
     def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
         """Draw one row, for a caller that may let it go.
@@ -515,60 +376,75 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         Raises:
             EngineDied: the server is gone or stuck, or it was interrupted.
         """
-        self._check_not_mixed()
-        call: Future[Generation] = Future()
-        with self._watch.waiting():
-            try:
-                call.set_result(self._draw_row(row, params, interrupt))
-            except Exception as error:
-                call.set_exception(error)
-        return self._collected([call])[0]
+        return self._draw([row], params, interrupt)[0]
 
-    def _collected(self, calls: "list[Future[Generation]]") -> list[Generation]:
-        lost = [error for call in calls if (error := call.exception()) is not None]
-        for error in lost:
-            if not isinstance(error, ConnectionError):
-                raise error
-        if lost:
-            raise EngineDied(
-                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
-                f"{self._failure or lost[0]}",
-                results=[None if call.exception() else call.result() for call in calls],
-            )
-        return [call.result() for call in calls]
-
-    def _draw_row(
-        self, row: Row, params: SamplingParameters, interrupt: Interrupt | None = None
-    ) -> Generation:
+    async def _draw_row(self, row: Row, params: SamplingParameters) -> Generation:
         if self._failure:
             raise ConnectionError(self._failure)
         try:
-            body: dict[str, Any] = {
-                "token_ids": check_prompt(
-                    row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
-                ),
-                "sampling_params": sampling_fields(params, row.budget, row.seed),
-            }
+            ids = check_prompt(
+                row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
+            )
+            fields = sampling_fields(params, row.budget, row.seed)
         except ValueError as error:
             return Generation([], [], "error", str(error))
-        first = len(self._labels) - 1
-        body["cache_salt"] = self._labels[first]  # Cached prefixes of other weights are never met.
-        path = "/inference/v1/generate"
-        status, answer = self._rows.request("POST", path, body, interrupt=interrupt)
+        async with self._room:
+            first = len(self._labels) - 1
+            # Cached prefixes of other weights are never met.
+            body = {
+                "token_ids": ids,
+                "sampling_params": fields,
+                "cache_salt": self._labels[first],
+            }
+            status, answer = await self._client.ask("POST", "/inference/v1/generate", body)
         if status == 200:
             return read_answer(answer, self._labels[first:])
         if status >= 500:
-            self._check_health()
+            await self._ask_health()
         message = f"the server answers {status}: {answer}"
         if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
             message = str(answer["error"].get("message", message))
         return Generation([], [], "error", message)
 
+    async def _ask_health(self) -> None:
+        status, _ = await self._client.ask("GET", "/health", timeout_s=self._probe_timeout_s)
+        if status != 200:
+            raise ConnectionError(f"The engine behind {self._client.url} has died ({status}).")
+
+    def check_health(self) -> None:
+        """Ask the server whether it is well; ``EngineDied``, ``AnswerTimeout``: it is not."""
+        try:
+            self._client.run(self._ask_health())
+        except AnswerTimeout:
+            raise
+        except ConnectionError as error:
+            raise EngineDied(f"VLLMServerEngine: {error}") from error
+
+    def _read_metrics(self) -> str:
+        ask = self._client.ask("GET", "/metrics", timeout_s=self._probe_timeout_s)
+        return str(self._client.run(ask)[1])
+
+    @property
+    def tells_load(self) -> bool:
+        """Whether the server reports how full its cache is; it is asked."""
+        return read_load(self._read_metrics()) is not None
+
+    def measure_load(self) -> EngineLoad:
+        """How full the fullest of its caches is; recomputing after an update is preemption, too.
+
+        Raises:
+            ConnectionError: it did not answer.
+            RuntimeError: it does not report that.
+        """
+        load = read_load(self._read_metrics())
+        if load is None:
+            raise RuntimeError(f"VLLMServerEngine: {self._client.url}/metrics tells no load.")
+        return load
+
     def _probe(self) -> object:
         try:
-            self._check_health()
-            is_idle = self._updating or self._paused
-            text = "" if is_idle else str(self._prober.request("GET", "/metrics")[1])
+            self._client.run(self._ask_health())
+            text = "" if self._updating or self._paused else self._read_metrics()
         except AnswerTimeout:
             return None
         counts = tuple(line for line in text.splitlines() if line.startswith((_DRAWN, _READ)))
@@ -582,7 +458,6 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
-        self._rows.interrupt()
         self._client.interrupt()
 
     def update_weights(
@@ -624,7 +499,11 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 reason = self._failure or error
                 raise EngineDied(f"VLLMServerEngine.update_weights: {reason}") from error
             except RuntimeError as error:
-                self._raise_if_dead(error)
+                try:
+                    self._client.run(self._ask_health())
+                except ConnectionError as dead:
+                    text = f"VLLMServerEngine.update_weights: {dead} ({error})"
+                    raise EngineDied(text) from dead
                 raise
             finally:
                 self._updating = False
@@ -658,7 +537,17 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
         recompute: bool,
         via: C10dWeightTransfer | None,
     ) -> None:
-        with self._sending(state_dict, via) as load:
+        with ExitStack() as stack:
+            if via is not None:
+                load = partial(via.send, state_dict)
+            else:
+                path = weights_file(
+                    state_dict,
+                    directory=self._weights_directory,
+                    is_near=all(map(is_near, self._workers)),
+                    who="VLLMServerEngine.update_weights",
+                )
+                load = partial(self._rpc, "torchrl_load_weights", stack.enter_context(path))
             self._post("/pause", mode="keep", clear_cache=str(recompute).lower())
             try:
                 outcome = load()
@@ -676,21 +565,23 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
                 if not (self._mixed or self._paused):
                     self._post("/resume")
 
-    @contextmanager
-    def _sending(
-        self, state_dict: Mapping[str, Tensor], via: C10dWeightTransfer | None
-    ) -> Iterator[Callable[[], dict[str, str]]]:
-        """Gives what is done while the server is paused."""
-        if via is not None:
-            yield lambda: via.send(state_dict)
-            return
-        with weights_file(
-            state_dict,
-            directory=self._weights_directory,
-            is_near=all(map(is_near, self._workers)),
-            who="VLLMServerEngine.update_weights",
-        ) as path:
-            yield lambda: self._rpc("torchrl_load_weights", path)
+    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
+        results = self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+        kinds = {str(result if result is None else list(result)) for result in results}
+        if len(kinds) > 1:
+            return {"failed": f"the workers' answers to {method} differ: {results}"}
+        return results[0]
+
+    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
+        if query:
+            path = f"{path}?{urlencode(query)}"
+        status, answer = self._client.request(method, path, body)
+        if status != 200:
+            raise RuntimeError(
+                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
+                "the server started by `python -m torchrl_modules.vllm.server`?"
+            )
+        return answer
 
     def transfer_control(self) -> TransferControl:
         """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
@@ -701,6 +592,4 @@ class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
 
     def close(self) -> None:
         """End the connections; the server goes on."""
-        self._pool.shutdown()
-        for client in (self._rows, self._client, self._prober):
-            client.close()
+        self._client.close()
