@@ -8,10 +8,10 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed
@@ -47,7 +47,7 @@ class WeightLayout:
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"WeightLayout: {name} is of {dtype_name!r}, which is no type.")
             size = math.prod(shape) * dtype.itemsize
-            self.places[name] = _Place(end, size, dtype, tuple(shape))
+            self.places[name] = _Place(end, end + size, dtype, tuple(shape))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = end
 
@@ -104,13 +104,9 @@ class WeightLayout:
 
 class _Place(NamedTuple):
     start: int
-    size: int
+    end: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.size
 
 
 # A process group beside the default one, between a trainer and the workers of an engine.
@@ -189,22 +185,18 @@ def stateless_init_process_group(
     else:
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout
+        try:
+            is_loopback = ipaddress.ip_address(master_address).is_loopback
+        except ValueError:
+            is_loopback = master_address == "localhost"
         # On one machine nothing listens to the outside.
-        name = "127.0.0.1" if _is_loopback(master_address) else ""
         gloo._devices = [
-            dist.ProcessGroupGloo.create_device(hostname=name)
-            if name
+            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            if is_loopback
             else dist.ProcessGroupGloo.create_default_device()
         ]
         backend = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
     return BroadcastGroup(backend, store, timeout_s)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 # The trainer's end of vLLM's weight transfer over a c10d broadcast; vLLM is not imported.
@@ -287,7 +279,11 @@ class C10dWeightTransfer:
         received = self._threads.submit(call, "update_weights", update_info=layout.message())
         try:
             for bucket in layout.buckets():
-                group.broadcast(layout.fill(self._room(layout, bucket), bucket, weights))
+                place = layout.slice_of(bucket)
+                room = max(place.stop - place.start, min(layout.num_bytes, self._bucket_bytes))
+                if self._buffer is None or self._buffer.numel() < room:
+                    self._buffer = torch.empty(room, dtype=torch.uint8, device=self._device)
+                group.broadcast(layout.fill(self._buffer, bucket, weights))
         except RuntimeError:
             if received.done():
                 received.result()  # says more
@@ -301,13 +297,6 @@ class C10dWeightTransfer:
         call("finish_weight_update")
         outcome = self._control.rpc("torchrl_transfer_outcome")
         return {"failed": "a worker gave no outcome"} if outcome is None else outcome
-
-    def _room(self, layout: WeightLayout, bucket: list[str]) -> Tensor:
-        place = layout.slice_of(bucket)
-        num_bytes = max(place.stop - place.start, min(layout.num_bytes, self._bucket_bytes))
-        if self._buffer is None or self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._buffer
 
     def close(self) -> None:
         """Leave the group; the engine goes on. May be called twice."""
@@ -353,32 +342,26 @@ def weights_file(
         if isinstance(value, Tensor) and value.dtype not in _DTYPES
     ]
     refuse(faults, who=who)
-    with _file(directory, is_near=is_near) as file:
-        _write(file, state_dict)
+    with ExitStack() as stack:
+        if not is_near:
+            named = tempfile.NamedTemporaryFile(prefix="weights-", dir=directory)  # noqa: SIM115
+            file: Any = stack.enter_context(named)
+        elif directory is None:
+            file = stack.enter_context(os.fdopen(os.memfd_create("weights"), "wb"))
+        else:
+            descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
+            file = stack.enter_context(os.fdopen(descriptor, "wb"))
+        # The library's own writer needs a name, and leaves it behind when killed.
+        header: dict[str, object] = {}
+        end = 0
+        for name, value in shells(state_dict).items():
+            begin, end = end, end + value.numel() * value.element_size()
+            place = {"shape": list(value.shape), "data_offsets": [begin, end]}
+            header[name] = {"dtype": _DTYPES[value.dtype], **place}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that the values are aligned
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in state_dict.values():
+            file.write(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         file.flush()
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if is_near else str(file.name)
-
-
-def _file(directory: str | None, *, is_near: bool) -> BinaryIO:
-    if not is_near:
-        return tempfile.NamedTemporaryFile(prefix="weights-", dir=directory)  # type: ignore[return-value]
-    if directory is None:
-        return os.fdopen(os.memfd_create("weights"), "wb")
-    return os.fdopen(os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600), "wb")
-
-
-def _write(file: BinaryIO, state_dict: Mapping[str, Tensor]) -> None:
-    """The safetensors format; its own writer needs a name, and leaves it behind when killed."""
-    header: dict[str, object] = {}
-    end = 0
-    for name, value in shells(state_dict).items():
-        begin, end = end, end + value.numel() * value.element_size()
-        place = {"shape": list(value.shape), "data_offsets": [begin, end]}
-        header[name] = {"dtype": _DTYPES[value.dtype], **place}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the values are aligned
-    file.write(len(text).to_bytes(8, "little") + text)
-    for value in state_dict.values():
-        flat = value.detach().cpu().contiguous().view(-1)
-        values: Any = flat.view(torch.uint8).numpy()
-        file.write(values)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,10 +23,6 @@ class WeightFacts(NamedTuple):
     largest: float
     """The largest absolute value; infinity where a value is NaN or infinite."""
 
-    def is_finite_in(self, dtype: torch.dtype) -> bool:
-        """Whether all values are finite once they are of another type."""
-        return bool(torch.tensor(self.largest, dtype=torch.float64).to(dtype).isfinite())
-
 
 class LazyWeights(Mapping[str, Tensor]):
     """A state dict whose values are made when they are read, and belong to the reader.
@@ -35,10 +30,8 @@ class LazyWeights(Mapping[str, Tensor]):
     Reading in the order of the names is cheap; reading one again makes it again.
     """
 
-    @property
-    @abstractmethod
-    def facts(self) -> Mapping[str, WeightFacts]:
-        """Of every weight, by its name, in order."""
+    facts: Mapping[str, WeightFacts]
+    """Of every weight, by its name, in order."""
 
     def same_values(self, first: str, second: str) -> bool:
         """Whether two names stand for the same values."""
@@ -57,11 +50,7 @@ class RenamedWeights(LazyWeights):
     def __init__(self, weights: LazyWeights, names: Mapping[str, str]) -> None:
         self._weights = weights
         self._names = names
-
-    @property
-    def facts(self) -> Mapping[str, WeightFacts]:
-        """See :class:`LazyWeights`."""
-        return {name: self._weights.facts[inside] for name, inside in self._names.items()}
+        self.facts = {name: weights.facts[inside] for name, inside in names.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._weights[self._names[name]]
@@ -107,71 +96,50 @@ class ExpectedWeights:
 
     def check(self, new: Mapping[str, Tensor], *, who: str) -> Mapping[str, Tensor]:
         """Check an update as a whole, and give the values to load, aliases left out."""
-        if isinstance(new, LazyWeights):
-            return self._check_lazy(new, who)
         known = {name: self.aliases.get(name, name) for name in new}
         faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
-        updates: dict[str, Tensor] = {}
-        for name, value in new.items():
-            at = known[name]
-            fault = self._fault(name, value, self.own[at]) if at in self.own else None
-            if fault is not None:
-                faults.append(fault)
-            elif at in self.own:
-                updates.setdefault(at, value.detach())
-            if at in updates and not _same(updates[at], value):
-                faults.append(f"{name} and {at} are tied, but are given different values")
-        named = set(known.values())
-        faults += [f"it lacks {name}" for name in self.own if name not in named]
-        refuse(faults, who=who)
-        return updates
-
-    def _check_lazy(self, new: LazyWeights, who: str) -> LazyWeights:
-        """The same without making the weights whole, but for tied ones that are given twice."""
-        known = {name: self.aliases.get(name, name) for name in new}
-        faults = [f"it has no use for {name}" for name, at in known.items() if at not in self.own]
+        lazy = new if isinstance(new, LazyWeights) else None
+        looked_at: Mapping[str, Any] = new if lazy is None else lazy.facts
         chosen: dict[str, str] = {}
         for name, at in known.items():
             if at not in self.own:
                 continue
-            fault = self._fault_of_facts(name, new.facts[name], self.own[at])
-            faults += [fault] if fault else []
+            if fault := self._fault(name, looked_at[name], self.own[at]):
+                faults.append(fault)
+                continue
             first = chosen.setdefault(at, name)
-            if first != name and not fault and not new.same_values(first, name):
+            if first == name:
+                continue
+            if not (
+                _same(new[first], new[name]) if lazy is None else lazy.same_values(first, name)
+            ):
                 faults.append(f"{name} and {at} are tied, but are given different values")
-        faults += [f"it lacks {name}" for name in self.own if name not in known.values()]
+        named = set(known.values())
+        faults += [f"it lacks {name}" for name in self.own if name not in named]
         refuse(faults, who=who)
-        return RenamedWeights(new, chosen)
-
-    def _fault_of_facts(self, name: str, facts: WeightFacts, own: Tensor) -> str | None:
-        shell = torch.empty(facts.shape, dtype=facts.dtype, device="meta")
-        if fault := _shape_fault(name, shell, own):
-            return fault
-        dtype = self.dtype or facts.dtype
-        finite = not dtype.is_floating_point or facts.is_finite_in(dtype)
-        return None if finite else _not_finite(name, dtype)
+        if lazy is not None:
+            return RenamedWeights(lazy, chosen)
+        return {at: new[name].detach() for at, name in chosen.items()}
 
     def _fault(self, name: str, value: Any, own: Tensor) -> str | None:
-        if fault := value_fault(name, value):
+        """What keeps a tensor from being taken, or one of which the facts are known."""
+        is_known = isinstance(value, WeightFacts)
+        if not is_known and (fault := value_fault(name, value)):
             return fault
-        if fault := _shape_fault(name, value, own):
-            return fault
+        if value.dtype.is_floating_point != own.is_floating_point():
+            return f"{name} is {value.dtype}, not {own.dtype}"
+        if value.shape != own.shape:
+            return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
         dtype = self.dtype or value.dtype
-        if value.is_floating_point() and not all_finite(value.detach().to(dtype)):
-            return _not_finite(name, dtype)
-        return None
-
-
-def _shape_fault(name: str, value: Tensor, own: Tensor) -> str | None:
-    if value.is_floating_point() != own.is_floating_point():
-        return f"{name} is {value.dtype}, not {own.dtype}"
-    if value.shape != own.shape:
-        return f"{name} has shape {tuple(value.shape)}, not {tuple(own.shape)}"
-    return None
-
-
-def _not_finite(name: str, dtype: torch.dtype) -> str:
-    return f"{name} holds NaN or infinity, is not finite in {dtype}. Did training diverge?"
+        if not (value.dtype.is_floating_point and dtype.is_floating_point):
+            return None
+        if is_known:
+            finite = bool(torch.tensor(value.largest, dtype=torch.float64).to(dtype).isfinite())
+        else:
+            finite = all_finite(value.detach().to(dtype))
+        if finite:
+            return None
+        return f"{name} holds NaN or infinity, is not finite in {dtype}. Did training diverge?"
 
 
 def refuse(faults: Sequence[str], *, who: str) -> None:
@@ -214,25 +182,19 @@ def all_finite(value: Tensor) -> bool:
     """Whether a floating point tensor of any shape holds neither NaN nor infinity."""
     value = value.detach()
     if value.device.type == "cpu" and value.dtype in _SUMMED and value.is_contiguous():
-        return _is_finite_in_one_pass(value.view(-1))
+        # In one pass: products with a vector, which take no longer than reading the values, and
+        # which make them so small that no sum of finite ones overflows.
+        values, small = value.view(-1), _small(value.dtype)
+        num_rows = len(values) // _ROW
+        rest = values[num_rows * _ROW :]
+        total = rest.dot(small[: len(rest)]).item() if len(rest) else 0.0
+        if num_rows:
+            total += torch.mv(values[: num_rows * _ROW].view(num_rows, _ROW), small).sum().item()
+        return math.isfinite(total)
     # Either of them makes the sum one of them, at half the cost of a copy. Large values can, too.
     if bool(torch.isfinite(value.sum())):
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
-
-
-def _is_finite_in_one_pass(values: Tensor) -> bool:
-    # Products with a vector, which take no longer than reading the values, and which make them so
-    # small that no sum of finite ones overflows.
-    small = _small(values.dtype)
-    num_rows = len(values) // _ROW
-    total = 0.0
-    if num_rows:
-        total += torch.mv(values[: num_rows * _ROW].view(num_rows, _ROW), small).sum().item()
-    rest = values[num_rows * _ROW :]
-    if len(rest):
-        total += rest.dot(small[: len(rest)]).item()
-    return math.isfinite(total)
 
 
 @cache
@@ -261,25 +223,18 @@ def weights_fingerprint(model: nn.Module) -> Hashable:
         model: with its weights on a device.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    sums = [_sum_of_bits(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for one in sums:
-        by_device.setdefault(one.device, []).append(one)
-    values = tuple(tuple(torch.stack(ones).tolist()) for ones in by_device.values())
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).view(-1)
+        words = flat.view(_WORD[flat.element_size()])
+        size = words.element_size()
+        if all(number % 8 == 0 for number in (words.numel() * size, words.storage_offset() * size)):
+            words = words.view(torch.int64)  # as many bits at once as there are
+        by_device.setdefault(words.device, []).append(words.sum(dtype=torch.int64))
+    values = tuple(tuple(torch.stack(sums).tolist()) for sums in by_device.values())
     return values, tuple((t.data_ptr(), t._version) for t in tensors)
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    flat = tensor.detach().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    words = flat.view(_WORD[flat.element_size()])
-    size = words.element_size()
-    if all(number % 8 == 0 for number in (words.numel() * size, words.storage_offset() * size)):
-        words = words.view(torch.int64)  # as many bits at once as there are
-    return words.sum(dtype=torch.int64)
 
 
 # Low-rank adapters on their way to an engine that applies them beside the weights it has.
@@ -361,9 +316,3 @@ class AdapterWeights(dict[str, Tensor]):
             "task_type": "CAUSAL_LM",
         }
         (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-def scaled(up: Tensor, scale: float) -> Tensor:
-    """A layer's ``B`` with its scale, rounded once."""
-    with torch.no_grad():
-        return up.detach() if scale == 1 else (up.detach().float() * scale).to(up.dtype)

@@ -1,7 +1,7 @@
 """Ways in which a trainer's weights reach a policy."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -124,27 +124,21 @@ class WeightUpdater:
     @contextmanager
     def _checked(self, source: nn.Module | Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """The weights as the policy takes them, and as :meth:`init` said that they would be."""
-        if is_spread(source):
-            with pushed_weights(source) as weights:
-                self._check_shapes(weights)
-                yield weights
-        else:
-            weights = self._gathered(source)
-            self._check_shapes(weights)
+        with ExitStack() as stack:
+            if is_spread(source):
+                weights: Mapping[str, Tensor] = stack.enter_context(pushed_weights(source))
+            else:
+                weights = self._gathered(source)
+            known = self._metadata
+            shapes = {name: value.shape for name, value in shells(weights).items()}
+            if known is not None and shapes != known:
+                names = sorted(shapes.keys() | known.keys())
+                wrong = [name for name in names if shapes.get(name) != known.get(name)]
+                raise UpdateRefused(
+                    f"{type(self).__name__}.push: {len(wrong)} weights are not as "
+                    f"init(model_metadata) said, such as {wrong[:4]}. Nothing was sent."
+                )
             yield weights
-
-    def _check_shapes(self, weights: Mapping[str, Tensor]) -> None:
-        shapes = {name: value.shape for name, value in shells(weights).items()}
-        if self._metadata is not None and shapes != self._metadata:
-            wrong = sorted(
-                name
-                for name in shapes.keys() | self._metadata.keys()
-                if shapes.get(name) != self._metadata.get(name)
-            )
-            raise UpdateRefused(
-                f"{type(self).__name__}.push: {len(wrong)} weights are not as init(model_metadata) "
-                f"said, such as {wrong[:4]}. Nothing was sent."
-            )
 
     def _gathered(self, source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The weights as the policy takes them."""

@@ -6,7 +6,8 @@ Gathered shards, merged adapters, or adapters alone.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchrl_modules.weight_transfer import WeightLayout
-from torchrl_modules.weights import AdapterWeights, LazyWeights, UpdateRefused, WeightFacts, scaled
+from torchrl_modules.weights import AdapterWeights, LazyWeights, UpdateRefused, WeightFacts
 
 # The weights of a PEFT model with its adapters merged, the model left as it was.
 
@@ -147,17 +148,14 @@ class AdapterNames:
             if isinstance(module, others.TrainableTokensWrapper):
                 self._dropped.add(f"{name}.token_adapter")
             elif isinstance(module, others.ModulesToSaveWrapper):
-                self._choose(name, module)
-
-    def _choose(self, name: str, module: Any) -> None:
-        kinds = {f"{name}.modules_to_save.{adapter}" for adapter in module.modules_to_save}
-        if module.disable_adapters or module.active_adapter not in module.modules_to_save:
-            self._left_out |= kinds
-            self._dropped.add(f"{name}.original_module")
-            return
-        used = f"{name}.modules_to_save.{module.active_adapter}"
-        self._left_out |= {f"{name}.original_module"} | kinds - {used}
-        self._dropped |= {f"{name}.modules_to_save", used}
+                kinds = {f"{name}.modules_to_save.{adapter}" for adapter in module.modules_to_save}
+                if module.disable_adapters or module.active_adapter not in module.modules_to_save:
+                    self._left_out |= kinds
+                    self._dropped.add(f"{name}.original_module")
+                    continue
+                used = f"{name}.modules_to_save.{module.active_adapter}"
+                self._left_out |= {f"{name}.original_module"} | kinds - {used}
+                self._dropped |= {f"{name}.modules_to_save", used}
 
     def is_left_out(self, name: str) -> bool:
         """Whether an entry belongs to the adapters, and not to the model without them."""
@@ -213,16 +211,12 @@ def gathered_state_dict(source: nn.Module | Mapping[str, Tensor]) -> dict[str, T
         ValueError: the state dict holds adapters, which mean nothing without their model; or PEFT
             refuses to merge those of a model.
     """
-    if not isinstance(source, nn.Module):
-        return _plain(source)
-    module = unwrapped(source)
-    if has_adapters(module):
-        return merged_weights(module)
-    return _plain(module.state_dict())
-
-
-def _plain(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: whole(value) for name, value in plain_weights(weights).items()}
+    if isinstance(source, nn.Module):
+        source = unwrapped(source)
+        if has_adapters(source):
+            return merged_weights(source)
+        source = source.state_dict()
+    return {name: whole(value) for name, value in plain_weights(source).items()}
 
 
 def plain_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -254,44 +248,41 @@ def unwrapped(module: nn.Module) -> nn.Module:
 # Weights of a sharded model with adapters, merged a layer at a time by all ranks.
 
 
-class LazyMerge:
+def lazy_merge(
+    model: Any,
+) -> tuple[list[Callable[[], dict[str, Tensor]]], dict[str, Tensor]]:
     """The weights of a PEFT model that is spread over ranks, merged a layer at a time.
 
+    Returns:
+        What makes the whole weights of each layer with its adapters merged, which all ranks call;
+        and what no adapter changes, shards, by the names of the model without adapters.
+
     Raises:
-        TypeError: see :func:`.merged_adapters.merged_weights`.
-        ValueError: see :func:`.merged_adapters.merged_weights`.
+        TypeError: see :func:`merged_weights`.
+        ValueError: see :func:`merged_weights`.
     """
-
-    def __init__(self, model: Any) -> None:
-        layers = tuner_layers(model)
-        names = AdapterNames(model, layers)
-        state = {
-            name: value
-            for name, value in model.state_dict(keep_vars=True).items()
-            if not names.is_left_out(name)
-        }
-        self.layers: list[Callable[[], dict[str, Tensor]]] = []
-        """Makes the whole weights of a layer with its adapters merged; all ranks call it."""
-        for prefix, layer in layers.items():
-            own = {name: state.pop(name) for name in list(state) if name.startswith(f"{prefix}.")}
-            if layer.merged or layer.disable_adapters:
-                state |= own
-                continue
-            self.layers.append(
-                lambda prefix=prefix, layer=layer, own=own: _whole_layer(prefix, layer, own, names)
-            )
-        self.unchanged = {names.plain(name): value.detach() for name, value in state.items()}
-        """What no adapter changes: shards, by the names of the model without adapters."""
-
-
-def _whole_layer(
-    prefix: str, layer: Any, own: Mapping[str, Tensor], names: AdapterNames
-) -> dict[str, Tensor]:
-    merged = merged_layer(prefix, layer)
-    return {
-        names.plain(name): merged[name] if name in merged else whole(value)
-        for name, value in own.items()
+    layers = tuner_layers(model)
+    names = AdapterNames(model, layers)
+    state = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if not names.is_left_out(name)
     }
+
+    def merge(prefix: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        merged = merged_layer(prefix, layers[prefix])
+        return {
+            names.plain(name): merged[name] if name in merged else whole(value)
+            for name, value in own.items()
+        }
+
+    makers = []
+    for prefix, layer in layers.items():
+        if layer.merged or layer.disable_adapters:
+            continue
+        own = {name: state.pop(name) for name in list(state) if name.startswith(f"{prefix}.")}
+        makers.append(partial(merge, prefix, own))
+    return makers, {names.plain(name): value.detach() for name, value in state.items()}
 
 
 # The LoRA adapters of a PEFT model, for an engine that applies them itself.
@@ -312,7 +303,13 @@ def adapter_weights(source: nn.Module) -> AdapterWeights:
     for name, layer in layers.items():
         if pair := _factors(name, layer):
             factors[names.plain(name)] = pair
-    _check_nothing_else(model)
+    others: Any = sys.modules["peft.utils.other"]
+    for name, module in model.named_modules():
+        if isinstance(module, others.ModulesToSaveWrapper | others.TrainableTokensWrapper):
+            _refuse(f"{name} is trained whole")
+    for name, value in model.named_parameters():
+        if value.requires_grad and ".lora_A." not in name and ".lora_B." not in name:
+            _refuse(f"{name} is trained, too")
     return AdapterWeights(factors)
 
 
@@ -330,24 +327,11 @@ def _factors(name: str, layer: Any) -> tuple[Tensor, Tensor] | None:
     if variant is not None or layer.lora_bias.get(adapter):
         _refuse(f"{name} has a {'bias' if variant is None else type(variant).__name__}")
     down, up = (whole(part[adapter].weight) for part in (layer.lora_A, layer.lora_B))
-    return down, scaled(up, float(layer.scaling[adapter]))
+    scale = float(layer.scaling[adapter])
+    return down, up if scale == 1 else (up.float() * scale).to(up.dtype)  # rounded once
 
 
-def _check_nothing_else(model: Any) -> None:
-    others: Any = sys.modules["peft.utils.other"]
-    for name, module in model.named_modules():
-        if isinstance(module, others.ModulesToSaveWrapper | others.TrainableTokensWrapper):
-            _refuse(f"{name} is trained whole")
-    trained = [
-        name
-        for name, value in model.named_parameters()
-        if value.requires_grad and ".lora_A." not in name and ".lora_B." not in name
-    ]
-    if trained:
-        _refuse(f"{trained[0]} is trained, too")
-
-
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     raise UpdateRefused(
         f"{what}, and the engine (vLLM with enable_lora) takes LoRA adapters alone. Train such "
         "adapters, or build the engine without enable_lora: then they are pushed merged."
@@ -408,13 +392,13 @@ def contribute_weights(source: nn.Module | Mapping[str, Tensor]) -> None:
 def pushed_weights(source: nn.Module | Mapping[str, Tensor]) -> Iterator[LazyWeights]:
     """The weights for the engine of this rank, to be read inside, while the others take part."""
     shards = ShardedWeights(source)
-    own = dist.get_rank()
+    own = shards.rank
     leaders = [i for i, role in enumerate(_roles(_PUSHES, shards.device)) if role is _PUSHES]
     for rank in leaders[: leaders.index(own)]:
         shards.serve(rank)
     end: Exception | None = RuntimeError(f"The push of rank {own} broke off in the middle.")
     try:
-        yield _Pushed(shards, own)
+        yield shards
         end = None
     except UpdateRefused as error:
         end = UpdateRefused(str(error))
@@ -425,50 +409,61 @@ def pushed_weights(source: nn.Module | Mapping[str, Tensor]) -> Iterator[LazyWei
             shards.serve(rank)
 
 
-class ShardedWeights:
-    """How the weights of a model are made whole by all of its ranks, bucket by bucket.
+class ShardedWeights(LazyWeights):
+    """The weights of a model that all of its ranks make whole, bucket by bucket.
 
-    Every rank makes one at the same time.
+    Every rank makes one at the same time; on the one that pushes, reading a weight makes its
+    bucket, while the others :meth:`serve`.
     """
 
     def __init__(self, source: nn.Module | Mapping[str, Tensor]) -> None:
-        self._makers: list[Callable[[], dict[str, Tensor]]] = []
+        self.rank = dist.get_rank()
         self.facts: dict[str, WeightFacts] = {}
         """Of every weight, by Transformers' names, in order."""
-        self.bucket_of: dict[str, int] = {}
-        """Where each weight is made whole."""
-        self.same: dict[str, Any] = {}
-        """Equal for names of one and the same tensor."""
-        rest = source
-        if isinstance(rest, nn.Module):
-            module = unwrapped(rest)
-            _reshard(module)
-            rest = self._add_merged(module) if has_adapters(module) else module.state_dict()
-        rest = plain_weights(rest)
+        self._makers: list[Callable[[], dict[str, Tensor]]] = []
+        self._bucket_of: dict[str, int] = {}
+        self._same: dict[str, Any] = {}  # equal for names of one and the same tensor
+        self._at = -1
+        self._bucket: dict[str, Tensor] = {}
+        if isinstance(source, nn.Module):
+            module = unwrapped(source)
+            for part in module.modules():
+                if isinstance(part, FSDPModule):  # A forward pass may have gathered parameters.
+                    part.reshard()
+            source = module.state_dict()
+            if has_adapters(module):
+                makers, source = lazy_merge(module)
+                for make in makers:  # merged once to be looked at, and again to be sent
+                    for name, value in make().items():
+                        self._bucket_of[name] = len(self._makers)
+                        self.facts[name] = WeightFacts(value.shape, value.dtype, _largest(value))
+                    self._makers.append(make)
+        rest = plain_weights(source)
         self.device = next(iter(rest.values())).device
-        self._add_unchanged(rest)
-
-    def _add_merged(self, module: nn.Module) -> dict[str, Tensor]:
-        """Layers with adapters; gives the weights that none of them changes."""
-        merge = LazyMerge(module)
-        for make in merge.layers:  # merged once to be looked at, and again to be sent
-            for name, value in make().items():
-                self.bucket_of[name] = len(self._makers)
-                self.facts[name] = WeightFacts(value.shape, value.dtype, _largest(value))
-            self._makers.append(make)
-        return merge.unchanged
-
-    def _add_unchanged(self, values: Mapping[str, Tensor]) -> None:
-        largest = torch.tensor([_largest(_local(x)) for x in values.values()], dtype=torch.float64)
+        largest = torch.tensor([_largest(_local(x)) for x in rest.values()], dtype=torch.float64)
         largest = largest.to(self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        for (name, value), most in zip(values.items(), largest.tolist(), strict=True):
+        for (name, value), most in zip(rest.items(), largest.tolist(), strict=True):
             self.facts[name] = WeightFacts(value.shape, value.dtype, most)
-            self.same[name] = (_local(value).data_ptr() or id(value), value.shape)
-        for bucket in WeightLayout.of(values, BUCKET_BYTES).buckets():
-            self.bucket_of |= dict.fromkeys(bucket, len(self._makers))
-            some = {name: values[name] for name in bucket}
+            self._same[name] = (_local(value).data_ptr() or id(value), value.shape)
+        for bucket in WeightLayout.of(rest, BUCKET_BYTES).buckets():
+            self._bucket_of |= dict.fromkeys(bucket, len(self._makers))
+            some = {name: rest[name] for name in bucket}
             self._makers.append(lambda some=some: {n: whole(x) for n, x in some.items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        at = self._bucket_of[name]
+        if at != self._at:
+            self._at, self._bucket = -1, {}  # gone before the next one comes
+            self.say(at, self.rank)
+            self._bucket = self.make(at)
+            self._at = at
+        return self._bucket[name]
+
+    def same_values(self, first: str, second: str) -> bool:
+        """Whether two names stand for the same values."""
+        known = first in self._same and self._same[first] == self._same.get(second)
+        return known or super().same_values(first, second)
 
     def make(self, bucket: int) -> dict[str, Tensor]:
         """The whole weights of a bucket; every rank calls it."""
@@ -487,46 +482,11 @@ class ShardedWeights:
         return said[0]
 
 
-class _Pushed(LazyWeights):
-    """The weights on the rank that pushes them: reading one makes its bucket."""
-
-    def __init__(self, shards: ShardedWeights, leader: int) -> None:
-        self._shards = shards
-        self._leader = leader
-        self._at = -1
-        self._bucket: dict[str, Tensor] = {}
-
-    @property
-    def facts(self) -> Mapping[str, WeightFacts]:
-        return self._shards.facts
-
-    def __getitem__(self, name: str) -> Tensor:
-        at = self._shards.bucket_of[name]
-        if at != self._at:
-            self._at, self._bucket = -1, {}  # gone before the next one comes
-            self._shards.say(at, self._leader)
-            self._bucket = self._shards.make(at)
-            self._at = at
-        return self._bucket[name]
-
-    def same_values(self, first: str, second: str) -> bool:
-        same = self._shards.same
-        known = first in same and same[first] == same.get(second)
-        return known or super().same_values(first, second)
-
-
 def _roles(own: bool, device: torch.device) -> list[bool]:
     """Which ranks push."""
     roles = [torch.zeros(1, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(roles, torch.full((1,), float(own), device=device))
     return [bool(role.item()) for role in roles]
-
-
-def _reshard(module: nn.Module) -> None:
-    """A model of which a forward pass has gathered parameters holds its shards again."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _local(value: Any) -> Tensor:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import (
     AbstractContextManager,
@@ -24,7 +24,7 @@ from typing import Any, Final, Self, TypeVar
 import torch
 from torch import Tensor
 
-from torchrl_modules.engines.bridges import gather_rows
+from torchrl_modules.engines.bridges import LoopThread, gather_rows
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, VersionSpan
 from torchrl_modules.engines.supervision import EngineState, Supervision
 from torchrl_modules.sampling import SamplingParameters
@@ -198,29 +198,23 @@ def start_server(
         guardian = _guard(process.pid, folder)
         try:
             url = f"unix://{socket_path}"
-            _await_start(process, url, log_path, start_timeout_s)
+            with closing(JSONClient(url, timeout_s=5.0)) as client:
+                is_up = client.await_answer(
+                    "/health", start_timeout_s, goes_on=lambda: process.poll() is None
+                )
+            if not is_up:
+                printed = log_path.read_text(errors="replace")[-3000:]
+                raise RuntimeError(
+                    f"The vLLM server did not start (exit code {process.poll()}):\n{printed}"
+                )
             yield url
         finally:
             guardian.terminate()
             guardian.wait()
-            _end(process)
-
-
-def _await_start(
-    process: "subprocess.Popen[bytes]", url: str, log_path: Path, timeout_s: float
-) -> None:
-    with closing(JSONClient(url, timeout_s=5.0)) as client:
-        if client.await_answer("/health", timeout_s, goes_on=lambda: process.poll() is None):
-            return
-    printed = log_path.read_text(errors="replace")[-3000:]
-    raise RuntimeError(f"The vLLM server did not start (exit code {process.poll()}):\n{printed}")
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    # Should its guardian have been killed: its engine is a process of the same group.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+            # Should its guardian have been killed: its engine is a process of the same group.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 # An engine in another process that is replaced when it dies, and loses no request.
@@ -283,31 +277,24 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
             own if row.seed is None else row.seed for row, own in zip(rows, drawn, strict=True)
         ]
         results: list[Generation | None] = [None] * len(rows)
-        while True:
-            lost = [index for index, result in enumerate(results) if result is None]
-            if not lost:
-                return [result for result in results if result is not None]
-            engine, incarnation = self._present()
-            asked = [rows[index] for index in lost]
-            try:
-                drawn = engine.generate(
-                    [row.prompt for row in asked],
-                    params,
-                    max_new_tokens=[row.budget for row in asked],
-                    seeds=[seeds[index] for index in lost],
-                )
-            except EngineDied as error:
-                for index, result in zip(lost, error.results or [None] * len(lost), strict=True):
-                    results[index] = result
-                self._replace(incarnation, error, results)
-            except RuntimeError as error:
-                if not engine.mixed:
+        while lost := [index for index, result in enumerate(results) if result is None]:
+            new: Sequence[Generation | None] = [None] * len(lost)
+            with self._replacing(results) as (engine, _):
+                try:
+                    new = engine.generate(
+                        [rows[index].prompt for index in lost],
+                        params,
+                        max_new_tokens=[rows[index].budget for index in lost],
+                        seeds=[seeds[index] for index in lost],
+                    )
+                    self._failures = 0
+                except EngineDied as error:
+                    new = error.results or new
                     raise
-                self._replace(incarnation, error, results)
-            else:
-                self._failures = 0
-                for index, result in zip(lost, drawn, strict=True):
-                    results[index] = result
+                finally:
+                    for index, result in zip(lost, new, strict=True):
+                        results[index] = result
+        return [result for result in results if result is not None]
 
     def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
         """Draw one row, for a caller that may let it go; one that is lost is drawn again.
@@ -323,18 +310,8 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
         if row.seed is None:
             row = row._replace(seed=int(torch.randint(1 << 31, ())))
         while True:
-            engine, incarnation = self._present()
-            try:
+            with self._replacing(interrupt=interrupt) as (engine, _):
                 generation = engine.draw_one(row, params, interrupt)
-            except EngineDied as error:
-                if interrupt.is_set:
-                    raise
-                self._replace(incarnation, error, None)
-            except RuntimeError as error:
-                if not engine.mixed:
-                    raise
-                self._replace(incarnation, error, None)
-            else:
                 self._failures = 0
                 return generation
 
@@ -346,11 +323,8 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
         """
         with self._pushing:
             self._is_paused = paused
-            engine, incarnation = self._present()
-            try:
+            with self._replacing() as (engine, _):
                 engine.pause(paused=paused)
-            except (ConnectionError, EngineDied) as error:
-                self._replace(incarnation, error, None)
 
     def check_health(self) -> None:
         """Whether it serves, or will once its engine is replaced, which its callers see to.
@@ -391,25 +365,41 @@ class SupervisedEngine(EngineOver, WholeBatchEngine):
             UpdateRefused: a name, type, shape or value is wrong; the old weights keep serving.
         """
         with self._pushing:
-            while not self._push(state_dict, version, recompute):
-                pass
+            while True:
+                with self._replacing(is_update=True) as (engine, incarnation):
+                    engine.update_weights(state_dict, version=version, recompute=recompute)
+                    with self._lock:
+                        self._weights = {n: v.detach().cpu().clone() for n, v in state_dict.items()}
+                        self.supervision = self.supervision.acknowledged(
+                            incarnation, engine.version
+                        )
+                        self._failures = 0
+                    return
 
-    def _push(self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool) -> bool:
+    @contextmanager
+    def _replacing(
+        self,
+        results: "list[Generation | None] | None" = None,
+        *,
+        interrupt: Interrupt | None = None,
+        is_update: bool = False,
+    ) -> Iterator[tuple[VLLMServerEngine, int]]:
+        """The present engine; if it dies meanwhile or its weights are a mixture, it is replaced.
+
+        What broke an update goes on to the caller then, and nothing else does.
+        """
         engine, incarnation = self._present()
         try:
-            engine.update_weights(state_dict, version=version, recompute=recompute)
-        except EngineDied as error:
-            self._replace(incarnation, error, None)
-            return False
+            yield engine, incarnation
+        except (ConnectionError, EngineDied) as error:
+            if interrupt is not None and interrupt.is_set:
+                raise
+            self._replace(incarnation, error, results)
         except RuntimeError as error:
             if engine.mixed:
-                self._replace(incarnation, error, None)
-            raise
-        with self._lock:
-            self._weights = {name: v.detach().cpu().clone() for name, v in state_dict.items()}
-            self.supervision = self.supervision.acknowledged(incarnation, engine.version)
-            self._failures = 0
-        return True
+                self._replace(incarnation, error, results)
+            if is_update or not engine.mixed:
+                raise
 
     def _present(self) -> tuple[VLLMServerEngine, int]:
         with self._lock:
@@ -531,7 +521,6 @@ def make_vllm_worker(
 # Asynchronous engines for callers that wait, and engines that block for callers that await.
 
 T = TypeVar("T")
-_CLOSE_TIMEOUT_S = 10.0
 
 
 class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
@@ -542,44 +531,24 @@ class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
 
     def __init__(self, engine: AsyncVLLMEngine) -> None:
         self.engine = self._inside = engine
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="vllm-callers", daemon=True
-        )
-        self._thread.start()
+        self._loop = LoopThread("BlockingVLLMEngine")
 
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         async def draw(row: Row) -> Generation:
             drawn = await self.engine.draw(row, params)
             return drawn.generation._replace(versions=drawn.versions)
 
-        return self._wait(gather_rows(map(draw, rows)))
+        # The calls have deadlines of their own: `stall_timeout_s` of the engine.
+        return self._loop.run(gather_rows(map(draw, rows)))
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
     ) -> None:
         """See :meth:`~torchrl_modules.vllm.engine.AsyncVLLMEngine.update_weights`."""
-        self._wait(self.engine.update_weights(state_dict, version=version))
-
-    def _wait(self, call: Coroutine[Any, Any, T]) -> T:
-        # The calls have deadlines of their own: `stall_timeout_s` of the engine.
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # The caller was interrupted: abort what it asked for.
-            raise
+        self._loop.run(self.engine.update_weights(state_dict, version=version))
 
     def close(self) -> None:
         """End the thread that waits; the engine goes on. May be called twice."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise RuntimeError(
-                f"BlockingVLLMEngine: its thread has not ended within {_CLOSE_TIMEOUT_S:.0f} s."
-            )
         self._loop.close()
 
 
