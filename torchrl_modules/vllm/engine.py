@@ -87,7 +87,15 @@ class VLLMEngine(WholeBatchEngine):
         self._owns_llm = True
         self._take(llm)
         _open.add(self)
-        self._warm_up(model)
+        try:
+            with preserved_globals():
+                self.generate([[0]], SamplingParameters(max_new_tokens=1))
+        except RuntimeError as error:
+            self.close()
+            raise RuntimeError(
+                f"VLLMEngine: vLLM has loaded {model}, but cannot run it: {error}. On a CPU it "
+                "has no attention for heads of less than 32 dimensions, for instance."
+            ) from error
 
     @classmethod
     def from_llm(cls, llm: Any) -> Self:
@@ -130,17 +138,6 @@ class VLLMEngine(WholeBatchEngine):
         self._user = ""
         self._dead = ""
 
-    def _warm_up(self, model: str) -> None:
-        try:
-            with preserved_globals():
-                self.generate([[0]], SamplingParameters(max_new_tokens=1))
-        except RuntimeError as error:
-            self.close()
-            raise RuntimeError(
-                f"VLLMEngine: vLLM has loaded {model}, but cannot run it: {error}. On a CPU it "
-                "has no attention for heads of less than 32 dimensions, for instance."
-            ) from error
-
     @property
     def version(self) -> int:
         """How many updates the weights have seen, or the number that the last one was given."""
@@ -155,6 +152,7 @@ class VLLMEngine(WholeBatchEngine):
     def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         results: dict[int, Generation] = {}
         running: dict[str, int] = {}
+        matcher = params.stop_matcher
         with self.used_by("generate"):
             try:
                 for index, row in enumerate(rows):
@@ -165,27 +163,21 @@ class VLLMEngine(WholeBatchEngine):
                     else:
                         running[request_id] = index
                         results[index] = Generation([], [], "")
-                self._run(running, results, params)
+                while running:
+                    for output in self._llm.llm_engine.step():
+                        index = running.get(output.request_id)
+                        if index is None:  # it had completed a stop string
+                            continue
+                        results[index] = results[index].joined(read_output(output))
+                        ended = matcher is not None and matcher.just_ended(results[index].ids)
+                        if ended and not output.finished:
+                            self._llm.llm_engine.abort_request([output.request_id])
+                        if ended or output.finished:
+                            del running[output.request_id]
             except BaseException:
                 self._llm.llm_engine.abort_request(list(running))
                 raise
         return [results[index] for index in range(len(rows))]
-
-    def _run(
-        self, running: dict[str, int], results: dict[int, Generation], params: SamplingParameters
-    ) -> None:
-        matcher = params.stop_matcher
-        while running:
-            for output in self._llm.llm_engine.step():
-                index = running.get(output.request_id)
-                if index is None:  # it had completed a stop string
-                    continue
-                results[index] = results[index].joined(read_output(output))
-                ended = matcher is not None and matcher.just_ended(results[index].ids)
-                if ended and not output.finished:
-                    self._llm.llm_engine.abort_request([output.request_id])
-                if ended or output.finished:
-                    del running[output.request_id]
 
     def submit(self, row: Row, params: SamplingParameters, *, stream: bool = False) -> str:
         """Queue one request and give its id; for whoever steps the engine.
@@ -268,7 +260,12 @@ class VLLMEngine(WholeBatchEngine):
         """
         version = next_version(version, self._version, who="VLLMEngine.update_weights")
         if isinstance(state_dict, AdapterWeights):
-            self._load_adapters(state_dict, version, via)
+            if self._adapters is None or via is not None:
+                needed = "by reference" if self._adapters else "to an engine with enable_lora=True"
+                raise UpdateRefused(f"VLLMEngine.update_weights: adapters alone go {needed}.")
+            self._adapters.load(state_dict, version)
+            self._llm.llm_engine.set_weight_version(str(version))
+            self._version = version
             return
         if self._expected is None:
             check_updatable(self._llm.llm_engine)
@@ -283,16 +280,6 @@ class VLLMEngine(WholeBatchEngine):
         self._llm.llm_engine.set_weight_version(str(version))
         self._version = version
         self._mixed = False
-
-    def _load_adapters(
-        self, weights: AdapterWeights, version: int, via: C10dWeightTransfer | None
-    ) -> None:
-        if self._adapters is None or via is not None:
-            needed = "by reference" if self._adapters else "to an engine with enable_lora=True"
-            raise UpdateRefused(f"VLLMEngine.update_weights: adapters alone go {needed}.")
-        self._adapters.load(weights, version)
-        self._llm.llm_engine.set_weight_version(str(version))
-        self._version = version
 
     def fail(self, why: str) -> None:
         """Refuse to serve for good; for whoever steps the engine and sees it break."""
@@ -430,8 +417,13 @@ class AsyncVLLMEngine(RespondingEngine):
 
     def _submit(self, row: Row, params: SamplingParameters) -> GenerationStream:
         steps = self._steps
+
+        def abort(stream: GenerationStream) -> None:
+            with suppress(RuntimeError):  # The engine has ended, and so has the stream.
+                self._thread.put(lambda: steps.abort(stream), lambda _: None)
+
         stream = GenerationStream(
-            self._request_abort,
+            abort,
             self._thread.check_progress,
             self._thread.stall_timeout_s,
             params.stop_matcher,
@@ -440,10 +432,6 @@ class AsyncVLLMEngine(RespondingEngine):
             lambda: steps.add(stream, row, params), lambda error: steps.send(stream, error)
         )
         return stream
-
-    def _request_abort(self, stream: GenerationStream) -> None:
-        with suppress(RuntimeError):  # The engine has ended, and so has the stream.
-            self._thread.put(lambda: self._steps.abort(stream), lambda _: None)
 
     async def draw(self, row: Row, params: SamplingParameters) -> VersionedGeneration:
         """Draw one response as `generate` does, with a seed of its own."""

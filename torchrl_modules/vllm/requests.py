@@ -4,10 +4,8 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Self
-
-from torch import Tensor
 
 from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan
 from torchrl_modules.sampling import SamplingParameters, StopStrings
@@ -89,31 +87,28 @@ def check_reported(params: SamplingParameters) -> None:
 
 def finished(generation: Generation, params: SamplingParameters) -> Generation:
     """A response as it is handed on: cut at a stop string, refused with a log-prob that is none."""
-    if generation.error is None and (fault := _fault(generation)):
-        return Generation([], [], "error", fault)
+    ids, log_probs = generation.ids, generation.log_probs
+    if generation.error is None:
+        fault = ""
+        if len(log_probs) != len(ids):
+            fault = f"the engine gave {len(log_probs)} log-probs for {len(ids)} tokens"
+        elif wrong := [x for x in log_probs if not (math.isfinite(x) and x < _ROUNDING)]:
+            fault = f"the engine gave a log-prob that is no finite number of at most 0: {wrong[0]}"
+        if fault:
+            return Generation([], [], "error", fault)
     matcher = params.stop_matcher
-    kept = matcher and matcher.num_kept(generation.ids)
+    kept = matcher and matcher.num_kept(ids)
     if kept:
         spans = [s._replace(end=min(s.end, kept)) for s in generation.versions if s.start < kept]
         generation = generation._replace(
-            ids=generation.ids[:kept],
-            log_probs=generation.log_probs[:kept],
+            ids=ids[:kept],
+            log_probs=log_probs[:kept],
             finish_reason="stop",
             versions=spans,
         )
     if params.untempered_log_probs:  # the same, `check_reported` says
         generation = generation._replace(untempered_log_probs=generation.log_probs)
     return generation
-
-
-def _fault(generation: Generation) -> str | None:
-    log_probs = generation.log_probs
-    if len(log_probs) != len(generation.ids):
-        return f"the engine gave {len(log_probs)} log-probs for {len(generation.ids)} tokens"
-    wrong = [x for x in log_probs if not (math.isfinite(x) and x < _ROUNDING)]
-    if wrong:
-        return f"the engine gave a log-prob that is no finite number of at most 0: {wrong[0]}"
-    return None
 
 
 def read_output(output: Any) -> Generation:
@@ -287,17 +282,6 @@ class WholeBatchEngine(ABC):
             )
 
     @abstractmethod
-    def update_weights(
-        self, state_dict: Mapping[str, Tensor], *, version: int | None = None
-    ) -> None:
-        """Replace the weights, all or none.
-
-        Args:
-            state_dict: parameter name (Transformers' names) to value; the values are kept.
-            version: the number of these weights, above the present one; ``None`` counts on.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Let go of what it holds. May be called twice."""
 
@@ -402,14 +386,12 @@ class GenerationStream:
         self._check = check
         self._stall_timeout_s = stall_timeout_s
         self._queue: asyncio.Queue[Delta | Generation | BaseException] = asyncio.Queue()
+        self.deliver = self._queue.put_nowait
+        """Takes tokens, why it ended, or what broke the engine; in the stream's event loop."""
         self._stops = stops
         self._drawn: list[int] = []  # the engine's side: what `stops` has been shown
         self._deltas: list[Delta] = []
         self._end: Generation | BaseException | None = None
-
-    def deliver(self, item: "Delta | Generation | BaseException") -> None:
-        """Hand over tokens, why it ended, or what broke the engine; in the stream's event loop."""
-        self._queue.put_nowait(item)
 
     def completes_stop_string(self, ids: list[int]) -> bool:
         """Whether these next tokens end the response; called by the engine, in its thread."""
@@ -426,8 +408,13 @@ class GenerationStream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._end is None:
-            item = await self._next_item()
+        while self._end is None:
+            try:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    item = await self._queue.get()
+            except TimeoutError:
+                self._check()
+                continue
             if isinstance(item, Delta):
                 self._deltas.append(item)
                 return item
@@ -435,14 +422,6 @@ class GenerationStream:
         if isinstance(self._end, BaseException):
             raise self._end
         raise StopAsyncIteration
-
-    async def _next_item(self) -> "Delta | Generation | BaseException":
-        while True:
-            try:
-                async with asyncio.timeout(self._stall_timeout_s):
-                    return await self._queue.get()
-            except TimeoutError:
-                self._check()
 
     async def result(self) -> VersionedGeneration:
         """Wait for the end."""
