@@ -106,11 +106,10 @@ class ExpectedWeights:
                 continue
             if fault := self._fault(name, looked_at[name], self.own[at]):
                 faults.append(fault)
-                continue
-            first = chosen.setdefault(at, name)
-            if first == name:
-                continue
-            if not (
+            first = chosen.get(at)
+            if first is None and not fault:
+                chosen[at] = name
+            elif first is not None and not (
                 _same(new[first], new[name]) if lazy is None else lazy.same_values(first, name)
             ):
                 faults.append(f"{name} and {at} are tied, but are given different values")

@@ -92,6 +92,8 @@ class LoopThread:
             for task in tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.wait(tasks))
+        # Connections that were closed let go of their sockets in the next round of the loop.
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
     def close(self) -> None:
