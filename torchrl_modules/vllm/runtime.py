@@ -7,7 +7,7 @@ import random
 import runpy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -69,26 +69,20 @@ _USED: Final = (
 )
 
 
-@dataclass(frozen=True)
-class VLLMNames:
-    """The names of vLLM that this package uses."""
+def import_vllm(*, in_process: bool = True) -> SimpleNamespace:
+    """Import vLLM, for an engine inside this process or for a server and its workers.
 
-    LLM: Any
-    SamplingParams: Any
-    VLLMClientError: Any
-    set_current_vllm_config: Any
-    tokens_input: Any
-    VocabParallelEmbedding: Any
-    finalize_layerwise_reload: Any
-    initialize_layerwise_reload: Any
-    current_platform: Any
-    RequestOutputKind: Any
-
-
-def import_vllm(*, in_process: bool = True) -> VLLMNames:
-    """Import vLLM: for an engine inside this process, or for a server and its workers."""
+    Returns:
+        The names of vLLM that this package uses.
+    """
     if in_process:
-        _prepare_environment()
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if (value := os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]) != "0":
+            raise RuntimeError(
+                "VLLMEngine runs vLLM inside this process, but VLLM_ENABLE_V1_MULTIPROCESSING is "
+                f"{value!r}. Unset it, or set it to 0."
+            )
     found: dict[str, Any] = {}
     for module_name, names in _USED:
         try:
@@ -105,8 +99,8 @@ def import_vllm(*, in_process: bool = True) -> VLLMNames:
                 )
             found[name] = getattr(module, name)
         if module_name == "vllm.platforms" and module.current_platform.is_cpu():
-            _prepare_cpu()
-    return VLLMNames(**found)
+            _prepare_cpu(module.current_platform)
+    return SimpleNamespace(**found)
 
 
 def register_weight_transfer(name: str, module: str, class_name: str) -> None:
@@ -134,18 +128,7 @@ def serve() -> None:
     runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__")
 
 
-def _prepare_environment() -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
-        raise RuntimeError(
-            "VLLMEngine runs vLLM inside this process, but VLLM_ENABLE_V1_MULTIPROCESSING is "
-            f"{os.environ['VLLM_ENABLE_V1_MULTIPROCESSING']!r}. Unset it, or set it to 0."
-        )
-
-
-def _prepare_cpu() -> None:
-    platform = importlib.import_module("vllm.platforms").current_platform
+def _prepare_cpu(platform: Any) -> None:
     # With log-probs, vLLM counts ranks, which nobody reads, in a helper that it compiles when it
     # is first called: 20 seconds and a C++ compiler. The decorator reads this at import.
     if hasattr(platform, "simple_compile_backend"):

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_modules.weights import AdapterWeights, ExpectedWeights, refuse
 
-from .runtime import VLLMNames, adapter_request, import_vllm
+from .runtime import adapter_request, import_vllm
 
 # New weights for a vLLM engine: checked as a whole, then loaded in one go; or adapters alone.
 
@@ -63,18 +64,17 @@ def load_all_or_none(
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     try:
-        _load(worker, model, import_vllm(in_process=False), weights)
+        load_weights(worker, import_vllm(in_process=False), weights, model)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
     return {}
 
 
-def load_weights(worker: Any, names: VLLMNames, weights: Mapping[str, Tensor]) -> None:
-    """Load checked weights in a worker of this process; `RuntimeError`: some were not loaded."""
-    _load(worker, worker.model_runner.get_model(), names, weights)
-
-
-def _load(worker: Any, model: Any, names: VLLMNames, weights: Mapping[str, Tensor]) -> None:
+def load_weights(
+    worker: Any, names: SimpleNamespace, weights: Mapping[str, Tensor], model: Any = None
+) -> None:
+    """Load checked weights in a worker; `RuntimeError`: some were not loaded."""
+    model = worker.model_runner.get_model() if model is None else model
     with names.set_current_vllm_config(worker.vllm_config), torch.no_grad():
         names.initialize_layerwise_reload(model)
         try:
@@ -82,23 +82,18 @@ def _load(worker: Any, model: Any, names: VLLMNames, weights: Mapping[str, Tenso
         finally:
             # Puts the parameters back from the meta device, loaded or not.
             names.finalize_layerwise_reload(model, worker.model_config)
-        if names.current_platform.is_cpu():
-            _repack(model, names.VocabParallelEmbedding)
+        # On a CPU two kinds of layer compute with packed copies, which the reload leaves stale: a
+        # head that is tied to the embedding, and the experts of a mixture.
+        for module in model.modules() if names.current_platform.is_cpu() else ():
+            method: Any = getattr(module, "quant_method", None)
+            if isinstance(module, names.VocabParallelEmbedding):
+                method.process_weights_after_loading(module)
+            experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+            if experts is not None:
+                experts.process_weights_after_loading(module)
     unloaded = {name for name, _ in model.named_parameters()} - (loaded or set())
     if loaded is not None and unloaded:
         raise RuntimeError(f"vLLM did not load {sorted(unloaded)[:4]} from the state dict.")
-
-
-def _repack(model: torch.nn.Module, embedding_class: type) -> None:
-    # On a CPU two kinds of layer compute with packed copies, which the reload leaves stale: a head
-    # that is tied to the embedding, and the experts of a mixture.
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if isinstance(module, embedding_class):
-            method.process_weights_after_loading(module)
-        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        if experts is not None:
-            experts.process_weights_after_loading(module)
 
 
 class ServedAdapters:
