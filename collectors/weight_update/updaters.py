@@ -72,10 +72,7 @@ class WeightUpdater:
             self._policy = policy
 
     def init(
-        self,
-        model_metadata: ModelMetadata | None = None,
-        *,
-        policy: UpdatablePolicy | None = None,
+        self, model_metadata: ModelMetadata | None = None, *, policy: UpdatablePolicy | None = None
     ) -> None:
         """Set up what the pushes need.
 

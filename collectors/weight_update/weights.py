@@ -248,9 +248,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 # Weights of a sharded model with adapters, merged a layer at a time by all ranks.
 
 
-def lazy_merge(
-    model: Any,
-) -> tuple[list[Callable[[], dict[str, Tensor]]], dict[str, Tensor]]:
+def lazy_merge(model: Any) -> tuple[list[Callable[[], dict[str, Tensor]]], dict[str, Tensor]]:
     """The weights of a PEFT model that is spread over ranks, merged a layer at a time.
 
     Returns:

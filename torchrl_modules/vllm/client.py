@@ -82,9 +82,7 @@ class JSONClient:
             self._headers["Authorization"] = f"Bearer {token}"
         self._timeout_s = timeout_s
         self._connections = httpcore2.AsyncConnectionPool(
-            max_connections=None,
-            keepalive_expiry=_KEEP_IDLE_S,
-            uds=parts.path if is_file else None,
+            max_connections=None, keepalive_expiry=_KEEP_IDLE_S, uds=parts.path if is_file else None
         )
         self._loop = LoopThread("the client")
         self._calls: set[Future[Any]] = set()
@@ -391,11 +389,7 @@ class VLLMServerEngine(WholeBatchEngine):
         async with self._room:
             first = len(self._labels) - 1
             # Cached prefixes of other weights are never met.
-            body = {
-                "token_ids": ids,
-                "sampling_params": fields,
-                "cache_salt": self._labels[first],
-            }
+            body = {"token_ids": ids, "sampling_params": fields, "cache_salt": self._labels[first]}
             status, answer = await self._client.ask("POST", "/inference/v1/generate", body)
         if status == 200:
             return read_answer(answer, self._labels[first:])

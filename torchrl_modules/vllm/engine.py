@@ -370,11 +370,7 @@ class AsyncVLLMEngine(RespondingEngine):
     """
 
     def __init__(
-        self,
-        engine: VLLMEngine,
-        *,
-        stall_timeout_s: float = 30.0,
-        update_timeout_s: float = 600.0,
+        self, engine: VLLMEngine, *, stall_timeout_s: float = 30.0, update_timeout_s: float = 600.0
     ) -> None:
         self._engine = self._inside = engine
         with ExitStack() as lease:
@@ -423,10 +419,7 @@ class AsyncVLLMEngine(RespondingEngine):
                 self._thread.put(lambda: steps.abort(stream), lambda _: None)
 
         stream = GenerationStream(
-            abort,
-            self._thread.check_progress,
-            self._thread.stall_timeout_s,
-            params.stop_matcher,
+            abort, self._thread.check_progress, self._thread.stall_timeout_s, params.stop_matcher
         )
         self._thread.put(
             lambda: steps.add(stream, row, params), lambda error: steps.send(stream, error)

@@ -101,10 +101,7 @@ def finished(generation: Generation, params: SamplingParameters) -> Generation:
     if kept:
         spans = [s._replace(end=min(s.end, kept)) for s in generation.versions if s.start < kept]
         generation = generation._replace(
-            ids=ids[:kept],
-            log_probs=log_probs[:kept],
-            finish_reason="stop",
-            versions=spans,
+            ids=ids[:kept], log_probs=log_probs[:kept], finish_reason="stop", versions=spans
         )
     if params.untempered_log_probs:  # the same, `check_reported` says
         generation = generation._replace(untempered_log_probs=generation.log_probs)

@@ -191,7 +191,7 @@ ADAPTER_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 LORA_DEFAULTS: Final = {
     # Responses that began under the last versions go on beside new ones.
-    "max_loras": 4,
+    "max_loras": 4
 }
 """Of an engine that is pushed adapters, where the user has not said otherwise."""
 

@@ -136,10 +136,7 @@ class C10dWeightTransferEngine(_base.WeightTransferEngine):
         if self._group is None:
             raise RuntimeError("C10dWeightTransferEngine: no trainer has been named yet.")
         layout = WeightLayout(
-            update_info.names,
-            update_info.dtype_names,
-            update_info.shapes,
-            update_info.bucket_bytes,
+            update_info.names, update_info.dtype_names, update_info.shapes, update_info.bucket_bytes
         )
         flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
         for bucket in layout.buckets():
