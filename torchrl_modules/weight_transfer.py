@@ -40,6 +40,13 @@ class WeightLayout:
                 f"{len(dtype_names)} types and {len(shapes)} shapes."
             )
         self.bucket_bytes = bucket_bytes
+        self.message = {
+            "names": list(names),
+            "dtype_names": list(dtype_names),
+            "shapes": [list(shape) for shape in shapes],
+            "bucket_bytes": bucket_bytes,
+        }
+        """The arguments of the class, as JSON can carry them."""
         self.places: dict[str, _Place] = {}
         end = 0
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
@@ -60,15 +67,6 @@ class WeightLayout:
             [list(value.shape) for value in weights.values()],
             bucket_bytes,
         )
-
-    def message(self) -> dict[str, Any]:
-        """The arguments of the class, as JSON can carry them."""
-        return {
-            "names": list(self.places),
-            "dtype_names": [str(p.dtype).removeprefix("torch.") for p in self.places.values()],
-            "shapes": [list(place.shape) for place in self.places.values()],
-            "bucket_bytes": self.bucket_bytes,
-        }
 
     def buckets(self) -> Iterator[list[str]]:
         """Names of the tensors that are sent together, in order."""
@@ -276,7 +274,7 @@ class C10dWeightTransfer:
             raise RuntimeError("C10dWeightTransfer is closed. Make another one.")
         layout = WeightLayout.of(shells(weights), self._bucket_bytes)
         call("start_weight_update")
-        received = self._threads.submit(call, "update_weights", update_info=layout.message())
+        received = self._threads.submit(call, "update_weights", update_info=layout.message)
         try:
             for bucket in layout.buckets():
                 place = layout.slice_of(bucket)

@@ -88,17 +88,22 @@ def merged_layer(name: str, layer: Any) -> dict[str, Tensor]:
         base, prefix = base.base_layer, f"{prefix}.base_layer"
     with _whole_parameters(layer):
         parameters = dict(base.named_parameters())
-        with _kept(parameters) as originals:
+        held = {key: value.data for key, value in parameters.items()}
+        originals = {key: value.clone() for key, value in held.items()}
+        try:
+            layer.merge(safe_merge=True)
+            return {
+                f"{prefix}.{key}": value.detach().clone()
+                for key, value in parameters.items()
+                if not torch.equal(value, originals[key])
+            }
+        finally:
             try:
-                layer.merge(safe_merge=True)
-                return {
-                    f"{prefix}.{key}": value.detach().clone()
-                    for key, value in parameters.items()
-                    if not torch.equal(value, originals[key])
-                }
-            finally:
                 if layer.merged:
                     layer.unmerge()
+            finally:  # Subtracting what was added does not give the same bits.
+                for key, value in parameters.items():
+                    value.data = held[key].copy_(originals[key])
 
 
 @contextmanager
@@ -119,18 +124,6 @@ def _whole_parameters(layer: nn.Module) -> Iterator[None]:
     finally:
         for module, name, value in spread:
             module._parameters[name] = value
-
-
-@contextmanager
-def _kept(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Puts values back, to the bit and where they were; gives copies of them."""
-    held = {key: value.data for key, value in parameters.items()}
-    originals = {key: value.clone() for key, value in held.items()}
-    try:
-        yield originals
-    finally:  # Subtracting what was added does not give the same bits.
-        for key, value in parameters.items():
-            value.data = held[key].copy_(originals[key])
 
 
 class AdapterNames:

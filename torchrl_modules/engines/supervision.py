@@ -199,7 +199,7 @@ class ProgressWatch:
 
 # Whether a process can do anything at all, without asking it; how one ends with its parent.
 
-_STOPPED = "TtZX"  # by a signal, by a debugger, ended and not yet reaped, gone
+_STOPPED = "TtZX"  # by a signal, by a debugger, ended and not yet reaped, ending
 
 
 def this_process() -> dict[str, Any]:
@@ -220,16 +220,15 @@ def is_stopped(process: Mapping[str, Any]) -> bool:
     """
     if not is_near(process):
         return False
-    return any(_state(process[name]) in _STOPPED for name in ("pid", "parent") if name in process)
-
-
-def _state(pid: int) -> str:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "X"
-    # "pid (name) state ...", where the name may hold anything.
-    return status.rpartition(") ")[2][:1]
+    for pid in (process[name] for name in ("pid", "parent") if name in process):
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return True
+        # "pid (name) state ...", where the name may hold anything.
+        if status.rpartition(") ")[2][:1] in _STOPPED:
+            return True
+    return False
 
 
 def _machine() -> str | None:

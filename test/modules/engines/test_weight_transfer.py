@@ -33,7 +33,7 @@ def test_what_is_laid_out_is_found_again(entries, bucket_bytes):
         for i, (dtype, shape) in enumerate(entries)
     }
     layout = WeightLayout.of(weights, bucket_bytes)
-    other_end = WeightLayout(**layout.message())
+    other_end = WeightLayout(**layout.message)
     assert other_end.places == layout.places
     flat = torch.full((layout.num_bytes,), 77, dtype=torch.uint8)
     sent = []
