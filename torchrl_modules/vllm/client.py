@@ -1,22 +1,22 @@
 """The engine behind the URL of a vLLM server, and the HTTP client that asks it."""
 
-import asyncio
 import json
 import os
 import secrets
+import select
+import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import ExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import urlencode, urlsplit
 
 import httpcore2
 from torch import Tensor
 
-from torchrl_modules.engines.bridges import LoopThread
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, read_load
 from torchrl_modules.engines.supervision import ProgressWatch, is_near, is_stopped
 from torchrl_modules.sampling import SamplingParameters
@@ -34,7 +34,6 @@ from .requests import (
 
 # JSON over HTTP with a token: the client's end, and the guard in front of a server's routes.
 
-T = TypeVar("T")
 TOKEN_VARIABLE: Final = "TORCHRL_VLLM_TOKEN"
 """Holds the secret that a server asks for, at both ends."""
 
@@ -47,30 +46,36 @@ class AnswerTimeout(ConnectionError):
 
 
 class Interrupt:
-    """Ends one request, called from another thread: whoever waits gets an `EngineDied`."""
+    """Ends one request, called from another thread: whoever waits gets a ``ConnectionError``."""
 
     def __init__(self) -> None:
-        self._call: Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._stream: _Stream | None = None
         self.is_set = False
         """Whether it was called."""
 
-    def attach(self, call: "Future[Any]") -> None:
-        """The request is this call."""
-        self._call = call
-        if self.is_set:
-            call.cancel()
+    def attach(self, stream: "_Stream") -> None:
+        """The request goes over this connection."""
+        with self._lock:
+            self._stream = stream
+            if self.is_set:
+                stream.shut_down()
 
     def __call__(self) -> None:
         """End it."""
-        self.is_set = True
-        if self._call is not None:
-            self._call.cancel()
+        with self._lock:
+            self.is_set = True
+            # A connection that another request has by now is left alone.
+            if self._stream is not None and self._stream.interrupt is self:
+                self._stream.shut_down()
 
 
 class JSONClient:
-    """Sends JSON and reads JSON, for any number of threads, in an event loop of its own."""
+    """Sends JSON and reads JSON, from any number of threads."""
 
-    def __init__(self, url: str, timeout_s: float, *, token: str | None = None) -> None:
+    def __init__(
+        self, url: str, timeout_s: float, *, token: str | None = None, num_connections: int = 8
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "unix"):
             raise ValueError(f"The URL must begin with http:// or unix://, got {url!r}.")
@@ -80,69 +85,51 @@ class JSONClient:
         self._headers = {"Content-Type": "application/json"}
         if token := token or os.environ.get(TOKEN_VARIABLE):
             self._headers["Authorization"] = f"Bearer {token}"
-        self._timeout_s = timeout_s
-        self._connections = httpcore2.AsyncConnectionPool(
-            max_connections=None, keepalive_expiry=_KEEP_IDLE_S, uds=parts.path if is_file else None
+        self._timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s)
+        self._sockets = _Sockets()
+        self._pool = httpcore2.ConnectionPool(
+            max_connections=num_connections,
+            max_keepalive_connections=num_connections,
+            keepalive_expiry=_KEEP_IDLE_S,
+            uds=parts.path if is_file else None,
+            network_backend=self._sockets,
         )
-        self._loop = LoopThread("the client")
-        self._calls: set[Future[Any]] = set()
 
-    async def ask(
-        self, method: str, path: str, body: object = None, *, timeout_s: float | None = None
+    def request(
+        self, method: str, path: str, body: object = None, *, interrupt: Interrupt | None = None
     ) -> tuple[int, Any]:
-        """Send one request, in the loop; gives what `request` gives."""
-        timeouts = dict.fromkeys(("connect", "read", "write", "pool"), timeout_s or self._timeout_s)
+        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
+        content = b"" if body is None else json.dumps(body).encode()
+        _asking.interrupt = interrupt
         try:
-            async with self._connections.stream(
+            with self._pool.stream(
                 method,
                 self._base + path,
-                headers=list(self._headers.items()),
-                content=b"" if body is None else json.dumps(body).encode(),
-                extensions={"timeout": timeouts},
+                headers=[*self._headers.items(), ("Content-Length", str(len(content)))],
+                content=content,
+                extensions={"timeout": self._timeouts},
             ) as response:
-                text = (await response.aread()).decode()
+                answer = response.read()
                 if response.status >= 500:  # vLLM drops the connection, which it does not say
-                    await response.extensions["network_stream"].aclose()
+                    response.extensions["network_stream"].shut_down()
         except httpcore2.TimeoutException as error:
             raise AnswerTimeout(f"No answer from {self.url}: it timed out ({error!r}).") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise ConnectionError(f"No answer from {self.url}: {error!r}.") from error
+        finally:
+            _asking.interrupt = None
+        text = answer.decode()
         try:
             return response.status, json.loads(text) if text else None
         except json.JSONDecodeError:
             return response.status, text
-
-    def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a call in the loop, where it may `ask`; cancelling the future ends it."""
-        try:
-            future = self._loop.submit(call)
-        except RuntimeError as error:
-            future = Future()
-            future.set_exception(ConnectionError(str(error)))
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return future
-
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for a call in the loop."""
-        future = self.submit(call)
-        try:
-            return future.result()
-        except CancelledError as error:
-            raise ConnectionError(f"No answer from {self.url}: it was interrupted.") from error
-        finally:
-            future.cancel()  # The caller was interrupted, if it is not done.
-
-    def request(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Send one request; status and answer, as text where it is no JSON, ``None`` if empty."""
-        return self.run(self.ask(method, path, body))
 
     def await_answer(self, path: str, wait_s: float, *, goes_on: Callable[[], bool]) -> bool:
         """Ask until the answer is 200, for at most ``wait_s`` and while ``goes_on()``."""
         deadline = time.monotonic() + wait_s
         while goes_on():
             with suppress(ConnectionError):
-                if self.run(self.ask("GET", path, timeout_s=min(self._timeout_s, 5.0)))[0] == 200:
+                if self.request("GET", path)[0] == 200:
                     return True
             if time.monotonic() >= deadline:
                 return False
@@ -151,15 +138,119 @@ class JSONClient:
 
     def interrupt(self) -> None:
         """Let everybody who waits for an answer go, with a ``ConnectionError``."""
-        for call in list(self._calls):
-            call.cancel()
+        self._sockets.shut_down()
 
     def close(self) -> None:
-        """Close the connections; a later request raises ``ConnectionError``."""
-        self.interrupt()
-        with suppress(ConnectionError):  # It is closed.
-            self.run(self._connections.aclose())
-        self._loop.close()
+        """Close the connections of all threads; a later request raises ``ConnectionError``."""
+        self._pool.close()
+        self._sockets.close()
+
+
+class _Asking(threading.local):
+    """What this thread's request is interrupted by."""
+
+    interrupt: Interrupt | None = None
+
+
+_asking = _Asking()
+
+
+class _Sockets(httpcore2.NetworkBackend):
+    """Opens connections that can be interrupted from another thread."""
+
+    def __init__(self) -> None:
+        self._open: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
+    ) -> "_Stream":
+        with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
+            connection = socket.create_connection((host, port), timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._kept(connection)
+
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, *_: Any, **__: Any
+    ) -> "_Stream":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _as_error(httpcore2.ConnectTimeout, httpcore2.ConnectError):
+                connection.settimeout(timeout)
+                connection.connect(path)
+        except BaseException:
+            connection.close()
+            raise
+        return self._kept(connection)
+
+    def _kept(self, connection: socket.socket) -> "_Stream":
+        with self._lock:
+            if self._is_closed:  # while another thread came to connect: nobody would close it
+                connection.close()
+                raise httpcore2.ConnectError("the client is closed")
+            self._open = [*(one for one in self._open if one.fileno() >= 0), connection]
+        return _Stream(connection)
+
+    def close(self) -> None:
+        """Close those, too, that the pool has let go of after a request that was broken off."""
+        with self._lock:
+            for connection in self._open:
+                connection.close()
+            self._open, self._is_closed = [], True
+
+    def shut_down(self) -> None:
+        """Whoever reads reads the end."""
+        for connection in self._open:
+            with suppress(OSError):  # it ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Stream(httpcore2.NetworkStream):
+    """A connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self.interrupt: Interrupt | None = None
+        """Of the request that it carries."""
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        with _as_error(httpcore2.ReadTimeout, httpcore2.ReadError):
+            self._socket.settimeout(timeout)
+            return self._socket.recv(max_bytes)
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self.interrupt = _asking.interrupt
+        if self.interrupt is not None:
+            self.interrupt.attach(self)
+        with _as_error(httpcore2.WriteTimeout, httpcore2.WriteError):
+            self._socket.settimeout(timeout)
+            self._socket.sendall(buffer)
+
+    def shut_down(self) -> None:
+        """Whoever reads reads the end."""
+        with suppress(OSError):  # it ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        if info != "is_readable":
+            return None
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+@contextmanager
+def _as_error(timeout: type[Exception], other: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise timeout(str(error)) from error
+    except OSError as error:
+        raise other(str(error)) from error
 
 
 Scope = MutableMapping[str, Any]
@@ -251,9 +342,11 @@ class VLLMServerEngine(WholeBatchEngine):
         num_connections: int = 128,
         weights_directory: str | None = None,
     ) -> None:
+        self._rows = JSONClient(url, timeout_s, token=token, num_connections=num_connections)
+        # Rows that wait while weights are replaced hold their connections, all that there are.
         self._client = JSONClient(url, timeout_s, token=token)
-        self._room = asyncio.Semaphore(num_connections)
-        self._probe_timeout_s = min(5.0, stall_timeout_s / 2)
+        self._prober = JSONClient(url, min(5.0, stall_timeout_s / 2), token=token)
+        self._pool = ThreadPoolExecutor(num_connections, thread_name_prefix="vllm-client")
         self._watch = ProgressWatch(self._probe, self._fail, stall_timeout_s=stall_timeout_s)
         self._weights_directory = weights_directory
         self._lock = threading.Lock()
@@ -265,7 +358,7 @@ class VLLMServerEngine(WholeBatchEngine):
         self._missing = ""
         self._is_processed = True
         try:
-            self._client.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
+            self._prober.await_answer("/health", wait_s, goes_on=lambda: not self._failure)
             limits = self._read_limits()
         except BaseException:
             self.close()
@@ -331,37 +424,12 @@ class VLLMServerEngine(WholeBatchEngine):
                 "torchrl_modules.vllm.server`."
             )
 
-    def _draw(
-        self, rows: list[Row], params: SamplingParameters, interrupt: Interrupt | None = None
-    ) -> list[Generation]:
+    def _draw(self, rows: list[Row], params: SamplingParameters) -> list[Generation]:
         self._check_not_mixed()
         with self._watch.waiting():
-            calls = [self._client.submit(self._draw_row(row, params)) for row in rows]
-            if interrupt is not None:
-                interrupt.attach(calls[0])
-            try:
-                wait(calls)  # each has a deadline: `timeout_s`, and the watch
-            finally:
-                for call in calls:
-                    call.cancel()  # The caller was interrupted, if it is not done.
-        errors = [
-            ConnectionError("it was interrupted") if call.cancelled() else call.exception()
-            for call in calls
-        ]
-        lost = [error for error in errors if error is not None]
-        for error in lost:
-            if not isinstance(error, ConnectionError):
-                raise error
-        if lost:
-            raise EngineDied(
-                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
-                f"{self._failure or lost[0]}",
-                results=[
-                    None if error else call.result()
-                    for call, error in zip(calls, errors, strict=True)
-                ],
-            )
-        return [call.result() for call in calls]
+            calls = [self._pool.submit(self._draw_row, row, params) for row in rows]
+            wait(calls)  # each has a deadline: `timeout_s`, and the watch
+        return self._collected(calls)
 
     def draw_one(self, row: Row, params: SamplingParameters, interrupt: Interrupt) -> Generation:
         """Draw one row, for a caller that may let it go.
@@ -374,49 +442,71 @@ class VLLMServerEngine(WholeBatchEngine):
         Raises:
             EngineDied: the server is gone or stuck, or it was interrupted.
         """
-        return self._draw([row], params, interrupt)[0]
+        self._check_not_mixed()
+        call: Future[Generation] = Future()
+        with self._watch.waiting():
+            try:
+                call.set_result(self._draw_row(row, params, interrupt))
+            except Exception as error:
+                call.set_exception(error)
+        return self._collected([call])[0]
 
-    async def _draw_row(self, row: Row, params: SamplingParameters) -> Generation:
+    def _collected(self, calls: "list[Future[Generation]]") -> list[Generation]:
+        lost = [error for call in calls if (error := call.exception()) is not None]
+        for error in lost:
+            if not isinstance(error, ConnectionError):
+                raise error
+        if lost:
+            raise EngineDied(
+                f"VLLMServerEngine: {len(lost)} of {len(calls)} rows were lost: "
+                f"{self._failure or lost[0]}",
+                results=[None if call.exception() else call.result() for call in calls],
+            )
+        return [call.result() for call in calls]
+
+    def _draw_row(
+        self, row: Row, params: SamplingParameters, interrupt: Interrupt | None = None
+    ) -> Generation:
         if self._failure:
             raise ConnectionError(self._failure)
         try:
-            ids = check_prompt(
-                row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
-            )
-            fields = sampling_fields(params, row.budget, row.seed)
+            body: dict[str, Any] = {
+                "token_ids": check_prompt(
+                    row.prompt, vocab_size=self.vocab_size, max_model_len=self.max_model_len
+                ),
+                "sampling_params": sampling_fields(params, row.budget, row.seed),
+            }
         except ValueError as error:
             return Generation([], [], "error", str(error))
-        async with self._room:
-            first = len(self._labels) - 1
-            # Cached prefixes of other weights are never met.
-            body = {"token_ids": ids, "sampling_params": fields, "cache_salt": self._labels[first]}
-            status, answer = await self._client.ask("POST", "/inference/v1/generate", body)
+        first = len(self._labels) - 1
+        body["cache_salt"] = self._labels[first]  # Cached prefixes of other weights are never met.
+        path = "/inference/v1/generate"
+        status, answer = self._rows.request("POST", path, body, interrupt=interrupt)
         if status == 200:
             return read_answer(answer, self._labels[first:])
         if status >= 500:
-            await self._ask_health()
+            self._check_health()
         message = f"the server answers {status}: {answer}"
         if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
             message = str(answer["error"].get("message", message))
         return Generation([], [], "error", message)
 
-    async def _ask_health(self) -> None:
-        status, _ = await self._client.ask("GET", "/health", timeout_s=self._probe_timeout_s)
+    def _check_health(self) -> None:
+        status, _ = self._prober.request("GET", "/health")
         if status != 200:
-            raise ConnectionError(f"The engine behind {self._client.url} has died ({status}).")
+            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
 
     def check_health(self) -> None:
         """Ask the server whether it is well; ``EngineDied``, ``AnswerTimeout``: it is not."""
         try:
-            self._client.run(self._ask_health())
+            self._check_health()
         except AnswerTimeout:
             raise
         except ConnectionError as error:
             raise EngineDied(f"VLLMServerEngine: {error}") from error
 
     def _read_metrics(self) -> str:
-        ask = self._client.ask("GET", "/metrics", timeout_s=self._probe_timeout_s)
-        return str(self._client.run(ask)[1])
+        return str(self._prober.request("GET", "/metrics")[1])
 
     @property
     def tells_load(self) -> bool:
@@ -432,12 +522,12 @@ class VLLMServerEngine(WholeBatchEngine):
         """
         load = read_load(self._read_metrics())
         if load is None:
-            raise RuntimeError(f"VLLMServerEngine: {self._client.url}/metrics tells no load.")
+            raise RuntimeError(f"VLLMServerEngine: {self._prober.url}/metrics tells no load.")
         return load
 
     def _probe(self) -> object:
         try:
-            self._client.run(self._ask_health())
+            self._check_health()
             text = "" if self._updating or self._paused else self._read_metrics()
         except AnswerTimeout:
             return None
@@ -452,6 +542,7 @@ class VLLMServerEngine(WholeBatchEngine):
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
+        self._rows.interrupt()
         self._client.interrupt()
 
     def update_weights(
@@ -494,7 +585,7 @@ class VLLMServerEngine(WholeBatchEngine):
                 raise EngineDied(f"VLLMServerEngine.update_weights: {reason}") from error
             except RuntimeError as error:
                 try:
-                    self._client.run(self._ask_health())
+                    self._check_health()
                 except ConnectionError as dead:
                     text = f"VLLMServerEngine.update_weights: {dead} ({error})"
                     raise EngineDied(text) from dead
@@ -586,4 +677,6 @@ class VLLMServerEngine(WholeBatchEngine):
 
     def close(self) -> None:
         """End the connections; the server goes on."""
-        self._client.close()
+        self._pool.shutdown()
+        for client in (self._rows, self._client, self._prober):
+            client.close()
