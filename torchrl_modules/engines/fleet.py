@@ -135,7 +135,7 @@ class Member:
             self.reason = reason
         self.known = known
         self._check_now.set()
-        self._fleet.notify()
+        self._fleet._notify()
 
     def die(self, reason: str) -> None:
         """The engine is gone or stuck: what it had in flight is lost."""
@@ -562,7 +562,7 @@ class EngineFleet:
 
     # In the fleet's event loop ------------------------------------------------------------------
 
-    def notify(self) -> None:
+    def _notify(self) -> None:
         """Everybody who waits for an engine looks again."""
         self._changed.set()
         self._changed = asyncio.Event()
