@@ -297,13 +297,72 @@ class AccessControl:
         return 0, ""
 
 
+class ServerRoutes:
+    """Asks a server, and says what it answers."""
+
+    _client: JSONClient
+    _prober: JSONClient
+
+    def _check_health(self) -> None:
+        status, _ = self._prober.request("GET", "/health")
+        if status != 200:
+            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
+
+    def check_health(self) -> None:
+        """Ask the server whether it is well; ``EngineDied``, ``AnswerTimeout``: it is not."""
+        try:
+            self._check_health()
+        except AnswerTimeout:
+            raise
+        except ConnectionError as error:
+            raise EngineDied(f"VLLMServerEngine: {error}") from error
+
+    def _read_metrics(self) -> str:
+        return str(self._prober.request("GET", "/metrics")[1])
+
+    @property
+    def tells_load(self) -> bool:
+        """Whether the server reports how full its cache is; it is asked."""
+        return read_load(self._read_metrics()) is not None
+
+    def measure_load(self) -> EngineLoad:
+        """How full the fullest of its caches is; recomputing after an update is preemption, too.
+
+        Raises:
+            ConnectionError: it did not answer.
+            RuntimeError: it does not report that.
+        """
+        load = read_load(self._read_metrics())
+        if load is None:
+            raise RuntimeError(f"VLLMServerEngine: {self._prober.url}/metrics tells no load.")
+        return load
+
+    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
+        results = self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+        kinds = {str(result if result is None else list(result)) for result in results}
+        if len(kinds) > 1:
+            return {"failed": f"the workers' answers to {method} differ: {results}"}
+        return results[0]
+
+    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
+        if query:
+            path = f"{path}?{urlencode(query)}"
+        status, answer = self._client.request(method, path, body)
+        if status != 200:
+            raise RuntimeError(
+                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
+                "the server started by `python -m torchrl_modules.vllm.server`?"
+            )
+        return answer
+
+
 # vLLM in a process of its own on this machine, reached by URL: `VLLMServerEngine`.
 
 _DRAWN = "vllm:generation_tokens_total"
 _READ = "vllm:prompt_tokens_total"
 
 
-class VLLMServerEngine(WholeBatchEngine):
+class VLLMServerEngine(ServerRoutes, WholeBatchEngine):
     """Draws tokens with a vLLM server on this machine.
 
     Weights are updated where ``torchrl_modules.vllm.server`` started it; a ``vllm serve
@@ -491,40 +550,6 @@ class VLLMServerEngine(WholeBatchEngine):
             message = str(answer["error"].get("message", message))
         return Generation([], [], "error", message)
 
-    def _check_health(self) -> None:
-        status, _ = self._prober.request("GET", "/health")
-        if status != 200:
-            raise ConnectionError(f"The engine behind {self._prober.url} has died ({status}).")
-
-    def check_health(self) -> None:
-        """Ask the server whether it is well; ``EngineDied``, ``AnswerTimeout``: it is not."""
-        try:
-            self._check_health()
-        except AnswerTimeout:
-            raise
-        except ConnectionError as error:
-            raise EngineDied(f"VLLMServerEngine: {error}") from error
-
-    def _read_metrics(self) -> str:
-        return str(self._prober.request("GET", "/metrics")[1])
-
-    @property
-    def tells_load(self) -> bool:
-        """Whether the server reports how full its cache is; it is asked."""
-        return read_load(self._read_metrics()) is not None
-
-    def measure_load(self) -> EngineLoad:
-        """How full the fullest of its caches is; recomputing after an update is preemption, too.
-
-        Raises:
-            ConnectionError: it did not answer.
-            RuntimeError: it does not report that.
-        """
-        load = read_load(self._read_metrics())
-        if load is None:
-            raise RuntimeError(f"VLLMServerEngine: {self._prober.url}/metrics tells no load.")
-        return load
-
     def _probe(self) -> object:
         try:
             self._check_health()
@@ -649,24 +674,6 @@ class VLLMServerEngine(WholeBatchEngine):
             finally:
                 if not (self._mixed or self._paused):
                     self._post("/resume")
-
-    def _rpc(self, method: str, *args: str) -> dict[str, Any]:
-        results = self._post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-        kinds = {str(result if result is None else list(result)) for result in results}
-        if len(kinds) > 1:
-            return {"failed": f"the workers' answers to {method} differ: {results}"}
-        return results[0]
-
-    def _post(self, path: str, body: object = None, *, method: str = "POST", **query: str) -> Any:
-        if query:
-            path = f"{path}?{urlencode(query)}"
-        status, answer = self._client.request(method, path, body)
-        if status != 200:
-            raise RuntimeError(
-                f"VLLMServerEngine: {path} at {self._client.url} answers {status}: {answer}. Was "
-                "the server started by `python -m torchrl_modules.vllm.server`?"
-            )
-        return answer
 
     def transfer_control(self) -> TransferControl:
         """VLLM's control of a weight transfer, for a `C10dWeightTransfer`."""
