@@ -421,8 +421,9 @@ class ShardedWeights(LazyWeights):
             for part in module.modules():
                 if isinstance(part, FSDPModule):  # A forward pass may have gathered parameters.
                     part.reshard()
-            source = module.state_dict()
-            if has_adapters(module):
+            if not has_adapters(module):
+                source = module.state_dict()
+            else:
                 makers, source = lazy_merge(module)
                 for make in makers:  # merged once to be looked at, and again to be sent
                     for name, value in make().items():
