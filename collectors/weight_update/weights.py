@@ -409,7 +409,8 @@ class ShardedWeights(LazyWeights):
 
     def __init__(self, source: nn.Module | Mapping[str, Tensor]) -> None:
         self.rank = dist.get_rank()
-        self.facts: dict[str, WeightFacts] = {}
+        facts: dict[str, WeightFacts] = {}
+        self.facts = facts
         """Of every weight, by Transformers' names, in order."""
         self._makers: list[Callable[[], dict[str, Tensor]]] = []
         self._bucket_of: dict[str, int] = {}
@@ -428,7 +429,7 @@ class ShardedWeights(LazyWeights):
                 for make in makers:  # merged once to be looked at, and again to be sent
                     for name, value in make().items():
                         self._bucket_of[name] = len(self._makers)
-                        self.facts[name] = WeightFacts(value.shape, value.dtype, _largest(value))
+                        facts[name] = WeightFacts(value.shape, value.dtype, _largest(value))
                     self._makers.append(make)
         rest = plain_weights(source)
         self.device = next(iter(rest.values())).device
@@ -436,7 +437,7 @@ class ShardedWeights(LazyWeights):
         largest = largest.to(self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         for (name, value), most in zip(rest.items(), largest.tolist(), strict=True):
-            self.facts[name] = WeightFacts(value.shape, value.dtype, most)
+            facts[name] = WeightFacts(value.shape, value.dtype, most)
             self._same[name] = (_local(value).data_ptr() or id(value), value.shape)
         for bucket in WeightLayout.of(rest, BUCKET_BYTES).buckets():
             self._bucket_of |= dict.fromkeys(bucket, len(self._makers))
