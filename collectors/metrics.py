@@ -94,7 +94,16 @@ def _metrics_of(
     trajectories: TensorDictBase, rows: Sequence[TensorDictBase], solved_at: float
 ) -> dict[str, float]:
     metrics = {_RENAMED.get(k, k): v for k, v in reward_metrics(trajectories).items()}
-    solved = _solved_by_group(rows, solved_at)
+    groups: dict[int, list[bool]] = defaultdict(list)
+    logged: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        group_id, scorable = row.get(GROUP_ID, None), row.get(SCORABLE, None)
+        if group_id is not None and (scorable is None or bool(scorable.all())):
+            groups[int(group_id)].append(float(row.get(REWARD).sum()) >= solved_at)
+        if int(row.get(SEGMENT, 0)) == 0:  # once per rollout
+            for name, value in (read_objects(row, LOGGED_METRICS)[0] or {}).items():
+                logged[f"logged/{name}"].append(value)
+    solved = list(groups.values())
     metrics["groups/solve_none_fraction"] = _mean([float(not any(g)) for g in solved])
     metrics["groups/solve_all_fraction"] = _mean([float(all(g)) for g in solved])
     counts = [int(row.get(ASSISTANT_MASK).sum()) for row in rows]
@@ -111,29 +120,11 @@ def _metrics_of(
     metrics["entropy"] = (
         -sum(float(x.sum()) for x in log_probs) / sum(counts) if sum(counts) else math.nan
     )
-    metrics |= _logged_by_rewards(rows)
+    metrics |= {name: _mean(values) for name, values in logged.items()}
     versions = [row.get(POLICY_VERSION) for row in rows]
     if not isinstance(versions[0], str):  # a tracker may name them
         metrics["policy_version"] = _mean([float(version) for version in versions])
     return metrics
-
-
-def _logged_by_rewards(rows: Sequence[TensorDictBase]) -> dict[str, float]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        if int(row.get(SEGMENT, 0)) == 0:  # once per rollout
-            for name, value in (read_objects(row, LOGGED_METRICS)[0] or {}).items():
-                values[f"logged/{name}"].append(value)
-    return {name: _mean(each) for name, each in values.items()}
-
-
-def _solved_by_group(rows: Sequence[TensorDictBase], solved_at: float) -> list[list[bool]]:
-    groups: dict[int, list[bool]] = defaultdict(list)
-    for row in rows:
-        group_id, scorable = row.get(GROUP_ID, None), row.get(SCORABLE, None)
-        if group_id is not None and (scorable is None or bool(scorable.all())):
-            groups[int(group_id)].append(float(row.get(REWARD).sum()) >= solved_at)
-    return list(groups.values())
 
 
 def update_metrics(

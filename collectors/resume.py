@@ -256,36 +256,6 @@ def identity_of(policy: LLMWrapperBase, model: nn.Module | None = None) -> dict[
     return fields
 
 
-def check_identity(
-    saved: Mapping[str, Any], here: Mapping[str, Any], *, allow: Collection[str] = ()
-) -> None:
-    """Check that a checkpoint belongs to this run.
-
-    Args:
-        saved: fields of the checkpoint.
-        here: those of this run.
-        allow: fields that may differ.
-
-    Raises:
-        CheckpointMismatch: another field differs.
-    """
-    nothing = object()
-    differ = [
-        name
-        for name in sorted({*saved, *here})
-        if name not in allow and saved.get(name, nothing) != here.get(name, nothing)
-    ]
-    if differ:
-        shown = "; ".join(
-            f"{name} was {_shown(saved, name)} and is {_shown(here, name)}" for name in differ[:5]
-        )
-        raise CheckpointMismatch(
-            f"The checkpoint is of another run: {shown}"
-            f"{f'; and {len(differ) - 5} more' if len(differ) > 5 else ''}. Resume with what it "
-            f"was made with, or allow={tuple(differ)!r} if it makes no difference."
-        )
-
-
 def installed_versions() -> dict[str, str]:
     """Of the packages on which the numbers of a run depend."""
     found = {}
@@ -425,9 +395,24 @@ class RunState:
 
     def _check(self, state: Mapping[str, Any], allow: Collection[str]) -> None:
         """Check that a state belongs to this run; other versions are a warning."""
-        parts = _kinds(state["parts"], state.get("sharded", ()))
-        here = _kinds(self.parts, self.sharded)
-        check_identity(state["identity"] | parts, self.identity | here, allow=allow)
+        saved = state["identity"] | _kinds(state["parts"], state.get("sharded", ()))
+        here = self.identity | _kinds(self.parts, self.sharded)
+        nothing = object()
+        differ = [
+            name
+            for name in sorted({*saved, *here})
+            if name not in allow and saved.get(name, nothing) != here.get(name, nothing)
+        ]
+        if differ:
+            shown = "; ".join(
+                f"{name} was {_shown(saved, name)} and is {_shown(here, name)}"
+                for name in differ[:5]
+            )
+            more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
+            raise CheckpointMismatch(
+                f"The checkpoint is of another run: {shown}{more}. Resume with what it was made "
+                f"with, or allow={tuple(differ)!r} if it makes no difference."
+            )
         others = {
             name: (found, state["versions"].get(name))
             for name, found in installed_versions().items()

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from torchrl_data.checks import check_counts
 from torchrl_data.conversation import Conversations
 from torchrl_data.display import TextHistory
 from torchrl_data.messages import ConversationRecord, EncodedMessages, Position, Source, Turn
@@ -35,18 +36,6 @@ from .rollout_func import COMPLETION_IDS, ENV_MASK, LOG_PROBS, PROMPT_IDS, TRUNC
 _log = logging.getLogger(__name__)
 Tool = Callable[[str], Any]
 _IGNORED: Final = frozenset({"pad_token_id", "do_sample", "eos_token_id"})
-
-
-def tokenizer_of(model: Any, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that is given, or the model's own.
-
-    Raises:
-        TypeError: there is neither.
-    """
-    tokenizer = given if given is not None else getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        raise TypeError("TextEnvironment needs the tokenizer of the model: tokenizer=...")
-    return tokenizer
 
 
 def engine_of(model: Any) -> Engine:
@@ -148,10 +137,6 @@ class RequestSyntax(NamedTuple):
     submit: str = "<submit>"
     """Ends the episode."""
 
-    def is_request(self, text: str) -> bool:
-        """Whether a turn asks for a tool, rightly or not."""
-        return self.request in text and self.call in text
-
     def parse(self, text: str) -> tuple[str, str] | None:
         """Tool and query of a request.
 
@@ -170,15 +155,23 @@ class RequestSyntax(NamedTuple):
         return None if match is None else (match.group(1), text[match.end() : end])
 
 
-class StoppingSampler:
-    """Samples until a text comes, or the end of the sequence, with any engine.
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of tokens, control tokens included; never empty where there are tokens."""
+    text = str(
+        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
+    return text or "".join(tokenizer.convert_ids_to_tokens(list(ids)))
+
+
+class TextModel:
+    """An engine and its tokenizer: samples turns that end at a text, and encodes what others say.
 
     Engines stop at tokens. Every token that could complete one of the texts stops the engine; where
     it did not complete one, the turn is continued. Nothing is re-tokenised.
 
     Args:
         engine: draws the tokens.
-        tokenizer: of the engine's model.
+        tokenizer: of the engine's model, a fast one.
         sampling: the distribution and the budget; its stop tokens are the ends of a sequence.
         stop_texts: each ends with an ASCII character.
 
@@ -201,6 +194,7 @@ class StoppingSampler:
         self._tokenizer = tokenizer
         self._stop_texts = tuple(stop_texts)
         self.end_ids = frozenset(sampling.stop_token_ids or ())
+        self.max_new_tokens = sampling.max_new_tokens
         last = {text[-1] for text in stop_texts}
         bytes_of = {f"<0x{ord(character):02X}>" for character in last}
         closers = [
@@ -210,16 +204,10 @@ class StoppingSampler:
         ]
         stops = tuple(sorted({*closers, *self.end_ids}))
         self._sampling = replace(sampling, stop_token_ids=stops)
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Most tokens of a turn."""
-        return self._sampling.max_new_tokens
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Most tokens of a row, where the engine says so."""
-        return getattr(self._engine, "max_model_len", None)
+        self._guard = ControlTokenGuard(tokenizer)
+        bos = tokenizer.bos_token_id
+        begins = list(tokenizer("x")["input_ids"])
+        self._prefix = [bos] if isinstance(bos, int) and begins[:1] == [bos] else []
 
     def sample(self, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> list[Generation]:
         """A turn for each prompt.
@@ -242,42 +230,28 @@ class StoppingSampler:
                 self._sampling,
                 max_new_tokens=[budgets[i] - len(ids[i]) for i in waiting],
             )
+            going_on = []
             for i, generation in zip(waiting, drawn, strict=True):
                 ids[i] += generation.ids
                 log_probs[i] += generation.log_probs
                 ends[i] = generation
-            waiting = [i for i in waiting if self._goes_on(ids[i], ends[i], budgets[i])]
+                is_stopped = generation.finish_reason == "stop" and ids[i][-1] not in self.end_ids
+                if is_stopped and len(ids[i]) < budgets[i]:
+                    text = decode(self._tokenizer, ids[i])
+                    if not any(stop in text for stop in self._stop_texts):
+                        going_on.append(i)
+            waiting = going_on
         return [
             Generation(ids[i], log_probs[i], end.finish_reason, end.error)
             for i, end in enumerate(ends)
         ]
-
-    def _goes_on(self, ids: list[int], last: Generation, budget: int) -> bool:
-        if last.finish_reason != "stop" or len(ids) >= budget or ids[-1] in self.end_ids:
-            return False
-        text = decode(self._tokenizer, ids)
-        return not any(stop in text for stop in self._stop_texts)
-
-
-class TextEncoder:
-    """Encodes text of the environment; what others say in it never becomes a control token.
-
-    Args:
-        tokenizer: a fast tokenizer.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._guard = ControlTokenGuard(tokenizer)
-        bos = tokenizer.bos_token_id
-        begins = list(tokenizer("x")["input_ids"])
-        self._prefix = [bos] if isinstance(bos, int) and begins[:1] == [bos] else []
 
     def encode(self, before: str, content: str, after: str, *, opens: bool) -> list[int]:
         """Token ids of ``before + content + after``.
 
         Args:
             before: the environment's own text; control tokens in it are control tokens.
-            content: of somebody else; nothing in it is.
+            content: of somebody else; nothing in it becomes a control token.
             after: the environment's own text.
             opens: whether it begins the sequence.
         """
@@ -290,14 +264,6 @@ class TextEncoder:
         for piece in pieces:
             ids += next(encoded) if piece.control_id is None else [piece.control_id]
         return ids
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Text of tokens, control tokens included; never empty where there are tokens."""
-    text = str(
-        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
-    return text or "".join(tokenizer.convert_ids_to_tokens(list(ids)))
 
 
 # What happens in an episode in plain text: tools are called, room runs out, it is scored.
@@ -334,20 +300,18 @@ class RequestTools(ToolSource):
     def read_turn(self, episode: Episode, text: str) -> Sequence[Job | Answer]:
         """The request of a turn that did not end its episode."""
         del episode
-        request = self.syntax.parse(text)
-        if request is None:
-            return [self._answer(f"Unknown tool call: {text}", is_error=True)]
-        name, query = request
-        if name not in self.tools:
-            return [self._answer(f"Unknown tool {name}.", is_error=True)]
-        return [Job(functools.partial(self.tools[name], query), self._phrase, self.timeout_s)]
+        name, query = self.syntax.parse(text) or ("", "")
+        if name in self.tools:
+            return [Job(functools.partial(self.tools[name], query), self._phrase, self.timeout_s)]
+        wrong = f"Unknown tool {name}." if name else f"Unknown tool call: {text}"
+        return [self._answer(wrong, is_error=True)]
 
     def _phrase(self, outcome: Outcome) -> Answer:
-        if outcome.error is not None:
-            return self._answer(f"Tool error: {outcome.error}", is_error=True)
-        return self._answer(result_text(outcome))
+        failed = outcome.error is not None
+        result = f"Tool error: {outcome.error}" if failed else result_text(outcome)
+        return self._answer(result, is_error=failed)
 
-    def _answer(self, result: str, *, is_error: bool = False) -> Answer:
+    def _answer(self, result: str, *, is_error: bool) -> Answer:
         if len(result) > self.max_result_chars:
             kept = max(self.max_result_chars - len(_CUT), 0)
             result = f"{result[:kept]}{_CUT}"[: self.max_result_chars]
@@ -560,31 +524,31 @@ class TextEnvironment:
         syntax: RequestSyntax = RequestSyntax(),  # noqa: B008 (a constant)
     ) -> None:
         self.max_tool_response = max_tool_response if max_tool_reponse is None else max_tool_reponse
-        limits = {
-            "max_turns": max_turns,
-            "max_tool_response": self.max_tool_response,
-            "max_length": 1 if max_length is None else max_length,
-        }
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"TextEnvironment: {name} must be at least 1, got {value}.")
+        check_counts(
+            "TextEnvironment",
+            max_turns=max_turns,
+            max_tool_response=self.max_tool_response,
+            max_length=max_length,
+        )
         if not callable(reward_fn):
             raise TypeError(
                 "TextEnvironment: reward_fn must be a function of the texts and the arguments of "
                 f"run, got {reward_fn!r:.60}."
             )
-        self.tokenizer = tokenizer_of(model, tokenizer)
+        tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
+        if tokenizer is None:
+            raise TypeError("TextEnvironment needs the tokenizer of the model: tokenizer=...")
+        self.tokenizer = tokenizer
         self.tools = named_tools(tools)
         self.reward_fn = reward_fn
         self.prompt = prompt
         self.max_turns = max_turns
         self.max_length = max_length
         self.syntax = syntax
-        self._encoder = TextEncoder(self.tokenizer)
         sampling = sampling_of(model, self.tokenizer, generation_kwargs)
-        stops = (syntax.call, syntax.submit)
-        self._sampler = StoppingSampler(engine_of(model), self.tokenizer, sampling, stops)
-        bounds = (max_length, self._sampler.max_model_len)
+        stops, engine = (syntax.call, syntax.submit), engine_of(model)
+        self._model = TextModel(engine, self.tokenizer, sampling, stops)
+        bounds = (max_length, getattr(engine, "max_model_len", None))
         self._room = Room(min((bound for bound in bounds if bound is not None), default=1 << 62))
         self._runner = EpisodeRunner(ConcurrentCalls(timeout_s=timeout_s), ToolDispatcher())
         self._runner.dispatcher.sources = [
@@ -615,7 +579,15 @@ class TextEnvironment:
         _set_examples(episodes, rewards_kwargs)
         self._runner.begin(episodes)
         try:
-            self._run_turns(episodes)
+            self._runner.run(self._runner.before_turn, episodes)
+            for _ in range(self.max_turns):
+                self._take_turns(_running(episodes))
+                for episode in _running(episodes):
+                    self._end_if_over(episode)
+                self._answer(_running(episodes))
+                self._runner.run(self._runner.before_turn, _running(episodes))
+            for episode in _running(episodes):
+                episode.truncate(_MAX_TURNS)
             self._runner.finish(episodes)
         finally:
             self._runner.close(episodes)
@@ -632,7 +604,7 @@ class TextEnvironment:
     # Events of episodes -------------------------------------------------------------------------
 
     def _open(self, query: str) -> Episode:
-        ids = self._encoder.encode(self.prompt, query, "", opens=True)
+        ids = self._model.encode(self.prompt, query, "", opens=True)
         if not ids:
             raise ValueError("TextEnvironment: the prompt and the query are empty.")
         opening = [{"role": "user", "content": self.prompt + query}]
@@ -640,21 +612,10 @@ class TextEnvironment:
         episode.conversation = Conversations.from_tokens([ids], [opening], awaits_response=True)
         return episode
 
-    def _run_turns(self, episodes: Sequence[Episode]) -> None:
-        self._runner.run(self._runner.before_turn, episodes)
-        for _ in range(self.max_turns):
-            self._take_turns(_running(episodes))
-            for episode in _running(episodes):
-                self._end_if_over(episode)
-            self._answer(_running(episodes))
-            self._runner.run(self._runner.before_turn, _running(episodes))
-        for episode in _running(episodes):
-            episode.truncate(_MAX_TURNS)
-
     def _take_turns(self, episodes: Sequence[Episode]) -> None:
         """The model goes on with episodes."""
-        most = self._sampler.max_new_tokens
-        generations = self._sampler.sample(
+        most = self._model.max_new_tokens
+        generations = self._model.sample(
             [episode.conversation.ids(0) for episode in episodes],
             [min(most, self._room.left(episode)) for episode in episodes],
         )
@@ -669,24 +630,21 @@ class TextEnvironment:
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
         """Run the tools that the last turns ask for, all at once, and encode what they answer."""
-        runner = self._runner
-        answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
-        runner.run(answer, episodes)
+        runner, mark = self._runner, self.syntax.response
+        runner.run(functools.partial(runner.run_safely, runner.dispatcher, "after_turn"), episodes)
         for episode in _running(episodes):
-            self._encode_answer(episode)
-
-    def _encode_answer(self, episode: Episode) -> None:
-        """The tokens of what a tool said, as many as the episode has room for."""
-        conversation, mark = episode.conversation, self.syntax.response
-        (answer,) = conversation.waiting_messages(0)
-        ids = self._encoder.encode("", answer["content"].removesuffix(mark), mark, opens=False)
-        room = len(ids) if self.max_length is None else self.max_length - conversation.num_tokens(0)
-        if room < len(ids):
-            ids = ids[: max(room, 0)]
-            kept = [{**answer, "content": decode(self.tokenizer, ids)}] if ids else []
-            conversation = conversation.replace_waiting([kept])
-        encoded = EncodedMessages(ids, [Source.CONTENT] * len(ids))
-        episode.conversation = conversation.append_encoded([encoded])
+            conversation = episode.conversation
+            (answer,) = conversation.waiting_messages(0)
+            ids = self._model.encode("", answer["content"].removesuffix(mark), mark, opens=False)
+            num_left = len(ids)
+            if self.max_length is not None:
+                num_left = max(self.max_length - conversation.num_tokens(0), 0)
+            if num_left < len(ids):  # as many as the episode has room for
+                ids = ids[:num_left]
+                kept = [{**answer, "content": decode(self.tokenizer, ids)}] if ids else []
+                conversation = conversation.replace_waiting([kept])
+            encoded = EncodedMessages(ids, [Source.CONTENT] * len(ids))
+            episode.conversation = conversation.append_encoded([encoded])
 
     def _end_if_over(self, episode: Episode, *, model_turn: bool = True) -> None:
         said = episode.last_message["content"] if episode.awaits_answer else ""
@@ -695,8 +653,8 @@ class TextEnvironment:
             return
         if self.syntax.submit in said:
             episode.terminate(_SUBMITTED)
-        elif model_turn and not self.syntax.is_request(said):
-            if episode.conversation.last_id(0) in self._sampler.end_ids:
+        elif model_turn and not (self.syntax.request in said and self.syntax.call in said):
+            if episode.conversation.last_id(0) in self._model.end_ids:
                 episode.terminate(ANSWERED)
             else:
                 episode.truncate(MAX_LENGTH if is_full else RESPONSE_LENGTH)

@@ -37,7 +37,7 @@ from collectors.record import (
     write_html,
 )
 from collectors.record.app import RecordApp
-from collectors.record.samples import FORMAT, prompt_histories, to_json, write_lines
+from collectors.record.samples import FORMAT, prompt_histories, write_lines
 from collectors.record.terminal import Browser as Places
 from torchrl_envs.tools.browser import find_chromium
 
@@ -135,8 +135,8 @@ def write_made_run(folder: Path, num_rollouts: int, num_tokens: int) -> float:
             events=events,
             num_samples=len(groups) * GROUP,
         )
-        lines = [{"format": FORMAT, **to_json(summary)}]
-        lines += [to_json(each) for own in samples for each in own]
+        lines = [{"format": FORMAT, **vars(summary)}]
+        lines += [vars(each) for own in samples for each in own]
         begin = time.process_time()
         write_lines(rollouts / f"step-{step:06}.jsonl.gz", lines, vars)
         seconds += time.process_time() - begin

@@ -1,17 +1,16 @@
-"""The files of a checkpoint: tensors, a manifest with their hashes, and a lock."""
+"""The files of a checkpoint: tensors, the manifest with their hashes, the lock of the folder."""
 
 import fcntl
 import hashlib
 import json
-import math
 import os
-from collections.abc import Sequence
+import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-
-from . import fsio
+from safetensors import SafetensorError, TensorSpec, serialize_file
 
 # What can go wrong with a checkpoint.
 
@@ -64,16 +63,15 @@ class WriterLock:
         descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
+        except BaseException as error:
             writer = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             os.close(descriptor)
+            if not isinstance(error, BlockingIOError | PermissionError):
+                raise
             raise CheckpointError(
                 f"{self._folder}: another process saves here ({writer or 'unknown'}). Two runs "
                 "can't share a folder: end the other one, or choose another folder."
             ) from error
-        except BaseException:
-            os.close(descriptor)
-            raise
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         self._descriptor = descriptor
@@ -87,50 +85,104 @@ class WriterLock:
             _held_here.discard(self._name)
 
 
-# The safetensors format: eight bytes of length, a JSON header, the bytes of the tensors.
-#
-# Written and read here rather than by the library, because a checkpoint is hashed while it is
-# written, read with bounds that come from the file itself, and stopped at every write by tests; any
-# safetensors reader reads what is written.
+# Files and folders, synced: what a crash leaves of anything else is not known.
 
-MAX_HEADER_BYTES: Final = 100_000_000
-"""What the safetensors library reads."""
-DTYPES: Final[dict[torch.dtype, str]] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
-_BY_NAME: Final = {name: dtype for dtype, name in DTYPES.items()}
+
+def make_folders(path: Path) -> None:
+    """A folder and those above it, as far as they are missing."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        path.mkdir()
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)  # which a descriptor can't name
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all that is in it; links are not followed."""
+    for entry in list(os.scandir(path)):
+        if entry.is_dir(follow_symlinks=False):
+            remove_tree(Path(entry.path))
+        else:
+            os.unlink(entry.path)
+    os.rmdir(path)
+
+
+def open_file(path: Path) -> BufferedReader:
+    """A regular file to be read; a link, pipe or device is refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"not a regular file: {path}")
+    return os.fdopen(descriptor, "rb")
+
+
+def tree(folder: Path) -> dict[str, int | None]:
+    """Paths of all files below a folder, ``/`` between names, and their bytes.
+
+    What is neither a regular file nor a folder (a link, a pipe) has ``None`` bytes.
+    """
+    found: dict[str, int | None] = {}
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            below = tree(Path(entry.path))
+            found.update({f"{entry.name}/{name}": count for name, count in below.items()})
+        else:
+            status = entry.stat(follow_symlinks=False)
+            found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+    return found
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def synced(path: Path) -> dict[str, Any]:
+    """A file as a manifest lists it, which is read-only and on the disk from now on."""
+    with open_file(path) as file:
+        descriptor = file.fileno()
+        try:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & ~0o222)
+            os.fsync(descriptor)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        return {"bytes": os.fstat(descriptor).st_size, "sha256": digest}
+
+
+# Tensors, as any safetensors reader reads them.
+
+DTYPES: Final = frozenset(
+    (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("bool", "complex64"),
+    )
+)
+"""Those of torch that the format has; all else is stored as bytes."""
 
 
 class Entry(NamedTuple):
-    """What is to be written under a name."""
+    """What is written under a name."""
 
     dtype: str
-    """The format's name of it."""
+    """One of :data:`DTYPES`."""
     shape: tuple[int, ...]
-    data: fsio.Buffer
-    """The bytes, in C order."""
-
-
-class Written(NamedTuple):
-    """A file as the manifest lists it."""
-
-    num_bytes: int
-    sha256: str
+    data: torch.Tensor
+    """The bytes in C order in host memory, uint8 ``[N]``."""
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
@@ -144,155 +196,28 @@ def as_bytes(value: torch.Tensor) -> torch.Tensor:
 
 def write_tensors(
     path: Path, entries: dict[str, Entry], metadata: dict[str, str] | None = None
-) -> Written:
-    """Write a new file and sync it."""
-    # The widest first, so that each is aligned in a file that is mapped into memory.
-    ordered = sorted(entries.items(), key=lambda item: -_BY_NAME[item[1].dtype].itemsize)
-    entries = dict(ordered)
-    return write_file(
-        path, [_header(entries, metadata), *(entry.data for entry in entries.values())]
-    )
-
-
-def check_header(entries: dict[str, Entry]) -> None:
-    """Check that the names of all entries fit a header.
+) -> None:
+    """Write a new safetensors file.
 
     Raises:
-        ValueError: they do not.
+        CheckpointError: it could not be written.
     """
-    if (length := len(_header(entries))) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{len(entries)} tensors need a header of {length} bytes, a safetensors file has at "
-            f"most {MAX_HEADER_BYTES}. Store fewer rows, or stack them."
+    specs = {
+        name: TensorSpec(
+            dtype=entry.dtype,
+            shape=entry.shape,
+            data_ptr=entry.data.data_ptr(),
+            data_len=len(entry.data),
         )
-
-
-def _header(entries: dict[str, Entry], metadata: dict[str, str] | None = None) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    offset = 0
-    for name, entry in entries.items():
-        end = offset + len(entry.data)
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (offset, end)}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_file(path: Path, parts: Sequence[fsio.Buffer]) -> Written:
-    """Write a new file of some parts and sync it."""
-    digest, count, pending = hashlib.sha256(), 0, bytearray()
-    with fsio.named(path):
-        descriptor = fsio.create(path)
-        try:
-            for part in parts:
-                count += len(part)
-                digest.update(part)
-                # Small parts together, since each write is a call of the system.
-                if len(part) < 1 << 16:
-                    pending += part
-                    if len(pending) < 1 << 20:
-                        continue
-                    part = b""
-                fsio.write(descriptor, pending)
-                pending.clear()
-                fsio.write(descriptor, part)
-            fsio.write(descriptor, pending)
-            fsio.sync(descriptor)
-        finally:
-            fsio.close(descriptor)
-    return Written(count, digest.hexdigest())
-
-
-class TensorFile:
-    """A safetensors file that is open for reading.
-
-    Raises:
-        ValueError: the file is not one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = fsio.open_file(path)
-        try:
-            self._entries, self._start = _read_header(self._descriptor)
-        except BaseException:
-            self.close()
-            raise
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of its own, as it was stored.
-
-        Raises:
-            ValueError: there is none of the name.
-        """
-        dtype, shape, begin = self._entry(name)
-        value = torch.empty(shape, dtype=dtype)
-        if value.numel():
-            self._fill(value.view(-1).view(torch.uint8).numpy().data, begin)
-        return value
-
-    def data(self, name: str) -> bytearray:
-        """The bytes of an entry.
-
-        Raises:
-            ValueError: there is none of the name.
-        """
-        dtype, shape, begin = self._entry(name)
-        buffer = bytearray(math.prod(shape) * dtype.itemsize)
-        self._fill(memoryview(buffer), begin)
-        return buffer
-
-    def _entry(self, name: str) -> tuple[torch.dtype, list[int], int]:
-        if name not in self._entries:
-            raise ValueError(f"there is no tensor {name!r:.200}")
-        return self._entries[name]
-
-    def _fill(self, buffer: memoryview, begin: int) -> None:
-        if fsio.read_into(self._descriptor, buffer, self._start + begin) != len(buffer):
-            raise ValueError("the file ends early")
-
-    def close(self) -> None:
-        """Close the file."""
-        fsio.close(self._descriptor)
-
-
-def _read_header(descriptor: int) -> tuple[dict[str, tuple[torch.dtype, list[int], int]], int]:
-    available = fsio.size(descriptor)
-    prefix = bytearray(8)
-    if fsio.read_into(descriptor, memoryview(prefix), 0) != 8:
-        raise ValueError("it has no safetensors header")
-    length = int.from_bytes(prefix, "little")
-    if length > min(MAX_HEADER_BYTES, available - 8):
-        raise ValueError(f"its header claims {length} bytes, the file has {available}")
-    text = bytearray(length)
-    fsio.read_into(descriptor, memoryview(text), 8)
-    header = json.loads(text.decode())
-    if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
-    end = available - 8 - length
-    return {
-        name: _checked(name, entry, end) for name, entry in header.items() if name != "__metadata__"
-    }, 8 + length
-
-
-def _checked(name: str, entry: Any, end: int) -> tuple[torch.dtype, list[int], int]:
-    """The dtype, shape and offset of an entry, all within the file."""
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(stop)]}:
-            pass
-        case _:
-            raise ValueError(f"the header's entry {name!r:.200} has not the safetensors form")
-    if dtype not in _BY_NAME:
-        raise ValueError(f"the header's entry {name!r:.200} has the unknown dtype {dtype!r:.50}")
-    if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-        raise ValueError(f"the header's entry {name!r:.200} has the shape {shape!r:.200}")
-    expected = math.prod(shape) * _BY_NAME[dtype].itemsize
-    if not (0 <= begin <= stop <= end and stop - begin == expected):
-        raise ValueError(
-            f"the header's entry {name!r:.200} has bytes {begin} to {stop} of {end}, its shape "
-            f"needs {expected}"
-        )
-    return _BY_NAME[dtype], shape, begin
+        for name, entry in entries.items()
+    }
+    try:
+        serialize_file(specs, path, metadata=metadata)
+    except SafetensorError as error:
+        hint = " Store fewer rows, or stack them." if "header" in str(error) else ""
+        raise CheckpointError(f"{path}: {error}.{hint}") from error
+    # The library lets nobody else read what it makes; the folder's permissions say who may.
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o444)
 
 
 # The list of a checkpoint's files, with the length and SHA-256 of each, and of itself.
@@ -305,14 +230,12 @@ _START: Final = b'{"sha256":"%s",\n"manifest":'
 _END: Final = b"}\n"
 
 
-def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, Written]) -> None:
-    """Write the manifest of a folder and sync it."""
-    listed = {
-        name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in files.items()
-    }
-    body = json.dumps({"format": FORMAT, **about, "files": listed}, indent=1).encode()
+def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+    """Write the manifest of a folder and sync it; files are listed as :func:`synced` says them."""
+    body = json.dumps({"format": FORMAT, **about, "files": files}, indent=1).encode()
     head = _START % hashlib.sha256(body).hexdigest().encode()
-    write_file(folder / MANIFEST, [head, body, _END])
+    (folder / MANIFEST).write_bytes(head + body + _END)
+    synced(folder / MANIFEST)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -323,106 +246,63 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        text = _read(path)
+        with open_file(path) as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise OSError(f"it has more than the {_MAX_BYTES} bytes of a manifest")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    head = len(_START % (b"0" * 64))
-    body = text[head : -len(_END)]
+    body = text[len(_START % (b"0" * 64)) : -len(_END)]
     if text != _START % hashlib.sha256(body).hexdigest().encode() + body + _END:
         raise CheckpointError(f"{path}: its SHA-256 is not that of what it says; it was changed.")
     try:
         manifest = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no JSON ({error}).") from error
-    _check(path, manifest)
-    return manifest
-
-
-def _read(path: Path) -> bytes:
-    descriptor = fsio.open_file(path)
-    try:
-        count = fsio.size(descriptor)
-        if count > _MAX_BYTES:
-            raise OSError(f"it has {count} bytes, a manifest at most {_MAX_BYTES}")
-        buffer = bytearray(count)
-        fsio.read_into(descriptor, memoryview(buffer), 0)
-        return bytes(buffer)
-    finally:
-        fsio.close(descriptor)
-
-
-def _check(path: Path, manifest: Any) -> None:
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    if not isinstance(manifest, dict) or found != FORMAT:
         raise CheckpointError(
             f"{path}: has the format {found!r:.80}, this version reads {FORMAT}. Read it with the "
             "version that wrote it."
         )
     match manifest:
         case {"step": int(), "save": int(), "metric": None | float() | int(), "files": dict(files)}:
-            good = all(
+            listed = [
                 isinstance(file, dict)
                 and type(file.get("bytes")) is int
                 and isinstance(file.get("sha256"), str)
                 for file in files.values()
-            )
-        case _:
-            good = False
-    if not good:
-        raise CheckpointError(f"{path}: lacks what a manifest has, or has it in another form.")
+            ]
+            if all(listed):
+                return manifest
+    raise CheckpointError(f"{path}: lacks what a manifest has, or has it in another form.")
 
 
-def check_lengths(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with the names and lengths of a folder's files; nothing is opened."""
-    listed, found = manifest["files"], fsio.tree(folder)
-    found.pop(MANIFEST, None)
-    missing = [name.encode(errors="backslashreplace").decode() for name in set(listed) - set(found)]
-    problems = [f"{folder}/{name:.500}: is missing" for name in sorted(missing)]
-    for name, count in found.items():
-        if count is None:
-            problems.append(f"{folder / name}: is no regular file")
-        elif name not in listed:
-            problems.append(f"{folder / name}: is not in the manifest")
-        elif count != listed[name]["bytes"]:
-            problems.append(
-                f"{folder / name}: has {count} bytes, the manifest says {listed[name]['bytes']}"
-            )
-    return problems
-
-
-def verify(folder: Path, manifest: dict[str, Any], share: tuple[int, int] = (0, 1)) -> None:
-    """Check every file of a folder against its manifest.
+def problems_of(
+    folder: Path, manifest: dict[str, Any], share: tuple[int, int] | None = None
+) -> list[str]:
+    """What is wrong with the files of a folder, each of them named.
 
     Args:
         folder: of the checkpoint.
         manifest: of the folder.
-        share: read only every so many-th file, from one on: ``(first, every)``.
-
-    Raises:
-        CheckpointError: naming each file that differs, and how.
+        share: read every so many-th file, from one on, and compare its hash: ``(first, every)``;
+            ``None`` compares names and lengths only, and opens nothing.
     """
-    try:
-        problems = check_lengths(folder, manifest)
-        named = {problem.split(": ")[0] for problem in problems}
-        for name in list(fsio.tree(folder))[share[0] :: share[1]]:
-            path = folder / name
-            if name == MANIFEST or str(path) in named:
-                continue
-            if sha256(path) != manifest["files"][name]["sha256"]:
-                problems.append(f"{path}: its SHA-256 is not that of the manifest; it was changed")
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error}).") from error
-    if problems:
-        raise CheckpointError("; ".join(problems) + ".")
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    descriptor = fsio.open_file(path)
-    try:
-        for chunk in fsio.chunks(descriptor):
-            digest.update(chunk)
-    finally:
-        fsio.close(descriptor)
-    return digest.hexdigest()
+    listed, found = manifest["files"], tree(folder)
+    found.pop(MANIFEST, None)
+    missing = [name.encode(errors="backslashreplace").decode() for name in set(listed) - set(found)]
+    problems = [f"{folder}/{name:.500}: is missing" for name in sorted(missing)]
+    read = set() if share is None else set(list(found)[share[0] :: share[1]])
+    for name, count in found.items():
+        path = folder / name
+        if count is None:
+            problems.append(f"{path}: is no regular file")
+        elif name not in listed:
+            problems.append(f"{path}: is not in the manifest")
+        elif count != listed[name]["bytes"]:
+            expected = listed[name]["bytes"]
+            problems.append(f"{path}: has {count} bytes, the manifest says {expected}")
+        elif name in read and sha256(path) != listed[name]["sha256"]:
+            problems.append(f"{path}: its SHA-256 is not that of the manifest; it was changed")
+    return problems

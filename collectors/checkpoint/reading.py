@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
-from . import fsio
-from .files import DTYPES, CheckpointError, Entry, TensorFile, as_bytes, read_manifest, verify
-from .format import StagingBuffers, StateDecoder, Tensorclasses
+from .files import DTYPES, CheckpointError, Entry, as_bytes, open_file, problems_of, read_manifest
+from .format import Decoder, StagingBuffers
 
 # The processes that save and load one checkpoint together.
 
@@ -74,13 +74,6 @@ class Ranks:
 # that its ``HuggingFaceStorageReader`` reads.
 
 
-class FlatState(NamedTuple):
-    """A nested state dict without its nesting."""
-
-    tensors: dict[str, torch.Tensor]
-    plain: dict[str, Any]
-
-
 class Shards(NamedTuple):
     """What this rank writes of a state dict."""
 
@@ -89,28 +82,33 @@ class Shards(NamedTuple):
     metadata: dict[str, str]
 
 
-def flatten(name: str, state: Mapping[str, Any]) -> FlatState:
-    """Tensors and other values by their place, the keys joined by dots.
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str, Any]]:
+    """The values of a nested state dict: what each is in, its key there, its place, and itself.
+
+    Its place is its keys, joined by dots. A tuple is a value: what is loaded in place could not
+    change it.
+    """
+    for key, item in list(value.items() if isinstance(value, Mapping) else enumerate(value)):
+        place = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(item, Mapping | list) and item:
+            yield from leaves(item, place)
+        else:
+            yield value, key, place, item
+
+
+def flatten(name: str, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors of a nested state dict and its other values, by their place.
 
     Raises:
         CheckpointError: two places have one name.
     """
-    flat = FlatState({}, {})
-    for key, value in _leaves("", state):
-        if key in flat.tensors or key in flat.plain:
-            raise CheckpointError(f"sharded[{name!r}]: two values have the name {key!r}.")
-        (flat.tensors if isinstance(value, torch.Tensor) else flat.plain)[key] = value
-    return flat
-
-
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    # A tuple is a value: what is loaded in place could not change it.
-    if isinstance(value, Mapping | list) and value:
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), item)
-    else:
-        yield prefix, value
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {}
+    for _, _, place, value in leaves(state):
+        if place in tensors or place in plain:
+            raise CheckpointError(f"sharded[{name!r}]: two values have the name {place!r}.")
+        (tensors if isinstance(value, torch.Tensor) else plain)[place] = value
+    return tensors, plain
 
 
 def plan_shards(
@@ -140,32 +138,26 @@ def plan_shards(
     def own_part() -> Shards:
         # Every rank works the global plan out for itself; it is the same everywhere.
         plan = planner.finish_plan(planner.create_global_plan(plans)[0][ranks.rank])
-        values = [(item, planner.resolve_data(item)) for item in plan.items]
-        return _staged(name, values, ranks, buffers)
+        entries, offsets = {}, {}
+        for item in plan.items:
+            key, value = item.index.fqn, planner.resolve_data(item)
+            assert isinstance(value, torch.Tensor)
+            assert item.tensor_data is not None
+            dtype = str(value.dtype).removeprefix("torch.")
+            if dtype not in DTYPES or key in entries:
+                raise CheckpointError(
+                    f"sharded[{name!r}]: cannot store {key!r} of dtype {value.dtype}, or several "
+                    "parts of it on one rank."
+                )
+            data = as_bytes(value)
+            if buffers is not None:
+                data = buffers.copied(f"{name}:{key}", data)
+            entries[key] = Entry(dtype, tuple(value.shape), data.cpu())
+            offsets[key] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+        return Shards(f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}", entries, metadata)
 
     return ranks.agree(own_part)
-
-
-def _staged(
-    name: str, values: list[tuple[Any, Any]], ranks: Ranks, buffers: StagingBuffers | None
-) -> Shards:
-    """Items of a plan with their tensors, as they are written."""
-    entries, offsets = {}, {}
-    for item, value in values:
-        key = item.index.fqn
-        if value.dtype not in DTYPES or key in entries:
-            raise CheckpointError(
-                f"sharded[{name!r}]: cannot store {key!r} of dtype {value.dtype}, or several parts "
-                "of it on one rank."
-            )
-        flat = as_bytes(value)
-        if buffers is not None:
-            flat = buffers.copied(f"{name}:{key}", flat)
-        content = flat.cpu().numpy().data if len(flat) else b""
-        entries[key] = Entry(DTYPES[value.dtype], tuple(value.shape), content)
-        offsets[key] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    return Shards(f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}", entries, metadata)
 
 
 def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
@@ -180,11 +172,21 @@ def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks
     def checked() -> HuggingFaceStorageReader:
         reader = HuggingFaceStorageReader(str(folder))
         try:
-            stored = reader.read_metadata().state_dict_metadata
+            found: Any = reader.read_metadata().state_dict_metadata
         except Exception as error:
             # The files are whole, and say what was never saved.
             raise CheckpointError(f"{folder}: {error} ({type(error).__name__}).") from error
-        _compare(name, tensors, {key: tuple(value.size) for key, value in stored.items()})  # type: ignore[union-attr]
+        stored = {key: tuple(value.size) for key, value in found.items()}
+        problems = [f"{key!r} is not in the checkpoint" for key in tensors if key not in stored]
+        problems += [f"{key!r} is not in the target" for key in stored if key not in tensors]
+        problems += [
+            f"{key!r} has the shape {tuple(value.shape)}, and {stored[key]} in the checkpoint"
+            for key, value in tensors.items()
+            if tuple(value.shape) != stored.get(key, tuple(value.shape))
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointError(f"sharded {name!r}: {'; '.join(problems[:5])}{more}.")
         return reader
 
     if tensors or folder.is_dir():
@@ -194,38 +196,6 @@ def load_shards(folder: Path, name: str, tensors: dict[str, torch.Tensor], ranks
             if alone:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
             load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=alone)
-
-
-def _compare(name: str, wanted: dict[str, torch.Tensor], stored: dict[str, tuple]) -> None:
-    problems = [
-        *(f"{key!r} is not in the checkpoint" for key in wanted if key not in stored),
-        *(f"{key!r} is not in the target" for key in stored if key not in wanted),
-        *(
-            f"{key!r} has the shape {tuple(value.shape)}, and {stored[key]} in the checkpoint"
-            for key, value in wanted.items()
-            if key in stored and tuple(value.shape) != stored[key]
-        ),
-    ]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"sharded {name!r}: {'; '.join(problems[:5])}{more}.")
-
-
-def fill(name: str, target: Any, plain: Mapping[str, Any], prefix: str = "") -> None:
-    """Put values that are no tensors where they were.
-
-    Raises:
-        CheckpointError: the target has a place that the checkpoint has not.
-    """
-    items = target.items() if isinstance(target, dict) else enumerate(target)
-    for key, value in list(items):
-        place = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, dict | list) and value:
-            fill(name, value, plain, place)
-        elif not isinstance(value, torch.Tensor):
-            if place not in plain:
-                raise CheckpointError(f"sharded {name!r}: {place!r} is not in the checkpoint.")
-            target[key] = plain[place]
 
 
 # A checkpoint that was loaded, and how it is.
@@ -270,51 +240,56 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: has no sharded state {name!r}; it has {sorted(self._plain)}."
             )
-        flat = flatten(name, target)
-        load_shards(self.path / SHARDED / name, name, flat.tensors, self._ranks)
-        fill(name, target, self._plain[name])
+        tensors, _ = flatten(name, target)
+        load_shards(self.path / SHARDED / name, name, tensors, self._ranks)
+        plain = self._plain[name]
+        for holder, key, place, value in leaves(target):
+            if not isinstance(value, torch.Tensor):
+                if place not in plain:
+                    raise CheckpointError(f"sharded {name!r}: {place!r} is not in the checkpoint.")
+                holder[key] = plain[place]
 
 
-def read_checkpoint(path: Path, tensorclasses: Tensorclasses, ranks: Ranks) -> Checkpoint:
+def read_checkpoint(path: Path, tensorclasses: Mapping[str, Any], ranks: Ranks) -> Checkpoint:
     """Verify and read the checkpoint of a folder; all ranks call it together.
 
     Raises:
         CheckpointError: it is not whole.
     """
-    return ranks.agree(lambda: _read(path, tensorclasses, ranks))
 
-
-def _read(path: Path, tensorclasses: Tensorclasses, ranks: Ranks) -> Checkpoint:
-    manifest = read_manifest(path)
-    verify(path, manifest, (ranks.rank, ranks.size))
-    tree = _read_tree(path / STATE)
-    try:
-        tensors = TensorFile(path / TENSORS)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path / TENSORS}: {error}.") from error
-    try:
-        decoded = StateDecoder(tensors, tensorclasses).decode(tree)
-    except Exception as error:
-        # The file says what was never saved; whatever that leads to, it is the file that is wrong.
-        raise CheckpointError(f"{path / STATE}: {error} ({type(error).__name__}).") from error
-    finally:
-        tensors.close()
-    match decoded:
-        case {"state": dict(state), "sharded": dict(plain)}:
-            return Checkpoint(manifest["step"], state, path, manifest, plain, ranks)
-    raise CheckpointError(f"{path / STATE}: holds no state.")
-
-
-def _read_tree(path: Path) -> Any:
-    try:
-        descriptor = fsio.open_file(path)
+    def read() -> Checkpoint:
+        manifest = read_manifest(path)
         try:
-            text = b"".join(bytes(chunk) for chunk in fsio.chunks(descriptor))
-        finally:
-            fsio.close(descriptor)
-        return json.loads(text, parse_constant=_refuse)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {error or type(error).__name__}.") from error
+            problems = problems_of(path, manifest, (ranks.rank, ranks.size))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error}).") from error
+        if problems:
+            raise CheckpointError("; ".join(problems) + ".")
+        try:
+            with open_file(path / STATE) as file:
+                tree = json.loads(file.read(), parse_constant=_refuse)
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path / STATE}: {error or type(error).__name__}.") from error
+        try:
+            tensors: Any = safe_open(path / TENSORS, framework="pt")
+        except Exception as error:
+            raise CheckpointError(f"{path / TENSORS}: {error}.") from error
+        with tensors:
+            try:
+                # A copy, since what the library gives is the file itself.
+                decoder = Decoder(lambda name: tensors.get_tensor(name).clone(), tensorclasses)
+                decoded = decoder.decode(tree)
+            except Exception as error:
+                # The file says what was never saved; whatever that leads to, the file is wrong.
+                raise CheckpointError(
+                    f"{path / STATE}: {error} ({type(error).__name__})."
+                ) from error
+        match decoded:
+            case {"state": dict(state), "sharded": dict(plain)}:
+                return Checkpoint(manifest["step"], state, path, manifest, plain, ranks)
+        raise CheckpointError(f"{path / STATE}: holds no state.")
+
+    return ranks.agree(read)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,6 +1,5 @@
 """Checkpoints are written whole or not at all, beside training, and old ones are removed."""
 
-import hashlib
 import json
 import re
 import secrets
@@ -8,8 +7,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
@@ -20,7 +17,6 @@ import torch.distributed as dist
 from torchrl_data import __version__
 from torchrl_data.checks import check_counts, check_numbers, one_of
 
-from . import fsio
 from .files import (
     MANIFEST,
     CheckpointError,
@@ -28,15 +24,17 @@ from .files import (
     Entry,
     NoCheckpoint,
     WriterLock,
-    Written,
-    check_header,
-    check_lengths,
+    make_folders,
+    problems_of,
     read_manifest,
-    write_file,
+    remove_tree,
+    sync_folder,
+    synced,
+    tree,
     write_manifest,
     write_tensors,
 )
-from .format import StagingBuffers, StateEncoder, Tensorclasses
+from .format import Encoder, StagingBuffers, known_tensorclasses
 from .reading import (
     SHARDED,
     STATE,
@@ -65,211 +63,59 @@ class Stored(NamedTuple):
     path: Path
 
 
-def folder_name(step: int, save: int) -> str:
-    """The name of a checkpoint's folder."""
-    return f"step-{step:08d}.save-{save:05d}"
-
-
 def stored(folder: Path) -> list[Stored]:
     """The checkpoints of a folder, the newest first."""
-    if not folder.is_dir():
-        return []
-    found = [checkpoint_of(folder / name) for name in fsio.names(folder)]
-    return sorted((one for one in found if one is not None), reverse=True)
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    found = [(path, _NAME.fullmatch(path.name)) for path in paths]
+    return sorted((Stored(int(m[2]), int(m[1]), path) for path, m in found if m), reverse=True)
 
 
-def checkpoint_of(path: Path) -> Stored | None:
-    """What a folder's name says, if it is the name of a checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    return Stored(int(match[2]), int(match[1]), path) if match else None
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what writers that died left; the caller holds the lock, so none of it is alive."""
-    for name in fsio.names(folder):
-        if name.startswith((STAGING, _REMOVING)):
-            fsio.remove_tree(folder / name)
-
-
-class Retention:
-    """Removes the checkpoints that need not be kept.
+def prune(
+    folder: Path, keep_last: int, keep_best: int, best: str, known_broken: Collection[Path]
+) -> None:
+    """Remove the checkpoints that need not be kept.
 
     Args:
-        keep_last: how many of the newest are kept; those that are known to be broken don't count.
+        folder: of a store.
+        keep_last: how many of the newest are kept; those that are broken don't count.
         keep_best: how many of the best are kept.
         best: whether the metric is better when it is ``"max"`` or ``"min"``.
+        known_broken: checkpoints that were found broken.
     """
-
-    def __init__(self, keep_last: int, keep_best: int, best: str) -> None:
-        self._keep_last = keep_last
-        self._keep_best = keep_best
-        self._sign = 1 if best == "max" else -1
-        self.broken: set[Path] = set()
-        """Checkpoints that were found broken."""
-        self._manifests: dict[Path, dict[str, Any]] = {}
-
-    def prune(self, folder: Path) -> None:
-        """Remove all others."""
-        checkpoints = stored(folder)
-        whole = [one for one in checkpoints if self._is_whole(one.path)]
-        steps: set[int] = set()
-        # The newest of each step; the others were saved again.
-        newest = [one for one in whole if not (one.step in steps or steps.add(one.step))]
-        scored = [one for one in newest if self._metric(one) is not None]
-        best = sorted(scored, key=lambda one: (self._metric(one), one.save), reverse=True)
-        kept = {one.path for one in (*newest[: self._keep_last], *best[: self._keep_best])}
-        oldest = newest[: self._keep_last][-1].save if len(newest) >= self._keep_last else -1
-        for one in checkpoints:
-            # What is broken stays as long as it may be wanted in place of something older.
-            if one.path not in kept and (one in whole or one.save < oldest):
-                self._remove(one.path)
-
-    def _metric(self, one: Stored) -> float | None:
-        metric = self._manifests[one.path]["metric"]
-        return None if metric is None else self._sign * metric
-
-    def _is_whole(self, path: Path) -> bool:
-        if path in self.broken:
-            return False
+    checkpoints = stored(folder)
+    whole: list[Stored] = []
+    metrics: dict[Stored, float] = {}
+    for one in checkpoints:
         try:
-            if path not in self._manifests:
-                self._manifests[path] = read_manifest(path)
-            return not check_lengths(path, self._manifests[path])
+            manifest = read_manifest(one.path)
+            if one.path in known_broken or problems_of(one.path, manifest):
+                continue
         except (CheckpointError, OSError):
             # `load` names what is wrong with it, where it matters.
-            return False
-
-    def _remove(self, path: Path) -> None:
-        removed = path.with_name(_REMOVING + path.name)
-        fsio.rename(path, removed)
-        # Before the first file goes, or a crash could bring half a checkpoint back.
-        fsio.sync_folder(path.parent)
-        fsio.remove_tree(removed)
-        self._manifests.pop(path, None)
-        self.broken.discard(path)
-
-
-# One checkpoint on its way to the disk: a staged folder, then a single rename.
-
-
-class StagedCheckpoint:
-    """A checkpoint that nobody can see yet.
-
-    Args:
-        staged: the folder in which it is written.
-        path: the folder that it will be.
-    """
-
-    def __init__(self, staged: Path, path: Path) -> None:
-        self.path = path
-        """Where it will be."""
-        self.staged = staged
-        """Where it is."""
-        self.written: dict[str, Written] = {}
-        """The files that are written and synced."""
-
-    @classmethod
-    def begin(cls, folder: Path, step: int, save: int) -> Self:
-        """A new one."""
-        path = folder / folder_name(step, save)
-        staged = folder / f"{STAGING}{path.name}-{secrets.token_hex(4)}"
-        fsio.make_folder(staged)
-        return cls(staged, path)
-
-    def write_files(self, files: Mapping[str, Callable[[Path], object]]) -> None:
-        """Let others write files and folders of their own.
-
-        Raises:
-            CheckpointError: they made something that is neither a file nor a folder.
-        """
-        for name, write in files.items():
-            write(self.staged / name)
-        odd = [name for name, count in fsio.tree(self.staged).items() if count is None]
-        if odd:
-            raise CheckpointError(
-                f"CheckpointStore.save: files made {odd}, which are links or devices. A checkpoint "
-                "holds files and folders only: copy what they point to."
-            )
-
-    def make_shard_folders(self, names: Collection[str]) -> None:
-        """Make the folders into which all ranks write."""
-        if names:
-            fsio.make_folder(self.staged / SHARDED)
-        for name in names:
-            fsio.make_folder(self.staged / SHARDED / name)
-
-    def write_shards(self, shards: Mapping[str, Shards]) -> None:
-        """Write what this rank has of sharded state dicts."""
-        for name, shard in shards.items():
-            if shard.entries:
-                path = f"{SHARDED}/{name}/{shard.file}.safetensors"
-                self.written[path] = write_tensors(
-                    self.staged / path, shard.entries, shard.metadata
-                )
-
-    def write_state(self, tree: Any, entries: dict[str, Entry]) -> None:
-        """Write the state."""
-        self.written[TENSORS] = write_tensors(self.staged / TENSORS, entries)
-        text = json.dumps(tree, allow_nan=False, check_circular=False, separators=(",", ":"))
-        self.written[STATE] = write_file(self.staged / STATE, [text.encode()])
-
-    def publish(self, about: dict[str, Any]) -> None:
-        """Sync everything and give the folder its name: from now on it is there, whole."""
-        for name in fsio.tree(self.staged):
-            if name not in self.written:
-                self.written[name] = _synced(self.staged / name)
-        named = checkpoint_of(self.path)
-        save = {} if named is None else {"save": named.save}
-        write_manifest(self.staged, {**about, **save}, self.written)
-        for folder in fsio.folders(self.staged):
-            fsio.sync_folder(folder)
-        fsio.rename(self.staged, self.path)
-        fsio.sync_folder(self.path.parent)
-
-    def discard(self) -> None:
-        """Remove what was staged, as far as that is possible; the next save removes the rest."""
-        try:
-            if self.staged.is_dir():
-                fsio.remove_tree(self.staged)
-        except OSError:
-            return
-
-
-def _synced(path: Path) -> Written:
-    """A file that somebody else wrote, now synced and read-only."""
-    digest, count = hashlib.sha256(), 0
-    descriptor = fsio.open_file(path)
-    try:
-        with fsio.named(path):
-            for chunk in fsio.chunks(descriptor):
-                digest.update(chunk)
-                count += len(chunk)
-            fsio.make_read_only(descriptor)
-            fsio.sync(descriptor)
-    finally:
-        fsio.close(descriptor)
-    return Written(count, digest.hexdigest())
+            continue
+        whole.append(one)
+        if manifest["metric"] is not None:
+            metrics[one] = manifest["metric"] * (1 if best == "max" else -1)
+    # The newest of each step; the others were saved again.
+    newest = list({one.step: one for one in reversed(whole)}.values())
+    newest.sort(reverse=True)
+    scored = [one for one in newest if one in metrics]
+    scored.sort(key=lambda one: (metrics[one], one.save), reverse=True)
+    kept = {*newest[:keep_last], *scored[:keep_best]}
+    oldest = newest[keep_last - 1].save if len(newest) >= keep_last else -1
+    for one in checkpoints:
+        # What is broken stays as long as it may be wanted in place of something older.
+        if one not in kept and (one in whole or one.save < oldest):
+            removed = one.path.with_name(_REMOVING + one.path.name)
+            one.path.rename(removed)
+            # Before the first file goes, or a crash could bring half a checkpoint back.
+            sync_folder(folder)
+            remove_tree(removed)
 
 
 # One save, from a state in memory to a folder on the disk, on one rank or on many.
 
 FileWriter = Callable[[Path], object]
-
-
-@dataclass
-class Outcome:
-    """What became of the last save."""
-
-    error: CheckpointError | None = None
-    """Why there is no checkpoint of it."""
-    note: str | None = None
-    """What else went wrong."""
-    told: bool = True
-    """Whether somebody was told."""
-
-    def failed(self, error: CheckpointError) -> None:
-        """Note why there is no checkpoint."""
-        self.error, self.told = error, False
 
 
 class Encoded(NamedTuple):
@@ -280,32 +126,75 @@ class Encoded(NamedTuple):
     shards: dict[str, Shards]
 
 
+class Staged(NamedTuple):
+    """A checkpoint that nobody can see yet."""
+
+    folder: Path
+    """In which it is written."""
+    path: Path
+    """Where it will be."""
+    save: int
+
+    def discard(self) -> None:
+        """Remove what was staged, as far as that is possible; the next save removes the rest."""
+        try:
+            remove_tree(self.folder)
+        except OSError:
+            return
+
+
+def publish(staged: Staged, about: dict[str, Any], written: dict[str, dict[str, Any]]) -> None:
+    """Sync everything and give the folder its name: from now on it is there, whole.
+
+    Args:
+        staged: with all files in it.
+        about: what the manifest says beside the files.
+        written: the files that are synced already, as the manifest lists them.
+    """
+    for name in tree(staged.folder):
+        if name not in written:
+            written[name] = synced(staged.folder / name)
+    write_manifest(staged.folder, {**about, "save": staged.save}, written)
+    below = sorted(path for path in staged.folder.rglob("*") if path.is_dir())
+    for folder in (*reversed(below), staged.folder):
+        sync_folder(folder)
+    staged.folder.rename(staged.path)
+    sync_folder(staged.path.parent)
+
+
 class Saver:
-    """Encodes and writes checkpoints of a folder.
+    """Encodes and writes checkpoints of a folder, and knows what became of the last one.
 
     Args:
         folder: of the store.
         tensorclasses: that may be in a state.
-        retention: which checkpoints are kept.
-        lock: of the folder.
+        keep: how many are kept, for what: the arguments of :func:`prune`.
         ranks: all that save.
     """
+
+    # Apart from the store, so that a store that nobody holds any more goes while its thread writes.
 
     def __init__(
         self,
         folder: Path,
-        tensorclasses: Tensorclasses,
-        retention: Retention,
-        lock: WriterLock,
+        tensorclasses: Mapping[str, Any],
+        keep: tuple[int, int, str],
         ranks: Ranks,
     ) -> None:
-        self.outcome = Outcome()
+        self.error: CheckpointError | None = None
+        """Why there is no checkpoint of the last save."""
+        self.note: str | None = None
+        """What else went wrong."""
+        self.is_told = True
+        """Whether somebody was told of the error."""
+        self.broken: set[Path] = set()
+        """Checkpoints that were found broken."""
+        self.lock = WriterLock(folder)
+        self.buffers = StagingBuffers()
         self._folder = folder
         self._tensorclasses = tensorclasses
-        self._retention = retention
-        self._lock = lock
+        self._keep = keep
         self._ranks = ranks
-        self._buffers = StagingBuffers()
 
     def encode(
         self, state: Mapping[str, Any], sharded: Mapping[str, Mapping[str, Any]], *, copy: bool
@@ -315,96 +204,104 @@ class Saver:
         Raises:
             CheckpointError: something can't be stored.
         """
-        self._buffers.begin()
-        buffers = self._buffers if copy else None
-        flat = {
-            name: self._ranks.agree(partial(flatten, name, part)) for name, part in sharded.items()
-        }
-        encoder = StateEncoder(self._tensorclasses, buffers)
-        plain = {name: one.plain for name, one in flat.items()}
-        tree = self._ranks.agree(lambda: self._tree(encoder, state, plain))
-        shards = {
-            name: plan_shards(name, one.tensors, self._ranks, buffers) for name, one in flat.items()
-        }
-        self._buffers.finish()
-        return Encoded(tree, encoder.entries, shards)
+        self.buffers.begin()
+        buffers = self.buffers if copy else None
+        flat = self._ranks.agree(lambda: {name: flatten(name, sharded[name]) for name in sharded})
+        encoder = Encoder(self._tensorclasses, buffers)
 
-    def _tree(self, encoder: StateEncoder, state: Any, plain: Any) -> Any:
-        if self._ranks.rank:
-            return None
-        try:
-            tree = {"state": encoder.encode(dict(state))}
-            encoder.root = "sharded"
-            tree["sharded"] = encoder.encode(plain)
-            check_header(encoder.entries)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"state: {error}.") from error
-        return tree
+        def encoded() -> Any:
+            if self._ranks.rank:
+                return None
+            try:
+                tree = {"state": encoder.encode(dict(state))}
+                encoder.root = "sharded"
+                return tree | {
+                    "sharded": encoder.encode({name: plain for name, (_, plain) in flat.items()})
+                }
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"state: {error}.") from error
+
+        tree = self._ranks.agree(encoded)
+        shards = {
+            name: plan_shards(name, tensors, self._ranks, buffers)
+            for name, (tensors, _) in flat.items()
+        }
+        self.buffers.finish()
+        return Encoded(tree, encoder.entries, shards)
 
     def begin(
         self, step: int, files: Mapping[str, FileWriter], sharded: Collection[str]
-    ) -> StagedCheckpoint | None:
+    ) -> Staged | None:
         """A staged folder with the files of others in it; ``None`` if the disk did not let us."""
-        (paths, failure), *_ = self._ranks.gather(
-            self._ranks.agree(lambda: self._begun(step, files, sharded))
-        )
-        if failure is not None:
-            self.outcome.failed(failure)
-            return None
-        self.outcome.error = None
-        return StagedCheckpoint(*paths)
 
-    def _begun(
-        self, step: int, files: Mapping[str, FileWriter], sharded: Collection[str]
-    ) -> tuple[Any, CheckpointError | None]:
-        """Where it is staged and will be, or why the disk did not let us."""
-        if self._ranks.rank:
-            return None, None
-        staged = None
-        try:
-            fsio.make_folders(self._folder)
-            self._lock.acquire()
-            remove_leftovers(self._folder)
-            saves = stored(self._folder)
-            staged = StagedCheckpoint.begin(self._folder, step, saves[0].save + 1 if saves else 1)
-            staged.write_files(files)
-            staged.make_shard_folders(sharded)
-        except BaseException as error:
-            if staged is not None:
-                staged.discard()
-            if isinstance(error, OSError):
-                return None, self._failure(step, error)
-            raise
-        return (staged.staged, staged.path), None
+        def staged() -> Staged | CheckpointError | None:
+            if self._ranks.rank:
+                return None
+            new = None
+            try:
+                make_folders(self._folder)
+                self.lock.acquire()
+                # What writers that died left: none of them is alive, now that we have the lock.
+                for path in sorted(self._folder.iterdir()):
+                    if path.name.startswith((STAGING, _REMOVING)):
+                        remove_tree(path)
+                save = max((one.save for one in stored(self._folder)), default=0) + 1
+                name = f"step-{step:08d}.save-{save:05d}"
+                folder = self._folder / f"{STAGING}{name}-{secrets.token_hex(4)}"
+                folder.mkdir()
+                new = Staged(folder, self._folder / name, save)
+                _write_files(folder, files)
+                for below in (SHARDED, *(f"{SHARDED}/{name}" for name in sharded)):
+                    if sharded:
+                        (folder / below).mkdir()
+            except BaseException as error:
+                if new is not None:
+                    new.discard()
+                if isinstance(error, OSError):
+                    return self._failure(step, error)
+                raise
+            return new
 
-    def write(self, staged: StagedCheckpoint, encoded: Encoded, about: dict[str, Any]) -> None:
+        found, *_ = self._ranks.gather(self._ranks.agree(staged))
+        self.error = found if isinstance(found, CheckpointError) else None
+        self.is_told = self.error is None
+        return found if isinstance(found, Staged) else None
+
+    def write(self, staged: Staged, encoded: Encoded, about: dict[str, Any]) -> None:
         """Write and publish, and remove what need not be kept; what fails is noted."""
+        is_first = self._ranks.rank == 0
+
+        def part() -> dict[str, dict[str, Any]]:
+            written = {}
+            for name, shard in encoded.shards.items():
+                if shard.entries:
+                    path = f"{SHARDED}/{name}/{shard.file}.safetensors"
+                    write_tensors(staged.folder / path, shard.entries, shard.metadata)
+                    written[path] = synced(staged.folder / path)
+            if is_first:
+                write_tensors(staged.folder / TENSORS, encoded.entries)
+                text = json.dumps(
+                    encoded.tree, allow_nan=False, check_circular=False, separators=(",", ":")
+                )
+                (staged.folder / STATE).write_bytes(text.encode())
+            return written
+
         try:
-            parts = self._ranks.agree(lambda: self._write_part(staged, encoded))
-            for part in self._ranks.gather(parts):
-                staged.written.update(part)
-            self._ranks.agree(lambda: None if self._ranks.rank else staged.publish(about))
+            parts = self._ranks.gather(self._ranks.agree(part))
+            written = {path: file for each in parts for path, file in each.items()}
+            self._ranks.agree(lambda: publish(staged, about, written) if is_first else None)
         except BaseException as error:
-            if not self._ranks.rank:
+            if is_first:
                 staged.discard()
             if not isinstance(error, Exception):
                 raise
-            self.outcome.failed(self._failure(about["step"], error))
+            self.error, self.is_told = self._failure(about["step"], error), False
             return
-        if not self._ranks.rank:
-            self._prune()
-
-    def _write_part(self, staged: StagedCheckpoint, encoded: Encoded) -> dict[str, Written]:
-        staged.write_shards(encoded.shards)
-        if not self._ranks.rank:
-            staged.write_state(encoded.tree, encoded.entries)
-        return staged.written
-
-    def _prune(self) -> None:
-        try:
-            self._retention.prune(self._folder)
-        except OSError as error:
-            self.outcome.note = f"{self._folder}: old checkpoints can't be removed ({error})."
+        if is_first:
+            try:
+                prune(self._folder, *self._keep, self.broken)
+            except OSError as error:
+                self.note = f"{self._folder}: old checkpoints can't be removed ({error})."
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         where = getattr(error, "filename", None) or self._folder
@@ -415,16 +312,27 @@ class Saver:
         failure.__cause__ = error
         return failure
 
-    def forget(self) -> None:
-        """Give the memory of copies back."""
-        self._buffers = StagingBuffers()
+    def end(self) -> None:
+        """What is left to do when a store goes away without having been closed."""
+        self.lock.release()
+        if not self.is_told:
+            warnings.warn(CheckpointWarning(str(self.error)), stacklevel=2)
 
 
-def farewell(lock: WriterLock, outcome: Outcome) -> None:
-    """What is left to do when a store goes away without having been closed."""
-    lock.release()
-    if not outcome.told:
-        warnings.warn(CheckpointWarning(str(outcome.error)), stacklevel=2)
+def _write_files(folder: Path, files: Mapping[str, FileWriter]) -> None:
+    """Let others write files and folders of their own.
+
+    Raises:
+        CheckpointError: they made something that is neither a file nor a folder.
+    """
+    for name, write in files.items():
+        write(folder / name)
+    odd = [name for name, count in tree(folder).items() if count is None]
+    if odd:
+        raise CheckpointError(
+            f"CheckpointStore.save: files made {odd}, which are links or devices. A checkpoint "
+            "holds files and folders only: copy what they point to."
+        )
 
 
 # Checkpoints of a folder: saved whole or not at all, and the newest that verifies.
@@ -489,15 +397,12 @@ class CheckpointStore:
         """Where the checkpoints are."""
         self._keep_best = keep_best
         self._on_error = on_error
-        self._tensorclasses = Tensorclasses(tensorclasses)
+        self._tensorclasses = known_tensorclasses(tensorclasses)
         self._ranks = Ranks(process_group)
-        self._retention = Retention(keep_last, keep_best, best)
-        self._lock = WriterLock(self.folder)
-        self._saver = Saver(
-            self.folder, self._tensorclasses, self._retention, self._lock, self._ranks
-        )
+        keep = (keep_last, keep_best, best)
+        self._saver = Saver(self.folder, self._tensorclasses, keep, self._ranks)
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, farewell, self._lock, self._saver.outcome)
+        weakref.finalize(self, self._saver.end)
 
     @property
     def rank(self) -> int:
@@ -507,7 +412,7 @@ class CheckpointStore:
     @property
     def last_error(self) -> CheckpointError | None:
         """Why the last save failed; ``None`` if it did not."""
-        return self._saver.outcome.error
+        return self._saver.error
 
     # Saving -------------------------------------------------------------------------------------
 
@@ -588,24 +493,25 @@ class CheckpointStore:
             )
         for name in (*files, *sharded):
             _check_name(name)
-        if sharded and self._ranks.group is None and _world_size() > 1:
+        is_one_of_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if sharded and self._ranks.group is None and is_one_of_many:
             raise ValueError(
-                f"{_SAVE}: sharded needs all {_world_size()} ranks. Give "
+                f"{_SAVE}: sharded needs all {dist.get_world_size()} ranks. Give "
                 "CheckpointStore(process_group=torch.distributed.group.WORLD)."
             )
 
     def _tell(self) -> bool:
         """Raise or warn of what failed; whether there is a checkpoint."""
-        outcome = self._saver.outcome
-        note, outcome.note = outcome.note, None
+        saver = self._saver
+        note, saver.note = saver.note, None
         if note is not None:
             warnings.warn(CheckpointWarning(note), stacklevel=3)
-        if outcome.error is None:
+        if saver.error is None:
             return True
-        outcome.told = True
+        saver.is_told = True
         if self._on_error == "raise":
-            raise outcome.error
-        warnings.warn(CheckpointWarning(str(outcome.error)), stacklevel=3)
+            raise saver.error
+        warnings.warn(CheckpointWarning(str(saver.error)), stacklevel=3)
         return False
 
     def wait(self) -> None:
@@ -628,8 +534,8 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            self._lock.release()
-            self._saver.forget()
+            self._saver.lock.release()
+            self._saver.buffers = StagingBuffers()
 
     def __enter__(self) -> Self:
         return self
@@ -673,7 +579,12 @@ class CheckpointStore:
             found = self._ranks.gather(stored(self.folder))[0]
             new = [one for one in found if one.path not in seen and step in (None, one.step)]
             if not new:
-                raise self._none_whole(step, broken)
+                if broken:
+                    raise CheckpointError(
+                        f"{self.folder}: no checkpoint is whole. {' '.join(broken)}"
+                    )
+                which = "" if step is None else f" of step {step} (there are {self.steps()})"
+                raise NoCheckpoint(f"{self.folder}: holds no checkpoint{which}.")
             for one in new:
                 checkpoint = self._read(one, broken)
                 if checkpoint is not None:
@@ -691,7 +602,7 @@ class CheckpointStore:
                 raise CheckpointError(f"{one.path}: is step {said[0]}, save {said[1]}, renamed.")
         except CheckpointError as error:
             if one.path.exists():
-                self._retention.broken.add(one.path)
+                self._saver.broken.add(one.path)
                 broken.append(str(error))
             return None
         if broken:
@@ -700,16 +611,6 @@ class CheckpointStore:
                 stacklevel=3,
             )
         return checkpoint
-
-    def _none_whole(self, step: int | None, broken: list[str]) -> CheckpointError:
-        if broken:
-            return CheckpointError(f"{self.folder}: no checkpoint is whole. {' '.join(broken)}")
-        which = "" if step is None else f" of step {step} (there are {self.steps()})"
-        return NoCheckpoint(f"{self.folder}: holds no checkpoint{which}.")
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _check_name(name: Any) -> None:

@@ -12,7 +12,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 from torchrl_data.display import visible
 
 from .samples import RunRecord, find_prompts
-from .terminal import COLOURS, RUN, Browser, Place, Rows, prompt_view
+from .terminal import COLOURS, RUN, Browser, Place, prompt_view
 
 
 class _Table(DataTable[Text]):
@@ -80,24 +80,19 @@ class RecordApp(App[None]):
         self.query_one("#place", Static).update(Text(visible(trail)))
         self.query_one("#shown", Static).update(view.body)
         self.query_one("#body").scroll_home(animate=False)
-        table = self._filled(view.rows)
+        table = self.query_one("#rows", _Table)
+        table.clear(columns=True)
+        table.display = view.rows is not None
         if view.rows is None:
             self.query_one("#body").focus()
             return
+        table.add_columns(*view.rows.columns)
+        for key, row in zip(view.rows.keys, view.rows.rows, strict=True):
+            table.add_row(*row, key=str(key))
         table.focus()
         keys = list(view.rows.keys)
         if len(came_from) > len(place) and came_from[len(place)] in keys:
             table.move_cursor(row=keys.index(came_from[len(place)]))
-
-    def _filled(self, rows: Rows | None) -> _Table:
-        table = self.query_one("#rows", _Table)
-        table.clear(columns=True)
-        table.display = rows is not None
-        if rows is not None:
-            table.add_columns(*rows.columns)
-            for key, row in zip(rows.keys, rows.rows, strict=True):
-                table.add_row(*row, key=str(key))
-        return table
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         """Open a row."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -47,6 +47,7 @@ from torchrl_envs.entries import REWARD_ERRORS
 from torchrl_envs.rewards.functions import LOGGED_EXTRA, LOGGED_METRICS
 
 from .samples import (
+    END,
     FOLDER,
     FORMAT,
     GroupSummary,
@@ -55,73 +56,13 @@ from .samples import (
     SampleTokens,
     StepSummary,
     TokenSpan,
-    end_file,
     step_file,
     steps_in,
-    to_json,
     write_lines,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-# The trainer's log-probs, overheard from the loss: nothing is computed twice.
-
-
-class RowScores(NamedTuple):
-    """Scores of one row's trained tokens."""
-
-    trained: Tensor
-    """bool ``[T]``: which of its tokens."""
-    log_prob: Tensor
-    """float32, one for each, in nats."""
-    entropy: Tensor | None
-    """float32, one for each, in nats."""
-
-
-class TrainerScores:
-    """Keeps what a loss scored, until it is asked for.
-
-    Rows are told apart by their tokens: those of equal tokens have equal scores. What a row was
-    given first, before any update, stays.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[bytes, RowScores] = {}
-
-    def add(self, batch: PackedBatch, scores: TokenScores) -> None:
-        """Take in the scores of a part of a batch.
-
-        Args:
-            batch: what was scored.
-            scores: of its trained tokens.
-        """
-        lengths, counts = batch.lengths.tolist(), batch.target_lengths.tolist()
-        ids, masks = batch.ids.cpu().split(lengths), batch.target_mask.cpu().split(lengths)
-        log_probs = scores.log_prob.float().cpu().split(counts)
-        entropies: Sequence[Tensor | None] = [None] * len(counts)
-        if scores.entropy is not None:
-            entropies = scores.entropy.float().cpu().split(counts)
-        rows = map(RowScores, masks, log_probs, entropies)
-        for own_ids, row in zip(ids, rows, strict=True):
-            self._rows.setdefault(_key(own_ids), row)
-
-    def of(self, ids: Tensor) -> RowScores | None:
-        """The scores of a row, if it was trained.
-
-        Args:
-            ids: its tokens, int64 ``[T]``.
-        """
-        return self._rows.get(_key(ids))
-
-    def clear(self) -> None:
-        """Forget all of them: the step is over."""
-        self._rows.clear()
-
-
-def _key(ids: Tensor) -> bytes:
-    return ids.to(torch.int64).contiguous().numpy().tobytes()
 
 
 # Who wrote each token of a conversation, and in which message.
@@ -135,70 +76,46 @@ def token_spans(
     """Runs of tokens by writer, with the message that they spell.
 
     A turn of the policy is the next message of the role ``assistant``. Content is looked up in the
-    messages in order, from where the content before it ended.
+    messages in order, from where the content before it ended; where none has it, nothing is read.
 
     Args:
         sources: of each token, ``[T]``.
         texts: of each token, ``[T]``.
         messages: of the conversation.
     """
-    place = _Place(messages)
-    spans, start = [], 0
+    roles = [str(message.get("role")) for message in messages]
+    contents = [visible(_content(message)) for message in messages]
+    spans: list[TokenSpan] = []
+    start = at = offset = 0  # of the run, and the message and place in it up to which was read
     for source, run in groupby(sources):
         length = sum(1 for _ in run)
-        if source == Source.TEMPLATE:
-            spans.append(TokenSpan("template", "", None, length))
-        elif source == Source.MODEL:
-            spans.append(TokenSpan("model", "assistant", place.next_turn(), length))
-        else:
-            number = place.find("".join(texts[start : start + length]).strip())
-            role = "" if number is None else str(messages[number]["role"])
-            spans.append(TokenSpan(_writer(role), role, number, length))
+        writer, role, found = "template", "", None
+        if source == Source.MODEL:
+            writer, role = "model", "assistant"
+            found = next((n for n in range(at, len(roles)) if roles[n] == "assistant"), None)
+            if found is not None:
+                at, offset = found + 1, 0
+        elif source != Source.TEMPLATE:
+            text = "".join(texts[start : start + length]).strip()
+            writer = "context"
+            for number in range(at, len(contents)) if text else ():
+                begin = contents[number].find(text, offset if number == at else 0)
+                if begin >= 0:
+                    found = at = number
+                    role, offset = roles[number], begin + len(text)
+                    if role:
+                        writer = "tool" if role in ("tool", "function", "ipython") else "user"
+                    break
+        spans.append(TokenSpan(writer, role, found, length))
         start += length
     return spans
 
 
-def _writer(role: str) -> str:
-    if role in ("tool", "function", "ipython"):
-        return "tool"
-    return "user" if role else "context"
-
-
-class _Place:
-    """How far one has read in the messages of a conversation."""
-
-    def __init__(self, messages: Sequence[dict[str, Any]]) -> None:
-        self._roles = [message.get("role") for message in messages]
-        self._texts = [visible(_content(message)) for message in messages]
-        self._message = self._offset = 0
-
-    def next_turn(self) -> int | None:
-        """The next message of the assistant."""
-        for number in range(self._message, len(self._roles)):
-            if self._roles[number] == "assistant":
-                self._message, self._offset = number + 1, 0
-                return number
-        return None
-
-    def find(self, text: str) -> int | None:
-        """The message in which a text comes next; where none has it, nothing is read."""
-        if not text:
-            return None
-        offset = self._offset
-        for number in range(self._message, len(self._texts)):
-            at = self._texts[number].find(text, offset)
-            if at >= 0:
-                self._message, self._offset = number, at + len(text)
-                return number
-            offset = 0
-        return None
-
-
-def _content(message: dict[str, Any]) -> str:
+def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    parts = [part.get("text", "") for part in content or [] if isinstance(part, dict)]
+    parts = [part.get("text", "") for part in content or [] if isinstance(part, Mapping)]
     return "\n".join(str(part) for part in parts)
 
 
@@ -210,103 +127,9 @@ _DIGITS = 5
 _PROMPT_CHARACTERS = 160
 
 
-class RowReader:
-    """Reads rows of a collector.
-
-    Args:
-        tokenizer: spells tokens.
-        scores: of the trainer.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", scores: TrainerScores) -> None:
-        self._tokenizer = tokenizer
-        self._scores = scores
-        self._known_texts: dict[int, str] = {}
-
-    def sample(
-        self, row: TensorDictBase, step: int, index: int, advantage: Tensor | None
-    ) -> RolloutSample:
-        """A row as it is recorded.
-
-        Args:
-            row: of a batch, without batch size.
-            step: of training.
-            index: of its episode in the group.
-            advantage: that it was trained with, if it was.
-        """
-        conversation = conversation_of(row)
-        mask = conversation.assistant_mask(0)
-        calls = (read_objects(row, TOOL_CALLS)[0] or {"calls": []})["calls"]
-        logged = {
-            str(name): value
-            for key in (LOGGED_METRICS, LOGGED_EXTRA)
-            for name, value in (read_objects(row, key)[0] or {}).items()
-        }
-        errors = row.get(NUM_TOOL_ERRORS, None)
-        failed, version = read_objects(row, REWARD_ERRORS, "")[0], row.get(POLICY_VERSION)
-        tokens = self._tokens(conversation, mask, advantage)
-        return RolloutSample(
-            step=step,
-            group_id=group_of(row),
-            index=index,
-            segment=int(row.get(SEGMENT, 0)),
-            num_segments=int(row.get(NUM_SEGMENTS, 1)),
-            reward=reward_of(row),
-            rewards={str(name): number(value) for name, value in row.get(REWARDS, {}).items()},
-            reward_errors=failed if isinstance(failed, str) else json.dumps(failed, default=str),
-            advantage=_advantage_of_row(advantage, mask),
-            stop_reason=str(read_objects(row, STOP_REASON, "")[0]),
-            is_truncated=bool(row.get(TRUNCATED).any()),
-            num_turns=int(row.get("num_turns")),
-            policy_version=int(version) if isinstance(version, Tensor) else str(version),
-            prompt_tokens=conversation.num_tokens_before_policy(0),
-            sampled_tokens=int(mask.sum()),
-            total_tokens=len(mask),
-            tool_calls=[RecordedToolCall(**call) for call in calls],
-            num_tool_errors=0 if errors is None else int(errors),
-            messages=described(conversation.messages(0)),
-            row=described(read_objects(row, ROW)[0]),
-            logged=logged,
-            tokens=tokens,
-        )
-
-    def _tokens(
-        self, conversation: Conversations, mask: Tensor, advantage: Tensor | None
-    ) -> SampleTokens:
-        ids = conversation.token_ids(0)
-        texts = token_texts(ids.tolist(), self._tokenizer, self._known_texts)
-        scores = self._scores.of(ids)
-        entropy = conversation.extra(0).get(ENTROPY)
-        advantages = None
-        if advantage is not None and advantage.numel() > 1:
-            advantages = _column(advantage.reshape(-1), mask)
-        return SampleTokens(
-            ids=ids.tolist(),
-            texts=texts,
-            spans=token_spans(conversation.sources(0).tolist(), texts, conversation.messages(0)),
-            log_probs=_column(conversation.log_probs(0), mask),
-            versions=_column(conversation.policy_versions(0), mask),
-            trainer_log_probs=None if scores is None else _scored(scores, scores.log_prob),
-            entropy=_scored_entropy(scores) if entropy is None else _column(entropy, mask),
-            advantages=advantages,
-        )
-
-
 def conversation_of(row: TensorDictBase) -> Conversations:
     """The one conversation of a row."""
     return read_conversations(row, FULL, who="RolloutRecorder")
-
-
-def _scored(scores: RowScores, values: Tensor) -> list[float | None]:
-    column = torch.zeros(len(scores.trained))
-    column[scores.trained] = values
-    return _column(column, scores.trained)
-
-
-def _scored_entropy(scores: RowScores | None) -> list[float | None] | None:
-    if scores is None or scores.entropy is None:
-        return None
-    return _scored(scores, scores.entropy)
 
 
 def _column(values: Tensor, mask: Tensor) -> list[Any]:
@@ -335,15 +158,6 @@ def reward_of(row: TensorDictBase) -> float | None:
     return number(row.get(REWARD))
 
 
-def _advantage_of_row(advantage: Tensor | None, mask: Tensor) -> float | None:
-    if advantage is None:
-        return None
-    values = advantage.reshape(-1)
-    if len(values) > 1:
-        values = values[mask]
-    return _rounded(float(values.mean())) if len(values) else None
-
-
 def group_name(group_id: int) -> str:
     """``epoch/row`` of the data."""
     return "/".join(map(str, divmod(group_id, IDS_PER_EPOCH)))
@@ -368,17 +182,11 @@ def prompt_of(row: TensorDictBase) -> tuple[str, str]:
     images = images_of(messages)
     shown = [ids, images] if images else ids
     digest = blake2b(json.dumps(shown).encode(), digest_size=6).hexdigest()
-    return digest, _beginning(messages)
-
-
-def _beginning(messages: Sequence[Mapping[str, Any]]) -> str:
-    content = messages[-1].get("content") if messages else ""
-    if not isinstance(content, str):
-        content = " ".join(
-            str(part.get("text", "")) for part in content or [] if isinstance(part, Mapping)
-        )
+    content = _content(messages[-1]) if messages else ""
     text = visible(" ".join(content[: 4 * _PROMPT_CHARACTERS].split()))
-    return text if len(text) <= _PROMPT_CHARACTERS else text[: _PROMPT_CHARACTERS - 1] + "…"
+    if len(text) > _PROMPT_CHARACTERS:
+        text = text[: _PROMPT_CHARACTERS - 1] + "…"
+    return digest, text
 
 
 # Writes the record of a run, a file for each step.
@@ -428,15 +236,14 @@ class RolloutRecorder:
         self.folder = Path(folder) / FOLDER
         self.every = every
         self.max_groups_per_step = max_groups_per_step
-        self._scores = TrainerScores()
-        self._reader = RowReader(tokenizer, self._scores)
+        self._tokenizer = tokenizer
+        self._known_texts: dict[int, str] = {}
+        # What the loss scored of each row: which tokens, log-probs and entropies of these.
+        self._scores: dict[bytes, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._events: deque[dict[str, Any]] = deque()
         self._ordinals: dict[str, tuple[int, int]] = {}
         self._watched: list[TokenLoss | MixedLoss] = []
         self._followed: list[GroupLedger] = []
-        self._make_room(after)
-
-    def _make_room(self, after: int | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         steps = steps_in(self.folder)
         if after is None and steps:
@@ -447,7 +254,7 @@ class RolloutRecorder:
         for step in steps:
             if after is not None and step > after:
                 step_file(self.folder, step).unlink()
-        end_file(self.folder).unlink(missing_ok=True)
+        (self.folder / END).unlink(missing_ok=True)
 
     # What it hears of ---------------------------------------------------------------------------
 
@@ -462,8 +269,24 @@ class RolloutRecorder:
         """
         if loss.on_scores is not None:
             raise ValueError(f"{_WHO}: {type(loss).__name__}.on_scores is taken already.")
-        loss.on_scores = self._scores.add
+        loss.on_scores = self._add_scores
         self._watched.append(loss)
+
+    def _add_scores(self, batch: PackedBatch, scores: TokenScores) -> None:
+        """Keep what the loss scored of a part of a batch: nothing is computed twice.
+
+        Rows are told apart by their tokens: those of equal tokens have equal scores. What a row
+        was given first, before any update, stays.
+        """
+        lengths, counts = batch.lengths.tolist(), batch.target_lengths.tolist()
+        ids, masks = batch.ids.cpu().split(lengths), batch.target_mask.cpu().split(lengths)
+        log_probs = scores.log_prob.float().cpu().split(counts)
+        entropies: Sequence[Tensor | None] = [None] * len(counts)
+        if scores.entropy is not None:
+            entropies = scores.entropy.float().cpu().split(counts)
+        rows = zip(masks, log_probs, entropies, strict=True)
+        for own_ids, row in zip(ids, rows, strict=True):
+            self._scores.setdefault(_key(own_ids), row)
 
     def follow(self, ledger: GroupLedger) -> None:
         """Record what becomes of each group, those that are never trained too.
@@ -545,13 +368,15 @@ class RolloutRecorder:
         for row in rows:
             by_group[group_of(row)].append(row)
         groups = [self._group(name, own, advantages) for name, own in by_group.items()]
-        self._choose(step, groups)
-        samples = [
-            self._reader.sample(row, step, index, advantages.get(row_key(row)))
-            for group in groups
-            if group.is_recorded
-            for index, row in _numbered(by_group[group.group_id])
-        ]
+        chosen = sorted(groups, key=lambda g: blake2b(g.prompt_id.encode()).digest())
+        for group in chosen[: self.max_groups_per_step] if (step - 1) % self.every == 0 else ():
+            group.is_recorded = True
+        samples = []
+        for group in groups:
+            numbers: dict[int, int] = {}  # of the episodes in the group
+            for row in by_group[group.group_id] if group.is_recorded else ():
+                index = numbers.setdefault(row_key(row)[0], len(numbers))
+                samples.append(self._sample(row, step, index, advantages.get(row_key(row))))
         summary = StepSummary(
             step=step,
             time=round(time.time(), 3),
@@ -560,7 +385,7 @@ class RolloutRecorder:
             events=events,
             num_samples=len(samples),
         )
-        lines = [{"format": FORMAT, **to_json(summary)}, *map(to_json, samples)]
+        lines = [{"format": FORMAT, **vars(summary)}, *map(vars, samples)]
         write_lines(step_file(self.folder, step), lines, _as_json)
         self._scores.clear()
 
@@ -584,13 +409,69 @@ class RolloutRecorder:
             attempt=attempt,
         )
 
-    def _choose(self, step: int, groups: Sequence[GroupSummary]) -> None:
-        """Say whose samples are recorded."""
-        if (step - 1) % self.every:
-            return
-        chosen = sorted(groups, key=lambda g: blake2b(g.prompt_id.encode()).digest())
-        for group in chosen[: self.max_groups_per_step]:
-            group.is_recorded = True
+    def _sample(
+        self, row: TensorDictBase, step: int, index: int, advantage: Tensor | None
+    ) -> RolloutSample:
+        """A row, that of an episode of that number in its group, as it is recorded."""
+        conversation = conversation_of(row)
+        mask = conversation.assistant_mask(0)
+        values = torch.empty(0) if advantage is None else advantage.reshape(-1)
+        of_sampled = values[mask] if len(values) > 1 else values
+        calls = (read_objects(row, TOOL_CALLS)[0] or {"calls": []})["calls"]
+        errors = row.get(NUM_TOOL_ERRORS, None)
+        failed, version = read_objects(row, REWARD_ERRORS, "")[0], row.get(POLICY_VERSION)
+        return RolloutSample(
+            step=step,
+            group_id=group_of(row),
+            index=index,
+            segment=int(row.get(SEGMENT, 0)),
+            num_segments=int(row.get(NUM_SEGMENTS, 1)),
+            reward=reward_of(row),
+            rewards={str(name): number(value) for name, value in row.get(REWARDS, {}).items()},
+            reward_errors=failed if isinstance(failed, str) else json.dumps(failed, default=str),
+            advantage=_rounded(float(of_sampled.mean())) if len(of_sampled) else None,
+            stop_reason=str(read_objects(row, STOP_REASON, "")[0]),
+            is_truncated=bool(row.get(TRUNCATED).any()),
+            num_turns=int(row.get("num_turns")),
+            policy_version=int(version) if isinstance(version, Tensor) else str(version),
+            prompt_tokens=conversation.num_tokens_before_policy(0),
+            sampled_tokens=int(mask.sum()),
+            total_tokens=len(mask),
+            tool_calls=[RecordedToolCall(**call) for call in calls],
+            num_tool_errors=0 if errors is None else int(errors),
+            messages=described(conversation.messages(0)),
+            row=described(read_objects(row, ROW)[0]),
+            logged={
+                str(name): value
+                for key in (LOGGED_METRICS, LOGGED_EXTRA)
+                for name, value in (read_objects(row, key)[0] or {}).items()
+            },
+            tokens=self._tokens(conversation, mask, values),
+        )
+
+    def _tokens(
+        self, conversation: Conversations, mask: Tensor, advantages: Tensor
+    ) -> SampleTokens:
+        ids = conversation.token_ids(0)
+        texts = token_texts(ids.tolist(), self._tokenizer, self._known_texts)
+        trained, *scored = self._scores.get(_key(ids), (mask, None, None))
+        columns = [
+            None
+            if one is None
+            else _column(torch.zeros(len(ids)).masked_scatter(trained, one), trained)
+            for one in scored
+        ]
+        entropy = conversation.extra(0).get(ENTROPY)
+        return SampleTokens(
+            ids=ids.tolist(),
+            texts=texts,
+            spans=token_spans(conversation.sources(0).tolist(), texts, conversation.messages(0)),
+            log_probs=_column(conversation.log_probs(0), mask),
+            versions=_column(conversation.policy_versions(0), mask),
+            trainer_log_probs=columns[0],
+            entropy=columns[1] if entropy is None else _column(entropy, mask),
+            advantages=_column(advantages, mask) if len(advantages) > 1 else None,
+        )
 
     def close(self) -> None:
         """Record what the ledger told since the last step, and listen no more."""
@@ -601,7 +482,7 @@ class RolloutRecorder:
         self._followed, self._watched = [], []
         if self._events:
             line = {"format": FORMAT, "events": self._take_events()}
-            write_lines(end_file(self.folder), [line], _as_json)
+            write_lines(self.folder / END, [line], _as_json)
 
     def __enter__(self) -> Self:
         return self
@@ -610,11 +491,9 @@ class RolloutRecorder:
         self.close()
 
 
-def _numbered(rows: Sequence[TensorDictBase]) -> list[tuple[int, TensorDictBase]]:
-    """Rows with the number of their episode in the group."""
-    numbers: dict[int, int] = {}
-    return [(numbers.setdefault(row_key(row)[0], len(numbers)), row) for row in rows]
+def _key(ids: Tensor) -> bytes:
+    return ids.to(torch.int64).contiguous().numpy().tobytes()
 
 
 def _as_json(value: Any) -> Any:
-    return to_json(value) if hasattr(value, "__dataclass_fields__") else str(value)
+    return vars(value) if hasattr(value, "__dataclass_fields__") else str(value)

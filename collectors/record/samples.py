@@ -134,8 +134,22 @@ class RecordedToolCall(NamedTuple):
     is_error: bool
 
 
+class _Recorded:
+    """What is written as its fields, and read back."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Of its fields as JSON, ``vars`` of it; what is not known is left out."""
+        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        known = {name: values[name] for name in names if name in values}
+        for name, read in _NESTED.items():
+            if name in known:
+                known[name] = read(known[name])
+        return cls(**known)
+
+
 @dataclass(kw_only=True)
-class SampleTokens:
+class SampleTokens(_Recorded):
     """The tokens of a sample; columns are of the length T, ``None`` where there is no value."""
 
     ids: list[int]
@@ -156,16 +170,9 @@ class SampleTokens:
     advantages: list[float | None] | None = None
     """Where they differ from token to token."""
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Of what :func:`to_json` gave; what is not known is left out."""
-        read = _known(cls, values)
-        read["spans"] = [TokenSpan(*span) for span in values["spans"]]
-        return cls(**read)
-
 
 @dataclass(kw_only=True)
-class RolloutSample:
+class RolloutSample(_Recorded):
     """One row of a step: an episode, or a segment of one."""
 
     step: int
@@ -200,17 +207,9 @@ class RolloutSample:
     """What reward functions logged of it."""
     tokens: SampleTokens
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Of what :func:`to_json` gave; what is not known is left out."""
-        read = _known(cls, values)
-        read["tokens"] = SampleTokens.from_json(values["tokens"])
-        read["tool_calls"] = [RecordedToolCall(*call) for call in values["tool_calls"]]
-        return cls(**read)
-
 
 @dataclass(kw_only=True)
-class GroupSummary:
+class GroupSummary(_Recorded):
     """A group of a step, whether its samples are recorded or not."""
 
     group_id: str
@@ -227,14 +226,9 @@ class GroupSummary:
     """Number of the prompt in the order of the data, where there is a ledger."""
     attempt: int = 0
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Of what :func:`to_json` gave; what is not known is left out."""
-        return cls(**_known(cls, values))
-
 
 @dataclass(kw_only=True)
-class StepSummary:
+class StepSummary(_Recorded):
     """A step without its samples: the first line of its file."""
 
     step: int
@@ -247,39 +241,28 @@ class StepSummary:
     ``dispatch``, ``version``, ``step``, ``reason``, ``time``."""
     num_samples: int
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Of what :func:`to_json` gave; what is not known is left out."""
-        read = _known(cls, values)
-        read["groups"] = [GroupSummary.from_json(group) for group in values["groups"]]
-        return cls(**read)
 
-
-def to_json(value: Any) -> dict[str, Any]:
-    """The fields of a record; records inside it are turned when it is written."""
-    return vars(value)
-
-
-def _known(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {each.name for each in fields(cls)}
-    return {name: value for name, value in values.items() if name in names}
+_NESTED: Final[dict[str, Callable[[Any], Any]]] = {
+    "spans": lambda spans: [TokenSpan(*span) for span in spans],
+    "tokens": SampleTokens.from_json,
+    "tool_calls": lambda calls: [RecordedToolCall(*call) for call in calls],
+    "groups": lambda groups: [GroupSummary.from_json(group) for group in groups],
+}
+"""How those fields are read that are no plain values."""
 
 
 # Reads the record of a run, also while it goes on.
 
 FOLDER: Final = "rollouts"
 """In the folder of a run."""
+END: Final = "end.jsonl.gz"
+"""With what was told behind the last step."""
 _STEP = re.compile(r"step-(\d+)\.jsonl\.gz")
 
 
 def step_file(folder: Path, step: int) -> Path:
     """Of a step."""
     return folder / f"step-{step:06}.jsonl.gz"
-
-
-def end_file(folder: Path) -> Path:
-    """Of what was told behind the last step."""
-    return folder / "end.jsonl.gz"
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -323,18 +306,14 @@ class RunRecord:
         """All steps without their samples, in order, as they were when this was first asked."""
         found = []
         for step in steps_in(self.folder):
-            summary = self._summary(step)
-            if summary is not None:
-                found.append(summary)
+            path = step_file(self.folder, step)
+            for line in read_lines(path, self.damage):
+                _check_format(line, path)
+                found.append(StepSummary.from_json(line))
+                break
+            else:
+                self.damage.append(f"{path.name}: nothing of it can be read")
         return found
-
-    def _summary(self, step: int) -> StepSummary | None:
-        path = step_file(self.folder, step)
-        for line in read_lines(path, self.damage):
-            _check_format(line, path)
-            return StepSummary.from_json(line)
-        self.damage.append(f"{path.name}: nothing of it can be read")
-        return None
 
     def samples(self, step: int) -> Iterator[RolloutSample]:
         """The samples of a step that were recorded, group by group.
@@ -363,7 +342,7 @@ class RunRecord:
     def events(self) -> list[dict[str, Any]]:
         """All that the ledger told, in order, see :attr:`StepSummary.events`."""
         events = [event for summary in self.steps for event in summary.events]
-        path = end_file(self.folder)
+        path = self.folder / END
         for line in read_lines(path, self.damage) if path.exists() else ():
             _check_format(line, path)
             events += line["events"]
@@ -398,16 +377,15 @@ class RunRecord:
         for number, line in enumerate(lines, 1):
             try:
                 told = json.loads(line)
-                scores = {k: float(v) for k, v in told.items() if _is_score(k, v)}
+                scores = {
+                    name: float(value)
+                    for name, value in told.items()
+                    if type(value) in (int, float) and name not in ("step", "version", "lag_steps")
+                }
                 found.append((int(told["step"]), scores))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 self.damage.append(f"{path.name}: line {number} is torn or no test ({error})")
         return sorted(found, key=lambda test: test[0])
-
-
-def _is_score(name: str, value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and name not in ("step", "version", "lag_steps")
 
 
 def _check_format(line: Any, path: Path) -> None:

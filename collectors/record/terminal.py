@@ -50,15 +50,6 @@ class Rows(NamedTuple):
     keys: Sequence[int]
     """Of each row: what opens it."""
 
-    def drawn(self) -> Table:
-        """To be printed."""
-        table = Table(title=Text(self.title), title_justify="left", header_style="bold")
-        for name in self.columns:
-            table.add_column(name, justify="left" if name in _LEFT else "right")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
 
 def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
     """The steps of a run."""
@@ -80,17 +71,9 @@ def run_rows(steps: Sequence[StepSummary], title: str) -> Rows:
     return Rows(title, columns, rows, [step.step for step in steps])
 
 
-def reward_line(steps: Sequence[StepSummary]) -> Text:
-    """The mean reward of each step, as a line of blocks."""
-    means = [fmean(rewards) for step in steps if (rewards := _rewards(step.groups))]
-    return Text(f"reward {sparkline(means)}", style="blue")
-
-
 def sparkline(values: Sequence[float]) -> str:
     """Numbers as a line of blocks."""
-    if not values:
-        return ""
-    low, high = min(values), max(values)
+    low, high = min(values, default=0.0), max(values, default=0.0)
     span = high - low or 1.0
     return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in values)
 
@@ -120,11 +103,20 @@ def step_rows(
     for place, group in enumerate(step.groups):
         own = [sample for sample in samples if sample.group_id == group.group_id]
         known = [reward for reward in group.rewards if reward is not None]
-        prompt = f"{name_of(group)}: {visible(group.prompt)}"
+        kept = {sample.index for sample in own if keep(sample)}
+        squares = Text()
+        for index, reward in enumerate(group.rewards):
+            style = "bright_black" if reward is None else "green" if reward == max(known) else "red"
+            if known and reward is not None and max(known) == min(known):
+                style = "yellow"
+            dim = own and index not in kept
+            squares.append("· " if dim else "■ ", style=f"{style} dim" if dim else style)
+        name = group.group_id if group.ordinal is None else group.ordinal
+        prompt = f"{name}: {visible(group.prompt)}"
         rows.append(
             [
                 Text(str(place)),
-                _squares(group, own, keep),
+                squares,
                 Text(number(fmean(known) if known else None)),
                 _yes_no(group.num_trained > 0),
                 Text(str(group.attempt + 1)),
@@ -160,37 +152,15 @@ def _yes_no(is_so: bool) -> Text:
     return Text("yes", style="green") if is_so else Text("no", style="bright_black")
 
 
-def name_of(group: GroupSummary) -> str:
-    """The number of its prompt, or its id."""
-    return group.group_id if group.ordinal is None else str(group.ordinal)
-
-
-def _squares(
-    group: GroupSummary, samples: Sequence[RolloutSample], keep: Callable[[RolloutSample], bool]
-) -> Text:
-    text = Text()
-    known = [reward for reward in group.rewards if reward is not None]
-    kept = {sample.index for sample in samples if keep(sample)}
-    for index, reward in enumerate(group.rewards):
-        style = "bright_black" if reward is None else "green" if reward == max(known) else "red"
-        if known and reward is not None and max(known) == min(known):
-            style = "yellow"
-        dim = samples and index not in kept
-        text.append("· " if dim else "■ ", style=f"{style} dim" if dim else style)
-    return text
-
-
 def group_columns(samples: Sequence[RolloutSample], colour: str) -> RenderableType:
     """The samples of a group side by side, without the prompt that they share."""
     if not samples:
         return Text("The samples of this group were not recorded.", style="bright_black")
     scale = scale_of(colour, samples)
-    prompt = Text()
-    _append_tokens(prompt, samples[0], "writer", 1.0, 0, samples[0].prompt_tokens)
+    prompt = _tokens(samples[0], "writer", 1.0, 0, samples[0].prompt_tokens)
     panels = []
     for sample in samples:
-        said = Text()
-        _append_tokens(said, sample, colour, scale, sample.prompt_tokens)
+        said = _tokens(sample, colour, scale, sample.prompt_tokens)
         title = f"sample {sample.index}: {number(sample.reward)}"
         panels.append(
             Panel(said, title=title, subtitle=Text(visible(sample.stop_reason)), width=46)
@@ -201,8 +171,7 @@ def group_columns(samples: Sequence[RolloutSample], colour: str) -> RenderableTy
 def sample_view(sample: RolloutSample, colour: str) -> RenderableType:
     """A sample by token, and what is known of it."""
     scale = scale_of(colour, [sample])
-    text = Text()
-    _append_tokens(text, sample, colour, scale)
+    text = _tokens(sample, colour, scale)
     facts = Table.grid(padding=(0, 2))
     values: list[tuple[str, Any]] = [
         ("reward", number(sample.reward)),
@@ -270,23 +239,18 @@ def scale_of(colour: str, samples: Sequence[RolloutSample]) -> float:
     return (values[math.ceil(0.99 * len(values)) - 1] or values[-1]) if values else 0.0
 
 
-def _append_tokens(
-    text: Text,
-    sample: RolloutSample,
-    colour: str,
-    scale: float,
-    start: int = 0,
-    stop: int | None = None,
-) -> None:
-    at = 0
-    for span in sample.tokens.spans:
-        for place in range(at, at + span.length):
-            if place >= start and (stop is None or place < stop):
-                style = WRITER_STYLES.get(span.writer, "")
-                if colour != "writer":
-                    style = _style(colour, value_of(sample, colour, place), scale)
-                text.append(visible(sample.tokens.texts[place]), style=style)
-        at += span.length
+def _tokens(
+    sample: RolloutSample, colour: str, scale: float, start: int = 0, stop: int | None = None
+) -> Text:
+    """The tokens of a sample in their colours, those from a place to another one."""
+    text = Text()
+    writers = [span.writer for span in sample.tokens.spans for _ in range(span.length)]
+    for place, writer in list(enumerate(writers))[start:stop]:
+        style = WRITER_STYLES.get(writer, "")
+        if colour != "writer":
+            style = _style(colour, value_of(sample, colour, place), scale)
+        text.append(visible(sample.tokens.texts[place]), style=style)
+    return text
 
 
 def _style(colour: str, value: float | None, scale: float) -> str:
@@ -334,8 +298,14 @@ class View(NamedTuple):
 
     def printed(self) -> RenderableType:
         """All of it."""
-        is_table = self.rows is not None and self.rows.title
-        return Group(self.rows.drawn(), self.body) if self.rows and is_table else self.body
+        if self.rows is None or not self.rows.title:
+            return self.body
+        table = Table(title=Text(self.rows.title), title_justify="left", header_style="bold")
+        for name in self.rows.columns:
+            table.add_column(name, justify="left" if name in _LEFT else "right")
+        for row in self.rows.rows:
+            table.add_row(*row)
+        return Group(table, self.body)
 
 
 class Browser:
@@ -365,9 +335,16 @@ class Browser:
         """
         if not place:
             steps = self.run.steps
-            return View(run_rows(steps, self.run.name), reward_line(steps))
-        step = self._step(place[0])
-        samples = self._samples_of(step.step)
+            means = [fmean(rewards) for step in steps if (rewards := _rewards(step.groups))]
+            line = Text(f"reward {sparkline(means)}", style="blue")
+            return View(run_rows(steps, self.run.name), line)
+        numbers = [step.step for step in self.run.steps]
+        if place[0] not in numbers:
+            raise KeyError(f"no step {place[0]}; there are {numbers}")
+        step = self.run.steps[numbers.index(place[0])]
+        if self._samples is None or self._samples[0] != step.step:
+            self._samples = step.step, list(self.run.samples(step.step))
+        samples = self._samples[1]
         if len(place) == 1:
             return View(step_rows(step, samples, self._keep), Text())
         if not 0 <= place[1] < len(step.groups):
@@ -391,14 +368,3 @@ class Browser:
             return place
         at = numbers.index(place[-1]) + by
         return (*place[:-1], numbers[min(max(at, 0), len(numbers) - 1)])
-
-    def _step(self, number: int) -> StepSummary:
-        for step in self.run.steps:
-            if step.step == number:
-                return step
-        raise KeyError(f"no step {number}; there are {[step.step for step in self.run.steps]}")
-
-    def _samples_of(self, step: int) -> list[RolloutSample]:
-        if self._samples is None or self._samples[0] != step:
-            self._samples = step, list(self.run.samples(step))
-        return self._samples[1]

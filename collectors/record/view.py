@@ -13,7 +13,8 @@ import json
 import math
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,12 +120,16 @@ def _write_run(run: RunRecord, number: int, folder: Path) -> None:
         for reward in group.rewards
         if reward is not None
     ]
+    curves: dict[str, list[tuple[int, float]]] = {}  # the tests on held-out prompts, of each score
+    for step, scores in run.tests():
+        for name, value in scores.items():
+            curves.setdefault(f"held_out/{name}", []).append((step, value))
     about = run.about()
     values = {
         "name": run.name,
         "about": {name: about.get(name) for name in ("status", "started", "ended", "commit")},
         "metrics": metrics,
-        "tests": _curves(run),
+        "tests": list(curves.items()),
         "columns": _COLUMNS,
         "steps": steps,
         "stops": [visible(stop) for stop in stops],
@@ -134,15 +139,6 @@ def _write_run(run: RunRecord, number: int, folder: Path) -> None:
     }
     text = f"RECORD.run({number},{_literal(values)});\n"
     (folder / "run.js").write_text(text, encoding="utf-8")
-
-
-def _curves(run: RunRecord) -> list[tuple[str, list[tuple[int, float]]]]:
-    """The tests on held-out prompts: of each score its points."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for step, scores in run.tests():
-        for name, value in scores.items():
-            curves.setdefault(f"held_out/{name}", []).append((step, value))
-    return list(curves.items())
 
 
 def _write_samples(
@@ -185,6 +181,7 @@ def _write_samples(
 def _sample(sample: RolloutSample) -> dict[str, Any]:
     """What the page shows; values of unknown shape are text already."""
     tokens = sample.tokens
+    row = json.dumps(sample.row, indent=2, ensure_ascii=False, default=str)
     return {
         "rewards": [[visible(name), value] for name, value in sample.rewards.items()],
         "reward_errors": visible(sample.reward_errors),
@@ -195,7 +192,7 @@ def _sample(sample: RolloutSample) -> dict[str, Any]:
             [visible(str(message.get("role"))), message_title(message), message_text(message)]
             for message in sample.messages
         ],
-        "row": None if sample.row is None else _pretty(sample.row),
+        "row": None if sample.row is None else visible(row),
         "logged": [[visible(name), visible(str(value))] for name, value in sample.logged.items()],
         "tokens": {
             "ids": tokens.ids,
@@ -216,10 +213,6 @@ def _short(column: Iterable[float | None] | None) -> list[float | None] | None:
     return [None if value is None or not math.isfinite(value) else value for value in column]
 
 
-def _pretty(row: Any) -> str:
-    return visible(json.dumps(row, indent=2, ensure_ascii=False, default=str))
-
-
 def _literal(value: Any) -> str:
     """JSON that may stand in a script, whoever reads it how: ASCII, without ``<``, ``>``, ``&``."""
     text = json.dumps(finite(value, str), separators=(",", ":"))
@@ -231,32 +224,11 @@ def _literal(value: Any) -> str:
 _MOST_RUNS: Final = 4
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--html", metavar="OUT", help="write a page into this folder")
-    parser.add_argument("--step", type=int, help="show a step")
-    parser.add_argument("--group", type=int, help="and a group of it, by its number there")
-    parser.add_argument("--sample", type=int, help="and a sample of that, by its number there")
-    parser.add_argument("--prompt", help="where is it: a number, or a word of its text")
-    parser.add_argument("--colour", choices=COLOURS, default="writer", help="of tokens")
-    parser.add_argument("--reward", type=float, nargs=2, metavar=("LOW", "HIGH"), help="filter")
-    parser.add_argument("--stop-reason", help="filter: how a sample ended")
-    parser.add_argument("--tool-errors", action="store_true", help="filter: a tool said an error")
-
-
-def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
-    """Do what the arguments say; gives the exit status."""
-    console = console or Console(highlight=False)
-    try:
-        return _run(arguments, console)
-    except (FileNotFoundError, FileExistsError, ValueError, LookupError) as error:
-        print(f"view: {error.args[0] if error.args else error}", file=sys.stderr)  # noqa: T201
-        return 1
-
-
-def _run(arguments: argparse.Namespace, console: Console) -> int:
+def _show(arguments: argparse.Namespace, console: Console) -> None:
+    """Show what the arguments ask for."""
     runs = [RunRecord(path) for path in arguments.runs]
+    place = [arguments.step, arguments.group, arguments.sample]
+    given = [part for part in place if part is not None]
     if arguments.html is not None:
         if len(runs) > _MOST_RUNS:
             raise ValueError(f"a page shows at most {_MOST_RUNS} runs, got {len(runs)}.")
@@ -267,23 +239,16 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         for history in find_prompts(runs[0], arguments.prompt):
             console.print(prompt_view(history))
     else:
-        browser = Browser(runs[0], keep=_filter(arguments))
+        browser = Browser(runs[0], keep=partial(_is_kept, arguments))
         if arguments.step is None and sys.stdin.isatty() and console.is_terminal:
             _look_around(browser, arguments.colour)
+        elif place[: len(given)] != given:
+            raise ValueError("--sample goes with --group and --step, --group with --step.")
         else:
-            console.print(browser.view(_place(arguments), arguments.colour).printed())
+            console.print(browser.view(given, arguments.colour).printed())
     for each in runs:
         for damage in dict.fromkeys(each.damage):
             console.print(f"not read: {damage}", style="yellow", markup=False)
-    return 0
-
-
-def _place(arguments: argparse.Namespace) -> list[int]:
-    place = [arguments.step, arguments.group, arguments.sample]
-    given = [part for part in place if part is not None]
-    if place[: len(given)] != given:
-        raise ValueError("--sample goes with --group and --step, --group with --step.")
-    return given
 
 
 def _look_around(browser: Browser, colour: str) -> None:
@@ -294,25 +259,37 @@ def _look_around(browser: Browser, colour: str) -> None:
     RecordApp(browser, colour=colour).run()
 
 
-def _filter(arguments: argparse.Namespace) -> Callable[[RolloutSample], bool]:
-    def keep(sample: RolloutSample) -> bool:
-        if arguments.reward is not None:
-            low, high = arguments.reward
-            if sample.reward is None or not low <= sample.reward <= high:
-                return False
-        if arguments.stop_reason is not None and sample.stop_reason != arguments.stop_reason:
+def _is_kept(arguments: argparse.Namespace, sample: RolloutSample) -> bool:
+    """Whether the filters of the command let a sample through."""
+    if arguments.reward is not None:
+        low, high = arguments.reward
+        if sample.reward is None or not low <= sample.reward <= high:
             return False
-        return not arguments.tool_errors or sample.num_tool_errors > 0
-
-    return keep
+    if arguments.stop_reason is not None and sample.stop_reason != arguments.stop_reason:
+        return False
+    return not arguments.tool_errors or sample.num_tool_errors > 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; gives the exit status."""
     description, _, _ = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog="torchrl-agents view", description=description)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("--html", metavar="OUT", help="write a page into this folder")
+    parser.add_argument("--step", type=int, help="show a step")
+    parser.add_argument("--group", type=int, help="and a group of it, by its number there")
+    parser.add_argument("--sample", type=int, help="and a sample of that, by its number there")
+    parser.add_argument("--prompt", help="where is it: a number, or a word of its text")
+    parser.add_argument("--colour", choices=COLOURS, default="writer", help="of tokens")
+    parser.add_argument("--reward", type=float, nargs=2, metavar=("LOW", "HIGH"), help="filter")
+    parser.add_argument("--stop-reason", help="filter: how a sample ended")
+    parser.add_argument("--tool-errors", action="store_true", help="filter: a tool said an error")
+    try:
+        _show(parser.parse_args(argv), Console(highlight=False))
+    except (FileNotFoundError, FileExistsError, ValueError, LookupError) as error:
+        print(f"view: {error.args[0] if error.args else error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -410,7 +410,7 @@ def test_a_model_as_in_trl(make_tiny_model, chatml_tokenizer):
 @pytest.mark.parametrize(
     ("settings", "error", "named"),
     [
-        ({"max_turns": 0}, ValueError, "max_turns must be at least 1, got 0"),
+        ({"max_turns": 0}, ValueError, "max_turns must be a whole number, at least 1, got 0"),
         ({"max_tool_response": 0}, ValueError, "max_tool_response"),
         ({"max_length": 0}, ValueError, "max_length"),
         ({"reward_fn": None}, TypeError, "reward_fn must be a function"),

@@ -89,13 +89,11 @@ POINTS = {
     "between two passes": Point("torchrl_agents.training.Step.update", after=True),
     "in backward": Point("objectives.NonFiniteGate.backward"),
     "in a weight push": Point("collectors.weight_update.WeightUpdater.push", DRAW, 1),
-    "saving on a thread": Point(
-        "collectors.checkpoint.store.StagedCheckpoint.publish", takes_s=1.0
-    ),
+    "saving on a thread": Point("collectors.checkpoint.store.publish", takes_s=1.0),
     "periodic evaluation": Point(GENERATE, f"{HELD_OUT}.after", hangs=True),
     "recording": Point("collectors.record.RolloutRecorder.write"),
     "saving at the end": Point(
-        "collectors.checkpoint.store.StagedCheckpoint.publish",
+        "collectors.checkpoint.store.publish",
         "torchrl_agents.parallel.Checkpoints.save",
     ),
     "last evaluation": Point(GENERATE, f"{HELD_OUT}.now", 2, hangs=True),
@@ -103,9 +101,7 @@ POINTS = {
     "drawing the plot": Point(f"{LOOP}.plot_learning_curve"),
     "restoring": Point("collectors.RunState._go_to"),
     "in native code": Point("objectives.NonFiniteGate.backward", is_native=True),
-    "saving on a slow disk": Point(
-        "collectors.checkpoint.store.StagedCheckpoint.publish", hangs=True
-    ),
+    "saving on a slow disk": Point("collectors.checkpoint.store.publish", hangs=True),
     "streaming, while the engine draws": Point(
         "torchrl_modules.engines.transformers.AsyncTransformersEngine.respond", DRAW, 2
     ),

@@ -5,16 +5,16 @@ is. What was not synced may be there or not: of each file any beginning of what 
 of each folder the names after any of the changes since.
 """
 
+import os
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collectors.checkpoint import fsio
-
-CHANGES = (
-    *("make_folder", "create", "write", "sync", "sync_folder"),
-    *("make_read_only", "rename", "remove_file", "remove_folder"),
-)
+CALLS = {
+    **{"fsync": "sync", "fchmod": "make_read_only", "rename": "rename"},
+    **{"unlink": "remove_file", "rmdir": "remove_folder"},
+}
+"""Calls of the system, and what they do; what makes files and folders is seen by itself."""
 
 
 @dataclass
@@ -104,38 +104,59 @@ CRASHES = {
 }
 
 
-def recorded(monkeypatch):
-    """A list that every change of the file system by a store is appended to."""
-    changes, paths = [], {}
+class Recorder:
+    """Every change of the file system below a folder, from now on.
 
-    def wrap(name):
-        real = getattr(fsio, name)
+    What is written, by whomever, is seen before the next call of the system for which it could
+    matter; half of a file may be all that got through.
+    """
+
+    def __init__(self, root):
+        self.root = root
+        self.changes = []
+        self._known = {
+            path: b"" if path.is_dir() else path.read_bytes() for path in root.rglob("*")
+        }
+
+    def look(self):
+        """See what was made since."""
+        for path, data in self._known.items():
+            assert path.is_dir() or path.read_bytes() == data, f"{path} was written again"
+        for path in sorted(set(self.root.rglob("*")) - set(self._known)):
+            data = b"" if path.is_dir() else path.read_bytes()
+            self._known[path] = data
+            self.changes.append(("make_folder" if path.is_dir() else "create", path))
+            half = len(data) // 2
+            parts = [part for part in (data[:half], data[half:]) if part]
+            self.changes += [("write", path, part) for part in parts]
+
+    def note(self, change, at, *rest):
+        """Note a call of the system that is about to be made."""
+        self.look()
+        is_folder = change == "sync" and at.is_dir()
+        self.changes.append((f"{change}_folder" if is_folder else change, at, *rest))
+        if change in ("rename", "remove_file", "remove_folder"):
+            for path in [path for path in self._known if path.is_relative_to(at)]:
+                data = self._known.pop(path)
+                if rest:
+                    self._known[rest[0] / path.relative_to(at)] = data
+
+
+def recorded(monkeypatch, root):
+    """A list that every change of the file system below a folder is appended to."""
+    recorder = Recorder(root)
+
+    def wrap(name, change):
+        real = getattr(os, name)
 
         def call(first, *rest):
-            if name in ("write", "sync", "make_read_only"):
-                data = [bytes(rest[0])] if rest else []
-                if name != "write" or data[0]:
-                    # Half of a write may be all that got through.
-                    half = len(data[0]) // 2 if data else 0
-                    parts = ([data[0][:half]], [data[0][half:]]) if half else (data,)
-                    changes.extend((name, paths[first], *part) for part in parts)
-            else:
-                changes.append((name, Path(first), *map(Path, rest)))
-            result = real(first, *rest)
-            if name in ("create", "open_file"):
-                paths[result] = Path(first)
-            return result
+            at = Path(os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else first)
+            if at.is_relative_to(root):
+                recorder.note(change, at, *(Path(new) for new in rest if change == "rename"))
+            return real(first, *rest)
 
-        monkeypatch.setattr(fsio, name, call)
+        monkeypatch.setattr(os, name, call)
 
-    for name in CHANGES:
-        wrap(name)
-    real_open = fsio.open_file
-
-    def open_file(path):
-        descriptor = real_open(path)
-        paths[descriptor] = Path(path)
-        return descriptor
-
-    monkeypatch.setattr(fsio, "open_file", open_file)
-    return changes
+    for name, change in CALLS.items():
+        wrap(name, change)
+    return recorder.changes

@@ -10,7 +10,7 @@ from same_state import assert_same
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
 from collectors import CheckpointStore
-from collectors.checkpoint import fsio
+from collectors.checkpoint import files
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128),
@@ -101,11 +101,11 @@ values = st.recursive(
 @settings(max_examples=250, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink))
 @given(value=values, wait=st.booleans())
 def test_any_state_comes_back(tmp_path_factory, value, wait):
-    synced, fsio.os.fsync = fsio.os.fsync, lambda _: None
+    synced, files.os.fsync = files.os.fsync, lambda _: None
     try:
         folder = tmp_path_factory.mktemp("any")
         with CheckpointStore(folder, on_error="raise") as store:
             store.save(1, {"value": value}, wait=wait)
             assert_same(store.load().state["value"], value)
     finally:
-        fsio.os.fsync = synced
+        files.os.fsync = synced

@@ -4,17 +4,20 @@ import errno
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from crashing_disk import CHANGES, CRASHES, Disk, recorded
+from crashing_disk import CALLS, CRASHES, Disk, recorded
+from safetensors import SafetensorError
 
 from collectors import CheckpointError, CheckpointStore, CheckpointWarning
-from collectors.checkpoint import fsio
+from collectors.checkpoint import files
 
 # Forked children need not import anything again.
 FORK = multiprocessing.get_context("fork")
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_real_syncs")
 
 @pytest.fixture
 def no_real_syncs(monkeypatch):
-    monkeypatch.setattr(fsio.os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def state(step):
@@ -36,11 +39,9 @@ def state(step):
 
 def write_more(path):
     """A folder of somebody else's files, written and not synced."""
-    fsio.make_folder(path)
+    path.mkdir()
     for name in ("a.txt", "b.txt"):
-        descriptor = fsio.create(path / name)
-        fsio.write(descriptor, b"further")
-        fsio.close(descriptor)
+        (path / name).write_bytes(b"further")
 
 
 def save(folder, step):
@@ -88,7 +89,7 @@ def test_S03_a_crash_at_any_point_leaves_the_old_or_the_new(
     leave_behind(folder)
     disk = Disk(folder)
     with monkeypatch.context() as patched:
-        changes = recorded(patched)
+        changes = recorded(patched, folder)
         save(folder, now)
     assert len(changes) >= 30
     possible = {tuple(before), tuple(after), tuple(sorted({*before, *after}))}
@@ -117,20 +118,24 @@ def fail_at(patched, number, code):
     """Let the change of that number fail, and none before or after."""
     count = iter(range(10**6))
 
-    def wrap(name):
-        real = getattr(fsio, name)
+    def wrap(owner, name):
+        real = getattr(owner, name)
 
-        def call(*args):
+        def call(*args, **more):
             if next(count) == number:
+                if owner is files:
+                    raise SafetensorError(f"I/O error: {os.strerror(code)} (os error {code})")
                 # As the system does it: what has only a descriptor can't name the file.
                 named = () if isinstance(args[0], int) else (str(args[0]),)
                 raise OSError(code, os.strerror(code), *named)
-            return real(*args)
+            return real(*args, **more)
 
-        patched.setattr(fsio, name, call)
+        patched.setattr(owner, name, call)
 
-    for name in CHANGES:
-        wrap(name)
+    for name in ("mkdir", *CALLS):
+        wrap(os, name)
+    wrap(Path, "write_bytes")
+    wrap(files, "serialize_file")
     return count
 
 
@@ -172,6 +177,21 @@ def test_S04_a_disk_that_fails_at_any_point_costs_the_save_only(tmp_path, monkey
     assert number >= 25
 
 
+def test_S04_a_disk_that_is_full_costs_the_save_only(tmp_path):
+    """The system itself refuses the library's bytes, not a function in its place."""
+    store = CheckpointStore(tmp_path)
+    store.save(1, state(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.warns(CheckpointWarning, match=r"tensors.safetensors: .*File too large"):
+            assert store.save(2, state(2)) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name[:5] for path in tmp_path.iterdir()) == [".lock", "step-"]
+    assert store.load().state["step"] == 1
+
+
 def test_what_failed_on_the_thread_is_raised_by_whoever_comes_next(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path, on_error="raise")
     store.save(1, state(1))
@@ -181,7 +201,7 @@ def test_what_failed_on_the_thread_is_raised_by_whoever_comes_next(tmp_path, mon
 
     for come_back in (store.wait, store.close, lambda: store.save(3, state(3)), store.load):
         with monkeypatch.context() as patched:
-            patched.setattr(fsio, "write", full)
+            patched.setattr(Path, "write_bytes", full)
             store.save(2, state(2), wait=False)
             store._thread.join()
         with pytest.raises(CheckpointError, match=r"step 2 could not be saved .*No space left"):
@@ -209,7 +229,7 @@ def test_S03_an_interrupt_in_the_middle_of_a_save_leaves_what_was_there(tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, CheckpointStore(tmp_path) as store:
-        patched.setattr(fsio, "sync", interrupt)
+        patched.setattr(os, "fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.save(2, state(2))
     assert sorted(path.name[:5] for path in tmp_path.iterdir()) == [".lock", "step-"]

@@ -1,7 +1,7 @@
 """Records made by hand, for what shows them."""
 
 from collectors.record import GroupSummary, RolloutSample, SampleTokens, StepSummary, TokenSpan
-from collectors.record.samples import FORMAT, RecordedToolCall, to_json, write_lines
+from collectors.record.samples import FORMAT, RecordedToolCall, write_lines
 
 
 def sample(step=1, group=0, index=0, **changed):
@@ -72,8 +72,8 @@ def write_record(folder, steps, *, events=()):
         for group in summary.groups:
             if events:
                 group.ordinal = int(group.group_id.partition("/")[2])
-        lines = [{"format": FORMAT, **to_json(summary)}]
-        lines += [to_json(each) for own in groups for each in own]
+        lines = [{"format": FORMAT, **vars(summary)}]
+        lines += [vars(each) for own in groups for each in own]
         write_lines(rollouts / f"step-{number:06}.jsonl.gz", lines, vars)
     return folder
 

@@ -23,7 +23,6 @@ from collectors.record.samples import (
     TokenSpan,
     json_line,
     read_lines,
-    to_json,
     write_lines,
 )
 from objectives import GRPOLoss, MCAdvantage
@@ -238,7 +237,7 @@ def test_what_can_not_be_written_leaves_the_old_file(tmp_path):
 
 SUMMARY = StepSummary(step=1, time=0.0, metrics={}, groups=[], events=[], num_samples=0)
 LINES = [
-    {"format": 1, **to_json(SUMMARY)},
+    {"format": 1, **vars(SUMMARY)},
     *({"number": i, "text": f"line {i}"} for i in range(40)),
 ]
 
