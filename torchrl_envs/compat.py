@@ -19,7 +19,7 @@ from torchrl_data.messages import EncodedMessages, Turn
 
 from .datasets.primer import DataLoadingPrimer
 from .datasets.rows import load_rows, one_of
-from .episode.chat_env import ChatEnv, QueryReader
+from .episode.chat_env import ChatEnv
 from .episode.episode_env import EpisodeEnv
 
 # Token by token, with a hash of everything so far: for search trees and for pruning duplicates.
@@ -161,9 +161,6 @@ class LLMEnv(ChatEnv):
     ) -> None:
         mode = TEXT if from_text else TOKENS
         super().__init__(input_mode=mode, batch_size=batch_size, tokenizer=tokenizer)
-        self._queries = _PromptReader(
-            mode, self.encoder, system_prompt=None, system_role="system", user_role="user"
-        )
 
     @classmethod
     def from_dataloader(
@@ -205,31 +202,24 @@ class LLMEnv(ChatEnv):
         super()._write_prompt(batch, _awaiting(prompt))
 
     def open(self, query: Any, tools: Any) -> Conversations:
-        """See :meth:`ChatEnv.open`."""
-        return _awaiting(super().open(query, tools))
+        """See :meth:`ChatEnv.open`; queries are prompts, to the token."""
+        del tools
+        if isinstance(query, str):
+            rows = encode_texts([query], self.encoder)
+        elif self.input_mode == TOKENS and isinstance(query, Tensor | Sequence):
+            rows = [[int(index) for index in query]]
+        else:
+            also = " or token ids" if self.input_mode == TOKENS else ""
+            raise TypeError(
+                f"LLMEnv.reset: a query is a string{also}, got {type(query).__name__}: "
+                f"{query!r:.80}. Messages need roles: use ChatEnv."
+            )
+        return _awaiting(prompt_of_tokens(rows, self.encoder))
 
 
 def _awaiting(prompt: Conversations) -> Conversations:
     nothing = EncodedMessages([], [])
     return prompt.append_encoded([None if p.awaits_response else nothing for p in prompt.positions])
-
-
-class _PromptReader(QueryReader):
-    """Queries are prompts, to the token."""
-
-    def open(self, query: Any, tools: Any) -> Conversations:
-        """See :meth:`QueryReader.open`."""
-        del tools
-        assert self.encoder is not None
-        if isinstance(query, str):
-            return prompt_of_tokens(encode_texts([query], self.encoder), self.encoder)
-        if self.mode == TOKENS and isinstance(query, Tensor | Sequence):
-            return self._open_tokens([int(index) for index in query])
-        also = " or token ids" if self.mode == TOKENS else ""
-        raise TypeError(
-            f"LLMEnv.reset: a query is a string{also}, got {type(query).__name__}: "
-            f"{query!r:.80}. Messages need roles: use ChatEnv."
-        )
 
 
 # A chat environment whose conversations begin with the rows of a data set.

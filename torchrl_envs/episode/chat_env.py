@@ -41,7 +41,7 @@ from torchrl_data.keys import (
     TOOLS,
     TRUNCATED,
 )
-from torchrl_data.messages import Message, Turn
+from torchrl_data.messages import Turn
 from torchrl_data.ragged import first_entries, read_rows
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.tool_calls import TurnParser, tool_call_parser
@@ -49,94 +49,8 @@ from torchrl_data.tool_calls import TurnParser, tool_call_parser
 from .episode_env import EpisodeEnv
 
 
-class QueryReader:
-    """Opens conversations from the queries of a batch.
-
-    Args:
-        mode: input mode of the environment; token ids are queries in the mode ``"tokens"`` only.
-        encoder: of the environment's tokenizer.
-        system_prompt: content of a first message, unless the query brings its own.
-        system_role: that message's role.
-        user_role: the role of a query that is a string.
-    """
-
-    def __init__(
-        self,
-        mode: str,
-        encoder: ConversationEncoder | None,
-        *,
-        system_prompt: str | None,
-        system_role: str,
-        user_role: str,
-    ) -> None:
-        self.mode = mode
-        self.encoder = encoder
-        self.system_prompt = system_prompt
-        self.system_role = system_role
-        self.user_role = user_role
-
-    def read(self, batch: TensorDictBase | None, rows: Sequence[int]) -> Conversations:
-        """The conversations that some rows start with.
-
-        Args:
-            batch: with ``query`` (or ``text``) for the rows, and ``tools`` if there are any.
-            rows: which.
-
-        Returns:
-            As many conversations, in their order.
-
-        Raises:
-            MissingEntryError: there is no query.
-            TypeError: a query is of the wrong type.
-        """
-        queries = None if batch is None else _values(batch)
-        if batch is None or queries is None:
-            raise MissingEntryError(
-                "ChatEnv.reset reads 'query', which the input lacks. Append a DataLoadingPrimer, "
-                'or call env.reset(TensorDict({"query": ["..."]}, batch_size=env.batch_size)).'
-            )
-        tools = read_objects(batch, TOOLS)
-        return Conversations.cat([self.open(queries[row], tools[row]) for row in rows])
-
-    def open(self, query: Any, tools: Any) -> Conversations:
-        """The conversation that one query starts.
-
-        Args:
-            query: a string, messages or token ids.
-            tools: JSON schemas that the prompt shows, or ``None``.
-
-        Raises:
-            TypeError: the query is of the wrong type.
-        """
-        if isinstance(query, str):
-            messages = [{"role": self.user_role, "content": query}]
-        elif _is_chat(query):
-            messages = [dict(message) for message in query]
-        elif self.mode == TOKENS and _is_ids(query):
-            return self._open_tokens([int(index) for index in query])
-        else:
-            also = ", or token ids" if self.mode == TOKENS else ""
-            raise TypeError(
-                "ChatEnv.reset: a query is a string or a list of messages "
-                f'({{"role": ..., "content": ...}}){also}, got {type(query).__name__}: '
-                f"{query!r:.80}."
-            )
-        if self.system_prompt is not None and messages[0].get("role") != self.system_role:
-            messages = [self._system_message(), *messages]
-        return Conversations.from_messages([messages], [tools])
-
-    def _system_message(self) -> Message:
-        return {"role": self.system_role, "content": self.system_prompt}
-
-    def _open_tokens(self, ids: list[int]) -> Conversations:
-        """Token ids are the prompt as they are, after the system prompt if there is one."""
-        assert self.encoder is not None
-        if self.system_prompt is not None:
-            ids = [*self.encoder.encode_chats([[self._system_message()]])[0].ids, *ids]
-        return prompt_of_tokens([ids], self.encoder)
-
-
-def _values(batch: TensorDictBase) -> list[Any] | None:
+def _queries(batch: TensorDictBase) -> list[Any] | None:
+    """What each row asks, in whatever form it is stored; ``None`` where there is nothing."""
     first = first_entries(batch)
     # The text of a query may be called text, as long as that is not the group of the text mode.
     held = [key for key in (QUERY, TEXT) if key in first.keys()]  # noqa: SIM118
@@ -150,14 +64,6 @@ def _values(batch: TensorDictBase) -> list[Any] | None:
     if isinstance(value, History):
         return chats_of(batch.get(key), batch.numel(), who="ChatEnv.reset")
     return read_objects(batch, key)
-
-
-def _is_chat(query: Any) -> bool:
-    return (
-        isinstance(query, Sequence)
-        and len(query) > 0
-        and all(isinstance(message, dict) for message in query)
-    )
 
 
 def _is_ids(query: Any) -> bool:
@@ -252,14 +158,21 @@ class ChatEnv(EnvBase):
         self._encoder: ConversationEncoder | None = None
         self.system_prompt = system_prompt
         self.parse_turn: TurnParser = tool_call_parser(tool_call_format, tokenizer)
-        self._queries = QueryReader(
-            input_mode,
-            None if input_mode == HISTORY else self.encoder,
-            system_prompt=system_prompt,
-            system_role=system_role,
-            user_role=user_role,
-        )
-        self._make_specs(size)
+        self._system_role, self._user_role = system_role, user_role
+        example: Any = Conversations.from_messages([_EXAMPLE] * size.numel())
+        self._speller = None if input_mode == HISTORY else self.encoder
+        if self._speller is not None:
+            ids = self._speller.encode_chats([_EXAMPLE])[0].ids
+            row = self._speller.decode([ids])[0] if input_mode == TEXT else ids
+            example = [row] * size.numel()
+        part = _PartSpec(shape=size, example_data=example)
+        for spec, which in (("observation_spec", PROMPT), ("full_action_spec", FULL)):
+            parts = Composite({which: part.clone()}, shape=size)
+            setattr(self, spec, Composite({input_mode: parts}, shape=size))
+        self.full_reward_spec = Composite(shape=size)
+        flag = Binary(n=1, shape=torch.Size((*size, 1)), dtype=torch.bool)
+        flags = {key: flag.clone() for key in (DONE, TERMINATED, TRUNCATED)}
+        self.full_done_spec = Composite(flags, shape=size)
 
     @property
     def encoder(self) -> ConversationEncoder:
@@ -275,26 +188,6 @@ class ChatEnv(EnvBase):
                 self.tokenizer, chat_template_kwargs=self.template_kwargs
             )
         return self._encoder
-
-    def _make_specs(self, size: torch.Size) -> None:
-        example: Any = Conversations.from_messages([_EXAMPLE] * size.numel())
-        if self.input_mode != HISTORY:
-            ids = self.encoder.encode_chats([_EXAMPLE])[0].ids
-            row = self.encoder.decode([ids])[0] if self.input_mode == TEXT else ids
-            example = [row] * size.numel()
-        entry = _PartSpec(shape=size, example_data=example)
-        mode = self.input_mode
-        self.observation_spec = Composite(
-            {mode: Composite({PROMPT: entry}, shape=size)}, shape=size
-        )
-        self.full_action_spec = Composite(
-            {mode: Composite({FULL: entry.clone()}, shape=size)}, shape=size
-        )
-        self.full_reward_spec = Composite(shape=size)
-        flag = Binary(n=1, shape=torch.Size((*size, 1)), dtype=torch.bool)
-        self.full_done_spec = Composite(
-            {DONE: flag, TERMINATED: flag.clone(), TRUNCATED: flag.clone()}, shape=size
-        )
 
     def append_transform(self, transform: Transform) -> EpisodeEnv:  # type: ignore[override]
         """Add a transform.
@@ -314,15 +207,41 @@ class ChatEnv(EnvBase):
         Raises:
             TypeError: the query is of the wrong type.
         """
-        return self._queries.open(query, tools)
+        system = {"role": self._system_role, "content": self.system_prompt}
+        if isinstance(query, str):
+            messages = [{"role": self._user_role, "content": query}]
+        elif isinstance(query, Sequence) and query and all(isinstance(m, dict) for m in query):
+            messages = [dict(message) for message in query]
+        elif self.input_mode == TOKENS and _is_ids(query):
+            # Token ids are the prompt as they are, after the system prompt if there is one.
+            ids = [int(index) for index in query]
+            if self.system_prompt is not None:
+                ids = [*self.encoder.encode_chats([[system]])[0].ids, *ids]
+            return prompt_of_tokens([ids], self.encoder)
+        else:
+            also = ", or token ids" if self.input_mode == TOKENS else ""
+            raise TypeError(
+                'ChatEnv.reset: a query is a string or a list of messages ({"role": ..., '
+                f'"content": ...}}){also}, got {type(query).__name__}: {query!r:.80}.'
+            )
+        if self.system_prompt is not None and messages[0].get("role") != self._system_role:
+            messages = [system, *messages]
+        return Conversations.from_messages([messages], [tools])
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         del kwargs
         size = self.batch_size.numel()
-        mask = None if tensordict is None else tensordict.get("_reset", None)
+        queries = None if tensordict is None else _queries(tensordict)
+        if tensordict is None or queries is None:
+            raise MissingEntryError(
+                "ChatEnv.reset reads 'query', which the input lacks. Append a DataLoadingPrimer, "
+                'or call env.reset(TensorDict({"query": ["..."]}, batch_size=env.batch_size)).'
+            )
+        mask = tensordict.get("_reset", None)
         rows = list(range(size)) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
-        prompt = self._queries.read(tensordict, rows)
-        if tensordict is not None and len(rows) < size:
+        tools = read_objects(tensordict, TOOLS)
+        prompt = Conversations.cat([self.open(queries[row], tools[row]) for row in rows])
+        if len(rows) < size:
             # TorchRL hides the rows that go on from the reset, and puts them back itself.
             kept = Conversations.from_messages([[]] * size)
             if has_entry(tensordict, (self.input_mode, PROMPT)):
@@ -339,7 +258,10 @@ class ChatEnv(EnvBase):
         full = self._read_full(tensordict)
         active = active_rows(tensordict)
         if not bool(active.all()):
-            full = self._keep_prompts(tensordict, full, ~active)
+            # Rows that take no part in a step stay where they were.
+            prompt = read_conversations(tensordict, PROMPT, who="ChatEnv.step")
+            own = torch.arange(len(full))
+            full = Conversations.cat([full, prompt])[torch.where(active, own, own + len(full))]
         # A row that nobody answered could not be generated, or its messages not be encoded.
         failed = torch.tensor([_is_unanswered(full, row) for row in range(len(full))])
         failed = (failed & active).view(*self.batch_size, 1)
@@ -353,8 +275,7 @@ class ChatEnv(EnvBase):
         if stored is not None:
             return stored.conversations
         if has_entry(batch, (self.input_mode, FULL)):
-            encoder = None if self.input_mode == HISTORY else self.encoder
-            return read_fulls(batch, self.input_mode, encoder=encoder, who="ChatEnv.step")
+            return read_fulls(batch, self.input_mode, encoder=self._speller, who="ChatEnv.step")
         if batch.get(TEXT_RESPONSE, None) is None:
             found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
             raise MissingEntryError(
@@ -369,28 +290,15 @@ class ChatEnv(EnvBase):
         if self.tokenizer is not None:
             texts = [self.encoder.without_end(text) for text in texts]
         said = [{"role": "assistant", "content": text} for text in texts]
-        is_open = any(prompt.position(i).awaits_response for i in range(len(prompt)))
-        if self.input_mode == HISTORY and not is_open:
+        if self.input_mode == HISTORY and not any(at.awaits_response for at in prompt.positions):
             # Nothing has shown its tokens yet: they are made when a policy asks.
             return prompt.append_messages([[message] for message in said])
-        prompt = self.encoder.encode_waiting(prompt)
-        turns = []
-        for message in said:
-            ids, _ = self.encoder.encode_turn(message["content"], close=True)
-            turns.append(Turn(ids, None, message))
-        return prompt.append_turns(turns)
-
-    def _keep_prompts(
-        self, batch: TensorDictBase, full: Conversations, rows: torch.Tensor
-    ) -> Conversations:
-        """Rows that take no part in a step stay where they were."""
-        prompt = read_conversations(batch, PROMPT, who="ChatEnv.step")
-        own = torch.arange(len(full))
-        return Conversations.cat([full, prompt])[torch.where(rows, own + len(full), own)]
+        ids = [self.encoder.encode_turn(text, close=True)[0] for text in texts]
+        turns = [Turn(own, None, message) for own, message in zip(ids, said, strict=True)]
+        return self.encoder.encode_waiting(prompt).append_turns(turns)
 
     def _write_prompt(self, batch: TensorDictBase, prompt: Conversations) -> None:
-        encoder = None if self.input_mode == HISTORY else self.encoder
-        write_conversations(batch, PROMPT, prompt, mode=self.input_mode, encoder=encoder)
+        write_conversations(batch, PROMPT, prompt, mode=self.input_mode, encoder=self._speller)
 
     def _set_seed(self, seed: int | None) -> None:
         """Nothing is random here; data loading and the policy have their own seeds."""
