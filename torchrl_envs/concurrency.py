@@ -72,16 +72,14 @@ class DaemonThreads:
                 self._running.remove(future)
                 self._limit += 1
                 self._start_if_needed()
-                self._count_lost()
-
-    def _count_lost(self) -> None:
-        self._num_lost += 1
-        if self._num_lost & (self._num_lost - 1) == 0:  # at 1, 2, 4, ...
-            _log.warning(
-                "%d calls missed their deadlines and go on in their threads, which nothing can "
-                "stop. FunctionTools(num_processes=...) runs functions where they can be killed.",
-                self._num_lost,
-            )
+                self._num_lost += 1
+                if self._num_lost & (self._num_lost - 1) == 0:  # at 1, 2, 4, ...
+                    _log.warning(
+                        "%d calls missed their deadlines and go on in their threads, which nothing "
+                        "can stop. FunctionTools(num_processes=...) runs functions where they can "
+                        "be killed.",
+                        self._num_lost,
+                    )
 
     def close(self) -> None:
         """End each thread when what was submitted is done; a later call starts others."""
@@ -96,41 +94,27 @@ class DaemonThreads:
             threading.Thread(target=self._work, name="call", daemon=True).start()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        is_last = False
+        while not is_last and (job := self._jobs.get()) is not None:
             future, call = job
             with self._lock:
                 runs = future.set_running_or_notify_cancel()
                 if runs:
                     self._running.add(future)
-            result, error = _result(call) if runs else (None, None)
-            is_last = self._is_last(future, runs)
-            if error is not None:
-                future.set_exception(error)
+            outcome = _guarded(call) if runs else Outcome()
+            with self._lock:
+                self._num_unfinished -= 1
+                if future in self._running:
+                    self._running.remove(future)
+                elif runs:  # another thread stood in for this one
+                    self._limit -= 1
+                is_last = self._num_alive > self._limit
+                self._num_alive -= is_last
+            if outcome.error is not None:
+                future.set_exception(outcome.error)
             elif runs:
-                future.set_result(result)
-            del job, future, call, result, error  # not to be kept alive by an idle thread
-            if is_last:
-                return
-
-    def _is_last(self, future: Future[Any], has_run: bool) -> bool:
-        """A call is done; whether its thread, which was replaced, has to end."""
-        with self._lock:
-            self._num_unfinished -= 1
-            if future in self._running:
-                self._running.remove(future)
-            elif has_run:
-                self._limit -= 1
-            is_last = self._num_alive > self._limit
-            self._num_alive -= is_last
-            return is_last
-
-
-def _result(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    # SystemExit and KeyboardInterrupt raised by a tool are the tool's errors, not the program's.
-    try:
-        return call(), None
-    except BaseException as error:
-        return None, error
+                future.set_result(outcome.value)
+            del job, future, call, outcome  # not to be kept alive by an idle thread
 
 
 # An event loop on a thread of its own, and another one when a coroutine blocks it.
@@ -234,27 +218,17 @@ class _Loop:
             self.loop.call_soon_threadsafe(self._begin_end, cancel)
 
     def _begin_end(self, cancel: bool) -> None:
-        self._ending = self.loop.create_task(_cancel_and_stop() if cancel else _finish_and_stop())
+        self._ending = self.loop.create_task(self._end(cancel))
 
-
-async def _finish_and_stop() -> None:
-    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(tasks)
-    await _stop()
-
-
-async def _cancel_and_stop() -> None:
-    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks, timeout=_STOP_GRACE_S)
-    await _stop()
-
-
-async def _stop() -> None:
-    loop = asyncio.get_running_loop()
-    await loop.shutdown_asyncgens()
-    loop.stop()
+    async def _end(self, cancel: bool) -> None:
+        is_cancelled = False
+        while not is_cancelled and (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
+            for task in tasks if cancel else ():
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_STOP_GRACE_S if cancel else None)
+            is_cancelled = cancel
+        await self.loop.shutdown_asyncgens()
+        self.loop.stop()
 
 
 # Users' functions get the arguments that they name, and run many at once, each with a deadline.
@@ -337,7 +311,7 @@ class ConcurrentCalls:
             self._wait(running)
         finally:
             self._waited_for.difference_update(running)
-        return [chain.results() for chain in started]
+        return [chain.outcomes for chain in started]
 
     async def run_async(
         self,
@@ -359,9 +333,8 @@ class ConcurrentCalls:
         finally:
             for chain in running:
                 if not chain.done.done():  # the caller was cancelled
-                    chain.finish()
-                    self._let_go(chain)
-        return [chain.results() for chain in started]
+                    self._give_up(chain)
+        return [chain.outcomes for chain in started]
 
     async def _await(self, chain: "_Chain") -> None:
         loop = asyncio.get_running_loop()
@@ -377,8 +350,7 @@ class ConcurrentCalls:
                     async with asyncio.timeout(chain.remaining_s()):
                         await done.wait()
                 except TimeoutError:
-                    if chain.give_up_if_late():
-                        self._let_go(chain)
+                    if self._give_up(chain, only_if_late=True):
                         return
         finally:
             self._awaited.discard(chain)
@@ -389,32 +361,35 @@ class ConcurrentCalls:
             await asyncio.sleep(_LOOK_S)
             if self._awaited:
                 await asyncio.to_thread(self._loop.replace_if_blocked)
-            for chain in list(self._awaited):
-                if chain.waits_for_loop_before(self._loop.generation):
-                    self._start_on(self._loop.submit_apart, chain, math.inf)
+            self._start_apart(list(self._awaited))
 
     def _start(self, chain: "_Chain") -> None:
-        if not chain.is_async:
-            chain.thread = self._threads.submit(chain.run)
-            return
-        self._start_on(self._loop.submit, chain, self._loop.generation)
+        if chain.is_async:
+            chain.generation = self._loop.generation
+            self._start_on(self._loop.submit, chain)
+        else:
+            chain.thread = self._threads.submit(functools.partial(chain.run_sync, *chain.calls))
 
-    def _start_on(
-        self, submit: Callable[[Any], Future[Any]], chain: "_Chain", generation: float
-    ) -> None:
-        chain.give_to(generation)
-        chain.task = submit(self._run_async(chain, generation))
+    def _start_apart(self, chains: "Sequence[_Chain]") -> None:
+        """What a loop has not begun that was left behind gets a loop to itself."""
+        # One of those that were on that loop blocked it: so may each of the others.
+        for chain in chains:
+            if chain.leave_loops_before(self._loop.generation):
+                self._start_on(self._loop.submit_apart, chain)
+
+    def _start_on(self, submit: Callable[[Any], Future[Any]], chain: "_Chain") -> None:
+        chain.task = submit(self._run_async(chain, chain.generation))
         # If the loop is closed, which may be before the task has begun.
-        chain.task.add_done_callback(lambda task: chain.finish() if task.cancelled() else None)
+        chain.task.add_done_callback(lambda task: chain.give_up() if task.cancelled() else None)
 
-    async def _run_async(self, chain: "_Chain", generation: float) -> None:
+    async def _run_async(self, chain: "_Chain", generation: float | None) -> None:
         if not chain.claim(generation):
             return  # It was given to another loop, because this one was blocked.
         for call in chain.calls:
             if is_async(call):
                 await chain.run_async(call)
             else:
-                chain.wait_for_thread()
+                chain.deadline = None  # It is not late before it has a thread.
                 chain.thread = self._threads.submit(functools.partial(chain.run_sync, call))
                 await asyncio.wrap_future(chain.thread)
 
@@ -422,32 +397,30 @@ class ConcurrentCalls:
         """Until every chain has ended or was given up."""
         while running:
             remaining_s = min(chain.remaining_s() for chain in running)
-            if any(chain.waits_for_loop_before(math.inf) for chain in running):
+            if any(chain.generation not in (None, math.inf) for chain in running):
                 remaining_s = min(remaining_s, _LOOK_S)
             wait([chain.done for chain in running], min(remaining_s, threading.TIMEOUT_MAX))
             running = [chain for chain in running if not chain.done.done()]
             for chain in running:
-                if chain.give_up_if_late():
-                    self._let_go(chain)
+                self._give_up(chain, only_if_late=True)
             if any(chain.is_async for chain in running):
                 self._loop.replace_if_blocked()
             running = [chain for chain in running if not chain.done.done()]
-            for chain in running:
-                if chain.waits_for_loop_before(self._loop.generation):
-                    # One of those that were on that loop blocked it: so may each of the others.
-                    self._start_on(self._loop.submit_apart, chain, math.inf)
+            self._start_apart(running)
 
-    def _let_go(self, chain: "_Chain") -> None:
-        if chain.task is not None:
+    def _give_up(self, chain: "_Chain", *, only_if_late: bool = False) -> bool:
+        """Nobody waits for a chain any more; whether that is so."""
+        gives_up = chain.give_up(only_if_late=only_if_late)
+        if gives_up and chain.task is not None:
             chain.task.cancel()
-        if chain.thread is not None:
+        if gives_up and chain.thread is not None:
             self._threads.give_up(chain.thread)
+        return gives_up
 
     def abandon(self) -> None:
         """Give up what runs now in :meth:`run`: who waits for it gets errors at once."""
         for chain in list(self._waited_for):
-            chain.finish()
-            self._let_go(chain)
+            self._give_up(chain)
 
     def close(self) -> None:
         """Stop the idle threads and the event loop; a later call starts others."""
@@ -467,114 +440,101 @@ class _Chain:
         """On the loop, if one of the calls is async."""
         self.thread: Future[Any] | None = None
         """Of the call that runs on a thread, or waits for one."""
+        self.outcomes: list[Outcome] = []
+        """One per call, once it is done."""
+        self.deadline: float | None = None
+        """``None`` while it waits for a thread, or for a loop to begin with it: it gets one."""
+        self.generation: float | None = None
+        """Of the loop that is to run it, as long as that has not begun."""
         self._timeouts_s = timeouts_s
         self._lock = threading.Lock()
-        self._outcomes: list[Outcome] = []
-        # None while it waits for a thread, or for a loop to begin with it: it gets one.
-        self._deadline: float | None = None
         self._began_at: float | None = None
         self._is_given_up = False
-        self._generation: float | None = None
 
     # For its runner -----------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Run all calls, none of them async, on this thread."""
-        for call in self.calls:
-            self.run_sync(call)
-
-    def run_sync(self, call: Call) -> None:
-        """Run the next call on this thread."""
-        if self._begin():
-            self._end(_guarded(call))
+    def run_sync(self, *calls: Call) -> None:
+        """Run the next calls, none of them async, on this thread."""
+        for call in calls:
+            if self._begin():
+                self._end(_guarded(call))
 
     async def run_async(self, call: Call) -> None:
         """Run the next call on this loop."""
-        if self._begin():
-            self._end(await _guarded_async(call))
-
-    def wait_for_thread(self) -> None:
-        """The next call is not late before it has a thread."""
-        with self._lock:
-            self._deadline = None
+        if not self._begin():
+            return
+        try:
+            outcome = Outcome(await call())
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # by this side, not by the call itself
+            outcome = Outcome(error=error)
+        self._end(outcome)
 
     def _begin(self) -> bool:
         with self._lock:
             if not self._is_given_up:
                 self._began_at = time.monotonic()
-                self._deadline = self._began_at + self._limit_s()
+                self.deadline = self._began_at + self._limit_s()
             return not self._is_given_up
 
     def _end(self, outcome: Outcome) -> None:
         with self._lock:
             if not self._is_given_up:
                 now = time.monotonic()
-                self._outcomes.append(outcome._replace(seconds=self._seconds(now)))
+                assert self._began_at is not None
+                self.outcomes.append(outcome._replace(seconds=now - self._began_at))
                 self._began_at = None
                 # Until the next one begins: the loop that has to begin it may be blocked.
-                self._deadline = now + self._limit_s()
-                if len(self._outcomes) == len(self.calls):
+                self.deadline = now + self._limit_s()
+                if len(self.outcomes) == len(self.calls):
                     self.done.set_result(None)
 
     def _limit_s(self) -> float:
-        return self._timeouts_s[min(len(self._outcomes), len(self.calls) - 1)]
+        return self._timeouts_s[min(len(self.outcomes), len(self.calls) - 1)]
+
+    def claim(self, generation: float | None) -> bool:
+        """A loop begins with it; False if that is another one's to do."""
+        with self._lock:
+            is_own = self.generation == generation
+            if is_own:
+                self.generation = None
+            return is_own
 
     # For the one who waits ----------------------------------------------------------------------
 
     def remaining_s(self) -> float:
         """It is not late before so many seconds."""
         with self._lock:
-            if self._deadline is None:
-                return self._limit_s()
-            return max(0.0, self._deadline - time.monotonic())
+            deadline = self.deadline
+            return self._limit_s() if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def give_up_if_late(self) -> bool:
-        """Whether a call missed its deadline; then nothing more of the chain starts or counts."""
+    def give_up(self, *, only_if_late: bool = False) -> bool:
+        """Nothing more of it starts or counts; whether that is so."""
         with self._lock:
-            if self._deadline is None or time.monotonic() < self._deadline:
-                return False
-            self._fill(CallTimeoutError(f"no answer within {self._limit_s():g} s"))
+            now, deadline = time.monotonic(), self.deadline
+            error: BaseException = asyncio.CancelledError("closed before it was done")
+            if only_if_late:
+                if deadline is None or now < deadline:
+                    return False
+                error = CallTimeoutError(f"no answer within {self._limit_s():g} s")
+            missing = len(self.calls) - len(self.outcomes)
+            if missing:
+                self._is_given_up = True
+                seconds = None if self._began_at is None else now - self._began_at
+                self.outcomes += [Outcome(error=error, seconds=seconds)]
+                self.outcomes += [Outcome(error=error)] * (missing - 1)
+                self.done.set_result(None)
             return True
 
-    def finish(self) -> None:
-        """No more is run of it."""
+    def leave_loops_before(self, generation: float) -> bool:
+        """Whether an older loop was to run it, and has not begun: it is to have its own."""
         with self._lock:
-            self._fill(asyncio.CancelledError("closed before it was done"))
-
-    def _seconds(self, now: float) -> float | None:
-        return None if self._began_at is None else now - self._began_at
-
-    def _fill(self, error: BaseException) -> None:
-        missing = len(self.calls) - len(self._outcomes)
-        if missing:
-            self._is_given_up = True
-            late = Outcome(error=error, seconds=self._seconds(time.monotonic()))
-            self._outcomes += [late] + [Outcome(error=error)] * (missing - 1)
-            self.done.set_result(None)
-
-    def results(self) -> list[Outcome]:
-        """An outcome per call."""
-        return self._outcomes
-
-    # Which loop runs it -------------------------------------------------------------------------
-
-    def give_to(self, generation: float) -> None:
-        """The loop of a generation is to run it, and no earlier one, if none has begun."""
-        with self._lock:
-            self._generation = generation
-
-    def claim(self, generation: float) -> bool:
-        """A loop begins with it; False if that is another one's to do."""
-        with self._lock:
-            if self._generation != generation:
-                return False
-            self._generation = None
-            return True
-
-    def waits_for_loop_before(self, generation: float) -> bool:
-        """Whether an older loop is to run it, and has not begun."""
-        with self._lock:
-            return self._generation is not None and self._generation < generation
+            leaves = self.generation is not None and self.generation < generation
+            if leaves:
+                self.generation = math.inf
+            return leaves and not self._is_given_up
 
 
 def _notify(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
@@ -606,16 +566,6 @@ def _guarded(call: Call) -> Outcome:
         return Outcome(error=error)
 
 
-async def _guarded_async(call: Call) -> Outcome:
-    try:
-        return Outcome(await call())
-    except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # by this side, not by the call itself
-        return Outcome(error=error)
-
-
 def accepted_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, drop: str = ""
 ) -> dict[str, Any]:
@@ -627,28 +577,6 @@ def accepted_arguments(
         for name, value in arguments.items()
         if name in parameters or (takes_any and name != drop)
     }
-
-
-# Giving back what is held, all of it, whatever goes wrong on the way.
-
-
-def close_all(
-    objects: Sequence[Any], calls: ConcurrentCalls, timeout_s: float | None = None
-) -> None:
-    """Close objects, all at once."""
-    # An error or a missed deadline is logged, with the object's class: the others are closed all
-    # the same, and whoever gives something back has nothing to repair.
-    closing = [each for each in objects if getattr(each, "close", None) is not None]
-    if closing:
-        results = calls.run([[each.close] for each in closing], timeout_s)
-        for each, (outcome,) in zip(closing, results, strict=True):
-            log_close_error(each, outcome)
-
-
-def log_close_error(closed: Any, outcome: Outcome) -> None:
-    """Log what went wrong when an object was closed, if anything did."""
-    if outcome.error is not None:
-        _log.warning("%s.close failed", type(closed).__name__, exc_info=outcome.error)
 
 
 def run_all(steps: Iterable[Callable[[], object]]) -> None:

@@ -2,11 +2,12 @@
 
 import functools
 import inspect
+import logging
 import threading
 import types
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torchrl_data.checks import check_numbers, one_of
 from torchrl_data.messages import Message
@@ -18,8 +19,6 @@ from torchrl_envs.concurrency import (
     Outcome,
     OwnRandom,
     accepted_arguments,
-    close_all,
-    log_close_error,
     run_call,
 )
 from torchrl_envs.datasets.primer import DataLoadingPrimer
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 # One user's environment per episode: made, reset, and always closed.
 
 Factory = Callable[[], Any]
+_log = logging.getLogger(__name__)
 
 
 class Instance:
@@ -56,27 +56,19 @@ class Instance:
             self.environment = environment
             too_late = self._abandoned
         if too_late and hasattr(environment, "close"):
-            log_close_error(environment, run_call(environment.close))
+            _log_close_error(environment, run_call(environment.close))
 
-    def reset(self, cls: type, columns: Mapping[str, Any]) -> Call:
-        """A call of ``reset``, sync or ``async`` as the class has it."""
-        if inspect.iscoroutinefunction(getattr(cls, "reset", None)):
-            return functools.partial(self._reset_async, columns)
-        return functools.partial(self._reset, columns)
-
-    def _arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        return accepted_arguments(self.environment.reset, columns, drop="seed")
-
-    def _reset(self, columns: Mapping[str, Any]) -> Any:
-        if self.environment is None:
-            return None  # it could not be made, which is the episode's error
-        return self.environment.reset(**self._arguments(columns))
-
-    async def _reset_async(self, columns: Mapping[str, Any]) -> Any:
+    def reset(self, columns: Mapping[str, Any]) -> Any:
+        """Reset it with what it asks for; nothing where it could not be made."""
         if self.environment is None:
             return None
-        result: Coroutine[Any, Any, Any] = self.environment.reset(**self._arguments(columns))
-        return await result
+        reset = self.environment.reset
+        return reset(**accepted_arguments(reset, columns, drop="seed"))
+
+    async def reset_async(self, columns: Mapping[str, Any]) -> Any:
+        """The same for an environment whose ``reset`` is ``async``."""
+        waiting = self.reset(columns)
+        return None if waiting is None else await waiting
 
     def closing(self, reason: str) -> Call | None:
         """Nobody needs it any more: how it is closed, if it has been made and can be."""
@@ -103,14 +95,18 @@ async def start_instance(
     episode.resources.add(
         owner, instance, closing=instance.closing, timeout_s=timeout_s, name=cls.__name__
     )
-    made, reset = await owner.call(
-        instance.make, instance.reset(cls, columns), timeout_s=start_timeout_s
-    )
-    if made.error is not None:
-        raise EpisodeStartError(f"{instance.name}: constructor") from made.error
-    if reset.error is not None:
-        raise EpisodeStartError(f"{instance.name}: reset") from reset.error
-    return reset.value
+    is_async = inspect.iscoroutinefunction(getattr(cls, "reset", None))
+    reset = functools.partial(instance.reset_async if is_async else instance.reset, columns)
+    outcomes = await owner.call(instance.make, reset, timeout_s=start_timeout_s)
+    for outcome, what in zip(outcomes, ("constructor", "reset"), strict=True):
+        if outcome.error is not None:
+            raise EpisodeStartError(f"{instance.name}: {what}") from outcome.error
+    return outcomes[-1].value
+
+
+def _log_close_error(closed: Any, outcome: Outcome) -> None:
+    if outcome.error is not None:
+        _log.warning("%s.close failed", type(closed).__name__, exc_info=outcome.error)
 
 
 # An environment per rollout: its methods are tools, and it owns its state and its reward.
@@ -165,21 +161,19 @@ class EnvironmentTools(ToolSource, RewardSource):
             timeout_s=timeout_s, max_result_bytes=max_result_bytes, show_schemas=show_schemas
         )
         self.is_routed = isinstance(factory, Mapping)
-        self.factories: dict[str, Factory] = (
-            dict(factory) if isinstance(factory, Mapping) else {"": factory}
-        )
         self.route_column = route_column
         self.overlap_calls = overlap_calls
-        self.types = {name: _environment_type(f, timeout_s) for name, f in self.factories.items()}
-        for cls in self.types.values():
-            _check_lifecycle(cls)
-        if not self.is_routed:  # known by its class, also where a lambda or a partial makes it
-            name = self.types[""].__name__
-            self.factories, self.types = {name: self.factories[""]}, {name: self.types[""]}
-        self.tools: dict[str, dict[str, Tool]] = {
-            name: environment_tools(cls) for name, cls in self.types.items()
-        }
         self.start_timeout_s = start_timeout_s
+        self.factories: dict[str, Factory] = {}
+        self.types: dict[str, type] = {}
+        given = factory.items() if isinstance(factory, Mapping) else [(None, factory)]
+        made = [(name, make, _environment_type(make, timeout_s)) for name, make in given]
+        for name, make, cls in made:
+            _check_lifecycle(cls)
+            # One alone is known by its class, also where a lambda or a partial makes it.
+            known_as = cls.__name__ if name is None else name
+            self.factories[known_as], self.types[known_as] = make, cls
+        self.tools = {name: environment_tools(cls) for name, cls in self.types.items()}
 
     # Composition --------------------------------------------------------------------------------
 
@@ -218,7 +212,12 @@ class EnvironmentTools(ToolSource, RewardSource):
             if self.only_for is None:
                 loader.require("environment", self._route_error)
         for name, cls in self.types.items():
-            missing = _required_parameters(cls) - columns - {"seed"}
+            if not hasattr(cls, "reset"):
+                raise ValueError(
+                    f"The environment {cls.__name__} has no reset(self, **row) method; add one (it "
+                    "may return None)."
+                )
+            missing = set(_required_arguments(cls.reset)[1:]) - columns - {"seed"}
             if missing:
                 raise ValueError(
                     f"{name}.reset needs the columns {sorted(missing)}, which the data lacks; its "
@@ -326,11 +325,13 @@ def _environment_type(factory: Factory, timeout_s: float) -> type:
             f"environment, or a dict of them by name; got {factory!r}."
         )
     probe = factory()
-    calls = ConcurrentCalls(timeout_s=timeout_s)
-    try:
-        close_all([probe], calls)
-    finally:
-        calls.close()
+    if getattr(probe, "close", None) is not None:
+        calls = ConcurrentCalls(timeout_s=timeout_s)
+        try:
+            ((outcome,),) = calls.run([[probe.close]])
+            _log_close_error(probe, outcome)
+        finally:
+            calls.close()
     return type(probe)
 
 
@@ -367,16 +368,6 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
         for p in parameters
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
-
-
-def _required_parameters(cls: type) -> set[str]:
-    reset = getattr(cls, "reset", None)
-    if reset is None:
-        raise ValueError(
-            f"The environment {cls.__name__} has no reset(self, **row) method; add one (it may "
-            "return None)."
-        )
-    return set(_required_arguments(reset)[1:])
 
 
 # Environments that are stepped with what the policy wrote: Gymnasium's, GEM's, SkyRL Gym's.
@@ -481,11 +472,11 @@ class StepEnvironments(EpisodeTransform, RewardSource):
             reason = f"{ENVIRONMENT_ERROR}: {self.name}: {error_line(outcome.error)}"
             episode.truncate(reason)
             return
-        result: StepResult = outcome.value
-        episode.say(*result.messages)
-        if result.is_terminated:
+        messages, is_terminated, is_truncated = outcome.value
+        episode.say(*messages)
+        if is_terminated:
             episode.terminate(ENVIRONMENT_DONE)
-        elif result.is_truncated:
+        elif is_truncated:
             episode.truncate(ENVIRONMENT_DONE)
 
     def finish(self, episode: Episode) -> None:
@@ -496,15 +487,6 @@ class StepEnvironments(EpisodeTransform, RewardSource):
         if rewards:
             total = sum(rewards) if self.reward == "sum" else rewards[-1]
         episode.score.add_outcome(self.name, Outcome(total), who=f"{self.name}.step")
-
-
-class StepResult(NamedTuple):
-    """What a step of an environment gave, whatever its protocol."""
-
-    messages: list[Message]
-    reward: float
-    is_terminated: bool
-    is_truncated: bool
 
 
 def protocol_of(environment: Any) -> Kind | None:
@@ -538,12 +520,8 @@ class _Stepped(Instance):
         with self._guard():
             super().make()
 
-    def reset(self, cls: type, columns: Mapping[str, Any]) -> Call:
-        """A call that gives the query of the episode."""
-        del cls
-        return functools.partial(self._start, **columns)
-
-    def _start(self, query: Any, seed: int, options: Mapping[str, Any]) -> Any:
+    def reset(self, columns: Mapping[str, Any]) -> Any:
+        """The query of the episode, with what its environment says."""
         if self.environment is None:
             return None  # it could not be made, which is the episode's error
         kind = protocol_of(self.environment)
@@ -552,27 +530,50 @@ class _Stepped(Instance):
                 f"{type(self.environment).__name__} has neither reset() and step() nor init() and "
                 "step()"
             )
+        query, options = columns["query"], columns["options"]
         with self._guard():
             if kind == "skyrl_gym":
-                return _start_messages(self.environment, query)
-            more = {"options": dict(options)} if options else {}
-            given = self.environment.reset(seed=seed, **more)
-        return with_observation([] if query is None else query, _observation(given))
+                prompt = [{"role": "user", "content": query}] if isinstance(query, str) else query
+                given = self.environment.init(list(prompt or []))
+                form = "init() gives (messages, metadata)"
+            else:
+                more = {"options": dict(options)} if options else {}
+                given = self.environment.reset(seed=columns["seed"], **more)
+                form = "reset() gives (observation, info)"
+        if not (isinstance(given, tuple) and len(given) == 2):
+            raise TypeError(f"{form}, got {given!r:.80}")
+        if kind == "skyrl_gym":
+            return _messages(given[0], "init()")
+        return with_observation([] if query is None else query, _text(given[0]))
 
-    def step(self, text: str) -> StepResult:
-        """Step with a turn of the policy."""
+    def step(self, text: str) -> tuple[list[Message], bool, bool]:
+        """Step with a turn: what is said to it, and whether that terminates or truncates."""
         with self._guard():
             given = self.environment.step(text)
-        kind = protocol_of(self.environment)
-        result = _result_of_dict(given, text) if kind == "skyrl_gym" else _result_of_tuple(given)
-        self.rewards.append(result.reward)
-        return result
-
-
-def _observation(given: Any) -> str:
-    if not (isinstance(given, tuple) and len(given) == 2):
-        raise TypeError(f"reset() gives (observation, info), got {given!r:.80}")
-    return _text(given[0])
+        if protocol_of(self.environment) == "skyrl_gym":
+            missing = {"observations", "reward", "done"}
+            missing -= set(given if isinstance(given, Mapping) else ())
+            if missing:
+                raise TypeError(f"step() gives a dict with {sorted(missing)}, got {given!r:.80}")
+            if given.get("postprocessed_action") not in (None, text):
+                raise ValueError(
+                    "step() has changed the policy's turn (postprocessed_action), and the tokens "
+                    "that were sampled stay as they are: let the engine stop there instead"
+                )
+            messages = _messages(given["observations"], "step()")
+            reward, is_terminated, is_truncated = given["reward"], given["done"], False
+        else:
+            if not (isinstance(given, tuple) and len(given) == 5):
+                is_tuple = isinstance(given, tuple)
+                found = f"{len(given)} values" if is_tuple else type(given).__name__
+                raise TypeError(
+                    "step() gives (observation, reward, terminated, truncated, info), got " + found
+                )
+            observation, reward, is_terminated, is_truncated, _ = given
+            said = _text(observation)
+            messages = [{"role": "user", "content": said}] if said else []
+        self.rewards.append(float(reward))
+        return messages, bool(is_terminated), bool(is_truncated)
 
 
 def _text(observation: Any) -> str:
@@ -582,41 +583,6 @@ def _text(observation: Any) -> str:
         f"observations are text here, got {type(observation).__name__}: wrap the environment, as "
         "with gymnasium.wrappers.TransformObservation"
     )
-
-
-def _result_of_tuple(given: Any) -> StepResult:
-    if not (isinstance(given, tuple) and len(given) == 5):
-        raise TypeError(
-            "step() gives (observation, reward, terminated, truncated, info), got "
-            f"{len(given) if isinstance(given, tuple) else type(given).__name__}"
-            f"{' values' if isinstance(given, tuple) else ''}"
-        )
-    observation, reward, terminated, truncated, _ = given
-    text = _text(observation)
-    messages: list[Message] = [{"role": "user", "content": text}] if text else []
-    return StepResult(messages, float(reward), bool(terminated), bool(truncated))
-
-
-def _start_messages(environment: Any, query: Any) -> Any:
-    prompt = [{"role": "user", "content": query}] if isinstance(query, str) else list(query or [])
-    given = environment.init(prompt)
-    if not (isinstance(given, tuple) and len(given) == 2):
-        raise TypeError(f"init() gives (messages, metadata), got {given!r:.80}")
-    return _messages(given[0], "init()")
-
-
-def _result_of_dict(given: Any, text: str) -> StepResult:
-    missing = {"observations", "reward", "done"} - set(given if isinstance(given, Mapping) else ())
-    if missing:
-        raise TypeError(f"step() gives a dict with {sorted(missing)}, got {given!r:.80}")
-    changed = given.get("postprocessed_action")
-    if changed not in (None, text):
-        raise ValueError(
-            "step() has changed the policy's turn (postprocessed_action), and the tokens that were "
-            "sampled stay as they are: let the engine stop there instead"
-        )
-    messages = _messages(given["observations"], "step()")
-    return StepResult(messages, float(given["reward"]), bool(given["done"]), False)
 
 
 def _messages(given: Any, who: str) -> list[Message]:
