@@ -4,14 +4,14 @@ Its conversation, rewards and resources, and how its events wait together with o
 """
 
 import asyncio
-import functools
 import inspect
 import itertools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -86,9 +86,8 @@ class Resources:
         """
         if owner in self._held:
             raise RuntimeError(f"{type(owner).__name__} already holds something in this episode.")
-        if close is not None:
-            closing = functools.partial(_always, close)
-        self._held[owner] = _Held(value, closing, timeout_s, name or type(value).__name__)
+        how = closing if close is None else lambda _: close
+        self._held[owner] = _Held(value, how, timeout_s, name or type(value).__name__)
 
     def get(self, owner: Any, default: Any = None) -> Any:
         """What an owner holds in this episode.
@@ -106,14 +105,18 @@ class Resources:
     def __len__(self) -> int:
         return len(self._held)
 
-    def _take(self, owner: Any = None) -> list[_Held]:
-        """Everything, the newest first, or what one owner has; it is not held any more."""
-        if owner is None:
-            held = list(reversed(self._held.values()))
-            self._held.clear()
-        else:
-            held = [self._held.pop(owner)] if owner in self._held else []
-        return [each for each in held if each.closing is not None]
+    def _let_go(self, reason: str, owner: Any = None) -> Iterator[tuple[_Held, Call]]:
+        """Hold nothing any more, or nothing of one owner: what has to be called, newest first."""
+        owners = list(reversed(self._held)) if owner is None else [owner]
+        taken = [self._held.pop(each) for each in owners if each in self._held]
+        for held in taken:
+            try:
+                call = None if held.closing is None else held.closing(reason)
+            except Exception as error:
+                _log_error(held, error)
+            else:
+                if call is not None:
+                    yield held, call
 
 
 async def close_resources(
@@ -124,26 +127,10 @@ async def close_resources(
     An error or a missed deadline is logged: the rest is given back all the same, and whoever gives
     something back has nothing to repair.
     """
-    for held in resources._take(owner):
-        call = _asked(held, reason)
-        if call is not None:
-            limit = timeout_s if held.timeout_s is None else held.timeout_s
-            (outcome,) = await PendingCalls([PendingCall(call, limit, None)])
-            _log_error(held, outcome.error)
-
-
-def _always(call: Call, reason: str) -> Call:
-    del reason
-    return call
-
-
-def _asked(held: _Held, reason: str) -> Call | None:
-    assert held.closing is not None
-    try:
-        return held.closing(reason)
-    except Exception as error:
-        _log_error(held, error)
-        return None
+    for held, call in resources._let_go(reason, owner):
+        limit = timeout_s if held.timeout_s is None else held.timeout_s
+        (outcome,) = await PendingCalls([PendingCall(call, limit, None)])
+        _log_error(held, outcome.error)
 
 
 def _log_error(held: _Held, error: BaseException | None) -> None:
@@ -151,20 +138,17 @@ def _log_error(held: _Held, error: BaseException | None) -> None:
         _log.warning("%s.close failed", held.name, exc_info=error)
 
 
-def close_left_open(table: Mapping[Any, Resources]) -> None:
+def close_left_open(table: Mapping[int, tuple[int, Resources]]) -> None:
     """Close what nobody closed, at the end of its environment or of the program.
 
     A close that hangs holds up the end of the program only briefly.
 
     Args:
-        table: of an environment; emptied.
+        table: of an environment: the row of each episode, and what it holds.
     """
     waiting: list[threading.Thread] = []
-    for resources in list(table.values()):
-        for held in resources._take():
-            call = _asked(held, "")
-            if call is None:
-                continue
+    for _, resources in list(table.values()):
+        for held, call in resources._let_go(""):
             thread = threading.Thread(
                 target=lambda held=held, call=call: _log_error(held, run_call(call).error),
                 name="close",
@@ -252,8 +236,7 @@ class LoopDriver:
 
     def __init__(self, calls: ConcurrentCalls) -> None:
         self._calls = calls
-        self._lanes: weakref.WeakValueDictionary[Hashable, asyncio.Lock]
-        self._lanes = weakref.WeakValueDictionary()
+        self._lanes = weakref.WeakValueDictionary[Hashable, asyncio.Lock]()
 
     async def drive(self, coroutine: EventCoroutine) -> None:
         """Run an event to its end."""
@@ -272,28 +255,23 @@ class LoopDriver:
         for place, each in enumerate(pending):
             key = ("alone", place) if each.lane is None else ("lane", each.lane)
             lanes.setdefault(key, []).append(place)
-        if len(lanes) == 1:
-            ((key, places),) = lanes.items()
-            return await self._run_lane(key, [pending[place] for place in places])
-        results: list[Any] = [None] * len(pending)
+        results = [Outcome()] * len(pending)
 
-        async def run(key: Hashable, places: list[int]) -> None:
-            outcomes = await self._run_lane(key, [pending[place] for place in places])
+        async def run(key: Any, places: list[int]) -> None:
+            lane = [pending[place] for place in places]
+            chain, limits = [each.call for each in lane], [each.timeout_s for each in lane]
+            is_alone = key[0] == "alone"
+            lock = nullcontext() if is_alone else self._lanes.setdefault(key, asyncio.Lock())
+            async with lock:
+                (outcomes,) = await self._calls.run_async([chain], [limits])
             for place, outcome in zip(places, outcomes, strict=True):
                 results[place] = outcome
 
-        await asyncio.gather(*[run(key, places) for key, places in lanes.items()])
+        if len(lanes) == 1:
+            await run(*lanes.popitem())
+        else:
+            await asyncio.gather(*itertools.starmap(run, lanes.items()))
         return results
-
-    async def _run_lane(self, key: Any, lane: Sequence[PendingCall]) -> list[Outcome]:
-        chain, limits = [each.call for each in lane], [each.timeout_s for each in lane]
-        if key[0] == "alone":
-            return (await self._calls.run_async([chain], [limits]))[0]
-        lock = self._lanes.get(key)
-        if lock is None:
-            lock = self._lanes[key] = asyncio.Lock()
-        async with lock:
-            return (await self._calls.run_async([chain], [limits]))[0]
 
 
 def _advance(coroutine: EventCoroutine, answer: list[Outcome] | None) -> PendingCalls:
@@ -616,15 +594,13 @@ class Episode:
         if not self.is_done:
             return False
         if not self.stop_reason:
-            self.stop_reason = self._default_reason()
+            if kind_of(self.finish_reason) == ERROR:
+                self.stop_reason = self.finish_reason
+            elif self.is_truncated:
+                self.stop_reason = MAX_STEPS
+            else:
+                self.stop_reason = RESPONSE_LENGTH if self.finish_reason == "length" else ANSWERED
         # A turn cut at its budget did not end by itself.
         if self.stop_reason in CUT_REASONS:
             self.truncate()
         return True
-
-    def _default_reason(self) -> str:
-        if kind_of(self.finish_reason) == ERROR:
-            return self.finish_reason
-        if self.is_truncated:
-            return MAX_STEPS
-        return RESPONSE_LENGTH if self.finish_reason == "length" else ANSWERED

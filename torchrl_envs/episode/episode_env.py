@@ -84,8 +84,11 @@ class RewardErrorLimit(Transform):
         window = self._recent.maxlen or 1
         if len(failed) <= self.max_error_fraction * window:
             return
-        kinds = Counter(_kind(error) for error in failed).most_common(5)
-        summary = "\n".join(f"  {count} x {kind}" for kind, count in kinds)
+        # What errors of a kind have in common: who failed, and the last line of the traceback.
+        kinds: Counter[str] = Counter()
+        for first, *more in (error.splitlines() for error in failed):
+            kinds[f"{first.split(' raised ')[0]} raised {more[-1]}" if more else first] += 1
+        summary = "\n".join(f"  {count} x {kind}" for kind, count in kinds.most_common(5))
         raise TooManyRewardErrors(
             f"The rewards of {len(failed)} of the last {len(self._recent)} rollouts failed; "
             f"{self.max_error_fraction:.0%} of {window} are allowed:\n{summary}\nThe last one:\n"
@@ -118,12 +121,6 @@ class RewardErrorLimit(Transform):
         """
         errors = [error for state in states for error in state]
         return [errors[number::count] for number in range(count)]
-
-
-def _kind(error: str) -> str:
-    """What errors of a kind have in common: who failed, and the last line of the traceback."""
-    lines = error.splitlines()
-    return lines[0] if len(lines) == 1 else f"{lines[0].split(' raised ')[0]} raised {lines[-1]}"
 
 
 T = TypeVar("T", bound=Transform)
@@ -187,7 +184,7 @@ class EpisodeEnv(TransformedEnv):
         self.entries.dense = any(part.by_token for part in transforms)
         self.entries.loads_data = any(overrides(part, "draw") for part in transforms)
         self.entries.has_tools = bool(dispatcher.sources)
-        self.entries.has_sources = bool(self._reward_sources)
+        self.entries.has_sources = any(isinstance(part, RewardSource) for part in transforms)
         self.entries.exporting = [part for part in transforms if overrides(part, "export")]
         self.empty_cache()
 
@@ -198,12 +195,9 @@ class EpisodeEnv(TransformedEnv):
     @property
     def reward_names(self) -> list[str]:
         """The names of the rewards of all sources, in order."""
-        names = [name for source in self._reward_sources for name in source.reward_names]
+        sources = [part for part in self.episode_transforms() if isinstance(part, RewardSource)]
+        names = [name for source in sources for name in source.reward_names]
         return list(dict.fromkeys(names))  # sources of different episodes may have the same
-
-    @property
-    def _reward_sources(self) -> list[RewardSource]:
-        return [part for part in self.episode_transforms() if isinstance(part, RewardSource)]
 
     @property
     def reward_entries(self) -> list[str]:
@@ -400,28 +394,25 @@ class AsyncEpisodeRunner:
         self._driver = LoopDriver(env.calls)
         self._turn_steps: list[Callable[[Episode], Any]] = []
         self._late: list[Transform] = []
-        if self._runner.dispatcher.sources:
-            self._take_in(self._runner.dispatcher)
+        run, dispatcher = self._runner.run_safely, self._runner.dispatcher
+        if dispatcher.sources:
+            self._turn_steps.append(functools.partial(run, dispatcher, "after_turn"))
         for transform in env.transforms_of(Transform):
-            self._take_in(transform)
-
-    def _take_in(self, transform: Transform | ToolDispatcher) -> None:
-        if isinstance(transform, EpisodeTransform | ToolDispatcher):
-            if isinstance(transform, ToolDispatcher) or overrides(transform, "after_turn"):
-                step = functools.partial(self._runner.run_safely, transform, "after_turn")
-                self._turn_steps.append(step)
-        elif isinstance(transform, StepCounter):
-            limit = transform.max_steps
-            if limit is not None:
-                self._turn_steps.append(lambda episode: cut_after(episode, limit))
-        elif REWARD in (transform.in_keys or ()):
-            self._late.append(transform)
-        elif not isinstance(transform, _HARMLESS):
-            raise ValueError(
-                f"{type(transform).__name__} works on the steps of a batch, and here each episode "
-                "runs by itself. Write it as an EpisodeTransform, or collect in batches "
-                "(LLMCollector)."
-            )
+            if isinstance(transform, EpisodeTransform):
+                if overrides(transform, "after_turn"):
+                    self._turn_steps.append(functools.partial(run, transform, "after_turn"))
+            elif isinstance(transform, StepCounter):
+                if transform.max_steps is not None:
+                    step = functools.partial(cut_after, max_turns=transform.max_steps)
+                    self._turn_steps.append(step)
+            elif REWARD in (transform.in_keys or ()):
+                self._late.append(transform)
+            elif not isinstance(transform, _HARMLESS):
+                raise ValueError(
+                    f"{type(transform).__name__} works on the steps of a batch, and here each "
+                    "episode runs by itself. Write it as an EpisodeTransform, or collect in "
+                    "batches (LLMCollector)."
+                )
 
     def allow(self, num_episodes: int) -> None:
         """Let so many episodes run at once, none of which waits for another's thread."""
@@ -505,22 +496,17 @@ class AsyncEpisodeRunner:
             for row, episode in enumerate(episodes):
                 episode.row = row
             self._runner.finish(episodes)
-            batch = self._entries(episodes)
+            batch: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
+            start: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
+            write_flags(batch, episodes)
+            self._env.entries.write_values(batch, episodes)
+            self._env.entries.write_results(batch, episodes)
+            for transform in self._late:
+                start = transform._reset(start, start)
+                batch = transform._step(start, batch)
         finally:
             self._runner.close(episodes)
         self._env.record_ends(episodes)
-        return batch
-
-    def _entries(self, episodes: Sequence[Episode]) -> TensorDictBase:
-        entries = self._env.entries
-        batch: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
-        write_flags(batch, episodes)
-        entries.write_values(batch, episodes)
-        entries.write_results(batch, episodes)
-        start: TensorDictBase = TensorDict({}, batch_size=[len(episodes)])
-        for transform in self._late:
-            start = transform._reset(start, start)
-            batch = transform._step(start, batch)
         return batch
 
     def give_up(self, episodes: Sequence[Episode]) -> None:

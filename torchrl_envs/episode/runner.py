@@ -3,7 +3,7 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -155,24 +155,11 @@ def write_rewards(
         batch.set(TOKEN_ENTRIES, NonTensorData({}, batch_size=batch.batch_size))
     if any(score.by_token is not None for score in scores):
         for episode in episodes:
-            episode.token_entries[REWARD] = _dense_reward(episode)
+            total, by_token = torch.tensor(episode.score.total), episode.score.by_token
+            reward = dense_reward(total, by_token, episode.assistant_mask)
+            episode.token_entries[REWARD] = reward
         values = [last_row(episode, episode.token_entries[REWARD]) for episode in episodes]
     write_scores(batch, [episode.row for episode in episodes], scores, values, names)
-
-
-def write_token_entries(batch: TensorDictBase, episodes: Sequence[Episode]) -> None:
-    """Write what transforms computed by token of episodes that have just ended."""
-    for key in dict.fromkeys(key for episode in episodes for key in episode.token_entries):
-        own = [episode for episode in episodes if key in episode.token_entries]
-        if key != REWARD:
-            values = [last_row(episode, episode.token_entries[key]) for episode in own]
-            row_key: Any = unravel_key(("next", key))
-            write_token_entry(batch, key, [e.row for e in own], values, row_key=row_key)
-
-
-def _dense_reward(episode: Episode) -> Tensor:
-    score = episode.score
-    return dense_reward(torch.tensor(score.total), score.by_token, episode.assistant_mask)
 
 
 def last_row(episode: Episode, values: Tensor) -> Tensor:
@@ -220,7 +207,13 @@ class EpisodeEntries(Transform):
         """Write what sources of rewards and other transforms gave episodes that have just ended."""
         if self.reward_names or (ended and self.has_sources):
             write_rewards(batch, ended, self.reward_names, dense=self.dense)
-        write_token_entries(batch, ended)
+        # By token.
+        for key in dict.fromkeys(key for episode in ended for key in episode.token_entries):
+            if key != REWARD:
+                own = [episode for episode in ended if key in episode.token_entries]
+                values = [last_row(episode, episode.token_entries[key]) for episode in own]
+                row_key: Any = unravel_key(("next", key))
+                write_token_entry(batch, key, [e.row for e in own], values, row_key=row_key)
         for transform in self.exporting:
             transform.export(batch, ended)
 
@@ -255,16 +248,6 @@ class EpisodeEntries(Transform):
             reward_spec[TOKEN_ENTRIES] = NonTensor(shape=shape, example_data={})
         return reward_spec
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        del tensordict
-        return next_tensordict
-
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        del tensordict
-        return tensordict_reset
-
 
 # The one loop through an episode: begin, turns, finish, close.
 #
@@ -295,8 +278,7 @@ class EpisodeRunner:
         self.calls = calls
         self.dispatcher = dispatcher
         self._parts: dict[str, list[EpisodeTransform]] = {event: [] for event in _EVENTS}
-        self._open: dict[int, Resources] = {}
-        self._rows: dict[int, int] = {}
+        self._open: dict[int, tuple[int, Resources]] = {}
         weakref.finalize(self, close_left_open, self._open)
 
     def set_transforms(self, transforms: Sequence[EpisodeTransform]) -> None:
@@ -319,8 +301,7 @@ class EpisodeRunner:
     def hold(self, episodes: Sequence[Episode]) -> None:
         """Keep what new episodes will hold, until they are closed."""
         for episode in episodes:
-            self._open[episode.id] = episode.resources
-            self._rows[episode.id] = episode.row
+            self._open[episode.id] = episode.row, episode.resources
 
     def begin(self, episodes: Sequence[Episode]) -> None:
         """Draw and start episodes; one that can't start gets a ``stop_reason``."""
@@ -334,9 +315,16 @@ class EpisodeRunner:
                 try:
                     await run_event(transform.begin, episode)
                 except (Exception, SystemExit) as error:
-                    refuse_start(episode, transform, error)
+                    where, cause = type(transform).__name__, error
+                    if isinstance(error, EpisodeStartError):
+                        where, cause = error.where, error.__cause__ or error
+                    _log.warning(
+                        "Row %d does not begin: %s failed", episode.row, where, exc_info=cause
+                    )
+                    reason = f"{ENVIRONMENT_ERROR}: {where}: {error_line(cause)}"
+                    episode.stop_reason = reason
                     # What it holds of others stays until it is closed.
-                    reason, limit = episode.stop_reason, self.calls.timeout_s
+                    limit = self.calls.timeout_s
                     await close_resources(episode.resources, reason, limit, owner=transform)
                     return
         self.dispatcher.show_tools(episode)
@@ -397,53 +385,32 @@ class EpisodeRunner:
 
     def close(self, episodes: Sequence[Episode]) -> None:
         """Give back what episodes hold, once; they are over, finished or given up."""
-        held = [
-            (resources, episode.stop_reason if episode.is_done else "")
-            for episode in episodes
-            if (resources := self._open.pop(episode.id, None)) is not None
-        ]
-        for episode in episodes:
-            self._rows.pop(episode.id, None)
-        self._give_back(held)
+        self._give_back({e.id: e.stop_reason if e.is_done else "" for e in episodes})
 
     def close_rows(self, rows: Sequence[int] | None = None) -> None:
         """Give up the episodes that run in some rows of the environment's batch, or all."""
         wanted = None if rows is None else set(rows)
-        ids = [i for i, row in self._rows.items() if wanted is None or row in wanted]
-        for i in ids:
-            del self._rows[i]
-        self._give_back([(self._open.pop(i), "") for i in ids])
+        opened = self._open.items()
+        self._give_back({i: "" for i, (row, _) in opened if wanted is None or row in wanted})
 
-    def _give_back(self, held: Sequence[tuple[Resources, str]]) -> None:
-        limit = self.calls.timeout_s
-        drive([close_resources(own, why, limit) for own, why in held if len(own)], self.calls)
+    def _give_back(self, reasons: Mapping[int, str]) -> None:
+        """Close episodes by their ids, each with the reason why it is over."""
+        limit, closing = self.calls.timeout_s, []
+        for i, reason in reasons.items():
+            _, resources = self._open.pop(i, (0, None))
+            if resources:
+                closing.append(close_resources(resources, reason, limit))
+        drive(closing, self.calls)
 
     def resources_in(self, row: int) -> Resources:
         """What the episode holds that runs in a row of the batch; nothing if none does."""
-        found = [self._open[i] for i, own in self._rows.items() if own == row]
-        return found[0] if found else Resources()
+        found = (own for place, own in self._open.values() if place == row)
+        return next(found, Resources())
 
     def resources_of(self, episode: Episode) -> Resources:
         """What an episode holds; nothing if it is closed."""
-        held = self._open.get(episode.id)
+        _, held = self._open.get(episode.id, (0, None))
         return Resources() if held is None else held
-
-
-def take_over(episode: Episode, conversation: Conversations) -> None:
-    """Go on with a conversation that somebody wrote; one that rewrites the past is a new row."""
-    if continues(conversation, episode.conversation):
-        episode.conversation = conversation
-    else:
-        episode.replace_conversation(conversation)
-
-
-def refuse_start(episode: Episode, transform: EpisodeTransform, error: BaseException) -> None:
-    """An episode does not begin, because a transform raised: it gets its ``stop_reason``."""
-    where = error.where if isinstance(error, EpisodeStartError) else type(transform).__name__
-    cause = error.__cause__ if isinstance(error, EpisodeStartError) else error
-    cause = error if cause is None else cause
-    _log.warning("Row %d does not begin: %s failed", episode.row, where, exc_info=cause)
-    episode.stop_reason = f"{ENVIRONMENT_ERROR}: {where}: {error_line(cause)}"
 
 
 def fail(episode: Episode, where: str, error: BaseException) -> None:
@@ -488,18 +455,9 @@ class EpisodeStep:
         self._active: list[Episode] = []
         self._turns: list[Episode] = []
         """Those of them that have just taken a turn."""
-        self._find_turns()
-        if entries.has_tools:
-            answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
-            runner.run(answer, self._turns)
-        self._write_prompts(next_batch)
-        if any(episode.is_done for episode in self._turns):
-            self._write_flags(next_batch)
-
-    def _find_turns(self) -> None:
-        is_active = active_rows(self._given).tolist()
-        held = self._flags if all(is_active) else read_flags(self._given)
-        reasons = read_objects(self._given, FINISH_REASON, "")
+        is_active = active_rows(tensordict).tolist()
+        held = self._flags if all(is_active) else read_flags(tensordict)
+        reasons = read_objects(tensordict, FINISH_REASON, "")
         for row, episode in enumerate(self._episodes):
             episode.row = row
             episode.share(self._shown, row)
@@ -508,12 +466,16 @@ class EpisodeStep:
             if not is_active[row]:
                 continue
             self._active.append(episode)
-            episode.resources = self._runner.resources_of(episode)
+            episode.resources = runner.resources_of(episode)
             episode.finish_reason = reasons[row]
             if not episode.stop_reason:
                 episode.num_turns += 1
                 if not episode.is_done:
                     self._turns.append(episode)
+        if entries.has_tools:
+            answer = functools.partial(runner.run_safely, runner.dispatcher, "after_turn")
+            runner.run(answer, self._turns)
+        self._write(next_batch, flags=any(episode.is_done for episode in self._turns))
 
     def after_turn(self, transform: EpisodeTransform, next_batch: TensorDictBase) -> None:
         """Run one transform's ``after_turn`` on the episodes that have just taken a turn.
@@ -525,8 +487,7 @@ class EpisodeStep:
         self._read_changes(next_batch)
         event = functools.partial(self._runner.run_safely, transform, "after_turn")
         self._runner.run(event, self._turns)
-        self._write_prompts(next_batch)
-        self._write_flags(next_batch)
+        self._write(next_batch)
 
     def end(self, next_batch: TensorDictBase) -> TensorDictBase:
         """End episodes, score them, and give back what they hold.
@@ -541,8 +502,7 @@ class EpisodeStep:
         self._runner.run(self._runner.before_turn, self._turns)
         self.ended += [episode for episode in self._active if episode.settle()]
         self._runner.finish(self.ended)
-        self._write_prompts(batch)
-        self._write_flags(batch)
+        self._write(batch)
         self._entries.write_results(batch, self.ended)
         self._entries.write_values(batch, self._episodes, given=one_dimension(self._given))
         self._runner.close(self.ended)
@@ -556,7 +516,9 @@ class EpisodeStep:
         if shown is not self._shown:
             self._shown = shown
             for row, episode in enumerate(self._episodes):
-                take_over(episode, shown.row(row))
+                # One that rewrites the past is a new row.
+                if not continues(shown.row(row), episode.conversation):
+                    episode.replace_conversation(shown.row(row))
                 episode.share(shown, row)
         flags = read_flags(batch)
         if flags != self._flags:
@@ -565,13 +527,12 @@ class EpisodeStep:
                 is_done, episode.is_terminated, episode.is_truncated = flags[episode.row]
                 episode.is_terminated |= is_done and not episode.is_truncated
 
-    def _write_prompts(self, batch: TensorDictBase) -> None:
+    def _write(self, batch: TensorDictBase, *, flags: bool = True) -> None:
+        """Write the conversations and the flags, if they have changed."""
         self._shown = written(batch, self._episodes, self._shown)
-
-    def _write_flags(self, batch: TensorDictBase) -> None:
-        flags: Flags = flags_of(self._episodes)
-        if flags != self._flags:
-            self._flags = flags
+        now = flags_of(self._episodes) if flags else self._flags
+        if now != self._flags:
+            self._flags = now
             write_flags(batch, self._episodes)
 
 
@@ -611,9 +572,14 @@ class StepOrder(Compose):
         late: list[Transform] = []
         try:
             for transform in self.transforms:
+                is_idle = isinstance(transform, EpisodeEntries) or (
+                    isinstance(transform, EpisodeTransform)
+                    and type(transform)._step is EpisodeTransform._step
+                    and not overrides(transform, "after_turn")
+                )
                 if REWARD in (transform.in_keys or ()):  # type: ignore[operator]
                     late.append(transform)  # type: ignore[arg-type]
-                elif not _is_idle(transform):
+                elif not is_idle:
                     next_tensordict = transform._step(tensordict, next_tensordict)  # type: ignore[operator]
             next_tensordict = step.end(next_tensordict)
         finally:
@@ -622,15 +588,6 @@ class StepOrder(Compose):
         for transform in late:
             next_tensordict = transform._step(tensordict, next_tensordict)
         return next_tensordict
-
-
-def _is_idle(transform: Any) -> bool:
-    """Whether a transform has nothing to do between the turn and the end of a step."""
-    return (
-        isinstance(transform, EpisodeTransform)
-        and type(transform)._step is EpisodeTransform._step
-        and not overrides(transform, "after_turn")
-    )
 
 
 def flat_transforms(transform: Transform) -> list[Transform]:
