@@ -327,7 +327,13 @@ class EpisodeRunner:
                     limit = self.calls.timeout_s
                     await close_resources(episode.resources, reason, limit, owner=transform)
                     return
-        self.dispatcher.show_tools(episode)
+        schemas = [
+            tool.schema
+            for source in self.dispatcher.sources
+            if source.show_schemas and source.concerned([episode])
+            for tool in source.tools_of(episode).values()
+        ]
+        episode.tools = schemas or episode.tools
 
     async def before_turn(self, episode: Episode) -> None:
         """Bound the next turn of an episode, if it goes on; or it gets a ``stop_reason``."""

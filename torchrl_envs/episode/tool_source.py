@@ -4,7 +4,7 @@ The dispatcher reads each turn of the policy once, runs what it asks for, and ap
 """
 
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_data.messages import Message
@@ -112,17 +112,19 @@ class ToolSource(EpisodeTransform):
         self.timeout_s = timeout_s
         self.max_result_bytes = max_result_bytes
         self.show_schemas = show_schemas
+        self._offered: Mapping[str, Tool] = {}
+        """What every episode may call, by name."""
 
     # Tools that are called in the model's format --------------------------------------------------
 
     def tool_names(self) -> Mapping[str, str]:
         """Every tool that any episode may have, and who owns it, as an error would name it."""
-        return {}
+        return dict.fromkeys(self._offered, type(self).__name__)
 
     def tools_of(self, episode: Episode) -> Mapping[str, "Tool"]:
         """An episode's tools, by name; called for every turn, so it must be cheap."""
         del episode
-        return {}
+        return self._offered
 
     def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of one of the episode's tools, ready to run; its arguments fit the schema."""
@@ -141,10 +143,12 @@ class ToolSource(EpisodeTransform):
         """
 
         def phrase(outcome: Outcome) -> Answer:
-            failed = outcome.error is not None
-            content = result_text(outcome) if failed else outcome.value
-            answer = Answer(tool_message(call, content), is_error=failed)
-            return answer._replace(**_loss(outcome.error)) if failed else answer
+            error = outcome.error
+            if error is None:
+                return Answer(tool_message(call, outcome.value))
+            is_lost = isinstance(error, EpisodeLostError)
+            reason = f"{ENVIRONMENT_ERROR}: {error_line(error)}" if is_lost else ""
+            return Answer(tool_message(call, result_text(outcome)), True, reason, is_lost)
 
         return Job(as_text(function, self.max_result_bytes), phrase, self.timeout_s, lane)
 
@@ -162,13 +166,6 @@ class ToolSource(EpisodeTransform):
         """
         del episode, text
         return ()
-
-
-def _loss(error: BaseException | None) -> dict[str, Any]:
-    """How an answer ends its row, if the error says that the environment is lost."""
-    if not isinstance(error, EpisodeLostError):
-        return {}
-    return {"stop_reason": f"{ENVIRONMENT_ERROR}: {error_line(error)}", "is_truncation": True}
 
 
 def tool_message(call: ToolCall | None, content: str) -> Message:
@@ -218,39 +215,36 @@ class ToolDispatcher:
         self.sources: Sequence[ToolSource] = ()
         """All sources of the environment, in order; the environment keeps it up to date."""
 
-    def show_tools(self, episode: Episode) -> None:
-        """Give an episode the schemas that its prompt shows, of all sources in order.
-
-        Args:
-            episode: that begins.
-        """
-        schemas = [
-            tool.schema
-            for source in self.sources
-            if source.show_schemas and source.concerned([episode])
-            for tool in source.tools_of(episode).values()
-        ]
-        if schemas:
-            episode.tools = schemas
-
-    def after_turn(self, episode: Episode) -> Any:
-        """Answer a turn.
+    async def after_turn(self, episode: Episode) -> None:
+        """Answer a turn: run what it asks for, say what comes of it in order, and count it.
 
         Args:
             episode: that has just taken one; nothing happens where the policy did not speak last.
-
-        Returns:
-            A coroutine that waits for the jobs, or ``None`` if there is nothing to run.
         """
         message = episode.last_message
-        if message["role"] != "assistant":
-            return None
-        items = self._read(episode, message["content"])
-        if not items:
-            return None
-        if any(isinstance(item, Job) for item in items):
-            return self._run(episode, items)
-        return _append(episode, [item for item in items if isinstance(item, Answer)])
+        items = self._read(episode, message["content"]) if message["role"] == "assistant" else ()
+        jobs = [item for item in items if isinstance(item, Job)]
+        outcomes: Iterator[Outcome] = iter(())
+        if jobs:
+            pending = [PendingCall(job.call, job.timeout_s, job.lane) for job in jobs]
+            outcomes = iter(await PendingCalls(pending))
+        messages: list[Message] = []
+        end: Answer | None = None  # the first that ends the episode says why
+        for item in items:
+            outcome = next(outcomes) if isinstance(item, Job) else Outcome()
+            answer = item.phrase(outcome) if isinstance(item, Job) else item
+            episode.num_tool_calls += 1
+            episode.num_tool_errors += answer.is_error
+            record = ToolCallRecord(item.tool, episode.num_turns, outcome.seconds, answer.is_error)
+            episode.tool_calls = (*episode.tool_calls, record)
+            if answer.message is not None:
+                messages.append(answer.message)
+            if answer.stop_reason and end is None:
+                end = answer
+        if messages:
+            episode.say(*messages)
+        if end is not None:
+            (episode.truncate if end.is_truncation else episode.terminate)(end.stop_reason)
 
     def _read(self, episode: Episode, text: str) -> list[Job | Answer]:
         """What a turn asks for, of all sources, in the order of the text."""
@@ -296,42 +290,6 @@ class ToolDispatcher:
                 return Job(job.call, job.phrase, job.timeout_s, lane, position, call.name)
         names = [name for own in tools for name in own]
         return _refusal(call, f"unknown tool {call.name!r:.80}; the tools are {names}", position)
-
-    async def _run(self, episode: Episode, items: Sequence[Job | Answer]) -> None:
-        jobs = [item for item in items if isinstance(item, Job)]
-        outcomes = iter(
-            await PendingCalls([PendingCall(job.call, job.timeout_s, job.lane) for job in jobs])
-        )
-        answers, seconds = [], []
-        for item in items:
-            outcome = None
-            if isinstance(item, Job):
-                outcome = next(outcomes)
-                item = item.phrase(outcome)._replace(tool=item.tool)
-            answers.append(item)
-            seconds.append(None if outcome is None else outcome.seconds)
-        _append(episode, answers, seconds)
-
-
-def _append(
-    episode: Episode, answers: Sequence[Answer], seconds: Sequence[float | None] | None = None
-) -> None:
-    """Say, count and end what answers say, in order; the first that ends it says why."""
-    messages: list[Message] = []
-    end: Answer | None = None
-    for answer, took in zip(answers, seconds or [None] * len(answers), strict=True):
-        episode.num_tool_calls += 1
-        episode.num_tool_errors += answer.is_error
-        called = ToolCallRecord(answer.tool, episode.num_turns, took, answer.is_error)
-        episode.tool_calls = (*episode.tool_calls, called)
-        if answer.message is not None:
-            messages.append(answer.message)
-        if answer.stop_reason and end is None:
-            end = answer
-    if messages:
-        episode.say(*messages)
-    if end is not None:
-        (episode.truncate if end.is_truncation else episode.terminate)(end.stop_reason)
 
 
 def _refusal(call: ToolCall | None, error: str, position: int) -> Answer:

@@ -21,7 +21,7 @@ from torchrl_envs.browser.proxy import (
 )
 from torchrl_envs.episode.episode import Episode
 from torchrl_envs.episode.tool_source import Job, ToolSource
-from torchrl_envs.tool_schemas import Tool, schema_tool
+from torchrl_envs.tool_schemas import schema_tool
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Locator, Page, Playwright
@@ -426,21 +426,12 @@ class BrowserTransform(ToolSource):
             "chromium_sandbox": chromium_sandbox,
             "start_timeout_s": _START_S,
         }
-        tool = schema_tool(browser_schema(screenshots=screenshot_dir is not None))
-        self._tools = {tool.name: tool}
+        schema = browser_schema(screenshots=screenshot_dir is not None)
+        self._offered = {"browser": schema_tool(schema)}
         self._num_screenshots = 0
         self._browser: Chromium | None = None
 
     # Tool ---------------------------------------------------------------------------------------
-
-    def tool_names(self) -> dict[str, str]:
-        """``browser``."""
-        return dict.fromkeys(self._tools, "BrowserTransform")
-
-    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
-        """``browser``, for every episode."""
-        del episode
-        return self._tools
 
     def begin(self, episode: Episode) -> None:
         """Have a context for the episode, which is opened when it is first needed."""

@@ -14,7 +14,6 @@ from torchrl_envs.sandbox import Sandbox, SandboxLimits, SandboxResult, SandboxS
 from torchrl_envs.tool_results import (
     MAX_RESULT_BYTES,
     PYTHON,
-    CodeBlock,
     clean_text,
     code_blocks,
     result_text,
@@ -74,6 +73,7 @@ class FunctionTools(ToolSource):
         )
         self.functions: dict[str, Callable[..., Any]] = {}
         self.tools: dict[str, Tool] = {}
+        self._offered = self.tools
         for name, function in named:
             tool = function_tool(function, name=name)
             if tool.name in self.tools:
@@ -96,15 +96,6 @@ class FunctionTools(ToolSource):
             raise ValueError(
                 "FunctionTools: max_memory_mb limits worker processes; give num_processes too."
             )
-
-    def tool_names(self) -> dict[str, str]:
-        """Every function, and that it belongs to this source."""
-        return dict.fromkeys(self.tools, "FunctionTools")
-
-    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
-        """All functions, for every episode."""
-        del episode
-        return self.tools
 
     def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of a function."""
@@ -192,7 +183,7 @@ class PythonInterpreter(ToolSource):
         self.tool_role = tool_role
         self.read_code_blocks = read_code_blocks
         self.sandbox = Sandbox(limits=SandboxLimits()) if sandbox is None else sandbox
-        self._tools = {"python": function_tool(python)} if offer_tool else {}
+        self._offered = {"python": function_tool(python)} if offer_tool else {}
 
     # Lifecycle ----------------------------------------------------------------------------------
 
@@ -202,70 +193,55 @@ class PythonInterpreter(ToolSource):
             session = SandboxSession(self.sandbox)
             episode.resources.add(self, session, close=session.close)
 
-    # Called as a tool ---------------------------------------------------------------------------
-
-    def tool_names(self) -> dict[str, str]:
-        """``python``, if it is offered."""
-        return dict.fromkeys(self._tools, "PythonInterpreter")
-
-    def tools_of(self, episode: Episode) -> Mapping[str, Tool]:
-        """``python``, for every episode, if it is offered."""
-        del episode
-        return self._tools
+    # What is run --------------------------------------------------------------------------------
 
     def bind(self, episode: Episode, call: ToolCall) -> Job:
         """A call of ``python``."""
 
-        def phrase(outcome: Outcome) -> Answer:
-            text, failed = self._put(outcome)
+        def say(text: str, failed: bool) -> Answer:
             return Answer(tool_message(call, text), is_error=failed)
 
-        return self._job(episode, call.arguments["code"], phrase)
-
-    # Code blocks --------------------------------------------------------------------------------
+        return self._job(episode, call.arguments["code"], say)
 
     def read_turn(self, episode: Episode, text: str) -> list[Job | Answer]:
         """The blocks of Python code in a turn."""
-        if not self.read_code_blocks:
-            return []
-        blocks = [block for block in code_blocks(text) if block.language in PYTHON]
-        return [self._run_block(episode, number, block) for number, block in enumerate(blocks, 1)]
+        items: list[Job | Answer] = []
+        blocks = code_blocks(text) if self.read_code_blocks else ()
+        for number, block in enumerate((b for b in blocks if b.language in PYTHON), 1):
+            say = functools.partial(self._say_of_block, number, block.position)
+            if block.is_closed:
+                items.append(self._job(episode, block.code, say, block.position))
+            else:
+                items.append(say("It is not closed with ```, so it was not run.", True))
+        return items
 
-    def _run_block(self, episode: Episode, number: int, block: CodeBlock) -> Job | Answer:
-        def answer(text: str, failed: bool) -> Answer:
-            ended = "failed" if failed else "executed successfully"
-            content = f"Code block {number} {ended}:\n{text}"
-            message = {"role": self.tool_role, "content": content}
-            return Answer(message, is_error=failed, position=block.position)
+    def _say_of_block(self, number: int, position: int, text: str, failed: bool) -> Answer:
+        ended = "failed" if failed else "executed successfully"
+        message = {"role": self.tool_role, "content": f"Code block {number} {ended}:\n{text}"}
+        return Answer(message, is_error=failed, position=position)
 
-        if not block.is_closed:
-            return answer("It is not closed with ```, so it was not run.", True)
-        job = self._job(episode, block.code, lambda outcome: answer(*self._put(outcome)))
-        return job._replace(position=block.position)
+    def _job(
+        self, episode: Episode, code: str, say: Callable[[str, bool], Answer], position: int = 0
+    ) -> Job:
+        """Run code; ``say`` answers with what the model reads of it, and whether it failed."""
 
-    # Running ------------------------------------------------------------------------------------
+        def phrase(outcome: Outcome) -> Answer:
+            if outcome.error is not None:
+                return say(result_text(outcome), True)
+            result: SandboxResult = outcome.value
+            text = output_text(result, timeout_s=self.timeout_s)
+            return say(clean_text(text, self.max_result_bytes), not result.succeeded)
 
-    def _job(self, episode: Episode, code: str, phrase: Callable[[Outcome], Answer]) -> Job:
         runner = episode.resources.get(self, self.sandbox)
-
-        def run() -> SandboxResult:
-            return runner.run(code, timeout_s=self.timeout_s)
-
+        run = functools.partial(runner.run, code, timeout_s=self.timeout_s)
         lane = episode.id if self.persistent else None
-        return Job(run, phrase, self.timeout_s + _START_S, lane=lane)
-
-    def _put(self, outcome: Outcome) -> tuple[str, bool]:
-        """What the model reads about a run, and whether it failed."""
-        if outcome.error is not None:
-            return result_text(outcome), True
-        result: SandboxResult = outcome.value
-        text = output_text(result, timeout_s=self.timeout_s)
-        return clean_text(text, self.max_result_bytes), not result.succeeded
+        return Job(run, phrase, self.timeout_s + _START_S, lane, position)
 
 
 def output_text(result: SandboxResult, *, timeout_s: float) -> str:
     """What a program printed, and why it ended where it did not end by itself."""
-    text = _lines(result.stdout) + _lines(result.stderr)
+    written = [output for output in (result.stdout, result.stderr) if output]
+    text = "".join(output if output.endswith("\n") else f"{output}\n" for output in written)
     status = result.exit_status
     if result.timed_out:
         text += f"Stopped: it did not end within {timeout_s:g} s.\n"
@@ -278,8 +254,3 @@ def output_text(result: SandboxResult, *, timeout_s: float) -> str:
     if result.state_lost:
         text += "The interpreter was restarted: all variables are gone.\n"
     return text
-
-
-def _lines(text: str) -> str:
-    """Text that ends its last line."""
-    return text if not text or text.endswith("\n") else f"{text}\n"

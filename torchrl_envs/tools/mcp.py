@@ -7,8 +7,8 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Mapping
-from typing import Any, Final, Literal, TextIO, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any, Final, Literal, TypeVar
 
 from jsonschema import SchemaError
 
@@ -34,8 +34,11 @@ _MAX_PAGES: Final = 100
 _BACKOFF_S: Final = 0.1
 _CLOSE_S: Final = 15.0
 """The library stops a server within seconds; this is for when it does not."""
-_PROCESS_KEYS: Final = frozenset({"command", "args", "env", "cwd", "encoding"})
-_HTTP_KEYS: Final = frozenset({"url", "headers"})
+_KEYS: Final = {
+    "command": frozenset({"command", "args", "env", "cwd", "encoding"}),
+    "url": frozenset({"url", "headers"}),
+}
+"""The one that a description must have, with all that it may."""
 
 
 class MCPServerError(RuntimeError):
@@ -54,8 +57,13 @@ class MCPConnection:
     """One session with one server; opened when it is needed, and again when the server died."""
 
     def __init__(self, name: str, server: Any, *, timeout_s: float) -> None:
-        if isinstance(server, Mapping):
-            _check_keys(name, server)
+        if isinstance(server, Mapping) and not any(
+            needed in server and server.keys() <= known for needed, known in _KEYS.items()
+        ):
+            raise ValueError(
+                f"{name} is described by {sorted(server)}. Give 'command' (with 'args', 'env', "
+                "'cwd', 'encoding' as needed) for a process, or 'url' (with 'headers') for HTTP."
+            )
         self.name = name
         self.server = server
         self.timeout_s = timeout_s
@@ -65,7 +73,8 @@ class MCPConnection:
         self._opening = asyncio.Lock()
         self._expected: dict[str, dict[str, Any]] | None = None
         self._offered: dict[str, dict[str, Any]] = {}
-        self._is_stale = False
+        self.is_stale = False
+        """Whether to ask for the tools again before the next call."""
         self._num_failures = 0
 
     async def tools(self) -> dict[str, dict[str, Any]]:
@@ -92,17 +101,13 @@ class MCPConnection:
                 f"A connection to {self.name} can't be copied or sent to another process: that is "
                 f"an object of this one ({error}). Give a function of a module, which returns it."
             ) from error
-        state = {"_expected": self._expected}
-        return (
-            functools.partial(type(self), timeout_s=self.timeout_s),
-            (self.name, self.server),
-            state,
-        )
+        make = functools.partial(type(self), timeout_s=self.timeout_s)
+        return make, (self.name, self.server), {"_expected": self._expected}
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """Call a tool; a call is never made twice."""
         await self._open()
-        if self._is_stale:
+        if self.is_stale:
             await self._list()
         self._check(tool)
         try:
@@ -114,10 +119,6 @@ class MCPConnection:
             await self._list()
             self._check(tool)
             raise
-
-    def recheck(self) -> None:
-        """Ask for the tools again before the next call."""
-        self._is_stale = True
 
     def _check(self, tool: str) -> None:
         if self._expected is not None and self._offered.get(tool) != self._expected.get(tool):
@@ -168,9 +169,8 @@ class MCPConnection:
         try:
             return await asyncio.wait_for(awaitable, self.timeout_s)
         except TimeoutError as error:
-            raise MCPServerError(
-                f"{self.name} did not answer within {self.timeout_s:g} s"
-            ) from error
+            late = f"{self.name} did not answer within {self.timeout_s:g} s"
+            raise MCPServerError(late) from error
 
     async def _own(self, ready: "asyncio.Future[Any]", stop: asyncio.Event) -> None:
         try:
@@ -180,7 +180,9 @@ class MCPConnection:
         except BaseException as error:
             # The end of a session that was in use; whoever uses it has seen that.
             if not ready.done():
-                cause = _first(error)
+                cause = error
+                while isinstance(cause, BaseExceptionGroup):
+                    cause = cause.exceptions[0]
                 reason = str(cause) if isinstance(cause, MCPServerError) else repr(cause)
                 ready.set_exception(MCPServerError(f"{self.name} can't be reached: {reason:.500}"))
             if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
@@ -188,15 +190,18 @@ class MCPConnection:
 
     async def _on_message(self, message: Any) -> None:
         if type(message).__name__ == "ToolListChangedNotification":
-            self._is_stale = True
+            self.is_stale = True
 
     async def _list(self) -> None:
-        self._is_stale = False
+        self.is_stale = False
         offered: dict[str, dict[str, Any]] = {}
         cursor = None
         for _ in range(_MAX_PAGES):
             page = await self._request(self._client.list_tools(cursor=cursor, cache_mode="bypass"))
-            offered |= {tool.name: _schema(tool) for tool in page.tools}
+            for tool in page.tools:
+                about = tool.description or tool.title or ""
+                schema = {"name": tool.name, "description": about, "parameters": tool.input_schema}
+                offered[tool.name] = {"type": "function", "function": schema}
             cursor = page.next_cursor
             if not cursor:
                 break
@@ -239,8 +244,10 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
         if isinstance(server, Mapping) and "command" in server:
             server = StdioServerParameters(**server)
         if isinstance(server, StdioServerParameters):
+            if sys.__stderr__ is None:
+                raise MCPServerError("this process has no stderr, which a server's process needs")
             # What the server writes to stderr is shown, as it is for any child process.
-            target = stdio_client(_kept(server), errlog=_stderr())
+            target = stdio_client(_kept(server), errlog=sys.__stderr__)
         elif isinstance(server, Mapping):
             http = await stack.enter_async_context(
                 create_mcp_http_client(headers=dict(server.get("headers", {})))
@@ -248,16 +255,6 @@ async def make_client(server: Any, on_message: Any) -> AsyncIterator[Any]:
             target = streamable_http_client(server["url"], http_client=http)
         client = Client(target, cache=None, message_handler=on_message)
         yield await stack.enter_async_context(client)
-
-
-def _check_keys(name: str, server: Mapping[str, Any]) -> None:
-    for needed, known in (("command", _PROCESS_KEYS), ("url", _HTTP_KEYS)):
-        if needed in server and server.keys() <= known:
-            return
-    raise ValueError(
-        f"{name} is described by {sorted(server)}. Give 'command' (with 'args', 'env', 'cwd', "
-        "'encoding' as needed) for a process, or 'url' (with 'headers') for HTTP."
-    )
 
 
 def _kept(server: Any) -> Any:
@@ -273,47 +270,22 @@ def _kept(server: Any) -> Any:
     return server.model_copy(update={"command": command, "args": args})
 
 
-def _stderr() -> TextIO:
-    if sys.__stderr__ is None:
-        raise MCPServerError("this process has no stderr, which a server's process needs")
-    return sys.__stderr__
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description or tool.title or "",
-        "parameters": tool.input_schema,
-    }
-    return {"type": "function", "function": function}
-
-
 def _content(result: Any) -> Any:
     """What a tool said: its text, a note for what is not text, or its data."""
-    pieces = [_piece(block) for block in result.content]
-    text = "\n".join(pieces)
+    pieces: list[str] = []
+    for block in result.content:
+        text = getattr(block, "text", None)
+        text = text or getattr(getattr(block, "resource", None), "text", None)
+        if isinstance(text, str) or block.type == "text":
+            pieces.append(text or "")
+        else:
+            what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
+            pieces.append(f"[{block.type}: {what}]")
+    said = "\n".join(pieces)
     if result.is_error:
-        raise MCPToolError(text or "the tool failed")
-    if not pieces and result.structured_content is not None:
-        return result.structured_content
-    return text
-
-
-def _piece(block: Any) -> str:
-    text = getattr(block, "text", None) or getattr(getattr(block, "resource", None), "text", None)
-    if isinstance(text, str):
-        return text
-    if block.type == "text":
-        return ""
-    what = getattr(block, "mime_type", None) or getattr(block, "uri", None) or "no text"
-    return f"[{block.type}: {what}]"
-
-
-def _first(error: BaseException) -> BaseException:
-    """The cause inside a group of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        raise MCPToolError(said or "the tool failed")
+    has_data = not pieces and result.structured_content is not None
+    return result.structured_content if has_data else said
 
 
 # Tools of MCP servers.
@@ -378,43 +350,40 @@ class MCPToolTransform(ToolSource):
             for name, server in servers.items()
         }
         try:
-            for server, connection in self._shared.items():
-                for tool, schema in self._run(connection.tools()).items():
-                    self._offer(server, tool, schema, prefix_names)
-            self._keep_allowed(allow)
+            self._list_tools(allow, prefix_names)
             if session == "row":
                 self._run(_close_all(self._shared.values()))
         except BaseException:
             self.close()
             raise
 
-    def _offer(self, server: str, tool: str, schema: dict[str, Any], prefix_names: bool) -> None:
-        name = offered_name(f"{server}_{tool}" if prefix_names else tool)
-        if name in self.tools:
-            raise ValueError(
-                f"Two tools are named {name!r}: of the MCP servers {self._homes[name][0]!r} and "
-                f"{server!r}. Give prefix_names=True, or leave one server out."
-            )
-        schema = {**schema, "function": {**schema["function"], "name": name}}
-        try:
-            self.tools[name] = schema_tool(schema, is_strict=False)
-        except SchemaError as error:
-            raise ValueError(
-                f"The tool {tool!r} of the MCP server {server!r} has an invalid schema: "
-                f"{error.message}"
-            ) from error
-        self._homes[name] = (server, tool)
-
-    def _keep_allowed(self, allow: Collection[str] | None) -> None:
-        if allow is None:
-            return
-        missing = sorted(set(allow) - self.tools.keys())
+    def _list_tools(self, allow: Collection[str] | None, prefix_names: bool) -> None:
+        for server, connection in self._shared.items():
+            for tool, schema in self._run(connection.tools()).items():
+                name = offered_name(f"{server}_{tool}" if prefix_names else tool)
+                if name in self.tools:
+                    raise ValueError(
+                        f"Two tools are named {name!r}: of the MCP servers "
+                        f"{self._homes[name][0]!r} and {server!r}. Give prefix_names=True, or "
+                        "leave one server out."
+                    )
+                schema = {**schema, "function": {**schema["function"], "name": name}}
+                try:
+                    self.tools[name] = schema_tool(schema, is_strict=False)
+                except SchemaError as error:
+                    raise ValueError(
+                        f"The tool {tool!r} of the MCP server {server!r} has an invalid schema: "
+                        f"{error.message}"
+                    ) from error
+                self._homes[name] = (server, tool)
+        missing = sorted(set(allow or ()) - self.tools.keys())
         if missing:
             raise ValueError(
                 f"MCPToolTransform: allow names {missing}, which no server offers; there are "
                 f"{sorted(self.tools)}."
             )
-        self.tools = {name: tool for name, tool in self.tools.items() if name in set(allow)}
+        for name in self.tools.keys() - set(self.tools if allow is None else allow):
+            del self.tools[name]
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.submit(coroutine).result(timeout=2 * self.timeout_s + _GRACE_S)
@@ -434,23 +403,22 @@ class MCPToolTransform(ToolSource):
         """
         if self.session == "shared":
             for connection in self._shared.values():
-                connection.recheck()
+                connection.is_stale = True
             return
         own = {name: connection.another() for name, connection in self._shared.items()}
-        episode.resources.add(self, own, close=functools.partial(self._close, own.values()))
+        close = functools.partial(self._there, _close_all, own.values())
+        episode.resources.add(self, own, close=close)
         opened = await self.call_all(
-            *(functools.partial(self._open, connection) for connection in own.values()),
+            *(functools.partial(self._there, connection.tools) for connection in own.values()),
             timeout_s=2 * self.timeout_s + _GRACE_S,
         )
         for server, outcome in zip(own, opened, strict=True):
             if outcome.error is not None:
                 raise EpisodeStartError(f"MCP server {server}") from outcome.error
 
-    async def _open(self, connection: MCPConnection) -> None:
-        await asyncio.wrap_future(self._loop.submit(connection.tools()))
-
-    async def _close(self, connections: Collection[MCPConnection]) -> None:
-        await asyncio.wrap_future(self._loop.submit(_close_all(connections)))
+    async def _there(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+        """Run something on the sessions' own loop, which lives as long as they do."""
+        return await asyncio.wrap_future(self._loop.submit(function(*arguments)))
 
     def close(self) -> None:
         """Close all sessions and stop the servers' processes."""
@@ -472,13 +440,8 @@ class MCPToolTransform(ToolSource):
         """A call of a server's tool."""
         server, tool = self._homes[call.name]
         connections = self._shared if self.session == "shared" else episode.resources.get(self)
-        return self.job(
-            call, functools.partial(self._ask, connections[server], tool, call.arguments)
-        )
-
-    async def _ask(self, connection: MCPConnection, tool: str, arguments: dict[str, Any]) -> Any:
-        # The sessions have a loop of their own, which lives as long as they do.
-        return await asyncio.wrap_future(self._loop.submit(connection.call(tool, arguments)))
+        ask = functools.partial(self._there, connections[server].call, tool, call.arguments)
+        return self.job(call, ask)
 
 
 async def _close_all(connections: Collection[MCPConnection]) -> None:
