@@ -497,10 +497,7 @@ def warped_log_softmax(
 
 
 def warped_log_prob(
-    logits: Tensor,
-    targets: Tensor,
-    params: SamplingParameters,
-    history: TokenHistory | None = None,
+    logits: Tensor, targets: Tensor, params: SamplingParameters, history: TokenHistory | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under :func:`warped_log_softmax`, and the entropy, ``[K]`` each."""
     log_p = warped_log_softmax(logits, params, targets, history)

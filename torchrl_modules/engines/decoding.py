@@ -71,10 +71,7 @@ class TokenDraw:
         self._is_own_softmax = params.is_own_softmax
 
     def __call__(
-        self,
-        logits: Tensor,
-        history: TokenHistory,
-        streams: "Sequence[RowStream] | None" = None,
+        self, logits: Tensor, history: TokenHistory, streams: "Sequence[RowStream] | None" = None
     ) -> DrawnTokens:
         """Draw.
 

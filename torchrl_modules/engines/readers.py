@@ -349,10 +349,7 @@ class ImageRows(PromptReader):
     needs_one_length = True
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        processor: ImageProcessor,
-        images: Sequence[Sequence[str]],
+        self, model: PreTrainedModel, processor: ImageProcessor, images: Sequence[Sequence[str]]
     ) -> None:
         super().__init__(model)
         self._processor = processor

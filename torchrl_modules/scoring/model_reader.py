@@ -282,10 +282,7 @@ def read_with_images(
 
 
 def model_inputs(
-    model: PreTrainedModel,
-    processor: ImageProcessor,
-    ids: Tensor,
-    images: Sequence[Sequence[str]],
+    model: PreTrainedModel, processor: ImageProcessor, ids: Tensor, images: Sequence[Sequence[str]]
 ) -> dict[str, Tensor]:
     """What a model takes beside token ids ``[B, L]``, in its precision."""
     inputs = processor.inputs(ids, images)
