@@ -1,9 +1,9 @@
 """How prompts get into a model's cache: the ways that are tried, with images too."""
 
-import inspect
 import warnings
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,14 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torchrl_data.ragged import pad
 from torchrl_data.templates.encoder import ImageProcessor
-from torchrl_modules.scoring.model_reader import (
-    ImageTrial,
-    RowPositions,
-    alike,
-    model_inputs,
-    run_image_trial,
-)
-from torchrl_modules.scoring.models import Trial, find_first, run_trial
+from torchrl_modules.scoring.model_reader import RowPositions, alike, model_inputs, run_image_trial
+from torchrl_modules.scoring.models import Trial, find_first, forward_parameters, run_trial
 from torchrl_modules.scoring.packed_attention import cap_attention
 
 from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache
@@ -33,9 +27,10 @@ from .decoding import KeptCaches, PromptReader, SlotReader, has_plain_cache
 # Shape legend: A rows, T tokens so far, V vocabulary.
 
 _CACHES = ("past_key_values", "cache_params", "state")
-_found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]" = (
-    WeakKeyDictionary()
-)
+_Found = WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[PromptReader]]]
+Reader = TypeVar("Reader", bound=PromptReader)
+_found, _found_with_images = _Found(), _Found()
+"""Of models that were tried: in which state, and how they continue rows."""
 
 
 class PaddedReader(PromptReader):
@@ -45,7 +40,8 @@ class PaddedReader(PromptReader):
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
-        rows, index = _different(prompts, self.model.device)
+        different, index = _different_rows(map(tuple, prompts), self.model.device)
+        rows = [torch.tensor(prompt, device=self.model.device) for prompt in different]
         mask = pad([torch.ones_like(row) for row in rows], value=0, side="left")
         self._cache = DynamicCache(config=self.model.config)
         output = self.model(
@@ -92,22 +88,23 @@ class OwnCacheReader(PromptReader):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        named = inspect.signature(model.forward).parameters
-        self._name = next((name for name in _CACHES if name in named), _CACHES[0])
+        takes = forward_parameters(model)
+        self._name = next((name for name in _CACHES if name in takes), _CACHES[0])
         self._cache: Any = None
         self._num_read = 0
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
-        rows, index = _different(prompts, self.model.device)
-        logits = self._call(torch.stack(rows))
+        different, index = _different_rows(map(tuple, prompts), self.model.device)
+        rows = torch.tensor(different, device=self.model.device)
+        logits = self._call(rows)
         if len(rows) == len(prompts):
             return logits
         if self.can_drop:
             self.keep(index)
             return logits[index]
         self._cache, self._num_read = None, 0
-        return self._call(torch.stack(rows)[index])
+        return self._call(rows[index])
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See :class:`PromptReader`."""
@@ -148,8 +145,8 @@ class WholeRowReader(PromptReader):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        named = inspect.signature(model.forward).parameters
-        self._no_cache = {"use_cache": False} if "use_cache" in named else {}
+        takes = forward_parameters(model)
+        self._no_cache = {"use_cache": False} if "use_cache" in takes else {}
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
@@ -169,13 +166,11 @@ class WholeRowReader(PromptReader):
         self._ids = self._ids[index]
 
 
-def _different(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[list[Tensor], Tensor]:
-    """The different prompts, and which of them each row has, int64 ``[A]``."""
-    places = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    index = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=device)
-    return [torch.tensor(prompt, device=device) for prompt in places], index
+def _different_rows(rows: Iterable[Hashable], device: torch.device) -> tuple[list[Any], Tensor]:
+    """The different rows, and which of them each row is, int64 ``[A]``."""
+    places: dict[Hashable, int] = {}
+    index = [places.setdefault(row, len(places)) for row in rows]
+    return list(places), torch.tensor(index, device=device)
 
 
 def num_positions(model: PreTrainedModel) -> int | None:
@@ -221,49 +216,52 @@ def find_prompt_reader(model: PreTrainedModel) -> type[PromptReader]:
         ValueError: there is no such way.
     """
     cap_attention(model)
-    state = (model.dtype, model.device, model.config._attn_implementation)
-    earlier = _found.get(model)
-    if earlier is not None and earlier[0] == state:
-        return earlier[1]
-    trial = run_trial(model, who="TransformersEngine")
     readers: list[type[PromptReader]] = [
         *([SlotReader] if has_plain_cache(model) else []),
-        PaddedReader,
-        OwnCacheReader,
-        OwnCachePositionsReader,
-        WholeRowReader,
+        *(PaddedReader, OwnCacheReader, OwnCachePositionsReader, WholeRowReader),
     ]
     if getattr(model, "_is_stateful", False):  # padding on the left would be part of the state
         readers = [reader for reader in readers if reader.needs_one_length]
+    run = partial(run_trial, model, who="TransformersEngine")
+    return _fastest(_found, model, readers, run, _tried, "a row")
+
+
+def _fastest(
+    known: _Found,
+    model: PreTrainedModel,
+    readers: Sequence[type[Reader]],
+    run: Callable[[], Trial],
+    log_probs: Callable[[type[Reader], PreTrainedModel, Trial], list[Tensor]],
+    what: str,
+) -> type[Reader]:
+    """The first reader that gives the model's own log-probs, of what rows are read."""
+    state = (model.dtype, model.device, model.config._attn_implementation)
+    earlier: Any = known.get(model)
+    if earlier is not None and earlier[0] == state:
+        return earlier[1]
+    trial, name = run(), type(model).__name__
     at, _, wrong = find_first(
         model,
         trial,
-        [
-            (reader.__name__, lambda reader=reader: _tried(reader, model, trial))
-            for reader in readers
-        ],
+        [(cls.__name__, partial(log_probs, cls, model, trial)) for cls in readers],
+        f"TransformersEngine: {name} can't be sampled from here, but perhaps with vLLM: no way to "
+        f"continue {what} gives what its forward says of a whole one",
     )
-    if at is None:
-        raise ValueError(
-            f"TransformersEngine: {type(model).__name__} can't be sampled from: no way to continue "
-            f"rows gives what its forward says of a whole row ({'; '.join(wrong)}). Sample with "
-            "vLLM."
-        )
-    if readers[at] is WholeRowReader:
+    if issubclass(readers[at], WholeRowReader):
         warnings.warn(
-            f"TransformersEngine: what {type(model).__name__} keeps of a row does not give the "
-            f"log-probs of its own forward ({'; '.join(wrong)}), so every token reads its whole "
-            "row again. That is slow for long rows: sample with vLLM where it knows the model.",
-            stacklevel=2,
+            f"TransformersEngine: what {name} keeps of {what} does not give the log-probs of its "
+            f"own forward ({'; '.join(wrong)}), so every token reads its whole row again. That is "
+            "slow for long rows: sample with vLLM where it knows the model.",
+            stacklevel=3,
         )
-    _found[model] = (state, readers[at])
+    known[model] = (state, readers[at])
     return readers[at]
 
 
 def _tried(cls: type[PromptReader], model: PreTrainedModel, trial: Trial) -> list[Tensor]:
     """What a reader says of rows, in the first way of using it that is wrong, if one is."""
     continued = _continued(cls, model, trial.rows)
-    if not issubclass(cls, SlotReader) or not trial.tolerance.allows(trial.difference(continued)):
+    if not issubclass(cls, SlotReader) or not trial.allows(trial.difference(continued)):
         return continued
     return _joined(cls, model, trial.rows)
 
@@ -276,28 +274,23 @@ def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor
     first.leave_behind(0, begin, "trial")
     reader, results = cls(model, kept), [[] for _ in rows]
     num_read = [max(1, len(row) - 3) for row in rows]
-    here = [len(rows) - 1]
-
-    def join(joining: list[int]) -> Tensor:
-        return reader.join([rows[i][: num_read[i]].tolist() for i in joining])
-
-    def advance() -> Tensor:
-        drawn = torch.stack([rows[i][num_read[i]] for i in here])
-        for i in here:
-            num_read[i] += 1
-        return reader.advance(drawn)
-
-    logits = join(here)
-    while here:
+    here: list[int] = []
+    joining, logits = [len(rows) - 1], torch.empty(0)
+    while here or joining:
+        if joining:
+            joined = reader.join([rows[i][: num_read[i]].tolist() for i in joining])
+            logits = torch.cat([logits, joined]) if here else joined
+            here += joining
         for row, i in zip(logits.double().log_softmax(-1), here, strict=True):
             results[i].append(row[rows[i][num_read[i]]])
         left = [k for k, i in enumerate(here) if num_read[i] + 1 < len(rows[i])]
         here = [here[k] for k in left]
         reader.keep(torch.tensor(left, dtype=torch.int64, device=logits.device))
-        logits = advance() if here else logits[:0]
-        if joining := [i for i in range(len(rows)) if not results[i] and i not in here]:
-            logits = torch.cat([logits, join(joining)])
-            here += joining
+        if here:
+            logits = reader.advance(torch.stack([rows[i][num_read[i]] for i in here]))
+            for i in here:
+                num_read[i] += 1
+        joining = [i for i in range(len(rows)) if not results[i]]
     return [torch.stack(values) for values in results]
 
 
@@ -332,10 +325,6 @@ def _continued(
 #
 # Shape legend: A rows, V vocabulary.
 
-_found_with_images: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], type[ImageRows]]]" = (
-    WeakKeyDictionary()
-)
-
 
 class ImageRows(PromptReader):
     """Rows with images of one length.
@@ -366,10 +355,9 @@ class ImageReader(ImageRows):
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See :class:`PromptReader`."""
-        rows = [(tuple(prompt), its) for prompt, its in zip(prompts, self._images, strict=True)]
-        places = {row: i for i, row in enumerate(dict.fromkeys(rows))}
-        index = torch.tensor([places[row] for row in rows], device=self.model.device)
-        ids = torch.tensor([prompt for prompt, _ in places], device=self.model.device)
+        rows = zip(map(tuple, prompts), self._images, strict=True)
+        different, index = _different_rows(rows, self.model.device)
+        ids = torch.tensor([prompt for prompt, _ in different], device=self.model.device)
         self._cache = DynamicCache(config=self.model.config)
         self._positions.forget()
         output = self.model(
@@ -377,9 +365,9 @@ class ImageReader(ImageRows):
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
-            **model_inputs(self.model, self._processor, ids, [its for _, its in places]),
+            **model_inputs(self.model, self._processor, ids, [its for _, its in different]),
         )
-        if len(places) < len(rows):
+        if len(different) < len(prompts):
             self.keep(index)
         return output.logits[index, -1]
 
@@ -410,45 +398,20 @@ class WholeImageReader(ImageRows, WholeRowReader):
 
 def find_image_reader(model: PreTrainedModel, processor: ImageProcessor) -> type[ImageRows]:
     """The fastest way to continue rows with images that gives the model's own log-probs."""
-    state = (model.dtype, model.device, model.config._attn_implementation)
-    earlier = _found_with_images.get(model)
-    if earlier is not None and earlier[0] == state:
-        return earlier[1]
-    who = "TransformersEngine"
-    tried = run_image_trial(model, processor, who=who)
+    run = partial(run_image_trial, model, processor, who="TransformersEngine")
     readers: list[type[ImageRows]] = [ImageReader, WholeImageReader]
-    at, _, wrong = find_first(
-        model,
-        tried.trial,
-        [
-            (cls.__name__, lambda cls=cls: _continued_with_images(cls, model, processor, tried))
-            for cls in readers
-        ],
-    )
-    if at is None:
-        raise ValueError(
-            f"{who}: {type(model).__name__} can't be sampled from with images: no way to continue "
-            f"rows gives what its forward says of a whole row ({'; '.join(wrong)})."
-        )
-    if readers[at] is WholeImageReader:
-        warnings.warn(
-            f"{who}: what {type(model).__name__} keeps of a row with images does not give the "
-            f"log-probs of its own forward ({'; '.join(wrong)}), so every token reads its whole "
-            "row again, which is slow.",
-            stacklevel=2,
-        )
-    _found_with_images[model] = (state, readers[at])
-    return readers[at]
+    log_probs = partial(_continued_with_images, processor)
+    return _fastest(_found_with_images, model, readers, run, log_probs, "a row with images")
 
 
 def _continued_with_images(
-    cls: type[ImageRows], model: PreTrainedModel, processor: ImageProcessor, tried: ImageTrial
+    processor: ImageProcessor, cls: type[ImageRows], model: PreTrainedModel, trial: Trial
 ) -> list[Tensor]:
     """Log-probs of the last tokens of rows, read one by one; the first row leaves on the way."""
-    rows, results = tried.trial.rows, [[] for _ in tried.trial.rows]
-    for group in alike(processor, [len(row) for row in rows], tried.images):
+    rows, results = trial.rows, [[] for _ in trial.rows]
+    for group in alike(processor, [len(row) for row in rows], trial.images):
         here = group + group[:1]  # one row twice
-        reader = cls(model, processor, [tried.images[i] for i in here])
+        reader = cls(model, processor, [trial.images[i] for i in here])
         logits = reader.read([rows[i][:-2].tolist() for i in here])
         for step in (-2, -1):
             drawn = torch.stack([rows[i][step] for i in here])

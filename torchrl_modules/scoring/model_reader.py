@@ -18,9 +18,9 @@ from .models import (
     Trial,
     call,
     evaluation_mode,
+    forward_parameters,
     is_linear,
-    next_log_probs,
-    tolerance_of,
+    own_log_probs,
     trial_rows,
 )
 from .packed_attention import build_trie, can_share, packed_input
@@ -58,6 +58,11 @@ class Targets(NamedTuple):
     lengths: Tensor
     """int64 ``[B]``."""
 
+    def beginnings(self, rows: Tensor) -> list[Tensor]:
+        """The tokens of some rows that have to be read."""
+        starts, ends = self.starts[rows].tolist(), self.ends[rows].tolist()
+        return [self.ids[a : a + n] for a, n in zip(starts, ends, strict=True)]
+
 
 def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
     """The targets of packed rows."""
@@ -72,19 +77,6 @@ def targets_of(ids: Tensor, lengths: Tensor, target_mask: Tensor) -> Targets:
     return Targets(ids, starts, ends, rows, positions, lengths)
 
 
-def _check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    """Check that packed token ids are in the vocabulary."""
-    unknown = (ids < 0) | (ids >= vocab_size)
-    if bool(unknown.any()):
-        at = int(unknown.nonzero()[0])
-        row = int(sequence_index(lengths)[at])
-        raise ValueError(
-            f"score_packed: token {at - int(lengths[:row].sum())} of sequence {row} has the id "
-            f"{int(ids[at])}, but the model's vocabulary ends at {vocab_size - 1}. Was it encoded "
-            "with another tokenizer?"
-        )
-
-
 def check_packed(
     ids: Tensor,
     lengths: Tensor,
@@ -93,7 +85,7 @@ def check_packed(
     processor: ImageProcessor | None,
     images: Sequence[Sequence[str]] | None,
 ) -> None:
-    """Check packed sequences, their targets and their images."""
+    """Check packed sequences, their targets, and that they have the images of their tokens."""
     if ids.ndim != 1 or ids.shape != target_mask.shape or int(lengths.sum()) != len(ids):
         raise ValueError(
             f"score_packed takes ids [N], lengths that sum to N and a mask [N]; got ids "
@@ -108,33 +100,28 @@ def check_packed(
             "score_packed: the first token of a sequence is a target, but nothing comes before "
             "it to predict it."
         )
-    _check_images(processor, ids, lengths, images)
-    _check_ids(ids, lengths, vocab_size)
-
-
-def _check_images(
-    processor: ImageProcessor | None,
-    ids: Tensor,
-    lengths: Tensor,
-    images: Sequence[Sequence[str]] | None,
-) -> None:
-    """Check that packed sequences have the images that their tokens stand for."""
-    if processor is None:
-        if images and any(images):
-            raise ValueError(
-                "score_packed: the sequences have images, and the scorer reads none. Give it the "
-                "processor of the vision-language model: TransformersWrapper(processor=...)."
-            )
-        return
-    if images is None and not bool((ids == processor.token_id).any()):
-        return
-    rows = ids.split(lengths.tolist())
-    for i, (row, its) in enumerate(zip(rows, images or [[]] * len(rows), strict=True)):
-        if fault := processor.fault(row, its):
-            raise ValueError(
-                f"score_packed: sequence {i} can't be scored: {fault}. A batch keeps them in "
-                "'images', which a loss hands on."
-            )
+    if processor is None and images and any(images):
+        raise ValueError(
+            "score_packed: the sequences have images, and the scorer reads none. Give it the "
+            "processor of the vision-language model: TransformersWrapper(processor=...)."
+        )
+    if processor is not None and (images is not None or bool((ids == processor.token_id).any())):
+        rows = ids.split(lengths.tolist())
+        for i, (row, its) in enumerate(zip(rows, images or [[]] * len(rows), strict=True)):
+            if fault := processor.fault(row, its):
+                raise ValueError(
+                    f"score_packed: sequence {i} can't be scored: {fault}. A batch keeps them in "
+                    "'images', which a loss hands on."
+                )
+    unknown = (ids < 0) | (ids >= vocab_size)
+    if bool(unknown.any()):
+        at = int(unknown.nonzero()[0])
+        row = int(sequence_index(lengths)[at])
+        raise ValueError(
+            f"score_packed: token {at - int(lengths[:row].sum())} of sequence {row} has the id "
+            f"{int(ids[at])}, but the model's vocabulary ends at {vocab_size - 1}. Was it encoded "
+            "with another tokenizer?"
+        )
 
 
 class ModelReader:
@@ -152,8 +139,10 @@ class ModelReader:
         self.head = head
         self.model = model
         self._share = share_prefixes
-        self._no_cache = {"use_cache": False} if _takes(model, "use_cache") else {}
-        self._picks_logits = _takes(model, "logits_to_keep")
+        takes = forward_parameters(model)
+        any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+        self._no_cache = {"use_cache": False} if any_name or "use_cache" in takes else {}
+        self._picks_logits = "logits_to_keep" in takes
 
     def read(self, targets: Targets) -> Tensor:
         """Hidden states ``[K, D]`` that predict the targets, or float32 logits ``[K, V]``."""
@@ -173,21 +162,18 @@ class ModelReader:
 
     def _read_padded(self, targets: Targets) -> Tensor:
         used = targets.ends.nonzero().squeeze(1)
-        place = torch.zeros_like(targets.ends).scatter(
-            0, used, torch.arange(len(used), device=used.device)
-        )
-        rows = list(_beginnings(targets, used))
+        place = torch.zeros_like(targets.ends)
+        place[used] = torch.arange(len(used), device=used.device)
+        rows = targets.beginnings(used)
         mask = pad([torch.ones_like(row) for row in rows], value=0)
         inputs = {"input_ids": pad(rows, value=0), "attention_mask": mask}
         return self.pick(inputs, place[targets.rows], targets.positions)
 
     def _read_by_length(self, targets: Targets) -> Tensor:
         parts, order = [], []
-        for end in targets.ends.unique().tolist():
-            if end == 0:
-                continue
+        for end in targets.ends[targets.ends > 0].unique():
             used = (targets.ends == end).nonzero().squeeze(1)
-            rows = torch.stack(list(_beginnings(targets, used)))
+            rows = torch.stack(targets.beginnings(used))
             mine = torch.isin(targets.rows, used).nonzero().squeeze(1)
             place = torch.searchsorted(used, targets.rows[mine])
             parts.append(self.pick({"input_ids": rows}, place, targets.positions[mine]))
@@ -198,12 +184,9 @@ class ModelReader:
         """What the model gives at some rows and columns of its input, ``[K, ...]``."""
         if self.head is not None:
             outputs = self.model.base_model(**inputs, **self._no_cache).last_hidden_state
-        elif self._picks_logits:
-            kept, columns = columns.unique(return_inverse=True)
-            outputs = call(
-                self.model, **inputs, **self._no_cache, logits_to_keep=kept
-            ).logits.float()
         else:
+            if self._picks_logits:
+                inputs["logits_to_keep"], columns = columns.unique(return_inverse=True)
             outputs = call(self.model, **inputs, **self._no_cache).logits.float()
         # One index and not two: its backward pass adds in a fixed order.
         return outputs.flatten(0, 1).index_select(0, rows * outputs.shape[1] + columns)
@@ -215,18 +198,6 @@ def plain_head(model: PreTrainedModel) -> nn.Linear | None:
     # A head inside another module comes after something else; a model may be its own base.
     is_last = any(child is head for child in model.children()) and model.base_model is not model
     return head if is_linear(head) and is_last else None
-
-
-def _beginnings(targets: Targets, used: Tensor) -> Iterator[Tensor]:
-    starts, ends = targets.starts[used].tolist(), targets.ends[used].tolist()
-    return (targets.ids[a : a + n] for a, n in zip(starts, ends, strict=True))
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    parameters = inspect.signature(model.forward).parameters
-    any_name = inspect.Parameter.VAR_KEYWORD
-    own = name in parameters
-    return own or (name == "use_cache" and any(p.kind is any_name for p in parameters.values()))
 
 
 # Rows with images, read by a model's own forward: those of one length and shape together.
@@ -285,10 +256,9 @@ def model_inputs(
     model: PreTrainedModel, processor: ImageProcessor, ids: Tensor, images: Sequence[Sequence[str]]
 ) -> dict[str, Tensor]:
     """What a model takes beside token ids ``[B, L]``, in its precision."""
-    inputs = processor.inputs(ids, images)
     return {
         name: value.to(model.dtype) if value.is_floating_point() else value
-        for name, value in inputs.items()
+        for name, value in processor.inputs(ids, images).items()
     }
 
 
@@ -323,19 +293,11 @@ def own_positions(model: nn.Module) -> Iterator[RowPositions]:
         positions.forget()
 
 
-class ImageTrial(NamedTuple):
-    """A trial (:mod:`~torchrl_modules.scoring.models`) of rows with images."""
-
-    trial: Trial
-    images: list[list[str]]
-
-
-@torch.no_grad()
-def run_image_trial(model: PreTrainedModel, processor: ImageProcessor, *, who: str) -> ImageTrial:
-    """Score rows with images with nothing but the model's own forward, one at a time."""
+def run_image_trial(model: PreTrainedModel, processor: ImageProcessor, *, who: str) -> Trial:
+    """Try a model's own forward on rows with images, one at a time."""
     # The first two rows differ in their images alone.
     name = type(model).__name__
-    if "pixel_values" not in inspect.signature(model.forward).parameters:
+    if "pixel_values" not in forward_parameters(model):
         raise TypeError(
             f"{who}: the forward of {name} takes no pixel_values, so it reads no images. Leave "
             "processor= out, or load the model with AutoModelForImageTextToText."
@@ -346,40 +308,34 @@ def run_image_trial(model: PreTrainedModel, processor: ImageProcessor, *, who: s
         torch.cat([words[:3], words.new_tensor(processor.process(its).ids), words[3:]])
         for words, its in zip((text[0], text[0], text[1]), images, strict=True)
     ]
-    log_probs = []
     with evaluation_mode(model), own_positions(model) as positions:
-        for row, its in zip(rows, images, strict=True):
-            inputs = model_inputs(model, processor, row[None], [its])
-            try:
-                logits = model(input_ids=row[None], **inputs).logits[0]
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                raise ValueError(
-                    f"{who}: the forward of {name} fails for a row with an image as "
-                    f"{type(processor.processor).__name__} processes it: "
-                    f"{type(error).__name__}: {error}. Do they belong together?"
-                ) from error
-            log_probs.append(next_log_probs(logits, row))
+
+        def inputs(i: int) -> dict[str, Tensor]:
             positions.forget()
-    return ImageTrial(Trial(rows, log_probs, tolerance_of(model)), images)
+            return model_inputs(model, processor, rows[i][None], [images[i]])
+
+        failure = (
+            f"{who}: the forward of {name} fails for a row with an image as "
+            f"{type(processor.processor).__name__} processes it (do they belong together?)"
+        )
+        return own_log_probs(model, rows, inputs, failure, images)
 
 
 @torch.no_grad()
 def check_image_reading(reader: ModelReader, processor: ImageProcessor, *, who: str) -> None:
     """Check that rows with images, read together, get what the model says of each alone."""
     model = reader.model
-    trial, images = run_image_trial(model, processor, who=who)
+    trial = run_image_trial(model, processor, who=who)
     ids, lengths = pack(trial.rows)
     lengths = lengths.to(ids.device)
     tails = [torch.arange(len(row)) >= len(row) - 2 for row in trial.rows]
     mask = torch.cat(tails).to(ids.device)
     with evaluation_mode(model):
-        outputs = read_with_images(reader, processor, (ids, lengths, mask), images)
+        outputs = read_with_images(reader, processor, (ids, lengths, mask), trial.images)
         logits = outputs if reader.head is None else reader.head(outputs)
     log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
     difference = trial.difference(log_p.split(2))
-    if not trial.tolerance.allows(difference):
+    if not trial.allows(difference):
         raise ValueError(
             f"{who}: rows with images that {type(model).__name__} reads together get other "
             f"log-probs than each alone: off by {difference}."

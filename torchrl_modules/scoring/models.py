@@ -5,8 +5,8 @@ Its wrappers, its shards, its positions, and whether it reads as it should.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -26,8 +26,8 @@ _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 def unwrapped(model: Any, *, who: str) -> PreTrainedModel:
-    """The causal language model inside."""
-    if isinstance(model, nn.DataParallel) or _is(model, "FullyShardedDataParallel"):
+    """The causal language model inside its wrappers, which computes what they do."""
+    if isinstance(model, (nn.DataParallel, _of_fsdp("FullyShardedDataParallel"))):
         raise TypeError(
             f"{who}: {type(model).__name__} cuts the inputs or the parameters of a model up in a "
             "way that can't be scored. Use DistributedDataParallel(model) or fully_shard(model)."
@@ -39,7 +39,20 @@ def unwrapped(model: Any, *, who: str) -> PreTrainedModel:
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return unwrapped(model.module, who=who)
-    return model_inside(model)
+    # Adapters such as LoRA are layers of the model inside, so that it gives the PEFT model's logits
+    # and gradients by itself.
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    for config in model.peft_config.values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        is_layers = not config.is_prompt_learning and kind != "POLY"
+        if not is_layers or getattr(config, "alora_invocation_tokens", None):
+            raise TypeError(
+                f"{type(model).__name__} has adapters of the kind {'aLoRA' if is_layers else kind},"
+                " which are not layers of the model. Train one that is, such as LoRA."
+            )
+    return model.get_base_model()
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
@@ -49,16 +62,20 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 def is_distributed(model: nn.Module) -> bool:
     """Whether a model's forward does what other processes take part in."""
-    return (
-        isinstance(model, nn.parallel.DistributedDataParallel)
-        or is_sharded(model)
-        or _is_replicated(model)
-    )
+    if isinstance(model, nn.parallel.DistributedDataParallel) or is_sharded(model):
+        return True
+    composable: Any = sys.modules.get("torch.distributed._composable.replicate")
+    return composable is not None and composable.replicate.state(model) is not None
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a model as a whole."""
-    return _is(model, "FSDPModule")
+    return isinstance(model, _of_fsdp("FSDPModule"))
+
+
+def _of_fsdp(name: str) -> Any:
+    """A class of FSDP, which is not imported: a model that is sharded has done it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
 
 
 def run_inside(model: nn.Module, function: Callable[[], T]) -> T:
@@ -110,39 +127,6 @@ def _forward_is(module: nn.Module, function: Callable[..., Any] | None) -> Itera
             own["forward"] = before
 
 
-def _is(model: Any, name: str) -> bool:
-    """Of a class of FSDP, which is not imported: a model that is sharded has done it."""
-    cls = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
-    return cls is not None and isinstance(model, cls)
-
-
-def _is_replicated(model: nn.Module) -> bool:
-    composable: Any = sys.modules.get("torch.distributed._composable.replicate")
-    return composable is not None and composable.replicate.state(model) is not None
-
-
-def model_inside(model: Any) -> PreTrainedModel:
-    """The causal language model that computes what a PEFT model does."""
-    # Adapters such as LoRA are layers of the model inside, so that it gives the PEFT model's logits
-    # and gradients by itself.
-    peft: Any = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return model
-    for config in model.peft_config.values():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if config.is_prompt_learning or kind == "POLY":
-            what = kind
-        elif getattr(config, "alora_invocation_tokens", None):
-            what = "aLoRA"
-        else:
-            continue
-        raise TypeError(
-            f"{type(model).__name__} has adapters of the kind {what}, which are not layers of the "
-            "model. Train one that is, such as LoRA."
-        )
-    return model.get_base_model()
-
-
 def acting_adapters(model: nn.Module) -> tuple[tuple[bool, tuple[Any, ...]], ...]:
     """Of each layer with adapters of PEFT, whether they are off, and which act when they are not.
 
@@ -176,6 +160,11 @@ def draws_dropout(model: nn.Module) -> bool:
     )
 
 
+def precision(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """What a model computes in: ``torch.autocast`` of a type, or its own type without one."""
+    return nullcontext() if dtype is None else torch.autocast(model.device.type, dtype=dtype)
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Inside, a model is in evaluation mode; afterwards each of its modules is as it was."""
@@ -186,9 +175,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-# What ranks that train a model together have to do alike.
 
 
 def check_wrapped_whole(model: nn.Module, *, who: str) -> None:
@@ -208,14 +194,6 @@ def check_wrapped_whole(model: nn.Module, *, who: str) -> None:
             )
 
 
-def most_of_ranks(count: int, device: torch.device) -> int:
-    """The largest of the ranks' numbers."""
-    dist: Any = torch.distributed
-    most = torch.tensor(count, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
-
-
 # Rotary embeddings whose factors change with the length of a row (LongRoPE).
 #
 # Transformers picks the factors of a whole batch by its longest row, so a row would depend on its
@@ -233,11 +211,12 @@ def settle_rope_factors(
     # model: changed in place where rows may be longer than it was pretrained on: it computes with
     # its long factors from now on, short rows too.
     # Gives the longest row that the factors are for; `None` where it makes no difference.
-    changing = list(_changing(model))
+    modules: list[Any] = list(model.modules())
+    changing = [m for m in modules if getattr(m, "rope_type", None) in (_BY_LENGTH, _LONG)]
     if not changing:
         return None
-    limit = min(original for _, _, original in changing)
-    name = type(model).__name__
+    limits = [m.config.rope_parameters["original_max_position_embeddings"] for m in changing]
+    limit, name = min(limits), type(model).__name__
     if max_model_len is None:
         raise ValueError(
             f"{who}: {name} computes rows of more than {limit} tokens with other rotary factors "
@@ -245,34 +224,20 @@ def settle_rope_factors(
             f"max_model_len: up to {limit} the short factors are used, above it the long ones for "
             "every row. vLLM does the same with its max_model_len; give both the same side."
         )
-    is_long = [rope_type == _LONG for _, rope_type, _ in changing]
     if max_model_len <= limit:
-        if any(is_long):
+        if any(module.rope_type == _LONG for module in changing):
             raise ValueError(
                 f"{who}: max_model_len={max_model_len} is for the short rotary factors of {name}, "
                 "but another policy has set this model to its long ones."
             )
         return limit
-    for module, rope_type, original in changing:
-        if rope_type == _BY_LENGTH:
-            _take_long_factors(module, original)
+    for module, original in zip(changing, limits, strict=True):
+        if module.rope_type == _BY_LENGTH:
+            # Its own code sets the factors for this length; under another name it leaves them.
+            device = module.inv_freq.device
+            module(torch.zeros(1, 1, 1, device=device), torch.tensor([[original]], device=device))
+            module.rope_type = _LONG
     return None
-
-
-def _changing(model: PreTrainedModel) -> Iterator[tuple[Any, str, int]]:
-    """Rotary embeddings of this kind, their type, and where their factors change."""
-    for module in model.modules():
-        rope_type: Any = getattr(module, "rope_type", None)
-        if rope_type in (_BY_LENGTH, _LONG):
-            config: Any = module.config
-            yield module, rope_type, config.rope_parameters["original_max_position_embeddings"]
-
-
-def _take_long_factors(module: nn.Module, original: int) -> None:
-    # Its own code sets the factors for this length; under another name it leaves them there.
-    parameter = torch.zeros(1, 1, 1, device=module.inv_freq.device)  # type: ignore[arg-type]
-    module(parameter, torch.tensor([[original]], device=parameter.device))
-    module.rope_type = _LONG  # type: ignore[assignment]
 
 
 # Whether a model is read right: tried on a few short rows, beside the model's own logits.
@@ -288,20 +253,8 @@ _LENGTHS: Final = (9, 5, 9, 6)
 _NUM_SHARED: Final = 4
 
 
-class Tolerance(NamedTuple):
-    """How far log-probs of the same tokens may lie apart, in nats."""
-
-    worst: float
-    mean: float
-
-    def allows(self, difference: "Difference") -> bool:
-        """Whether a difference is no more than other kernels make."""
-        # A comparison with NaN is false.
-        return difference.worst <= self.worst and difference.mean <= self.mean
-
-
 class Difference(NamedTuple):
-    """How far the log-probs of the trial's tokens lie apart, in nats."""
+    """How far log-probs of the same tokens lie apart, in nats."""
 
     worst: float
     mean: float
@@ -317,7 +270,10 @@ class Trial(NamedTuple):
     """int64 ``[L]`` each."""
     log_probs: list[Tensor]
     """float64 ``[L - 1]`` each: of every token but the first."""
-    tolerance: Tolerance
+    tolerance: Difference
+    """What kernels of the model's precision make of the same sum, at most."""
+    images: Sequence[Sequence[str]] = ()
+    """Of each row, in base 64; empty for rows of text."""
 
     def difference(self, log_probs: Sequence[Tensor]) -> Difference:
         """How far others lie from the model's own."""
@@ -326,39 +282,60 @@ class Trial(NamedTuple):
         apart = (torch.cat(own) - torch.cat([x.double() for x in log_probs])).abs()
         return Difference(apart.max().item(), apart.mean().item())
 
-
-def tolerance_of(model: PreTrainedModel) -> Tolerance:
-    """What kernels of a model's precision make of the same sum."""
-    tf32 = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    if model.dtype in (torch.float32, torch.float64) and not tf32:
-        return Tolerance(worst=5e-4, mean=1e-4)
-    return Tolerance(worst=torch.inf, mean=0.1)
+    def allows(self, difference: Difference) -> bool:
+        """Whether a difference is no more than other kernels make."""
+        # A comparison with NaN is false.
+        worst, mean = self.tolerance
+        return difference.worst <= worst and difference.mean <= mean
 
 
 @torch.no_grad()
-def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
+def own_log_probs(
+    model: PreTrainedModel,
+    rows: list[Tensor],
+    inputs: Callable[[int], dict[str, Any]],
+    failure: str,
+    images: Sequence[Sequence[str]] = (),
+) -> Trial:
     """Score rows with nothing but the model's own forward, one at a time."""
+    # inputs: what the forward takes of a row beside its tokens.
+    # failure: begins the error where the forward fails.
+    log_probs = []
+    for i, row in enumerate(rows):
+        try:
+            logits = call(model, input_ids=row[None], **inputs(i)).logits[0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{failure}: {type(error).__name__}: {error}") from error
+        log_p = logits[:-1].double().log_softmax(-1)
+        log_probs.append(log_p.gather(1, row[1:, None]).squeeze(1))
+    tf32 = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    is_exact = model.dtype in (torch.float32, torch.float64) and not tf32
+    tolerance = Difference(5e-4, 1e-4) if is_exact else Difference(torch.inf, 0.1)
+    return Trial(rows, log_probs, tolerance, images)
+
+
+def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
+    """Try a model's own forward on rows of text, and check that it is a policy."""
     name = type(model).__name__
     if model.device.type == "meta":
         raise ValueError(f"{who}: {name} is on the meta device. Load its weights first.")
     rows = trial_rows(model)
+    options = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
     with evaluation_mode(model):
-        try:
-            log_probs = [next_log_probs(_logits(model, row), row) for row in rows]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"{who}: {name} can't be used, because its own forward of one row of "
-                f"{len(rows[0])} tokens fails: {type(error).__name__}: {error}"
-            ) from error
-    trial = Trial(rows, log_probs, tolerance_of(model))
-    if not all(bool(row.isfinite().all()) for row in log_probs):
+        trial = own_log_probs(
+            model,
+            rows,
+            lambda _: options,
+            f"{who}: {name} can't be used, because its own forward of one row of {len(rows[0])} "
+            "tokens fails",
+        )
+    if not all(bool(row.isfinite().all()) for row in trial.log_probs):
         raise ValueError(f"{who}: the logits of {name} are not finite; are its weights loaded?")
-    shared = len(rows[1]) - 1
-    beginning = trial._replace(rows=rows[:1], log_probs=[log_probs[0][:shared]])
-    ahead = beginning.difference([log_probs[1]])
-    if not trial.tolerance.allows(ahead):
+    begin, whole = trial.log_probs[1], trial.log_probs[0]
+    ahead = trial._replace(log_probs=[whole[: len(begin)]]).difference([begin])
+    if not trial.allows(ahead):
         raise ValueError(
             f"{who}: {name} is no policy: what it says of a token depends on the tokens after it, "
             f"by {ahead}. A model is trained here only if it sees what comes before; some need "
@@ -367,18 +344,20 @@ def run_trial(model: PreTrainedModel, *, who: str) -> Trial:
     return trial
 
 
-def next_log_probs(logits: Tensor, row: Tensor) -> Tensor:
-    """Log-probs of every token but the first, float64 ``[L - 1]``, from logits ``[L, V]``."""
-    log_p = logits[:-1].double().log_softmax(-1)
-    return log_p.gather(1, row[1:, None]).squeeze(1)
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What the forward of a model takes, by name."""
+    return inspect.signature(model.forward).parameters
 
 
 def find_first(
-    model: PreTrainedModel, trial: Trial, ways: Sequence[tuple[str, Callable[[], Sequence[Tensor]]]]
-) -> tuple[int | None, Difference | None, list[str]]:
+    model: PreTrainedModel,
+    trial: Trial,
+    ways: Sequence[tuple[str, Callable[[], Sequence[Tensor]]]],
+    failure: str,
+) -> tuple[int, Difference, list[str]]:
     """Try ways to compute a trial's log-probs until one gives the model's own."""
-    # Gives which way, how far it is off, and what was wrong with those before it; `None` twice when
-    # none is right.
+    # failure: begins the error where none does.
+    # Gives which way, how far it is off, and what was wrong with those before it.
     wrong = []
     for i, (name, compute) in enumerate(ways):
         try:
@@ -389,16 +368,10 @@ def find_first(
         except Exception as error:  # kept, and told where no way is right
             wrong.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
             continue
-        if trial.tolerance.allows(difference):
+        if trial.allows(difference):
             return i, difference, wrong
         wrong.append(f"{name}: off by {difference}")
-    return None, None, wrong
-
-
-def _logits(model: PreTrainedModel, row: Tensor) -> Tensor:
-    named: Any = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in named else {}
-    return call(model, input_ids=row[None], **options).logits[0]
+    raise ValueError(f"{failure} ({'; '.join(wrong)}).")
 
 
 def trial_rows(model: PreTrainedModel) -> list[Tensor]:
@@ -406,12 +379,8 @@ def trial_rows(model: PreTrainedModel) -> list[Tensor]:
     config = model.config.get_text_config()
     size = min(config.vocab_size, next(model.get_input_embeddings().parameters()).shape[0])
     settings = {**model.config.to_dict(), **config.to_dict()}
-    special = {
-        value
-        for key, value in settings.items()
-        if key.endswith(("token_id", "token_index"))
-        if isinstance(value, int)
-    }
+    names = [name for name in settings if name.endswith(("token_id", "token_index"))]
+    special = {settings[name] for name in names if isinstance(settings[name], int)}
     plain = torch.tensor([i for i in range(min(size, 4096)) if i not in special] or [0])
     generator = torch.Generator().manual_seed(0)
     longest = max(2, min(max(_LENGTHS), getattr(config, "max_position_embeddings", None) or 9))

@@ -1,15 +1,15 @@
 """Log-probs and entropies of given tokens, without all logits in memory at once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 from torch.distributions import Distribution
 
 from torchrl_data.checks import TokenScores
@@ -36,7 +36,7 @@ from .models import (
     check_wrapped_whole,
     find_first,
     is_distributed,
-    most_of_ranks,
+    precision,
     run_inside,
     run_trial,
     settle_rope_factors,
@@ -110,26 +110,24 @@ def _slices(size: int, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, size, step))
 
 
-def _tile_shape(device: torch.device) -> tuple[int, int]:
-    return _CPU_TILE if device.type == "cpu" else _GPU_TILE
-
-
-def _full_precision(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _tiling(hidden: Tensor) -> tuple[int, int, torch.dtype]:
+    """Tokens and vocabulary of a tile, and the type of its sums: float32 at least."""
+    num_rows, num_columns = _CPU_TILE if hidden.device.type == "cpu" else _GPU_TILE
+    return num_rows, num_columns, torch.promote_types(hidden.dtype, torch.float32)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """One tile: the product in the type of the hidden states, what follows in full precision."""
     bias = None if bias is None else bias.to(hidden.dtype)
-    logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
-    logits = logits.to(_full_precision(hidden.dtype))
+    logits = nn.functional.linear(hidden, weight.to(hidden.dtype), bias)
+    logits = logits.to(torch.promote_types(hidden.dtype, torch.float32))
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
 class _ChunkedLogProb(Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -137,8 +135,7 @@ class _ChunkedLogProb(Function):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        num_rows, num_columns = _tile_shape(hidden.device)
-        dtype = _full_precision(hidden.dtype)
+        num_rows, num_columns, dtype = _tiling(hidden)
         lse = torch.full((len(hidden),), -torch.inf, dtype=dtype, device=hidden.device)
         mean, log_prob = torch.zeros_like(lse), torch.zeros_like(lse)
         for rows in _slices(len(hidden), num_rows):
@@ -162,8 +159,8 @@ class _ChunkedLogProb(Function):
                 lse[rows] = both
         log_prob -= lse
         entropy = lse - mean if with_entropy else mean
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)  # type: ignore[arg-type]
-        ctx.temperature = temperature  # type: ignore[attr-defined]
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.temperature = temperature
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy
@@ -179,81 +176,47 @@ def _gradients(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[T
     grad_hidden = torch.zeros_like(hidden)
     grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
     grad_bias = torch.zeros_like(bias) if bias is not None else None
-    has_grad = grad_log_prob != 0
-    use_entropy = bool((grad_entropy != 0).any())
-    if use_entropy:
-        has_grad |= grad_entropy != 0
     # A token without gradient (a clipped one, say) costs nothing.
-    live = has_grad.nonzero().squeeze(1)
+    live = ((grad_log_prob != 0) | (grad_entropy != 0)).nonzero().squeeze(1)
     if len(live) == 0:
         return grad_hidden, grad_weight, grad_bias, None, None, None
-    some = _Live(
-        hidden[live],
-        lse[live],
-        grad_log_prob[live] / ctx.temperature,
-        grad_entropy[live] / ctx.temperature if use_entropy else None,
-        entropy[live],
-    )
-    found = _softmax_part(some, weight, bias, ctx.temperature, grad_weight, grad_bias)
-    at = targets[live]
-    g = some.grad_log_prob.to(hidden.dtype)
+    use_entropy = bool((grad_entropy != 0).any())
+    some, at, lse, entropy = hidden[live], targets[live], lse[live], entropy[live]
+    g = grad_log_prob[live] / ctx.temperature
+    g_entropy = grad_entropy[live] / ctx.temperature
+    num_rows, num_columns, dtype = _tiling(hidden)
+    # What comes from the target's own logit is added at the end.
+    found = torch.zeros_like(some, dtype=dtype)
+    for columns in _slices(len(weight), num_columns):
+        part = None if bias is None else bias[columns]
+        total = None if grad_weight is None else torch.zeros_like(weight[columns], dtype=dtype)
+        for rows in _slices(len(some), num_rows):
+            tile = _logits(some[rows], weight[columns], part, 1 / ctx.temperature)
+            tile.sub_(lse[rows, None])
+            if use_entropy:
+                p = tile.exp()
+                # A forbidden token has log p = -inf and takes no part.
+                tile.masked_fill_(p == 0, 0.0).add_(entropy[rows, None])
+                tile.mul_(g_entropy[rows, None]).add_(g[rows, None])
+                grad = p.mul_(tile).neg_()
+            else:
+                grad = tile.exp_().mul_(-g[rows, None])
+            if grad_bias is not None:
+                grad_bias[columns] += grad.sum(0).to(grad_bias.dtype)
+            grad = grad.to(hidden.dtype)
+            _add_product(found[rows], grad, weight[columns].to(grad.dtype))
+            if total is not None:
+                _add_product(total, grad.T, some[rows])
+        if grad_weight is not None and total is not None:
+            grad_weight[columns] = total
+    g = g.to(hidden.dtype)
     own = weight[at].to(found.dtype)
     grad_hidden[live] = found.addcmul_(own, g[:, None].to(found.dtype)).to(hidden.dtype)
     if grad_weight is not None:
-        grad_weight.index_add_(0, at, (some.hidden * g[:, None]).to(grad_weight.dtype))
+        grad_weight.index_add_(0, at, (some * g[:, None]).to(grad_weight.dtype))
     if grad_bias is not None:
         grad_bias.index_add_(0, at, g.to(grad_bias.dtype))
     return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-class _Live(NamedTuple):
-    """The tokens that have a gradient."""
-
-    hidden: Tensor
-    lse: Tensor
-    grad_log_prob: Tensor
-    grad_entropy: Tensor | None
-    entropy: Tensor
-
-
-def _softmax_part(
-    some: _Live,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    grad_weight: Tensor | None,
-    grad_bias: Tensor | None,
-) -> Tensor:
-    """The gradient but for what comes from the target's own logit; ``[K, D]`` of the hidden states.
-
-    What belongs to the head is added to ``grad_weight`` and ``grad_bias``.
-    """
-    num_rows, num_columns = _tile_shape(weight.device)
-    dtype = _full_precision(some.hidden.dtype)
-    grad_hidden = torch.zeros_like(some.hidden, dtype=dtype)
-    for columns in _slices(len(weight), num_columns):
-        part = None if bias is None else bias[columns]
-        total = torch.zeros_like(weight[columns], dtype=dtype) if grad_weight is not None else None
-        for rows in _slices(len(some.hidden), num_rows):
-            tile = _logits(some.hidden[rows], weight[columns], part, 1 / temperature)
-            tile.sub_(some.lse[rows, None])
-            if some.grad_entropy is None:
-                grad = tile.exp_().mul_(-some.grad_log_prob[rows, None])
-            else:
-                p = tile.exp()
-                # A forbidden token has log p = -inf and takes no part.
-                tile.masked_fill_(p == 0, 0.0).add_(some.entropy[rows, None])
-                tile.mul_(some.grad_entropy[rows, None]).add_(some.grad_log_prob[rows, None])
-                grad = p.mul_(tile).neg_()
-            if grad_bias is not None:
-                grad_bias[columns] += grad.sum(0).to(grad_bias.dtype)
-            grad = grad.to(some.hidden.dtype)
-            _add_product(grad_hidden[rows], grad, weight[columns].to(grad.dtype))
-            if total is not None:
-                _add_product(total, grad.T, some.hidden[rows])
-        if grad_weight is not None and total is not None:
-            grad_weight[columns] = total
-    return grad_hidden
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -347,6 +310,7 @@ class TokenDistribution(Distribution):
 #
 # Shape legend: N packed tokens, B sequences, T tokens of the longest, K target tokens, D hidden
 # size.
+
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -477,10 +441,7 @@ class PackedScorer:
             ValueError: the shapes disagree, a sequence is empty, a first token is a target, an
                 id is outside the vocabulary, or tokens and images do not belong together.
         """
-        self._check(ids, lengths, target_mask, images)
-        device = self.model.device
-        lengths = lengths.to(device)
-        ids, target_mask = ids.to(device), target_mask.to(device)
+        packed = self._checked(ids, lengths, target_mask, images)
         drawn_from = replace(
             truncation or SamplingParameters(),
             temperature=temperature,
@@ -488,21 +449,24 @@ class PackedScorer:
             untempered_log_probs=untempered,
         )
         if self.micro_batch_tokens is None or torch.is_grad_enabled():
-            return self._score(ids, lengths, target_mask, drawn_from, images)
+            return self._score(*packed, drawn_from, images)
+        ids, lengths, target_mask = packed
         splits = _token_budget_splits(lengths, self.micro_batch_tokens)
-        if self.is_distributed:
-            splits += [(0, 0, 0, 0)] * (most_of_ranks(len(splits), device) - len(splits))
+        if self.is_distributed:  # as many passes as the rank that has most
+            most = torch.tensor(len(splits), device=lengths.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            splits += [(0, 0, 0, 0)] * (int(most) - len(splits))
         parts = [
             self._score(
                 ids[a:b], lengths[i:j], target_mask[a:b], drawn_from, images and images[i:j]
             )
             for i, j, a, b in splits
         ]
-        return TokenScores(
-            torch.cat([part.log_prob for part in parts]),
-            _cat([part.entropy for part in parts]),
-            _cat([part.untempered_log_prob for part in parts]),
-        )
+        # What was not asked for is None in every part.
+        scores: list[Any] = [
+            None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
+        ]
+        return TokenScores(*scores)
 
     @_uncompiled
     def logits(
@@ -515,23 +479,19 @@ class PackedScorer:
         """The model's logits for each target: memory of K x V."""
         # ids: int64 [N]; lengths: int64 [B]; target_mask: bool [N].
         # Gives [K, V], float32, differentiable.
-        self._check(ids, lengths, target_mask, images)
-        device = self.model.device
-        ids, lengths, target_mask = ids.to(device), lengths.to(device), target_mask.to(device)
+        packed = self._checked(ids, lengths, target_mask, images)
         if not bool(target_mask.any()):
-            return torch.zeros(0, self.model.config.get_text_config().vocab_size, device=device)
+            vocab_size = self.model.config.get_text_config().vocab_size
+            return torch.zeros(0, vocab_size, device=self.model.device)
 
         def read() -> Tensor:
-            with self._precision():
-                outputs = self._read((ids, lengths, target_mask), images)
-                head = self._reader.head
-                if head is None:
-                    return outputs.float()
-                if self._head_dtype is None:
-                    return head(outputs).float()
-                bias = None if head.bias is None else head.bias.to(self._head_dtype)
-            weight = head.weight.to(self._head_dtype)
-            return nn.functional.linear(outputs.to(self._head_dtype), weight, bias).float()
+            head, dtype = self._reader.head, self._head_dtype
+            with precision(self.model, self._autocast_dtype):
+                outputs = self._read(packed, images)
+                if head is None or dtype is None:
+                    return (outputs if head is None else head(outputs)).float()
+            bias = None if head.bias is None else head.bias.to(dtype)
+            return nn.functional.linear(outputs.to(dtype), head.weight.to(dtype), bias).float()
 
         return run_inside(self._wrapped, read)
 
@@ -541,11 +501,6 @@ class PackedScorer:
         if self._images is None or not images or not any(images):
             return self._reader.read(targets_of(*packed))
         return read_with_images(self._reader, self._images, packed, images)
-
-    def _precision(self) -> Any:
-        if self._autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.model.device.type, dtype=self._autocast_dtype)
 
     def _score(
         self,
@@ -557,45 +512,30 @@ class PackedScorer:
     ) -> TokenScores:
         targets = ids[target_mask]
         if len(targets) == 0:
-            return self._score_nothing(drawn_from)
+            empty = torch.zeros(0, device=self.model.device)
+            if self.is_distributed:  # a pass that others wait for, with a gradient of 0
+                two = torch.zeros(2, dtype=torch.int64, device=empty.device)
+                of_two = torch.tensor([2], device=empty.device)
+                is_target = torch.tensor([False, True], device=empty.device)
+                empty = self._score(two, of_two, is_target, drawn_from).log_prob[:0]
+            nothing = empty.detach()
+            entropy = nothing if drawn_from.entropy else None
+            return TokenScores(empty, entropy, nothing if drawn_from.untempered_log_probs else None)
 
         def score() -> TokenScores:
-            history = None
+            history, untempered = None, None
             if drawn_from.changes_logits:
                 history = TargetHistory.of(ids, lengths, target_mask)
-            with self._precision():
+            with precision(self.model, self._autocast_dtype):
                 outputs = self._read((ids, lengths, target_mask), images)
-                return self._scores(outputs, targets, drawn_from, history)
+                log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history)
+                if drawn_from.untempered_log_probs:
+                    untempered = log_prob
+                    if not drawn_from.is_own_softmax:
+                        untempered, _ = self._head_scores(outputs, targets, SamplingParameters())
+            return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
 
         return run_inside(self._wrapped, score)
-
-    def _score_nothing(self, drawn_from: SamplingParameters) -> TokenScores:
-        empty = torch.zeros(0, device=self.model.device)
-        if self.is_distributed:  # a pass that others wait for, with a gradient of 0
-            ids = torch.zeros(2, dtype=torch.int64, device=self.model.device)
-            is_target = torch.tensor([False, True], device=ids.device)
-            row = self._score(ids, torch.tensor([2], device=ids.device), is_target, drawn_from)
-            empty = row.log_prob[:0]
-        return TokenScores(
-            empty,
-            empty.detach() if drawn_from.entropy else None,
-            empty.detach() if drawn_from.untempered_log_probs else None,
-        )
-
-    def _scores(
-        self,
-        outputs: Tensor,
-        targets: Tensor,
-        drawn_from: SamplingParameters,
-        history: TargetHistory | None,
-    ) -> TokenScores:
-        log_prob, entropy = self._head_scores(outputs, targets, drawn_from, history)
-        untempered = None
-        if drawn_from.untempered_log_probs:
-            own = SamplingParameters()
-            plain = drawn_from.is_own_softmax
-            untempered = log_prob if plain else self._head_scores(outputs, targets, own)[0]
-        return TokenScores(log_prob, entropy if drawn_from.entropy else None, untempered)
 
     def _head_scores(
         self,
@@ -609,44 +549,39 @@ class PackedScorer:
         if head is None:
             tokens = history and history.read(outputs.shape[1], drawn_from)
             return warped_log_prob(outputs, targets, drawn_from, tokens)
+        options: dict[str, Any] = {"bias": head.bias, "compute_dtype": self._head_dtype}
         if drawn_from.truncates or drawn_from.changes_logits:
             return warped_head_log_prob(
-                outputs,
-                head.weight,
-                targets,
-                drawn_from,
-                bias=head.bias,
-                history=history,
-                compute_dtype=self._head_dtype,
+                outputs, head.weight, targets, drawn_from, history=history, **options
             )
         return chunked_log_prob(
             outputs,
             head.weight,
             targets,
-            bias=head.bias,
             temperature=drawn_from.temperature,
             entropy=drawn_from.entropy,
-            compute_dtype=self._head_dtype,
+            **options,
         )
 
-    def _check(
+    def _checked(
         self,
         ids: Tensor,
         lengths: Tensor,
         target_mask: Tensor,
         images: Sequence[Sequence[str]] | None,
-    ) -> None:
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed sequences on the model's device."""
         table = next(self.model.get_input_embeddings().parameters())
         check_packed(ids, lengths, target_mask, table.shape[0], self._images, images)
-        if self._longest is None or not len(lengths):
-            return
-        longest = int(lengths.max())
-        if longest > self._longest:
+        longest = int(lengths.max()) if len(lengths) else 0
+        if self._longest is not None and longest > self._longest:
             raise ValueError(
                 f"score_packed: a row has {longest} tokens, but {type(self.model).__name__} "
                 f"computes with the rotary factors of rows of at most {self._longest}. Give the "
                 "policy a larger max_model_len."
             )
+        device = self.model.device
+        return ids.to(device), lengths.to(device), target_mask.to(device)
 
 
 _found: "WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Reading]]" = WeakKeyDictionary()
@@ -665,9 +600,7 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     own_attention = use_packed_attention(model) if pack else None
     trial = run_inside(wrapped, lambda: run_trial(model, who="PackedScorer"))
     layouts = [x for x in Layout if x is not Layout.PACKED or own_attention is not None]
-    ways = [(layout, x) for layout in layouts for x in (head, None) if x is not None or x is None]
-    ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
-    names = [f"{layout.value}{'' if x is not None else ', its own logits'}" for layout, x in ways]
+    ways = [(layout, x) for layout in layouts for x in ((None,) if head is None else (head, None))]
 
     def compute(layout: Layout, head: nn.Linear | None) -> Sequence[Tensor]:
         return run_inside(wrapped, lambda: _trial_log_probs(model, layout, head, trial.rows))
@@ -675,13 +608,16 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     at, difference, wrong = find_first(
         model,
         trial,
-        [(name, lambda way=way: compute(*way)) for name, way in zip(names, ways, strict=True)],
+        [
+            (
+                f"{layout.value}{'' if x is not None else ', its own logits'}",
+                partial(compute, layout, x),
+            )
+            for layout, x in ways
+        ],
+        f"PackedScorer: {type(model).__name__} can't be scored: no way to read several rows "
+        "gives what its forward says of one row alone",
     )
-    if at is None or difference is None:
-        raise ValueError(
-            f"PackedScorer: {type(model).__name__} can't be scored: no way to read several rows "
-            f"gives what its forward says of one row alone ({'; '.join(wrong)})."
-        )
     if ways[at][0] is not Layout.PACKED and own_attention is not None:
         model.set_attn_implementation(own_attention)
     reading = Reading(ways[at][0], ways[at][1] is not None, difference, tuple(wrong))
@@ -700,11 +636,6 @@ def _trial_log_probs(
     logits = outputs if head is None else head(outputs)
     log_p = logits.double().log_softmax(-1).gather(1, ids[mask][:, None]).squeeze(1)
     return log_p.split((lengths - 1).tolist())
-
-
-def _cat(parts: list[Tensor | None]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found else None
 
 
 def _token_budget_splits(lengths: Tensor, budget: int) -> list[tuple[int, int, int, int]]:
