@@ -104,9 +104,15 @@ def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> Pr
         for start, end in zip(starts, needed, strict=True)
         if end
     ]
-    nodes = _shared_nodes(rows) if share else _own_nodes(rows)
+    if share:
+        nodes = _shared_nodes(rows)
+    else:
+        by_length = sorted(rows, key=lambda row: len(row.ids))
+        nodes = [_Node([row], 0, len(row.ids), 0) for row in by_length]
     node_of = np.full(len(values), -1)
-    tokens, positions, segments = [], [], []
+    tokens, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    segments: list[list[int]] = []
+    path: list[int] = []  # from the root to a node
     start = 0
     for node in nodes:
         end = start + node.last - node.first
@@ -114,21 +120,17 @@ def build_trie(ids: Tensor, lengths: Tensor, ends: Tensor, *, share: bool) -> Pr
             node_of[row.start + node.first : row.start + node.last] = np.arange(start, end)
         tokens.append(node.rows[0].ids[node.first : node.last])
         positions.append(np.arange(node.first, node.last))
-        segments.append((start, end))
+        path = [*path[: node.depth], len(segments)]
+        segments.append([start, end, end])
+        for above in path:
+            segments[above][2] = end
         start = end
-    ends_of = _subtree_ends(nodes, segments)
-    device = ids.device
     return PrefixTrie(
-        ids=_join(tokens, device),
-        positions=_join(positions, device),
-        node=torch.from_numpy(node_of).to(device),
-        segments=tuple(Segment(s[0], s[1], end) for s, end in zip(segments, ends_of, strict=True)),
+        ids=torch.from_numpy(np.concatenate(tokens)).to(ids.device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(ids.device),
+        node=torch.from_numpy(node_of).to(ids.device),
+        segments=tuple(Segment(*segment) for segment in segments),
     )
-
-
-def _join(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    joined = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return torch.from_numpy(joined).to(device)
 
 
 class _Row(NamedTuple):
@@ -148,84 +150,43 @@ class _Node(NamedTuple):
     """How many ancestors it has."""
 
 
-def _subtree_ends(nodes: Sequence[_Node], segments: Sequence[tuple[int, int]]) -> list[int]:
-    ends = [end for _, end in segments]
-    for i, node in enumerate(nodes):
-        if i + 1 < len(nodes) and nodes[i + 1].depth > node.depth:
-            behind = (j for j in range(i + 1, len(nodes)) if nodes[j].depth <= node.depth)
-            ends[i] = segments[next(behind, len(nodes)) - 1][1]
-    return ends
-
-
-def _own_nodes(rows: Sequence[_Row]) -> list[_Node]:
-    by_length = sorted(rows, key=lambda row: len(row.ids))
-    return [_Node([row], 0, len(row.ids), 0) for row in by_length]
-
-
 def _shared_nodes(rows: Sequence[_Row]) -> list[_Node]:
     """Nodes in depth-first order."""
     # As bytes, most significant first, token ids sort as numbers do.
     ordered = sorted(rows, key=lambda row: row.ids.astype(">i8").tobytes())
-    common = [_common_length(a.ids, b.ids) for a, b in pairwise(ordered)]
+    common = []  # tokens that neighbours begin with alike
+    for a, b in pairwise(row.ids for row in ordered):
+        size = min(len(a), len(b))
+        differ = (a[:size] != b[:size]).nonzero()[0]
+        common.append(int(differ[0]) if len(differ) else size)
     nodes: list[_Node] = []
-    # Ranges of rows that agree up to `first`, of which the node before holds all.
-    waiting = [_Range(0, len(ordered), 0, 0)] if ordered else []
+    # Ranges of rows that agree up to `first`, of which the nodes above hold all.
+    waiting = [(0, len(ordered), 0, 0)] if ordered else []
     while waiting:
-        here = waiting.pop()
-        last = min(common[here.low : here.high - 1], default=len(ordered[here.low].ids))
-        parts = list(_split(here, common, last))
-        some = ordered[here.low : here.high]
-        if last == here.first or not _is_worth_it(some, here.first, last, len(parts)):
-            below = [_Range(low, high, here.first, here.depth) for low, high in parts]
-        else:
-            nodes.append(_Node(some, here.first, last, here.depth))
-            below = [
-                _Range(low, high, last, here.depth + 1)
-                for low, high in parts
-                if len(ordered[high - 1].ids) > last
-            ]
+        low, high, first, depth = waiting.pop()
+        some = ordered[low:high]
+        last = min(common[low : high - 1], default=len(some[0].ids))
+        # Runs of rows that agree in more than their first `last` tokens.
+        ends = [i + 1 for i in range(low, high - 1) if common[i] == last]
+        parts = list(pairwise([low, *ends, high]))
+        num_saved = (last - first) * (len(parts) - 1)
+        num_behind = sum(len(row.ids) - last for row in some)
+        if last > first and (len(parts) == 1 or _WORTH * num_saved >= num_behind):
+            nodes.append(_Node(some, first, last, depth))
+            first, depth = last, depth + 1
+            parts = [(a, b) for a, b in parts if len(ordered[b - 1].ids) > last]
         # Single rows last and by length, so that those of one length are beside each other.
-        below.sort(key=lambda r: (r.high - r.low == 1, len(ordered[r.low].ids)), reverse=True)
-        waiting += below
+        parts.sort(key=lambda p: (p[1] - p[0] == 1, len(ordered[p[0]].ids)), reverse=True)
+        waiting += [(a, b, first, depth) for a, b in parts]
     return nodes
-
-
-class _Range(NamedTuple):
-    low: int
-    high: int
-    first: int
-    depth: int
-
-
-def _split(here: _Range, common: Sequence[int], last: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows that agree in more than their first ``last`` tokens."""
-    low = here.low
-    for i in range(here.low, here.high - 1):
-        if common[i] == last:
-            yield low, i + 1
-            low = i + 1
-    yield low, here.high
-
-
-def _is_worth_it(rows: Sequence[_Row], first: int, last: int, num_parts: int) -> bool:
-    if num_parts == 1 or all(len(row.ids) == last for row in rows):
-        return True
-    behind = sum(len(row.ids) - last for row in rows)
-    return _WORTH * (last - first) * (num_parts - 1) >= behind
-
-
-def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    size = min(len(a), len(b))
-    differ = (a[:size] != b[:size]).nonzero()[0]
-    return int(differ[0]) if len(differ) else size
 
 
 def has_trie_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this PyTorch has what :func:`trie_attention` is made of."""
     if device.type == "cpu":
-        return hasattr(
-            torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"
-        ) and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        name = "_scaled_dot_product_flash_attention_for_cpu_backward"
+        known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        return dtype in known and hasattr(torch.ops.aten, name)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -235,42 +196,43 @@ def trie_attention(
     """Attention of every token over its ancestors in the trie and itself."""
     # query: [1, H, M, D]; key: [1, G, M, D]; G divides H; value: [1, G, M, E].
     # Gives [1, M, H, E], differentiable.
-    if query.device.type == "cpu":
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        width = value.shape[-1]
-        # The kernel wants one size; zeros add nothing to a score, nor to what is kept of a value.
-        heads = _of_one_size(query, key, value)
-        out: Any = _PiecewiseAttention.apply(*heads, trie.segments, scale)
-        return out[..., :width]
-    return _flex_attention(query, key, value, trie, scale)
+    if query.device.type != "cpu":
+        is_grouped = query.shape[1] != key.shape[1]
+        out = _compiled_flex()(
+            query, key, value, block_mask=trie.block_mask, scale=scale, enable_gqa=is_grouped
+        )
+        return out.transpose(1, 2)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # The kernel wants one size; zeros add nothing to a score, nor to what is kept of a value.
+    size = max(x.shape[-1] for x in (query, key, value))
+    heads = [
+        x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in (query, key, value)
+    ]
+    out: Any = _PiecewiseAttention.apply(*heads, trie.segments, scale)
+    return out[..., : value.shape[-1]]
 
 
-def _of_one_size(*heads: Tensor) -> list[Tensor]:
-    size = max(x.shape[-1] for x in heads)
-    return [x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in heads]
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
 
 
-class _Run(NamedTuple):
-    """Neighbouring segments of one length: one batch of plain causal attention."""
-
-    tokens: slice
-    size: int
-    length: int
-
-
-def _runs(segments: Sequence[Segment]) -> Iterator[_Run]:
+def _runs(segments: Sequence[Segment]) -> Iterator[tuple[slice, int]]:
+    """Neighbouring segments of one length, a batch of plain attention: their tokens, the length."""
     for length, group in groupby(segments, lambda segment: segment.end - segment.start):
         members = list(group)
-        yield _Run(slice(members[0].start, members[-1].end), len(members), length)
+        yield slice(members[0].start, members[-1].end), length
 
 
-def _batch(x: Tensor, run: _Run) -> Tensor:
-    """``[M, H, D]`` to ``[count, H, length, D]``, without a copy."""
-    return x[run.tokens].unflatten(0, (run.size, run.length)).transpose(1, 2)
+def _batch(x: Tensor, tokens: slice, length: int) -> Tensor:
+    """``[M, H, ...]`` to ``[count, H, length, ...]``, without a copy."""
+    return x[tokens].unflatten(0, (-1, length)).transpose(1, 2)
 
 
 def _one(x: Tensor, tokens: slice) -> Tensor:
-    """``[M, H, D]`` to ``[1, H, tokens, D]``, without a copy."""
+    """``[M, H, ...]`` to ``[1, H, tokens, ...]``, without a copy."""
     return x[tokens].transpose(0, 1)[None]
 
 
@@ -294,10 +256,9 @@ class _PiecewiseAttention(Function):
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(q.shape[:2], dtype=torch.float64 if q.dtype.itemsize == 8 else None)
         for run in _runs(segments):
-            piece = attend(_batch(q, run), _batch(k, run), _batch(v, run), 0.0, True, scale=scale)
-            _batch(out, run).copy_(piece[0])
-            own = lse[run.tokens].unflatten(0, (run.size, run.length))
-            own.copy_(piece[1].transpose(1, 2))
+            piece = attend(*(_batch(x, *run) for x in (q, k, v)), 0.0, True, scale=scale)
+            _batch(out, *run).copy_(piece[0])
+            _batch(lse, *run).copy_(piece[1])
         for start, end, subtree_end in segments:
             if subtree_end > end:
                 below, above = slice(end, subtree_end), slice(start, end)
@@ -315,56 +276,20 @@ class _PiecewiseAttention(Function):
         differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         *inputs, out, lse = ctx.saved_tensors
         q, k, v = (x[0].transpose(0, 1) for x in inputs)
-        grad = grads[0][0]
-        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        totals = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+        saved = (grads[0][0], q, k, v, out, lse)
         for run in _runs(ctx.segments):
-            own = lse[run.tokens].unflatten(0, (run.size, run.length)).transpose(1, 2)
-            pieces = differentiate(
-                *(_batch(x, run) for x in (grad, q, k, v, out)), own, 0.0, True, scale=ctx.scale
-            )
-            for total, piece in zip((grad_q, grad_k, grad_v), pieces, strict=True):
-                _batch(total, run).copy_(piece)
+            pieces = differentiate(*(_batch(x, *run) for x in saved), 0.0, True, scale=ctx.scale)
+            for total, piece in zip(totals, pieces, strict=True):
+                _batch(total, *run).copy_(piece)
         for start, end, subtree_end in ctx.segments:
             if subtree_end > end:
                 below, above = slice(end, subtree_end), slice(start, end)
-                pieces = differentiate(
-                    _one(grad, below),
-                    _one(q, below),
-                    _one(k, above),
-                    _one(v, above),
-                    _one(out, below),
-                    lse[below].transpose(0, 1)[None],
-                    0.0,
-                    False,
-                    scale=ctx.scale,
-                )
-                for total, piece, tokens in zip(
-                    (grad_q, grad_k, grad_v), pieces, (below, above, above), strict=True
-                ):
+                whose = (below, below, above, above, below, below)
+                pieces = differentiate(*map(_one, saved, whose), 0.0, False, scale=ctx.scale)
+                for total, piece, tokens in zip(totals, pieces, (below, above, above), strict=True):
                     total[tokens] += piece[0].transpose(0, 1)
-        grads_back = (x.transpose(0, 1)[None] for x in (grad_q, grad_k, grad_v))
-        return (*grads_back, None, None)
-
-
-@cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
-def _flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, trie: PrefixTrie, scale: float | None
-) -> Tensor:
-    out = _compiled_flex()(
-        query,
-        key,
-        value,
-        block_mask=trie.block_mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2)
+        return (*(x.transpose(0, 1)[None] for x in totals), None, None)
 
 
 # Causal attention over packed sequences, without a mask and without padding.
@@ -405,7 +330,10 @@ def packed_sdpa_forward(
     # trie: which tokens make up the sequences; `None` when the input is not packed. Sequences share
     # tokens only where `can_share` allows it.
     # Gives [1, N, H, D] and `None`.
-    query, key, value = _as_autocast(query, key, value)
+    if torch.is_autocast_enabled(query.device.type):
+        # As autocast hands them to SDPA; rotary positions leave them of several types.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     if trie is None:
         if _is_packed.get():
             raise PackedInputLost(f"{type(module).__name__} is not told what its sequences are.")
@@ -413,18 +341,15 @@ def packed_sdpa_forward(
             mask = _causal_mask(query, key) if attention_mask is None else attention_mask
             attended = _capped_attention(query, key, value, mask, dropout, scaling, softcap)
             return attended.transpose(1, 2).contiguous(), None
+        options = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            **kwargs,
+            module, query, key, value, attention_mask, **options, **kwargs
         )
-    _refuse_more(module, attention_mask, kwargs)
+    # A layer that makes a mask of its own, or has sinks or a bias, is not only packed.
+    more = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    more += ["attention_mask"] if attention_mask is not None else []
+    if more:
+        raise PackedInputLost(f"{type(module).__name__} gives its attention {', '.join(more)}.")
     lengths = [segment.end - segment.start for segment in trie.segments]
     within = sliding_window is None or max(lengths) <= sliding_window
     plain = dropout == 0.0 and within and softcap is None
@@ -451,52 +376,31 @@ def _attend_by_length(
     # Neighbours of one length are one batch, so sorting segments by length makes few calls.
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     totals = [length * count for length, count in runs]
-    outputs = []
+    is_grouped, outputs = query.shape[1] != key.shape[1], []
     for (length, count), *tensors in zip(
         runs, query.split(totals, 2), key.split(totals, 2), value.split(totals, 2), strict=True
     ):
         # [1, H, count * length, D] -> [count, H, length, D]
         q, k, v = (t[0].unflatten(1, (count, length)).transpose(0, 1) for t in tensors)
-        window = _window_mask(length, sliding_window, q.device)
+        is_windowed = sliding_window is not None and length > sliding_window
+        window = sliding_window if is_windowed else None
         if softcap is not None:
-            mask = _causal_mask(q, k) if window is None else window
+            mask = _causal_mask(q, k, window)
             attended = _capped_attention(q, k, v, mask, dropout, scaling, softcap)
         else:
+            mask = None if window is None else _causal_mask(q, k, window)
             attended = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=window,
-                dropout_p=dropout,
-                scale=scaling,
-                is_causal=window is None,
-                enable_gqa=q.shape[1] != k.shape[1],
+                q, k, v, mask, dropout, window is None, scale=scaling, enable_gqa=is_grouped
             )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
 
 
-def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """As ``torch.autocast`` hands them to SDPA; rotary positions leave them of several types."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
-
-
-def _refuse_more(module: nn.Module, mask: Tensor | None, settings: dict[str, Any]) -> None:
-    """A layer that makes a mask of its own, or has sinks or a bias, is not only packed."""
-    more = [name for name, x in settings.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    more += ["attention_mask"] if mask is not None else []
-    if more:
-        raise PackedInputLost(f"{type(module).__name__} gives its attention {', '.join(more)}.")
-
-
-def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
+def _causal_mask(query: Tensor, key: Tensor, window: int | None = None) -> Tensor:
+    """What tokens see, bool ``[queries, keys]``: themselves and those before, in a window."""
     size, ahead = query.shape[-2], key.shape[-2] - query.shape[-2]
-    everything = torch.ones(size, key.shape[-2], dtype=torch.bool, device=query.device)
-    return everything.tril(ahead)
+    mask = torch.ones(size, key.shape[-2], dtype=torch.bool, device=query.device).tril(ahead)
+    return mask if window is None else mask.triu(ahead + 1 - window)
 
 
 def _capped_attention(
@@ -519,14 +423,6 @@ def _capped_attention(
         scores = scores + mask
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return torch.nn.functional.dropout(weights, dropout) @ value
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    if window is None or length <= window:
-        return None
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -552,7 +448,18 @@ def use_packed_attention(model: PreTrainedModel) -> str | None:
     before = model.config._attn_implementation
     if before == PACKED_SDPA:
         return before
-    if not _can_be_packed(model):
+    # It has to compute what the model's own does, and nothing else may join tokens: convolutions,
+    # recurrent states and chunks of attention would run on from one sequence into the next;
+    # attention sinks are not part of SDPA.
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if (
+        not getattr(model, "_supports_attention_backend", False)
+        or not getattr(model, "_supports_sdpa", False)
+        or getattr(model, "_is_stateful", False)
+        or not all(getattr(module, "is_causal", True) for module in model.modules())
+        or not layers <= _LAYERS
+        or model.config.get_text_config()._attn_implementation not in _REPLACED
+    ):
         return None
     model.set_attn_implementation(PACKED_SDPA)
     return before
@@ -582,21 +489,6 @@ def can_share(model: PreTrainedModel, longest: int) -> bool:
         and window >= longest
         and getattr(config, "attn_logit_softcapping", None) is None
         and has_trie_attention(model.device, model.dtype)
-    )
-
-
-def _can_be_packed(model: PreTrainedModel) -> bool:
-    """Whether this attention computes what the model's own does, and nothing else joins tokens."""
-    # Convolutions, recurrent states and chunks of attention would run on from one sequence into the
-    # next; attention sinks are not part of SDPA.
-    config = model.config.get_text_config()
-    return (
-        getattr(model, "_supports_attention_backend", False)
-        and getattr(model, "_supports_sdpa", False)
-        and not getattr(model, "_is_stateful", False)
-        and all(getattr(module, "is_causal", True) for module in model.modules())
-        and set(getattr(config, "layer_types", None) or ()) <= _LAYERS
-        and config._attn_implementation in _REPLACED
     )
 
 
