@@ -23,35 +23,32 @@ if TYPE_CHECKING:
     from .vllm.worker import vLLMWorker
     from .weight_transfer import stateless_init_process_group
 
-_HOMES = {
-    "AsyncEngine": "engines.engine",
-    "AsyncTransformersEngine": "engines.transformers",
-    "AsyncVLLMEngine": "vllm.engine",
-    "Engine": "engines.engine",
-    "EngineDied": "engines.engine",
-    "EngineFleet": "engines.fleet",
-    "EngineHealth": "engines.supervision",
-    "EngineLoad": "engines.engine",
-    "Generation": "engines.engine",
-    "LLMOnDevice": "vllm.server",
-    "LLMWrapperBase": "policies.base",
-    "SamplingParameters": "sampling",
-    "SupervisedEngine": "vllm.server",
-    "TokenDistribution": "scoring.scorer",
-    "TransformersEngine": "engines.transformers",
-    "TransformersWrapper": "policies.transformers_wrapper",
-    "VLLMEngine": "vllm.engine",
-    "VLLMServerEngine": "vllm.client",
-    "VersionSpan": "engines.engine",
-    "chunked_log_prob": "scoring.scorer",
-    "local_model": "policies.model_files",
-    "make_vllm_worker": "vllm.server",
-    "open_async": "engines.bridges",
-    "start_server": "vllm.server",
-    "stateless_init_process_group": "weight_transfer",
-    "vLLMWorker": "vllm.worker",
-    "vLLMWrapper": "policies.vllm_wrapper",
+_NAMES = {
+    "engines.engine": (
+        "AsyncEngine",
+        "Engine",
+        "EngineDied",
+        "EngineLoad",
+        "Generation",
+        "VersionSpan",
+    ),
+    "engines.transformers": ("AsyncTransformersEngine", "TransformersEngine"),
+    "vllm.engine": ("AsyncVLLMEngine", "VLLMEngine"),
+    "engines.fleet": ("EngineFleet",),
+    "engines.supervision": ("EngineHealth",),
+    "vllm.server": ("LLMOnDevice", "SupervisedEngine", "make_vllm_worker", "start_server"),
+    "policies.base": ("LLMWrapperBase",),
+    "sampling": ("SamplingParameters",),
+    "scoring.scorer": ("TokenDistribution", "chunked_log_prob"),
+    "policies.transformers_wrapper": ("TransformersWrapper",),
+    "vllm.client": ("VLLMServerEngine",),
+    "policies.model_files": ("local_model",),
+    "engines.bridges": ("open_async",),
+    "weight_transfer": ("stateless_init_process_group",),
+    "vllm.worker": ("vLLMWorker",),
+    "policies.vllm_wrapper": ("vLLMWrapper",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 # The groups that policies read and write, where TorchRL's users look for them too.
 _LAYOUT = ("ChatHistory", "LogProbs", "Masks", "Text", "Tokens")

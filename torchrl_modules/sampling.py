@@ -5,7 +5,7 @@ Its parameters, several responses of a prompt, stop strings, and what warps the 
 
 import random
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -65,6 +65,14 @@ _INSTEAD: Final[dict[str, tuple[Any, str]]] = {
 }
 
 
+# Settings as they are kept: JSON has lists, and texts for keys.
+_PLAIN: Final[dict[str, Callable[[Any], Any]]] = {
+    "stop": lambda value: (value,) if isinstance(value, str) else tuple(value),
+    "stop_token_ids": tuple,
+    "logit_bias": lambda value: {int(token): bias for token, bias in value.items()},
+}
+
+
 def read_kwargs(kwargs: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The same under the names in ``known``; ``None`` is left out, except where it has a meaning.
 
@@ -87,18 +95,8 @@ def read_kwargs(kwargs: Mapping[str, Any], known: Collection[str]) -> dict[str, 
         if target in settings:
             raise ValueError(f"SamplingParameters: {target} is given twice, once as {name!r}.")
         if value is not None:
-            settings[target] = _plain(target, value)
+            settings[target] = _PLAIN[target](value) if target in _PLAIN else value
     return settings
-
-
-def _plain(name: str, value: Any) -> Any:
-    if name == "stop":
-        return (value,) if isinstance(value, str) else tuple(value)
-    if name == "stop_token_ids":
-        return tuple(value)
-    if name == "logit_bias":  # JSON has texts for keys
-        return {int(token): bias for token, bias in value.items()}
-    return value
 
 
 # Stop strings: at which sampled token a response ends.
@@ -135,11 +133,8 @@ class StopStrings:
         return any(text.find(stop, max(0, begin - len(stop) + 1)) >= 0 for stop in self._texts)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **options))
 
 
 # How tokens are drawn: one set of parameters for every engine, checked when it is made.
@@ -208,8 +203,8 @@ class SamplingParameters:
         check_numbers(who, "(0, 1]", top_p=self.top_p)
         check_numbers(who, "[0, 1]", min_p=self.min_p)
         check_numbers(who, POSITIVE, repetition_penalty=self.repetition_penalty)
-        check_numbers(who, "[-2, 2]", presence_penalty=self.presence_penalty)
-        check_numbers(who, "[-2, 2]", frequency_penalty=self.frequency_penalty)
+        penalties = {n: getattr(self, n) for n in ("presence_penalty", "frequency_penalty")}
+        check_numbers(who, "[-2, 2]", **penalties)
         for name in ("stop_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
                 check_not_none(who, **{f"a token of {name}": token})
@@ -220,13 +215,10 @@ class SamplingParameters:
         if self.seed is not None and self.seed >= 1 << 63:
             raise ValueError(f"{who}: seed must be below 2^63, got {self.seed}.")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(
-                f"SamplingParameters: stop must be texts that are not empty, got {self.stop!r}."
-            )
+            raise ValueError(f"{who}: stop must be texts that are not empty, got {self.stop!r}.")
         if self.min_tokens > self.max_new_tokens:
             raise ValueError(
-                f"SamplingParameters: min_tokens is {self.min_tokens}, but max_new_tokens "
-                f"{self.max_new_tokens}."
+                f"{who}: min_tokens is {self.min_tokens}, but max_new_tokens {self.max_new_tokens}."
             )
 
     @property
@@ -237,11 +229,8 @@ class SamplingParameters:
     @property
     def penalises(self) -> bool:
         """Whether the tokens so far change the logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        others = (self.presence_penalty, self.frequency_penalty)
+        return self.repetition_penalty != 1.0 or others != (0.0, 0.0)
 
     @property
     def changes_logits(self) -> bool:
@@ -330,23 +319,17 @@ def repeat_rows(
 ) -> tuple[TensorDictBase, Conversations]:
     """Repeat each row n times, next to each other: the batch ``[*B, n]``, B x n conversations."""
     index = torch.arange(batch.numel()).repeat_interleave(num_samples)
-    values = {key: read_objects(batch, key) for key in _row_value_keys(batch)}
+    # Entries that hold a list of one Python value per row, which indexing does not see into.
+    values = {
+        str(key): read_objects(batch, str(key))
+        for key, value in (() if isinstance(batch, LazyStackedTensorDict) else batch.items())
+        if type(value) is NonTensorData and isinstance(value.data, list)
+    }
     size = (*batch.batch_size, num_samples)
     repeated = batch.exclude(*values).reshape(-1)[index].reshape(size)
     for key, column in values.items():
         write_objects(repeated, key, [column[i] for i in index.tolist()])
     return repeated, prompt[index]
-
-
-def _row_value_keys(batch: TensorDictBase) -> Sequence[str]:
-    """Entries that hold a list of one Python value per row, which indexing does not see into."""
-    if isinstance(batch, LazyStackedTensorDict):
-        return []
-    return [
-        str(key)
-        for key, value in batch.items()
-        if type(value) is NonTensorData and isinstance(value.data, list)
-    ]
 
 
 # What changes logits because of the tokens so far: penalties, a bias, stop tokens too early.
@@ -536,10 +519,9 @@ def warped_head_log_prob(
         some = history and history.part(slice(start, start + len(hidden)))
         return warped_log_prob(logits, targets, params, some and some.read(len(weight), params))
 
+    pairs = zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
     parts: list[Any] = [
         checkpoint(tile, i * num_rows, some, weight, at, use_reentrant=False)
-        for i, (some, at) in enumerate(
-            zip(hidden.split(num_rows), targets.split(num_rows), strict=True)
-        )
+        for i, (some, at) in enumerate(pairs)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -63,7 +63,13 @@ def train_tokenizer(
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    backend.model = _with_whole_words(backend, phrases)
+    # Phrases are added to the trained vocabulary, and nothing is merged into them.
+    model = json.loads(backend.to_str())["model"]
+    vocab, byte_level = model["vocab"], pre_tokenizers.ByteLevel(False, use_regex=False)
+    for phrase in phrases:
+        vocab.setdefault(byte_level.pre_tokenize_str(phrase)[0][0], len(vocab))
+    merges = [tuple(pair) for pair in model["merges"]]
+    backend.model = models.BPE(vocab, merges, ignore_merges=bool(phrases))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -72,15 +78,6 @@ def train_tokenizer(
     )
     tokenizer.add_tokens([token for token in CONTROL_TOKENS if "tool" in token])
     return tokenizer
-
-
-def _with_whole_words(backend: Tokenizer, phrases: Sequence[str]) -> models.BPE:
-    """The trained model, to whose vocabulary phrases are added that nothing is merged into."""
-    model = json.loads(backend.to_str())["model"]
-    vocab, byte_level = model["vocab"], pre_tokenizers.ByteLevel(False, use_regex=False)
-    for phrase in phrases:
-        vocab.setdefault(byte_level.pre_tokenize_str(phrase)[0][0], len(vocab))
-    return models.BPE(vocab, [tuple(pair) for pair in model["merges"]], ignore_merges=bool(phrases))
 
 
 def tiny_qwen3(

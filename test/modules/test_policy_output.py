@@ -252,7 +252,11 @@ def test_without_a_request_there_are_none(make_policy, make_tiny_model):
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        pytest.param({"num_samples": 0}, "num_samples must be at least 1, got 0", id="no sample"),
+        pytest.param(
+            {"num_samples": 0},
+            "num_samples must be a whole number, at least 1, got 0",
+            id="no sample",
+        ),
         pytest.param(
             {"pad_output": True, "write_tokens": False}, "pad_output pads", id="nothing to pad"
         ),

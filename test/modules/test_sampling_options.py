@@ -61,7 +61,7 @@ def test_the_ratio_of_unchanged_weights_is_one_over_several_turns(
             full = full.append_messages([[{"role": "user", "content": question}]] * 3)
     batch = TensorDict(batch_size=[3])
     write_conversations(batch, "full", full)
-    policy.writes.write(batch, full, full)
+    policy._write_turns(batch, full, full)
     stored = {
         name: [row[name, "full"].clone() for row in batch.unbind(0)]
         for name in ("log_probs", "entropy", "untempered_log_probs")

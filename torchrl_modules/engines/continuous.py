@@ -2,13 +2,13 @@
 
 import asyncio
 import warnings
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 from torchrl_modules.sampling import SamplingParameters, TokenHistory
 from torchrl_modules.scoring.models import evaluation_mode
 
-from .decoding import KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw
+from .decoding import (
+    KeptCaches,
+    PromptReader,
+    RowStream,
+    SlotReader,
+    TokenDraw,
+    start_history,
+)
 from .engine import Generation, VersionSpan
 from .readers import group_rows
 
@@ -90,14 +97,20 @@ def draw_alike(rows: Sequence[Request], logits: Tensor, version: int) -> None:
         logits: of their next tokens, ``[A, V]``.
         version: of the weights.
     """
-    history = _history(rows, logits)
+    num_drawn = torch.tensor([row.num_drawn for row in rows], device=logits.device)
+    history = TokenHistory(num_drawn)
+    if rows[0].params.penalises:
+        for row in rows:
+            if row.seen is None:
+                (row.seen,), (row.counts,) = start_history([row.tokens], logits[:1])
+        seen = torch.stack([row.seen for row in rows if row.seen is not None])
+        counts = torch.stack([row.counts for row in rows if row.counts is not None])
+        history = TokenHistory(num_drawn, seen, counts)
+        for row, own_seen, own_counts in zip(rows, seen, counts, strict=True):
+            row.seen, row.counts = own_seen, own_counts
     drawn = rows[0].draw(logits, history, [row.stream for row in rows])
-    columns = {
-        "log_probs": drawn.log_probs,
-        "untempered_log_probs": drawn.untempered_log_probs,
-        "entropies": drawn.entropies,
-    }
-    for name, values in columns.items():
+    for name in ("log_probs", "untempered_log_probs", "entropies"):
+        values = getattr(drawn, name)
         if values is not None:
             for row, value in zip(rows, values.tolist(), strict=True):
                 getattr(row, name).append(value)
@@ -107,88 +120,26 @@ def draw_alike(rows: Sequence[Request], logits: Tensor, version: int) -> None:
             row.starts.append((version, row.num_drawn))
         row.tokens.append(token)
         row.is_broken = not is_finite
-    if history.seen is not None and history.counts is not None:
-        for row, seen, counts in zip(rows, history.seen, history.counts, strict=True):
-            row.seen, row.counts = seen, counts
 
 
-def _history(rows: Sequence[Request], logits: Tensor) -> TokenHistory:
-    device, params = logits.device, rows[0].params
-    num_drawn = torch.tensor([row.num_drawn for row in rows], device=device)
-    if not params.penalises:
-        return TokenHistory(num_drawn)
-    for row in rows:
-        if row.seen is None:
-            row.seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=device)
-            row.seen[torch.tensor(row.tokens, device=device)] = True
-            row.counts = torch.zeros(logits.shape[1], device=device)
-    seen = torch.stack([row.seen for row in rows if row.seen is not None])
-    counts = torch.stack([row.counts for row in rows if row.counts is not None])
-    return TokenHistory(num_drawn, seen, counts)
+_alike = attrgetter(
+    *("temperature", "top_p", "top_k", "min_p", "min_tokens", "untempered_log_probs", "entropy"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 def distribution_of(params: SamplingParameters) -> Hashable:
     """The same for parameters by which rows can be drawn together."""
-    return (
-        params.temperature,
-        params.top_p,
-        params.top_k,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        tuple(params.logit_bias.items()),
-        params.min_tokens,
-        params.min_tokens and params.stop_token_ids,
-        params.untempered_log_probs,
-        params.entropy,
-    )
+    early = params.min_tokens and params.stop_token_ids
+    return (*_alike(params), tuple(params.logit_bias.items()), early)
 
 
-# The rows that an asynchronous engine draws tokens for: they join and leave between two tokens.
+# The requests that an asynchronous engine draws tokens for: they join and leave between two tokens.
 #
-# Shape legend: A rows, V vocabulary.
+# Shape legend: A requests, V vocabulary.
 
 
-class Row(Protocol):
-    """One of them."""
-
-    tokens: list[int]
-    """The prompt, and what was drawn so far."""
-    session: Hashable
-    """What was read of it is kept under this key when it leaves; ``None`` for nothing."""
-    is_broken: bool
-    """What was read of it is not finite."""
-
-
-R = TypeVar("R", bound=Row)
-
-
-class RunningRows(ABC, Generic[R]):
-    """Rows, in an order of their own."""
-
-    @abstractmethod
-    def join(self, rows: Sequence[R]) -> tuple[list[R], Tensor]:
-        """Take rows on, and read their tokens.
-
-        Returns:
-            They, perhaps in another order, and logits of their next tokens, ``[A', V]``.
-        """
-
-    @abstractmethod
-    def advance(self) -> tuple[list[R], Tensor]:
-        """Read the last token of each row; all rows and logits of their next tokens, ``[A, V]``."""
-
-    @abstractmethod
-    def leave(self, rows: Collection[int]) -> None:
-        """Let rows go, by the ``id`` of each."""
-
-    @abstractmethod
-    def reread(self) -> None:
-        """Read again, by new weights, all that was read of each row: all but its last token."""
-
-
-class MergedRows(RunningRows[R]):
+class MergedRows:
     """All rows in one cache.
 
     Args:
@@ -197,22 +148,26 @@ class MergedRows(RunningRows[R]):
 
     def __init__(self, reader: SlotReader) -> None:
         self.reader = reader
-        self.rows: list[R] = []
+        self.rows: list[Request] = []
 
-    def join(self, rows: Sequence[R]) -> tuple[list[R], Tensor]:
-        """See `RunningRows`."""
-        logits = self.reader.join([row.tokens for row in rows])
+    def join(self, rows: Sequence[Request]) -> tuple[list[Request], Tensor]:
+        """Read the tokens of new rows.
+
+        Returns:
+            They, perhaps in another order, and logits of their next tokens, ``[A', V]``.
+        """
+        logits = self.reader.read([row.tokens for row in rows])
         self.rows += rows
         return list(rows), logits
 
-    def advance(self) -> tuple[list[R], Tensor]:
-        """See `RunningRows`."""
+    def advance(self) -> tuple[list[Request], Tensor]:
+        """Read the last token of each row; all rows and logits of their next tokens, ``[A, V]``."""
         tokens = [row.tokens[-1] for row in self.rows]
         device = self.reader.model.device
         return list(self.rows), self.reader.advance(torch.tensor(tokens, device=device))
 
     def leave(self, rows: Collection[int]) -> None:
-        """See `RunningRows`; the last ones take the places of those that go."""
+        """Let rows go, by the ``id`` of each; the last ones take the places of those that go."""
         order = list(range(len(self.rows)))
         for at in reversed([at for at, row in enumerate(self.rows) if id(row) in rows]):
             row = self.rows[at]
@@ -228,11 +183,11 @@ class MergedRows(RunningRows[R]):
             self.rows = [self.rows[at] for at in order]
 
     def reread(self) -> None:
-        """See `RunningRows`."""
-        self.reader.reread([row.tokens[:-1] for row in self.rows])
+        """Read again, by new weights, all that was read of each row: all but its last token."""
+        self.reader.fill([row.tokens[:-1] for row in self.rows], range(len(self.rows)))
 
 
-class RowGroups(RunningRows[R]):
+class RowGroups:
     """Rows that came together stay together, each group by a reader of its own.
 
     For what models keep that can't be put together: right for every model, and slower.
@@ -245,27 +200,23 @@ class RowGroups(RunningRows[R]):
     def __init__(self, model: PreTrainedModel, reader: type[PromptReader]) -> None:
         self._model = model
         self._reader = reader
-        self._groups: list[tuple[PromptReader, list[R], set[int]]] = []
+        self._groups: list[tuple[PromptReader, list[Request], set[int]]] = []
 
-    def join(self, rows: Sequence[R]) -> tuple[list[R], Tensor]:
-        """See `RunningRows`."""
+    def join(self, rows: Sequence[Request]) -> tuple[list[Request], Tensor]:
+        """See `MergedRows`."""
         prompts = [row.tokens for row in rows]
         by_length = self._reader.needs_one_length
-        read = [
-            self._begin([rows[at] for at in group])
-            for group in group_rows(prompts, range(len(rows)), by_length=by_length)
-        ]
-        return [row for one, _ in read for row in one], torch.cat([logits for _, logits in read])
+        joined, logits = [], []
+        for group in group_rows(prompts, range(len(rows)), by_length=by_length):
+            reader, members = self._reader(self._model), [rows[at] for at in group]
+            logits.append(reader.read([row.tokens for row in members]))
+            self._groups.append((reader, members, set()))
+            joined += members
+        return joined, torch.cat(logits)
 
-    def _begin(self, rows: list[R]) -> tuple[list[R], Tensor]:
-        reader = self._reader(self._model)
-        logits = reader.read([row.tokens for row in rows])
-        self._groups.append((reader, list(rows), set()))
-        return list(rows), logits
-
-    def advance(self) -> tuple[list[R], Tensor]:
-        """See `RunningRows`."""
-        rows: list[R] = []
+    def advance(self) -> tuple[list[Request], Tensor]:
+        """Read the last token of each row; all rows and logits of their next tokens, ``[A, V]``."""
+        rows: list[Request] = []
         logits = []
         for reader, members, gone in self._groups:
             tokens = torch.tensor([row.tokens[-1] for row in members], device=self._model.device)
@@ -276,7 +227,7 @@ class RowGroups(RunningRows[R]):
         return rows, torch.cat(logits)
 
     def leave(self, rows: Collection[int]) -> None:
-        """See `RunningRows`; where a cache can't leave a row out, it is read on without use."""
+        """See `MergedRows`; where a cache can't leave a row out, it is read on without use."""
         kept = []
         for reader, members, gone in self._groups:
             gone |= {id(row) for row in members if id(row) in rows}
@@ -289,7 +240,7 @@ class RowGroups(RunningRows[R]):
         self._groups = kept
 
     def reread(self) -> None:
-        """See `RunningRows`."""
+        """See `MergedRows`."""
         groups, self._groups = self._groups, []
         for _, members, gone in groups:
             left = [row for row in members if id(row) not in gone]
@@ -335,7 +286,7 @@ class ContinuousDecoding:
         self._max_running = max_running
         self.kept = kept
         self._slots: SlotReader | None = None
-        self._rows: RunningRows[Request]
+        self._rows: MergedRows | RowGroups
         if issubclass(reader, SlotReader):
             self._slots = reader(model, kept)
             self._rows = MergedRows(self._slots)
@@ -354,12 +305,9 @@ class ContinuousDecoding:
         """Tokens of all responses."""
         # Of a model that others have, too: they must not change it, and may train it by its modes.
         self._watched = [] if is_own else list(model.parameters())
-        self._evaluating: Callable[[], AbstractContextManager[Any]] = partial(
-            evaluation_mode, model
-        )
+        self._evaluating = nullcontext if is_own else partial(evaluation_mode, model)
         if is_own:
             model.eval()
-            self._evaluating = nullcontext
         self._changes = self._num_changes()
 
     @property
@@ -453,9 +401,11 @@ class ContinuousDecoding:
         self.num_drawn += len(rows)
         ended = []
         for request in rows:
-            reason = "error" if request.is_broken else request.finish_reason()
-            if reason is not None:
-                ended.append((request, _outcome(request, reason)))
+            if request.is_broken:
+                error = f"the log-prob of token {request.num_drawn} is not finite"
+                ended.append((request, Generation([], [], "error", error)))
+            elif (reason := request.finish_reason()) is not None:
+                ended.append((request, request.generation(reason)))
         if ended:
             self._leave([request for request, _ in ended])
             self.deliver(ended)
@@ -464,13 +414,6 @@ class ContinuousDecoding:
         self._rows.leave({id(request) for request in requests})
         for request in requests:
             del self._running[id(request)]
-
-
-def _outcome(request: Request, reason: str) -> Generation:
-    if reason == "error":
-        at = request.num_drawn
-        return Generation([], [], reason, f"the log-prob of token {at} is not finite")
-    return request.generation(reason)
 
 
 def _settle(items: list[tuple[Request, Any]]) -> None:

@@ -1,6 +1,7 @@
 """How a Transformers model continues rows a token at a time, and what it keeps of them."""
 
 import functools
+import itertools
 import random
 import re
 import sys
@@ -9,8 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from weakref import proxy
 
@@ -39,6 +39,8 @@ from .engine import Generation
 #
 # Shape legend: A rows that still run, V vocabulary.
 
+_REPORTED: Final = ("log_probs", "untempered_log_probs", "entropies")
+"""Fields of drawn tokens, and of generations."""
 _COMPACT_BELOW = 0.75
 """Rows that have ended are dropped from the batch once fewer than this fraction still run."""
 
@@ -81,12 +83,24 @@ class TokenDraw:
             streams: of each row; torch's generator draws when not given.
         """
         params, logits = self._params, logits.float()
-        log_p = self._log_probs(logits, history)
+        scores = logits
+        if self._changes_logits:
+            scores = changed_logits(logits, params, history)
+            banned = too_early(scores, params, history)
+            scores = scores if banned is None else scores.masked_fill(banned, -torch.inf)
+        for warper in self._warpers:
+            scores = warper(None, scores)  # type: ignore[arg-type]
+        log_p = torch.log_softmax(scores, -1)
         p = log_p.exp()
         if params.temperature == 0:
             tokens = log_p.argmax(-1, True)
-        else:
-            tokens = p.multinomial(1) if streams is None else _choose(p, streams)
+        elif streams is None:
+            tokens = p.multinomial(1)
+        else:  # one number a token, by the inverse of the sum
+            uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
+            total = p.double().cumsum(-1)  # In single precision small probabilities would be lost.
+            at = uniform.to(p.device)[:, None] * total[:, -1:]
+            tokens = torch.searchsorted(total, at, right=True).clamp(max=p.shape[-1] - 1)
         if history.seen is not None and history.counts is not None:
             history.seen.scatter_(1, tokens, True)
             history.counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
@@ -98,17 +112,6 @@ class TokenDraw:
             entropies = torch.special.entr(p).sum(-1)
         log_probs = log_p.gather(1, tokens).squeeze(1)
         return DrawnTokens(tokens.squeeze(1), log_probs, untempered, entropies)
-
-    def _log_probs(self, logits: Tensor, history: TokenHistory) -> Tensor:
-        """Of the distribution that is drawn from, ``[A, V]``."""
-        scores = logits
-        if self._changes_logits:
-            scores = changed_logits(logits, self._params, history)
-            banned = too_early(scores, self._params, history)
-            scores = scores if banned is None else scores.masked_fill(banned, -torch.inf)
-        for warper in self._warpers:
-            scores = warper(None, scores)  # type: ignore[arg-type]
-        return torch.log_softmax(scores, -1)
 
 
 class RowStream:
@@ -126,14 +129,6 @@ class RowStream:
         return self._random.getrandbits(52) * 2.0**-52
 
 
-def _choose(p: Tensor, streams: Sequence[RowStream]) -> Tensor:
-    """A token of each row by its own stream: one number a token, by the inverse of the sum."""
-    uniform = torch.tensor([stream.next() for stream in streams], dtype=torch.float64)
-    total = p.double().cumsum(-1)  # In single precision small probabilities would be lost.
-    at = uniform.to(p.device)[:, None] * total[:, -1:]
-    return torch.searchsorted(total, at, right=True).clamp(max=p.shape[-1] - 1)
-
-
 class PromptReader(ABC):
     """Reads prompts, and then one token of each row at a time.
 
@@ -143,6 +138,10 @@ class PromptReader(ABC):
 
     needs_one_length: ClassVar[bool]
     """Its prompts have to be of one length."""
+    can_drop = True
+    """Rows can be left out."""
+    keeps_rows = False
+    """What was read of a row that leaves may serve a later turn."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -155,27 +154,23 @@ class PromptReader(ABC):
     def advance(self, tokens: Tensor) -> Tensor:
         """Read one more token of each row, int64 ``[A]``; logits of the next, ``[A, V]``."""
 
-    @property
-    def can_drop(self) -> bool:
-        """Whether rows can be left out."""
-        return True
-
     @abstractmethod
     def keep(self, index: Tensor) -> None:
         """Go on with some of the rows, int64 ``[A']``."""
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether what was read of a row that leaves may serve a later turn."""
-        return False
-
     def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
         """Keep what was read of a row, where :attr:`keeps_rows`."""
-        raise NotImplementedError(f"{type(self).__name__} keeps nothing of row {row}.")
+        raise NotImplementedError(type(self).__name__)
 
 
-class DecodeLoop:
-    """One batch of prompts, read and continued until every row has ended.
+def decode(
+    reader: PromptReader,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParameters,
+    budgets: Sequence[int],
+    seeds: Sequence[int] | None = None,
+) -> list[Generation]:
+    """Continue one batch of prompts until every row has drawn a stop token or used up its budget.
 
     Args:
         reader: of a model in evaluation mode.
@@ -184,117 +179,87 @@ class DecodeLoop:
         budgets: most new tokens of each row.
         seeds: of each row's stream; torch's generator draws when not given.
     """
-
-    def __init__(
-        self,
-        reader: PromptReader,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParameters,
-        budgets: Sequence[int],
-        seeds: Sequence[int] | None = None,
-    ) -> None:
-        self._reader = reader
-        self._prompts = prompts
-        model = reader.model
-        self._params = params
-        self._draw_token = TokenDraw(params)
-        self._streams = None if seeds is None else [RowStream(seed) for seed in seeds]
-        self._budgets = torch.tensor(budgets, device=model.device)
-        self._stops = torch.tensor(params.stop_token_ids or (), device=model.device)
-        shape = (len(prompts), max(budgets))
-        self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
-        # What is reported of each token: the log-prob, and what else was asked for.
-        names = ["log_probs"]
-        names += ["untempered_log_probs"] if params.untempered_log_probs else []
-        names += ["entropies"] if params.entropy else []
-        self._figures = {name: torch.zeros(shape, device=model.device) for name in names}
-        self._num_drawn = torch.zeros(len(prompts), dtype=torch.int64, device=model.device)
-        self._stopped = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
-        # Row of each batch element; elements leave the batch when their rows have ended.
-        self._rows = torch.arange(len(prompts), device=model.device)
-        self._running = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
-        self._logits = reader.read(prompts)
-        self._count_prompts(prompts)
-
-    def run(self) -> list[Generation]:
-        """Draw until every row has drawn a stop token or used up its budget."""
-        for step in range(int(self._budgets.max())):
-            tokens = self._draw(step)
-            is_stop = torch.isin(tokens, self._stops)
-            is_stop |= self._completes_stop_string(step)
-            self._num_drawn[self._rows] += self._running
-            self._stopped[self._rows] |= is_stop & self._running
-            self._running &= ~is_stop & (step + 1 < self._budgets[self._rows])
-            num_running = int(self._running.sum())
-            if num_running == 0:
-                break
-            if num_running < _COMPACT_BELOW * len(self._rows) and self._reader.can_drop:
-                tokens = self._drop_ended(tokens)
-            self._logits = self._reader.advance(tokens)
-        self._leave_behind(range(len(self._rows)))
-        return self._generations()
-
-    def _leave_behind(self, elements: Iterable[int]) -> None:
-        """Rows leave; what was read of them may serve the next turn."""
-        if not self._reader.keeps_rows:
-            return
-        for element in elements:
-            row = int(self._rows[element])
-            drawn = self._ids[row, : int(self._num_drawn[row])].tolist()
-            self._reader.leave_behind(element, [*self._prompts[row], *drawn])
-
-    def _generations(self) -> list[Generation]:
-        longest = int(self._num_drawn.max())
-        figures = {name: values[:, :longest].tolist() for name, values in self._figures.items()}
-        drawn = self._ids[:, :longest].tolist()
-        ends = zip(self._num_drawn.tolist(), self._stopped.tolist(), strict=True)
-        return [
-            Generation(
-                ids=ids[:n],
-                finish_reason="stop" if stopped else "length",
-                **{name: values[row][:n] for name, values in figures.items()},
-            )
-            for row, (ids, (n, stopped)) in enumerate(zip(drawn, ends, strict=True))
-        ]
-
-    def _count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Penalties know which tokens a row holds, and how often it has drawn them."""
-        device = self._logits.device
-        self._seen = self._counts = None
-        if self._params.penalises:
-            self._counts = torch.zeros(self._logits.shape, device=device)
-            self._seen = torch.zeros_like(self._counts, dtype=torch.bool)
-            for row, prompt in enumerate(prompts):
-                self._seen[row, torch.tensor(prompt, device=device)] = True
-
-    def _draw(self, step: int) -> Tensor:
-        """One token per batch element, int64 ``[A]``; keeps it and what is reported of it."""
-        drawn_before = torch.full((len(self._logits),), step, device=self._logits.device)
-        history = TokenHistory(drawn_before, self._seen, self._counts)
-        streams = self._streams and [self._streams[row] for row in self._rows.tolist()]
-        drawn = self._draw_token(self._logits, history, streams)
-        self._ids[self._rows, step] = drawn.ids
-        for name, values in self._figures.items():
-            values[self._rows, step] = getattr(drawn, name)
-        return drawn.ids
-
-    def _completes_stop_string(self, step: int) -> Tensor:
-        ends = torch.zeros_like(self._running)
-        matcher = self._params.stop_matcher
+    device, shape = reader.model.device, (len(prompts), max(budgets))
+    draw, matcher = TokenDraw(params), params.stop_matcher
+    streams = None if seeds is None else [RowStream(seed) for seed in seeds]
+    most = torch.tensor(budgets, device=device)
+    stops = torch.tensor(params.stop_token_ids or (), device=device)
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    # What is reported of each token: the log-prob, and what else was asked for.
+    asked = (True, params.untempered_log_probs, params.entropy)
+    names = [name for name, wanted in zip(_REPORTED, asked, strict=True) if wanted]
+    reported = {name: torch.zeros(shape, device=device) for name in names}
+    num_drawn = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    # Row of each batch element; elements leave the batch when their rows have ended.
+    rows = torch.arange(len(prompts), device=device)
+    running = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    logits = reader.read(prompts)
+    seen, counts = None, None
+    if params.penalises:
+        seen, counts = start_history(prompts, logits)
+    for step in range(max(budgets)):
+        drawn_before = torch.full((len(logits),), step, device=logits.device)
+        history = TokenHistory(drawn_before, seen, counts)
+        drawn = draw(logits, history, streams and [streams[row] for row in rows.tolist()])
+        tokens = drawn.ids
+        ids[rows, step] = tokens
+        for name, values in reported.items():
+            values[rows, step] = getattr(drawn, name)
+        ends = torch.isin(tokens, stops)
         if matcher is not None:
-            for element in self._running.nonzero().squeeze(1).tolist():
-                row = int(self._rows[element])
-                ends[element] = matcher.just_ended(self._ids[row, : step + 1].tolist())
-        return ends
+            for element in running.nonzero().squeeze(1).tolist():
+                row = int(rows[element])
+                ends[element] |= matcher.just_ended(ids[row, : step + 1].tolist())
+        num_drawn[rows] += running
+        stopped[rows] |= ends & running
+        running &= ~ends & (step + 1 < most[rows])
+        num_running = int(running.sum())
+        if num_running == 0:
+            break
+        if num_running < _COMPACT_BELOW * len(rows) and reader.can_drop:
+            _leave_behind(reader, ~running, rows, prompts, ids, num_drawn)
+            keep = running.nonzero().squeeze(1)
+            if seen is not None and counts is not None:
+                seen, counts = seen[keep], counts[keep]
+            reader.keep(keep)
+            rows, running, tokens = rows[keep], running[keep], tokens[keep]
+        logits = reader.advance(tokens)
+    _leave_behind(reader, torch.ones_like(running), rows, prompts, ids, num_drawn)
+    longest = int(num_drawn.max())
+    figures = {name: values[:, :longest].tolist() for name, values in reported.items()}
+    ends = zip(ids[:, :longest].tolist(), num_drawn.tolist(), stopped.tolist(), strict=True)
+    return [
+        Generation(
+            ids=drawn[:n],
+            finish_reason="stop" if is_stopped else "length",
+            **{name: values[row][:n] for name, values in figures.items()},
+        )
+        for row, (drawn, n, is_stopped) in enumerate(ends)
+    ]
 
-    def _drop_ended(self, tokens: Tensor) -> Tensor:
-        self._leave_behind((~self._running).nonzero().squeeze(1).tolist())
-        keep = self._running.nonzero().squeeze(1)
-        if self._seen is not None and self._counts is not None:
-            self._seen, self._counts = self._seen[keep], self._counts[keep]
-        self._reader.keep(keep)
-        self._rows, self._running = self._rows[keep], self._running[keep]
-        return tokens[keep]
+
+def _leave_behind(
+    reader: PromptReader,
+    leaving: Tensor,
+    rows: Tensor,
+    prompts: Sequence[Sequence[int]],
+    ids: Tensor,
+    num_drawn: Tensor,
+) -> None:
+    """Rows leave, bool ``[A]``; what was read of them may serve the next turn."""
+    for element in leaving.nonzero().squeeze(1).tolist() if reader.keeps_rows else ():
+        row = int(rows[element])
+        reader.leave_behind(element, [*prompts[row], *ids[row, : int(num_drawn[row])].tolist()])
+
+
+def start_history(prompts: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens each row holds, bool ``[A, V]``, and how often it has drawn them: never yet."""
+    counts = torch.zeros(logits.shape, device=logits.device)
+    seen = torch.zeros_like(counts, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        seen[row, torch.tensor(prompt, device=logits.device)] = True
+    return seen, counts
 
 
 # What a model has read of conversations, kept for their next turns.
@@ -305,9 +270,10 @@ RowCache: TypeAlias = list[tuple[Tensor, Tensor]]
 """Keys and values of one row, ``[H, T, D]`` each, of every layer."""
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     tokens: bytes
+    number: int
+    """Rows are counted in the order in which they came."""
     cache: RowCache
     is_anonymous: bool
 
@@ -342,11 +308,10 @@ class KeptCaches:
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        # In the order of their tokens, so that those that begin alike are neighbours.
-        self._index: list[tuple[bytes, int]] = []
-        self._numbers: dict[Hashable, int] = {}
-        self._keys: dict[int, Hashable] = {}
-        self._next_number = 0
+        # In the order of their tokens, so that those that begin alike are neighbours; the number
+        # of each makes them different.
+        self._index: list[tuple[bytes, int, Hashable]] = []
+        self._numbers = itertools.count()
         self.num_tokens = 0
         """Tokens that are kept."""
 
@@ -367,8 +332,8 @@ class KeptCaches:
             if not self._index:
                 return Found()
             tokens = _as_bytes(ids[:-1])
-            at = bisect_left(self._index, (tokens, 0))
-            near = [self._keys[number] for _, number in self._index[max(0, at - 1) : at + 1]]
+            at = bisect_left(self._index, (tokens,))
+            near = [key for _, _, key in self._index[max(0, at - 1) : at + 1]]
             lengths = [_num_shared(self._kept[key].tokens, tokens) for key in near]
             longest = max(lengths)
             if not longest:
@@ -398,12 +363,9 @@ class KeptCaches:
                 self.max_tokens = self._max_bytes // max(1, num_bytes)
             if len(ids) > self.max_tokens:
                 return
-            kept = _Kept(_as_bytes(ids), cache, is_anonymous)
+            kept = _Kept(_as_bytes(ids), next(self._numbers), cache, is_anonymous)
             self._kept[key] = kept
-            self._numbers[key] = self._next_number
-            self._keys[self._next_number] = key
-            insort(self._index, (kept.tokens, self._next_number))
-            self._next_number += 1
+            insort(self._index, (kept.tokens, kept.number, key))
             self.num_tokens += kept.num_tokens
             while self.num_tokens > self.max_tokens:
                 self.end(next(iter(self._kept)))
@@ -414,9 +376,7 @@ class KeptCaches:
             kept = self._kept.pop(key, None)
             if kept is None:
                 return
-            number = self._numbers.pop(key)
-            del self._keys[number]
-            del self._index[bisect_left(self._index, (kept.tokens, number))]
+            del self._index[bisect_left(self._index, (kept.tokens, kept.number))]
             self.num_tokens -= kept.num_tokens
 
     def clear(self) -> None:
@@ -482,10 +442,17 @@ def has_plain_cache(model: PreTrainedModel) -> bool:
 class _SlotLayer(CacheLayerMixin):
     """One layer's buffers, ``[slots, H, columns, D]``; what a step adds is written in place."""
 
-    def __init__(self, rows: "SlotReader") -> None:
+    keys: Any
+    values: Any
+
+    def __init__(self, rows: "SlotReader", like: Any) -> None:
         super().__init__()
         self._rows = proxy(rows)  # or the buffers of a drawing would wait for the garbage collector
         self.is_initialized = True
+        self.keys, self.values = (
+            states.new_zeros(0, states.shape[1], 0, states.shape[3])
+            for states in (like.keys, like.values)
+        )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """They are made when the first rows are read."""
@@ -494,8 +461,6 @@ class _SlotLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the next token of each row, ``[A, H, 1, D]``."""
-        assert self.keys is not None
-        assert self.values is not None
         slots, lengths = self._rows.slots, self._rows.lengths
         self.keys[slots, :, lengths] = key_states.squeeze(2).to(self.keys.dtype)
         self.values[slots, :, lengths] = value_states.squeeze(2).to(self.values.dtype)
@@ -528,6 +493,7 @@ class SlotReader(PromptReader):
     def __init__(self, model: PreTrainedModel, kept: KeptCaches | None = None) -> None:
         super().__init__(model)
         self._kept = kept
+        self.keeps_rows = kept is not None
         self._layers: list[_SlotLayer] = []
         self._num_slots = self._num_columns = 0
         self._counts: list[int] = []
@@ -541,18 +507,10 @@ class SlotReader(PromptReader):
         """Tokens of prompts that the model has read, padding and what was kept left out."""
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """See :class:`PromptReader`."""
-        return self.join(prompts)
-
-    def join(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Rows come behind those that are there; logits of their next tokens, ``[A', V]``."""
+        """See :class:`PromptReader`; the rows come behind those that are there."""
         begin = len(self._counts)
         self._count([*self._counts, *map(len, prompts)])
-        return self._fill(prompts, range(begin, len(self._counts)))
-
-    def reread(self, rows: Sequence[Sequence[int]]) -> None:
-        """Read all rows again, by the weights as they are now."""
-        self._fill(rows, range(len(rows)))
+        return self.fill(prompts, range(begin, len(self._counts)))
 
     def advance(self, tokens: Tensor) -> Tensor:
         """See :class:`PromptReader`."""
@@ -578,14 +536,8 @@ class SlotReader(PromptReader):
             )
             for layer in self._layers:
                 for buffer in (layer.keys, layer.values):
-                    assert buffer is not None
                     buffer[new, :, : self.longest] = buffer[old, :, : self.longest]
         self._count([self._counts[old] for old in order])
-
-    @property
-    def keeps_rows(self) -> bool:
-        """See :class:`PromptReader`."""
-        return self._kept is not None
 
     def leave_behind(self, row: int, ids: Sequence[int], key: Hashable = None) -> None:
         """Keep what was read of a row.
@@ -599,7 +551,7 @@ class SlotReader(PromptReader):
             return
         count = min(len(ids), self._counts[row])
         cache = [
-            (layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone())  # type: ignore[index]
+            (layer.keys[row, :, :count].clone(), layer.values[row, :, :count].clone())
             for layer in self._layers
         ]
         self._kept.keep(key, ids[:count], cache)
@@ -607,7 +559,7 @@ class SlotReader(PromptReader):
     def wipe(self, row: int) -> None:
         """Leave nothing of a row that is not finite to those that use its slot later."""
         for layer in self._layers:
-            layer.keys[row] = layer.values[row] = 0.0  # type: ignore[index]
+            layer.keys[row] = layer.values[row] = 0.0
 
     def _count(self, counts: list[int]) -> None:
         self._counts = counts
@@ -621,23 +573,19 @@ class SlotReader(PromptReader):
         if num_rows <= self._num_slots and num_columns <= self._num_columns:
             return
         if num_rows > self._num_slots:
-            self._num_slots = (
-                num_rows if not self._num_slots else max(num_rows, 2 * self._num_slots)
-            )
+            self._num_slots = max(num_rows, 2 * self._num_slots)
         if num_columns > self._num_columns:
             self._num_columns = max(num_columns + _MIN_COLUMNS, int(_GROWTH * num_columns))
         for layer in self._layers:
-            layer.keys, layer.values = map(self._grown, (layer.keys, layer.values))
+            for name in ("keys", "values"):
+                buffer = getattr(layer, name)
+                slots, heads, columns, size = buffer.shape
+                # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
+                grown = buffer.new_zeros(self._num_slots, heads, self._num_columns, size)
+                grown[:slots, :, :columns] = buffer
+                setattr(layer, name, grown)
 
-    def _grown(self, buffer: Tensor | None) -> Tensor:
-        assert buffer is not None
-        slots, heads, columns, size = buffer.shape
-        # Zeros: what is masked is multiplied by 0, which leaves infinity and NaN.
-        grown = buffer.new_zeros(self._num_slots, heads, self._num_columns, size)
-        grown[:slots, :, :columns] = buffer
-        return grown
-
-    def _fill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+    def fill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         """Read prompts into slots, a few passes for all; logits of the next tokens, in order."""
         places: dict[tuple[int, ...], list[int]] = {}
         for at, prompt in enumerate(prompts):
@@ -678,24 +626,20 @@ class SlotReader(PromptReader):
             logits_to_keep=1,
         )
         self.num_read += sum(map(len, new))
-        self._make_layers(cache)
+        if not self._layers:  # buffers of the shapes that the model has shown
+            self._layers = [_SlotLayer(self, layer) for layer in cache.layers]
+            self._cache = Cache(layers=list(self._layers))
         self._reserve(len(self._counts), self.longest)
-        for element, (ids, found) in enumerate(rows):
+        for element, (ids, found) in enumerate(rows):  # each into all the slots that have it
             at = torch.tensor([slots[place] for place in places[ids]], device=device)
-            self._write(at, found, cache, element, len(ids) - found.num_tokens)
+            known, end = found.num_tokens, len(ids)
+            for number, (layer, source) in enumerate(zip(self._layers, cache.layers, strict=True)):
+                for which, name in enumerate(("keys", "values")):
+                    buffer, read = getattr(layer, name), getattr(source, name)
+                    if found.cache is not None:
+                        buffer[at, :, :known] = found.cache[number][which][:, :known]
+                    buffer[at, :, known:end] = read[element, :, known - end :]
         return output.logits[:, -1]
-
-    def _write(
-        self, slots: Tensor, found: Found, read: DynamicCache, element: int, num_new: int
-    ) -> None:
-        """Write one row that was read into all the slots that have it."""
-        known = found.num_tokens
-        for number, (layer, source) in enumerate(zip(self._layers, read.layers, strict=True)):
-            for which, name in enumerate(("keys", "values")):
-                buffer, new = getattr(layer, name), getattr(source, name)
-                if found.cache is not None:
-                    buffer[slots, :, :known] = found.cache[number][which][:, :known]
-                buffer[slots, :, known : known + num_new] = new[element, :, -num_new:]
 
     def _padded(self, rows: list[Found], width: int) -> DynamicCache:
         """What is kept of rows, padded on the left to one width."""
@@ -711,22 +655,6 @@ class SlotReader(PromptReader):
                         buffer[element, :, width - known :] = one[:, :known]
             cache.update(padded[0], padded[1], number)
         return cache
-
-    def _make_layers(self, cache: DynamicCache) -> None:
-        """Buffers of the shapes that the model has shown."""
-        if self._layers:
-            return
-        for source in cache.layers:
-            assert isinstance(source, DynamicLayer)
-            layer = _SlotLayer(self)
-            layer.keys, layer.values = _empty(source.keys), _empty(source.values)
-            self._layers.append(layer)
-        self._cache = Cache(layers=list(self._layers))
-
-
-def _empty(states: Tensor | None) -> Tensor:
-    assert states is not None
-    return states.new_zeros(0, states.shape[1], 0, states.shape[3])
 
 
 def _passes(num_new: dict[tuple[int, ...], int]) -> list[list[tuple[int, ...]]]:

@@ -278,7 +278,7 @@ def _joined(cls: type[SlotReader], model: PreTrainedModel, rows: Sequence[Tensor
     joining, logits = [len(rows) - 1], torch.empty(0)
     while here or joining:
         if joining:
-            joined = reader.join([rows[i][: num_read[i]].tolist() for i in joining])
+            joined = reader.read([rows[i][: num_read[i]].tolist() for i in joining])
             logits = torch.cat([logits, joined]) if here else joined
             here += joining
         for row, i in zip(logits.double().log_softmax(-1), here, strict=True):

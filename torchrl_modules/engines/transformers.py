@@ -4,7 +4,7 @@ import asyncio
 import ctypes
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property
 from typing import Any, Final, Self
@@ -21,6 +21,7 @@ from torchrl_modules.scoring.models import (
     acting_adapters,
     evaluation_mode,
     is_sharded,
+    precision,
     settle_rope_factors,
     unwrapped,
     without_ddp,
@@ -35,7 +36,7 @@ from torchrl_modules.weights import (
 
 from .bridges import EngineThread
 from .continuous import ContinuousDecoding, Request, distribution_of
-from .decoding import DecodeLoop, KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw
+from .decoding import KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw, decode
 from .engine import Generation
 from .readers import find_image_reader, find_prompt_reader, group_rows, num_positions
 
@@ -89,20 +90,20 @@ class TransformersEngine:
         check: bool = True,
     ) -> None:
         who = "TransformersEngine"
-        self._inside = unwrapped(model, who=who)
-        own = num_positions(self._inside)
+        self._inside = inside = unwrapped(model, who=who)
+        own = num_positions(inside)
         if max_model_len is not None and max_model_len < 1:
             raise ValueError(f"{who}: max_model_len must be at least 1, got {max_model_len}.")
         if max_model_len is not None and own is not None and max_model_len > own:
             raise ValueError(
-                f"{who}: max_model_len={max_model_len}, but {type(self._inside).__name__} has "
+                f"{who}: max_model_len={max_model_len}, but {type(inside).__name__} has "
                 f"positions for {own} tokens."
             )
         if max_cached_tokens is not None and max_cached_tokens < 0:
             raise ValueError(
                 f"{who}: max_cached_tokens must be at least 0 or None, got {max_cached_tokens}."
             )
-        settle_rope_factors(self._inside, max_model_len, who=who)
+        settle_rope_factors(inside, max_model_len, who=who)
         self.model = model
         self.images = images
         """What images become; ``None`` where rows with images are refused."""
@@ -111,16 +112,22 @@ class TransformersEngine:
         self._autocast_dtype = autocast_dtype
         self.max_cached_tokens = max_cached_tokens
         """Most tokens of earlier rows that are kept, as it was given."""
+        is_on_cpu = inside.device.type == "cpu"
         self._kept: KeptCaches | None = None
-        if max_cached_tokens or (max_cached_tokens is None and self._inside.device.type == "cpu"):
+        if max_cached_tokens or (max_cached_tokens is None and is_on_cpu):
             self._kept = KeptCaches(max_cached_tokens)
+        self._is_trimmed = (
+            is_on_cpu
+            and _malloc_trim is not None
+            and inside.num_parameters() >= _TRIMMED_PARAMETERS
+        )
         self._kept_for: Hashable = None
         self._version = 0
         self._is_mixed = False
         if check and not is_sharded(model):
             self.reader  # noqa: B018
             if images is not None:
-                find_image_reader(self._inside, images)
+                find_image_reader(inside, images)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -188,28 +195,38 @@ class TransformersEngine:
                 "weights are a mixture. Update them again."
             )
         budgets = list(max_new_tokens or [params.max_new_tokens] * len(prompts))
-        rows_seeds = _all_or_none(seeds or params.row_seeds(len(prompts)), len(prompts))
+        rows_seeds = list(seeds or params.row_seeds(len(prompts)))
+        num_seeds = sum(seed is not None for seed in rows_seeds)
+        if len(rows_seeds) != len(prompts) or num_seeds not in (0, len(prompts)):
+            raise ValueError(
+                f"TransformersEngine.generate: {len(prompts)} prompts, but {len(rows_seeds)} seeds,"
+                f" {num_seeds} of them not None. Give each prompt one, or none."
+            )
         media = [list(its) for its in images or [[]] * len(prompts)]
-        errors = [
-            self.refusal(prompt, budget) or self._image_fault(prompt, its)
-            for prompt, budget, its in zip(prompts, budgets, media, strict=True)
-        ]
-        good = [i for i, error in enumerate(errors) if error is None]
-        results = [Generation([], [], "error", error) for error in errors]
+        results = []
+        for prompt, budget, its in zip(prompts, budgets, media, strict=True):
+            error = self.refusal(prompt, budget)
+            if error is None and self.images is not None:
+                error = self.images.fault(prompt, its)
+            elif error is None and its:
+                error = "the engine has no processor for its images"
+            results.append(Generation([], [], "error", error))
+        good = [i for i, result in enumerate(results) if result.error is None]
         if not good:
             return results
         self._give_back_memory()
         with evaluation_mode(self._inside), self.precision():
             self._forget_other_weights()
             for group, reader in self._batches(prompts, good, media):
-                loop = DecodeLoop(
+                own_seeds: Any = [rows_seeds[i] for i in group] if num_seeds else None
+                generations = decode(
                     reader,
                     [prompts[i] for i in group],
                     params,
                     [budgets[i] for i in group],
-                    rows_seeds and [rows_seeds[i] for i in group],
+                    own_seeds,
                 )
-                for i, generation in zip(group, loop.run(), strict=True):
+                for i, generation in zip(group, generations, strict=True):
                     results[i] = generation
         self._give_back_memory()
         return results
@@ -220,13 +237,8 @@ class TransformersEngine:
         Activations of a training step and caches of a drawing never live at the same time, but
         their blocks have other sizes, and the C library would keep both.
         """
-        if self._is_trimmed and _malloc_trim is not None:
+        if self._is_trimmed:
             _malloc_trim(0)
-
-    @cached_property
-    def _is_trimmed(self) -> bool:
-        inside = self._inside
-        return inside.device.type == "cpu" and inside.num_parameters() >= _TRIMMED_PARAMETERS
 
     def _batches(
         self, prompts: Sequence[Sequence[int]], good: list[int], images: list[list[str]]
@@ -240,21 +252,13 @@ class TransformersEngine:
         if not rows or self.images is None:
             return
         cls = find_image_reader(self._inside, self.images)
-        for places in alike(
-            self.images, [len(prompts[i]) for i in rows], [images[i] for i in rows]
-        ):
-            group = [rows[k] for k in places]
-            reader = cls(self._inside, self.images, [images[i] for i in group])
+        lengths, media = [len(prompts[i]) for i in rows], [images[i] for i in rows]
+        for places in alike(self.images, lengths, media):
+            reader = cls(self._inside, self.images, [media[k] for k in places])
             try:
-                yield group, reader
+                yield [rows[k] for k in places], reader
             finally:
                 reader.close()
-
-    def _image_fault(self, prompt: Sequence[int], images: Sequence[str]) -> str | None:
-        """Why a row's images can't be read, or ``None``."""
-        if self.images is not None:
-            return self.images.fault(prompt, images)
-        return "the engine has no processor for its images" if images else None
 
     def _new_reader(self) -> PromptReader:
         if self._kept is not None and issubclass(self.reader, SlotReader):
@@ -289,9 +293,7 @@ class TransformersEngine:
 
     def precision(self) -> Any:
         """What the model computes in, as a context manager."""
-        if self._autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self._inside.device.type, dtype=self._autocast_dtype)
+        return precision(self._inside, self._autocast_dtype)
 
     def refusal(self, prompt: Sequence[int], budget: int) -> str | None:
         """Why a row can't be served, or ``None``.
@@ -330,17 +332,6 @@ class TransformersEngine:
         self._is_mixed = False
         self._version = version
         self.forget()
-
-
-def _all_or_none(seeds: Sequence[int | None], num_rows: int) -> list[int] | None:
-    """A seed for each row, or ``None``."""
-    given = [seed for seed in seeds if seed is not None]
-    if len(seeds) != num_rows or len(given) not in (0, num_rows):
-        raise ValueError(
-            f"TransformersEngine.generate: {num_rows} prompts, but {len(seeds)} seeds, "
-            f"{len(given)} of them not None. Give each prompt one, or none."
-        )
-    return given or None
 
 
 # A Transformers model served to asyncio: rows join and leave between two tokens.

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from tensordict import (
@@ -29,6 +29,7 @@ from torchrl_data.batch_io import (
     write_parts,
 )
 from torchrl_data.batch_objects import view_of, write_objects
+from torchrl_data.checks import check_counts, one_of
 from torchrl_data.conversation import Conversations, ids_and_images
 from torchrl_data.keys import (
     ASSISTANT_MASK,
@@ -53,6 +54,7 @@ from torchrl_data.ragged import (
     TokenEntries,
     entries_of,
     pack,
+    pad,
     padded_rows,
     read_images,
     read_rows,
@@ -70,91 +72,6 @@ from torchrl_modules.weights import AdapterWeights, LazyWeights
 # and log-probs, or scores.
 #
 # Shape legend: B rows, T tokens of a row (ragged).
-
-
-class PolicyInput:
-    """Reads batches of one input mode."""
-
-    def __init__(
-        self, mode: str, encoder: ConversationEncoder, *, vocab_size: int, who: str
-    ) -> None:
-        if mode not in INPUT_MODES:
-            raise ValueError(f"{who}: input_mode must be one of {INPUT_MODES}, got {mode!r}.")
-        self.mode = mode
-        self.encoder = encoder
-        self.vocab_size = vocab_size
-        self._compared: object = encoder
-        self.who = who
-
-    def key(self, which: str) -> NestedKey:
-        """The entry of a part in this mode."""
-        return self.mode, which
-
-    def prompts(self, batch: TensorDictBase) -> Conversations:
-        """The conversations that the policy is to go on with."""
-        # batch: of B rows, from an environment or built by hand, see `read_prompts`.
-        stored = stored_conversations(batch, self.mode, PROMPT)
-        if stored is None:
-            return read_prompts(batch, self.mode, encoder=self.encoder, who=self.who)
-        if self.mode != HISTORY:
-            self._check_shown(view_of(stored.leaf))
-        return stored.conversations
-
-    def _check_shown(self, view: Any) -> None:
-        """What an environment shows as text or tokens is what the policy samples from."""
-        if isinstance(view, ConversationView) and view.encoder is not self._compared:
-            if isinstance(view.encoder, ConversationEncoder):
-                check_same_rendering(view.encoder, self.encoder)
-            self._compared = view.encoder
-
-    def rows_to_score(self, batch: TensorDictBase) -> "RowsToScore":
-        """Full rows and which of their tokens to score."""
-        # Those are the tokens of the assistant mask. Where there is none they are the response, or
-        # what the assistant says in a history, or everything but the first token. A row with a
-        # token outside the model's vocabulary is marked, see `known`.
-        # batch: of B rows with `(mode, "full")`; ragged `("tokens", "full")` beside an assistant
-        # mask is enough in every mode.
-        is_record = stored_conversations(batch, TOKENS, FULL) is not None
-        if not is_record and read_rows(batch, TOKENS_FULL) is not None:
-            return self._checked(self._tokens_to_score(batch))
-        fulls = read_fulls(batch, self.mode, encoder=self.encoder, who=self.who)
-        if stored_conversations(batch, self.mode, FULL) is not None:
-            masks = [fulls.assistant_mask(i) for i in range(len(fulls))]
-            images = [fulls.images(i) for i in range(len(fulls))]
-            return self._checked(RowsToScore(_all_ids(fulls), masks, media=images))
-        if self.mode == HISTORY:
-            chats = [fulls.messages(i) for i in range(len(fulls))]
-            encoded = self.encoder.encode_chats(chats)
-            masks = [torch.tensor(row.sources) == Source.MODEL for row in encoded]
-            images = [images_of(chat) for chat in chats]
-            ids = [torch.tensor(row.ids) for row in encoded]
-            return self._checked(RowsToScore(ids, masks, media=images))
-        ids = _all_ids(fulls)
-        starts = [fulls.position(i).response_start for i in range(len(fulls))]
-        return self._checked(RowsToScore(ids, _from(ids, starts)))
-
-    def _tokens_to_score(self, batch: TensorDictBase) -> "RowsToScore":
-        entries = TokenEntries(batch, FULL, who=self.who)
-        ids = [torch.tensor(row, dtype=torch.int64) for row in entries.ids()]
-        masks = entries.aligned(ASSISTANT_MASK)
-        if masks is None:
-            prompts = read_rows(batch, TOKENS_PROMPT)
-            starts = [0] * len(ids)
-            if prompts is not None and entries.keep is None:
-                starts = prompts.lengths.tolist()
-            masks = _from(ids, starts)
-        media = read_images(batch) or ()
-        return RowsToScore(ids, [mask.bool() for mask in masks], entries.keep, media=media)
-
-    def _checked(self, rows: "RowsToScore") -> "RowsToScore":
-        for i, mask in enumerate(rows.masks):
-            if bool(mask[:1].any()):
-                raise ValueError(
-                    f"{self.who}: the mask of row {i} has its first token, which nothing predicts."
-                )
-        size = self.vocab_size
-        known = [bool(((row >= 0) & (row < size)).all()) for row in rows.ids]
-        return rows._replace(known=known)
 
 
 class RowsToScore(NamedTuple):
@@ -209,57 +126,61 @@ class RowsToScore(NamedTuple):
             for row, asked, known in zip(rows, self.masks, self.known, strict=True)
         ]
 
+    def columns(self, rows: Sequence[Tensor], side: Literal["left", "right"] = "right") -> Tensor:
+        """What was scored as ``[B, T]``, in the columns of the tokens if they came padded."""
+        if self.keep is None:
+            return pad(rows, value=0, side=side)
+        placed = [
+            row.new_zeros(len(keep)).masked_scatter(keep.to(row.device), row)
+            for row, keep in zip(rows, self.keep, strict=True)
+        ]
+        return torch.stack(placed)
 
-def _all_ids(conversations: Conversations) -> list[Tensor]:
-    return [conversations.token_ids(i) for i in range(len(conversations))]
 
-
-def _from(ids: list[Tensor], starts: list[int]) -> list[Tensor]:
-    """Masks of what follows the prompts; the first token of a row is never in them."""
-    return [torch.arange(len(row)) >= max(start, 1) for row, start in zip(ids, starts, strict=True)]
-
-
-class PolicyOutput:
-    """Writes turns into batches of one input mode."""
-
-    # `("history", "full")` and `("history", "response")` are written in every mode.
-
-    def __init__(
-        self,
-        mode: str,
-        encoder: ConversationEncoder,
-        *,
-        write_tokens: bool,
-        pad_output: bool,
-        who: str,
-    ) -> None:
-        if pad_output and not write_tokens:
+def rows_to_score(
+    batch: TensorDictBase, mode: str, encoder: ConversationEncoder, vocab_size: int, who: str
+) -> RowsToScore:
+    """Full rows and which of their tokens to score."""
+    # Those are the tokens of the assistant mask. Where there is none they are the response, or
+    # what the assistant says in a history, or everything but the first token. A row with a
+    # token outside the model's vocabulary is marked, see `known`.
+    # batch: of B rows with `(mode, "full")`; ragged `("tokens", "full")` beside an assistant
+    # mask is enough in every mode.
+    keep = None
+    starts: Sequence[int] = ()
+    media: Sequence[Sequence[str]] = ()
+    is_record = stored_conversations(batch, TOKENS, FULL) is not None
+    if not is_record and read_rows(batch, TOKENS_FULL) is not None:
+        entries = TokenEntries(batch, FULL, who=who)
+        ids = [torch.tensor(row, dtype=torch.int64) for row in entries.ids()]
+        keep, media = entries.keep, read_images(batch) or ()
+        masks = entries.aligned(ASSISTANT_MASK)
+        prompts = None if masks is not None or keep is not None else read_rows(batch, TOKENS_PROMPT)
+        starts = [0] * len(ids) if prompts is None else prompts.lengths.tolist()
+    else:
+        fulls = read_fulls(batch, mode, encoder=encoder, who=who)
+        rows = range(len(fulls))
+        if mode == HISTORY and stored_conversations(batch, mode, FULL) is None:
+            encoded = encoder.encode_chats([fulls.messages(i) for i in rows])
+            ids = [torch.tensor(row.ids) for row in encoded]
+            masks = [torch.tensor(row.sources) == Source.MODEL for row in encoded]
+            media = [images_of(fulls.messages(i)) for i in rows]
+        else:
+            ids = [fulls.token_ids(i) for i in rows]
+            masks = None
+            if stored_conversations(batch, mode, FULL) is not None:
+                masks = [fulls.assistant_mask(i) for i in rows]
+                media = [fulls.images(i) for i in rows]
+            starts = [fulls.position(i).response_start for i in rows]
+    if masks is None:  # what follows the prompts; nothing predicts the first token of a row
+        masks = [torch.arange(len(row)) >= max(n, 1) for row, n in zip(ids, starts, strict=True)]
+    for i, mask in enumerate(masks):
+        if bool(mask[:1].any()):
             raise ValueError(
-                f"{who}: pad_output pads what write_tokens writes; write_tokens is False."
+                f"{who}: the mask of row {i} has its first token, which nothing predicts."
             )
-        self.mode = mode
-        self.encoder = encoder
-        self.write_tokens = write_tokens
-        self.pad_output = pad_output
-
-    def write(self, batch: TensorDictBase, prompt: Conversations, full: Conversations) -> None:
-        """Write a turn of each row."""
-        parts = {PROMPT: prompt, RESPONSE: full, FULL: full}
-        # Where the tokens are written as ragged rows, the record is in the history alone.
-        if self.mode == TEXT or (self.mode == TOKENS and not self.write_tokens):
-            write_parts(batch, parts, mode=self.mode, encoder=self.encoder)
-            del parts[PROMPT]
-        write_parts(batch, parts)
-        if self.write_tokens:
-            rows = self._token_rows(full).reshape(batch.batch_size)
-            set_groups(batch, rows, padded=self.pad_output)
-
-    def _token_rows(self, full: Conversations) -> TensorDictBase:
-        rows = row_tensordicts(full)
-        if not self.pad_output:
-            return lazy_stack(rows)
-        pad: Any = self.encoder.tokenizer.pad_token_id
-        return padded_rows(rows, pad_token_id=0 if pad is None else pad)
+    known = [bool(((row >= 0) & (row < vocab_size)).all()) for row in ids]
+    return RowsToScore(ids, [mask.bool() for mask in masks], keep, known, media)
 
 
 def set_groups(batch: TensorDictBase, groups: TensorDictBase, *, padded: bool = False) -> None:
@@ -285,28 +206,18 @@ def write_scores(
     # values: by entry, B tensors [T] without padding.
     if rows.keep is not None:
         for key, scored in values.items():
-            padded = [
-                row.new_zeros(len(keep)).masked_scatter(keep.to(row.device), row)
-                for row, keep in zip(scored, rows.keep, strict=True)
-            ]
-            batch.set(key, torch.stack(padded).reshape(*batch.batch_size, -1))
+            batch.set(key, rows.columns(scored).reshape(*batch.batch_size, -1))
         return
     columns: dict[Any, Sequence[Tensor]] = dict(values)
     if read_rows(batch, TOKENS_FULL) is None:
         columns[TOKENS_FULL] = rows.ids
         columns[ASSISTANT_MASK] = rows.masks
         columns[ATTENTION_MASK] = [torch.ones_like(mask) for mask in rows.masks]
-    groups = lazy_stack(
-        [_row(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-    )
-    set_groups(batch, groups.reshape(batch.batch_size))
-
-
-def _row(entries: dict[Any, Tensor]) -> TensorDictBase:
-    row = TensorDict({}, batch_size=[])
-    for key, value in entries.items():
-        row.set(key, value)
-    return row
+    scored_rows = [TensorDict({}, batch_size=[]) for _ in rows.ids]
+    for key, column in columns.items():
+        for row, value in zip(scored_rows, column, strict=True):
+            row.set(key, value)
+    set_groups(batch, lazy_stack(scored_rows).reshape(batch.batch_size))
 
 
 # What every policy does, whatever its engine: read prompts, generate, write the layout.
@@ -367,12 +278,17 @@ class LLMWrapperBase(TensorDictModuleBase):
         requested = requested_sampling(
             generate_kwargs, untempered_log_probs=untempered_log_probs, entropy=entropy
         )
-        if num_samples is not None and num_samples < 1:
+        who = self._get_name()
+        check_counts(who, num_samples=num_samples)
+        self._input_mode = one_of("input_mode", input_mode, INPUT_MODES, who=who)
+        if pad_output and not write_tokens:
             raise ValueError(
-                f"{type(self).__name__}: num_samples must be at least 1, got {num_samples}."
+                f"{who}: pad_output pads what write_tokens writes; write_tokens is False."
             )
         self.engine = engine
         self.tokenizer = tokenizer
+        self.write_tokens = write_tokens
+        self.pad_output = pad_output
         self.encoder = ConversationEncoder(
             tokenizer,
             chat_template=chat_template,
@@ -380,6 +296,8 @@ class LLMWrapperBase(TensorDictModuleBase):
             chat_template_kwargs=chat_template_kwargs,
             processor=getattr(engine, "images", None),
         )
+        # Whose rendering of shown text and tokens was found to be that of this encoder.
+        self._compared: object = self.encoder
         if self.encoder.images is not None:
             never = dict.fromkeys(self.encoder.images.never_drawn, -100.0)
             requested = replace(requested, logit_bias={**requested.logit_bias, **never})
@@ -389,22 +307,13 @@ class LLMWrapperBase(TensorDictModuleBase):
             beyond = [i for i in getattr(requested, name) or () if i >= self.vocab_size]
             if beyond:
                 raise ValueError(
-                    f"{self._get_name()}: {name} {beyond} are not in the vocabulary of "
+                    f"{who}: {name} {beyond} are not in the vocabulary of "
                     f"{self.vocab_size} tokens, so they would never be drawn."
                 )
         self.sampling = requested.with_tokenizer(tokenizer)
-        getattr(engine, "check_sampling", _any_sampling)(self.sampling)
+        if (check := getattr(engine, "check_sampling", None)) is not None:
+            check(self.sampling)
         self.num_samples = num_samples
-        self.reads = PolicyInput(
-            input_mode, self.encoder, vocab_size=self.vocab_size, who=self._get_name()
-        )
-        self.writes = PolicyOutput(
-            input_mode,
-            self.encoder,
-            write_tokens=write_tokens,
-            pad_output=pad_output,
-            who=self._get_name(),
-        )
         self.in_keys: list[NestedKey] = [(input_mode, PROMPT)]  # pyright: ignore[reportIncompatibleVariableOverride]
         self.out_keys: list[NestedKey] = [(input_mode, FULL), FINISH_REASON]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -425,7 +334,7 @@ class LLMWrapperBase(TensorDictModuleBase):
     @property
     def input_mode(self) -> str:
         """What prompts are: ``"history"``, ``"text"`` or ``"tokens"``."""
-        return self.reads.mode
+        return self._input_mode
 
     @property
     def temperature(self) -> float:
@@ -448,7 +357,7 @@ class LLMWrapperBase(TensorDictModuleBase):
         Raises:
             MissingEntryError: there is no prompt.
         """
-        prompt = self.reads.prompts(tensordict)
+        prompt = self._read_prompts(tensordict)
         if self.num_samples is not None:
             prompt = self.encoder.encode_rows(prompt).conversations
             tensordict, prompt = repeat_rows(tensordict, prompt, self.num_samples)
@@ -461,27 +370,57 @@ class LLMWrapperBase(TensorDictModuleBase):
             prompt, full, reasons = self.respond(prompt, max_new_tokens=budgets)
         else:
             prompt, full, reasons = self._respond_some(prompt, active, budgets)
-        self.writes.write(tensordict, prompt, full)
+        self._write_turns(tensordict, prompt, full)
         write_objects(tensordict, FINISH_REASON, reasons)
         return tensordict
+
+    def _read_prompts(self, batch: TensorDictBase) -> Conversations:
+        """The conversations to go on with, from an environment or built by hand."""
+        mode = self._input_mode
+        stored = stored_conversations(batch, mode, PROMPT)
+        if stored is None:
+            return read_prompts(batch, mode, encoder=self.encoder, who=self._get_name())
+        view = view_of(stored.leaf) if mode != HISTORY else None
+        # What an environment shows as text or tokens is what the policy samples from.
+        if isinstance(view, ConversationView) and view.encoder is not self._compared:
+            if isinstance(view.encoder, ConversationEncoder):
+                check_same_rendering(view.encoder, self.encoder)
+            self._compared = view.encoder
+        return stored.conversations
+
+    def _write_turns(
+        self, batch: TensorDictBase, prompt: Conversations, full: Conversations
+    ) -> None:
+        """Write a turn of each row; its history in every mode."""
+        parts = {PROMPT: prompt, RESPONSE: full, FULL: full}
+        # Where the tokens are written as ragged rows, the record is in the history alone.
+        if self._input_mode == TEXT or (self._input_mode == TOKENS and not self.write_tokens):
+            write_parts(batch, parts, mode=self._input_mode, encoder=self.encoder)
+            del parts[PROMPT]
+        write_parts(batch, parts)
+        if self.write_tokens:
+            rows = row_tensordicts(full)
+            pad_id: Any = self.tokenizer.pad_token_id or 0
+            groups = padded_rows(rows, pad_token_id=pad_id) if self.pad_output else lazy_stack(rows)
+            set_groups(batch, groups.reshape(batch.batch_size), padded=self.pad_output)
+
+    def _rows_to_score(self, batch: TensorDictBase) -> RowsToScore:
+        return rows_to_score(
+            batch, self._input_mode, self.encoder, self.vocab_size, self._get_name()
+        )
 
     def _respond_some(
         self, prompt: Conversations, active: Tensor, budgets: Sequence[int] | None
     ) -> tuple[Conversations, Conversations, list[str]]:
         rows = active.nonzero().squeeze(-1).tolist()
-        new_prompt, new_full, new_reasons = self.respond(
-            prompt[rows], max_new_tokens=None if budgets is None else [budgets[i] for i in rows]
-        )
-        index = list(range(len(prompt)))
-        reasons = [""] * len(prompt)
+        budgets = None if budgets is None else [budgets[i] for i in rows]
+        new_prompt, new_full, new_reasons = self.respond(prompt[rows], max_new_tokens=budgets)
+        index, reasons = list(range(len(prompt))), [""] * len(prompt)
         for new, row in enumerate(rows):
             index[row] = len(prompt) + new
             reasons[row] = new_reasons[new]
-        return (
-            Conversations.cat([prompt, new_prompt])[index],
-            Conversations.cat([prompt, new_full])[index],
-            reasons,
-        )
+        prompt, full = (Conversations.cat([prompt, new])[index] for new in (new_prompt, new_full))
+        return prompt, full, reasons
 
     def respond(
         self, prompt: Conversations, *, max_new_tokens: Sequence[int] | None = None
@@ -511,29 +450,15 @@ class LLMWrapperBase(TensorDictModuleBase):
             return prompt, prompt, []
         budgets = max_new_tokens or [self.sampling.max_new_tokens] * len(ids)
         further: dict[str, Any] = {"images": images} if any(images) else {}
-        generations = self.engine.generate(
-            ids,
-            self.sampling,
-            max_new_tokens=[
-                self.bounded_turn(budget, len(row))
-                for budget, row in zip(budgets, ids, strict=True)
-            ],
-            **further,
-        )
-        if self.encoder.images is not None:
-            generations = [self._without_media(generation) for generation in generations]
+        bounded = [self.bounded_turn(n, len(row)) for n, row in zip(budgets, ids, strict=True)]
+        generations = self.engine.generate(ids, self.sampling, max_new_tokens=bounded, **further)
+        never = None if self.encoder.images is None else set(self.encoder.images.never_drawn)
+        for i, generation in enumerate(generations if never else ()):
+            if never and (drawn := never.intersection(generation.ids)):
+                error = f"the model drew {sorted(drawn)}, which stand for images"
+                generations[i] = Generation([], [], "error", error)
         full = self.append_generations(prompt, generations, version)
         return prompt, full, [finish_reason_of(g) for g in generations]
-
-    def _without_media(self, generation: Generation) -> Generation:
-        """A response, or an error where it holds a token that stands for an image."""
-        assert self.encoder.images is not None
-        drawn = set(generation.ids) & set(self.encoder.images.never_drawn)
-        if not drawn:
-            return generation
-        return Generation(
-            [], [], "error", f"the model drew {sorted(drawn)}, which stand for images"
-        )
 
     def append_generations(
         self, prompt: Conversations, generations: Sequence[Generation], version: int
@@ -546,9 +471,22 @@ class LLMWrapperBase(TensorDictModuleBase):
             version: of the weights, where the engine did not say.
         """
         texts = self.encoder.decode_responses([g.ids for g in generations])
-        return prompt.append_turns(
-            [self._turn(g, text, version) for g, text in zip(generations, texts, strict=True)]
-        )
+        params = self.sampling
+        turns: list[Turn | None] = []
+        for generation, text in zip(generations, texts, strict=True):
+            extra: dict[str, Sequence[float]] = {}
+            if params.untempered_log_probs:
+                own = generation.log_probs
+                extra[UNTEMPERED_LOG_PROBS] = (
+                    own if params.is_own_softmax else generation.untempered_log_probs
+                )
+            if params.entropy:
+                extra[ENTROPY] = generation.entropies
+            message = {"role": "assistant", "content": text}
+            versions = generation.token_versions(version)
+            turn = Turn(generation.ids, generation.log_probs, message, versions, extra)
+            turns.append(None if generation.finish_reason == "error" else turn)
+        return prompt.append_turns(turns)
 
     def bounded_turn(self, budget: int, num_prompt_tokens: int) -> int:
         """Most tokens of a turn, given the room that the engine's ``max_model_len`` leaves.
@@ -561,22 +499,6 @@ class LLMWrapperBase(TensorDictModuleBase):
         room = budget if limit is None else limit - num_prompt_tokens
         # Without any room the engine refuses the row, and says why.
         return min(budget, room) if room > 0 else budget
-
-    def _turn(self, generation: Generation, text: str, version: int) -> Turn | None:
-        """What the engine sampled, as a turn; ``None`` where it could not."""
-        if generation.finish_reason == "error":
-            return None
-        extra: dict[str, Sequence[float]] = {}
-        if self.sampling.untempered_log_probs:
-            same = self.sampling.is_own_softmax
-            extra[UNTEMPERED_LOG_PROBS] = (
-                generation.log_probs if same else generation.untempered_log_probs
-            )
-        if self.sampling.entropy:
-            extra[ENTROPY] = generation.entropies
-        message = {"role": "assistant", "content": text}
-        versions = generation.token_versions(version)
-        return Turn(generation.ids, generation.log_probs, message, versions, extra)
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None
@@ -601,10 +523,6 @@ class LLMWrapperBase(TensorDictModuleBase):
             weights = {name: value.detach() for name, value in weights.items()}
         self.engine.update_weights(weights, version=version)
         return self.policy_version
-
-
-def _any_sampling(sampling: SamplingParameters) -> None:
-    """What an engine that says nothing refuses."""
 
 
 def finish_reason_of(generation: Generation) -> str:
@@ -645,11 +563,6 @@ def warn_of_other_dtype(trainer: Any, sampler: Any) -> bool:
 # A policy whose turns are taken one by one, many at once, in an event loop.
 
 
-class _Waiting(NamedTuple):
-    conversation: Conversations
-    future: "asyncio.Future[Conversations | Exception]"
-
-
 class AsyncPolicy:
     """Takes turns for conversations, each as soon as it is asked for."""
 
@@ -662,7 +575,7 @@ class AsyncPolicy:
         self.policy = policy
         self.engine = engine
         self._request_timeout_s = request_timeout_s
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[tuple[Conversations, asyncio.Future[Conversations | Exception]]] = []
 
     @property
     def version(self) -> int:
@@ -679,7 +592,12 @@ class AsyncPolicy:
         """Sample a turn of one conversation. Cancelling the caller aborts it."""
         # Gives the conversation with the turn, and why the turn ended; where it could not be
         # generated the conversation as it was, encoded, and `"error: ..."`.
-        encoded = await self._encoded(conversation)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Conversations | Exception] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._encode)
+        self._waiting.append((conversation, future))
+        encoded = await future
         if isinstance(encoded, Exception):
             return conversation, f"error: {encoded}"
         if encoded.images(0):
@@ -707,25 +625,17 @@ class AsyncPolicy:
         full = self.policy.append_generations(encoded, [generation], version)
         return full, finish_reason_of(generation)
 
-    async def _encoded(self, conversation: Conversations) -> Conversations | Exception:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Conversations | Exception] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._encode)
-        self._waiting.append(_Waiting(conversation, future))
-        return await future
-
     def _encode(self) -> None:
         waiting, self._waiting = self._waiting, []
-        asked = Conversations.cat([each.conversation for each in waiting])
         try:
+            asked = Conversations.cat([conversation for conversation, _ in waiting])
             encoded = self.policy.encoder.encode_rows(asked)
         except Exception as error:
-            for each in waiting:
-                if not each.future.done():
-                    each.future.set_exception(error)
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)
             return
-        for row, each in enumerate(waiting):
-            if not each.future.done():
+        for row, (_, future) in enumerate(waiting):
+            if not future.done():
                 refused = encoded.errors.get(row)
-                each.future.set_result(encoded.conversations[[row]] if refused is None else refused)
+                future.set_result(encoded.conversations[[row]] if refused is None else refused)

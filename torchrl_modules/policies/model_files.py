@@ -10,8 +10,6 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -34,6 +32,10 @@ _SLACK: Final = 64 << 20
 """Bytes of a converted folder beside the weights, at most: tokenizer and settings."""
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ANSWER_S: Final = 5.0
+_FIELDS: Final = (
+    *("general.architecture", "tokenizer.ggml.model"),
+    *("tokenizer.ggml.pre", "tokenizer.ggml.add_bos_token"),
+)
 
 
 class PackagedModel(NamedTuple):
@@ -68,26 +70,22 @@ def local_model(source: str) -> str:
         ImportError: the package ``gguf`` is not there.
     """
     path = Path(source)
-    if path.is_dir():
-        _check_folder(path)
-        return source
-    if source.lower().endswith(".gguf") or path.is_file():
+    if path.is_file() or (source.lower().endswith(".gguf") and not path.is_dir()):
         return str(_converted(path))
-    return _packaged(PACKAGED[source]) if source in PACKAGED else source
-
-
-def _check_folder(folder: Path) -> None:
+    if not path.is_dir():
+        return _packaged(PACKAGED[source]) if source in PACKAGED else source
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return  # `from_pretrained` says it
+        return source  # `from_pretrained` says it
     quantized = config.get("quantization_config") or {} if isinstance(config, dict) else {}
     if quantized.get("quant_method") == "gguf":
         raise ValueError(
-            f"{folder / 'config.json'} has a quantization_config of GGUF, which weights in a "
+            f"{path / 'config.json'} has a quantization_config of GGUF, which weights in a "
             "folder never are. Give the .gguf file itself, or take quantization_config out of the "
             "config if the weights beside it are plain."
         )
+    return source
 
 
 # Models of packages -----------------------------------------------------------------------------
@@ -143,13 +141,32 @@ def cache_folder() -> Path:
 
 def _converted(path: Path) -> Path:
     """The folder of a converted file; the first who asks for it makes it, others wait."""
-    _check_magic(path)
-    folder = cache_folder() / "models" / f"{path.stem}-{_digest(path)}"
+    if not path.is_file():
+        raise OSError(f"There is no file {path}.")
+    # Of size, beginning and end, so that a large file need not be read whole.
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        begin = file.read(_SAMPLE)
+        file.seek(max(0, size - _SAMPLE))
+        end = file.read()
+    if not begin.startswith(_MAGIC):
+        raise ValueError(
+            f"{path} is no GGUF file: it begins with {begin[: len(_MAGIC)]!r}, not with {_MAGIC!r}."
+            " A model is a hub id, a folder or a .gguf file."
+        )
+    digest = hashlib.sha256(f"{_FORMAT} {size} ".encode() + begin + end).hexdigest()[:16]
+    folder = cache_folder() / "models" / f"{path.stem}-{digest}"
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder):
+        lock = FileLock(f"{folder}.lock")
+        try:
+            locked = lock.acquire(timeout=0)
+        except Timeout:
+            _LOG.info("waiting for another process that converts %s ...", folder.name)
+            locked = lock.acquire()
+        with locked:
             if not folder.is_dir():
                 _convert(path, folder)
     except OSError as error:
@@ -160,46 +177,10 @@ def _converted(path: Path) -> Path:
     return folder
 
 
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    lock = FileLock(f"{folder}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        _LOG.info("waiting for another process that converts %s ...", folder.name)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _check_magic(path: Path) -> None:
-    if not path.is_file():
-        raise OSError(f"There is no file {path}.")
-    with path.open("rb") as file:
-        begin = file.read(len(_MAGIC))
-    if begin != _MAGIC:
-        raise ValueError(
-            f"{path} is no GGUF file: it begins with {begin!r}, not with {_MAGIC!r}. A model is a "
-            "hub id, a folder or a .gguf file."
-        )
-
-
-def _digest(path: Path) -> str:
-    """Of size, beginning and end, so that a large file need not be read whole."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begin = file.read(_SAMPLE)
-        file.seek(max(0, size - _SAMPLE))
-        end = file.read()
-    return hashlib.sha256(f"{_FORMAT} {size} ".encode() + begin + end).hexdigest()[:16]
-
-
 def _convert(path: Path, folder: Path) -> None:
     """Write a folder whole, or nothing."""
-    header = _header(path)
-    needed = header.num_weights * header.dtype.itemsize + _SLACK
+    num_weights, dtype, adds_bos = _header(path)
+    needed = num_weights * dtype.itemsize + _SLACK
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
         raise OSError(f"it takes {needed / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free")
@@ -211,14 +192,12 @@ def _convert(path: Path, folder: Path) -> None:
             made = Path(work, "model")
             source: dict[str, Any] = {"gguf_file": path.name}
             tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent, dtype=header.dtype, **source
-            )
+            model: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **source)
             # The weights are plain now, and what says otherwise would be saved.
             del model.config.quantization_config
             model.hf_quantizer, model.is_quantized = None, False
             model.save_pretrained(made)
-            _begin_with_bos(tokenizer, header.adds_bos)
+            _begin_with_bos(tokenizer, adds_bos)
             tokenizer.save_pretrained(made)
             made.chmod(0o755)
             made.rename(folder)
@@ -229,15 +208,12 @@ def _convert(path: Path, folder: Path) -> None:
             transformers_logging.disable_progress_bar()
 
 
-class _Header(NamedTuple):
-    num_weights: int
-    dtype: torch.dtype
-    """In which nothing of the weights is lost."""
-    adds_bos: bool
-
-
-def _header(path: Path) -> _Header:
+def _header(path: Path) -> tuple[int, torch.dtype, bool]:
     """What a file says of itself.
+
+    Returns:
+        How many weights it has, a type in which nothing of them is lost, and whether texts begin
+        with a token.
 
     Raises:
         ValueError: it breaks off, or Transformers can't read its model.
@@ -251,37 +227,24 @@ def _header(path: Path) -> _Header:
 
     try:
         reader = GGUFReader(path)
-        family, kind, split, add = (
-            field and field.contents()
-            for field in map(
-                reader.get_field,
-                (
-                    "general.architecture",
-                    "tokenizer.ggml.model",
-                    "tokenizer.ggml.pre",
-                    "tokenizer.ggml.add_bos_token",
-                ),
-            )
-        )
+        fields = [reader.get_field(name) for name in _FIELDS]
+        family, kind, split, add = (field and field.contents() for field in fields)
         types = {tensor.tensor_type.name for tensor in reader.tensors}
         num_weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ValueError(f"{path} breaks off, or is damaged: {error!s:.200}") from error
     known = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})
-    if _plain_name(str(family)) not in map(_plain_name, known):
+    plain = [name.replace("-", "").replace("_", "") for name in (str(family), *known)]
+    if plain[0] not in plain[1:]:
         raise ValueError(
             f"{path} has a model of the architecture {family!r}, which Transformers can't read "
             f"from GGUF; it reads {', '.join(known)}. Give the model's folder or hub id."
         )
     kinds = types - {"F32"} or types
     dtype = _PLAIN.get(next(iter(kinds)), torch.float32) if len(kinds) == 1 else torch.float32
-    return _Header(
-        num_weights, dtype, kind == "llama" or split == "llama-bpe" if add is None else bool(add)
-    )
-
-
-def _plain_name(family: str) -> str:
-    return family.replace("-", "").replace("_", "")
+    if add is None:
+        add = kind == "llama" or split == "llama-bpe"
+    return num_weights, dtype, bool(add)
 
 
 def _begin_with_bos(tokenizer: Any, adds_bos: bool) -> None:

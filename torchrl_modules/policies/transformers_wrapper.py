@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
 from pickle import UnpicklingError
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -22,7 +22,6 @@ from transformers import (
 
 from torchrl_data.checks import TokenScores
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
-from torchrl_data.ragged import pad
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.sampling import (
@@ -34,7 +33,7 @@ from torchrl_modules.sampling import (
 from torchrl_modules.scoring.packed_attention import PACKED_SDPA
 from torchrl_modules.scoring.scorer import PackedScorer, TokenDistribution
 
-from .base import LLMWrapperBase, write_scores
+from .base import LLMWrapperBase, RowsToScore, write_scores
 from .model_files import local_model
 
 # A model from a hub id or a path, as it is trained: where, in which type, with which attention.
@@ -44,68 +43,43 @@ _OF_BOTH: Final = ("revision", "trust_remote_code", "cache_dir", "token", "local
 _SHOWN_KEYS: Final = 5
 
 
-class Loading(NamedTuple):
-    """What a user says of a model that is to be loaded."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | str | None
-    attn_implementation: str | None
-    model_kwargs: Mapping[str, Any] | None
-    processor: Any = None
-
-    def refuse(self, name: str) -> None:
-        """A model is given that is built already."""
-        given = {key: value for key, value in self._asdict().items() if key != "processor"}
-        options = [key for key, value in given.items() if value is not None]
-        if options:
-            raise TypeError(
-                f"TransformersWrapper: {', '.join(options)} say how a model is loaded, but "
-                f"{name} is built already. Give its hub id or path, or build it like that."
-            )
-
-    def for_tokenizer(self) -> dict[str, Any]:
-        """Those of the arguments that load the tokenizer too."""
-        return {k: v for k, v in (self.model_kwargs or {}).items() if k in _OF_BOTH}
-
-    def load(self, path: str) -> nn.Module:
-        """Load a model in evaluation mode."""
-        more = dict(self.model_kwargs or {})
-        twice = {"device_map", "torch_dtype", "dtype", "attn_implementation", "device"} & set(more)
-        if twice:
-            raise TypeError(
-                f"TransformersWrapper: model_kwargs has {sorted(twice)}. The wrapper's own "
-                "device, dtype and attn_implementation say that."
-            )
-        attention = self.attn_implementation
-        if attention is not None:
-            self._check_attention(path, attention)
-            more["attn_implementation"] = attention
-        dtype = torch.float32 if self.dtype is None else self.dtype
-        auto = AutoModelForImageTextToText if self.reads_images(path) else AutoModelForCausalLM
-        model: Any = load_causal_lm(path, auto, dtype=dtype, **more)
-        return model.to(accelerator() if self.device is None else self.device)
-
-    def reads_images(self, path: str) -> bool:
-        """Whether to load a vision-language model; one that is a text model too if asked to."""
-        config = type(AutoConfig.from_pretrained(path, **self.for_tokenizer()))
-        asked = self.processor is not None or config not in MODEL_FOR_CAUSAL_LM_MAPPING
-        return asked and config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    def load_processor(self, path: str) -> Any:
-        """That of a vision-language model, or ``None`` beside another one."""
-        if self.processor is not None or not self.reads_images(path):
-            return self.processor
-        return AutoProcessor.from_pretrained(path, **self.for_tokenizer())
-
-    def _check_attention(self, path: str, attention: str) -> None:
-        config = AutoConfig.from_pretrained(path, **self.for_tokenizer()).get_text_config()
-        cap = getattr(config, "attn_logit_softcapping", None)
-        if cap is not None and attention == "sdpa":
+def _load(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processor: Any,
+    options: Mapping[str, Any],
+) -> tuple[nn.Module, PreTrainedTokenizerBase, Any]:
+    """A model in evaluation mode, its tokenizer, and its processor where it reads images."""
+    # options: device, dtype, attn_implementation and model_kwargs, each perhaps `None`.
+    more = dict(options["model_kwargs"] or {})
+    twice = {"device_map", "torch_dtype", "dtype", "attn_implementation", "device"} & set(more)
+    if twice:
+        raise TypeError(
+            f"TransformersWrapper: model_kwargs has {sorted(twice)}. The wrapper's own "
+            "device, dtype and attn_implementation say that."
+        )
+    place = {key: value for key, value in more.items() if key in _OF_BOTH}
+    config = AutoConfig.from_pretrained(path, **place)
+    if options["attn_implementation"] is not None:
+        more["attn_implementation"] = options["attn_implementation"]
+        cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        if cap is not None and options["attn_implementation"] == "sdpa":
             raise ValueError(
                 f"TransformersWrapper: {path} caps its attention scores at {cap}, which "
                 "attn_implementation='sdpa' leaves out and vLLM does not. Leave it away, or give "
                 "'eager'."
             )
+    # A vision-language model that is a text model too has to be asked for.
+    is_asked = processor is not None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    reads_images = is_asked and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if processor is None and reads_images:
+        processor = AutoProcessor.from_pretrained(path, **place)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(path, **place)
+    auto = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    dtype = torch.float32 if options["dtype"] is None else options["dtype"]
+    model: Any = load_causal_lm(path, auto, dtype=dtype, **more)
+    device = accelerator() if options["device"] is None else options["device"]
+    return model.to(device), tokenizer, processor
 
 
 def load_causal_lm(
@@ -220,14 +194,20 @@ class TransformersWrapper(LLMWrapperBase):
         sampling = kwargs.get("generate_kwargs")
         if not isinstance(sampling, SamplingParameters):  # checked before a model is loaded
             kwargs["generate_kwargs"] = SamplingParameters.from_kwargs(sampling or {})
-        loading = Loading(device, dtype, attn_implementation, model_kwargs, processor)
+        options = {
+            "device": device,
+            "dtype": dtype,
+            "attn_implementation": attn_implementation,
+            "model_kwargs": model_kwargs,
+        }
         if isinstance(model, str):
-            model = local_model(model)
-            processor = loading.load_processor(model)
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(model, **loading.for_tokenizer())
-            model = loading.load(model)
-        else:
-            loading.refuse(type(model).__name__)
+            model, tokenizer, processor = _load(local_model(model), tokenizer, processor, options)
+        elif given := [name for name, value in options.items() if value is not None]:
+            raise TypeError(
+                f"TransformersWrapper: {', '.join(given)} say how a model is loaded, but "
+                f"{type(model).__name__} is built already. Give its hub id or path, or build it "
+                "like that."
+            )
         if tokenizer is None:
             raise TypeError("TransformersWrapper needs the tokenizer of the model: tokenizer=...")
         images = None if processor is None else ImageProcessor(processor)
@@ -274,38 +254,28 @@ class TransformersWrapper(LLMWrapperBase):
         """
         if self.generate:
             return super().forward(tensordict)
-        rows = self.reads.rows_to_score(tensordict)
-        scores = self._score_own(*rows.packed(), images=rows.images)
-        columns = {
+        rows, scores = self._score_rows(tensordict)
+        found = {
             LOG_PROBS_FULL: scores.log_prob,
             (ENTROPY, FULL): scores.entropy,
             (UNTEMPERED_LOG_PROBS, FULL): scores.untempered_log_prob,
         }
-        write_scores(
-            tensordict,
-            rows,
-            {key: rows.spread(values) for key, values in columns.items() if values is not None},
-        )
+        columns = {key: rows.spread(values) for key, values in found.items() if values is not None}
+        write_scores(tensordict, rows, columns)
         return tensordict
 
-    def _score_own(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        mask: Tensor,
-        images: Sequence[Sequence[str]] | None = None,
-    ) -> TokenScores:
-        """Scores under the distribution that this policy samples from."""
-        return self.scorer.score_packed(
-            ids,
-            lengths,
-            mask,
+    def _score_rows(self, batch: TensorDictBase) -> tuple[RowsToScore, TokenScores]:
+        """Full rows, and their scores under the distribution that this policy samples from."""
+        rows = self._rows_to_score(batch)
+        scores = self.scorer.score_packed(
+            *rows.packed(),
             temperature=self.sampling.temperature or 1.0,
             entropy=self.sampling.entropy,
             truncation=self._truncation,
             untempered=self.sampling.untempered_log_probs,
-            images=images,
+            images=rows.images,
         )
+        return rows, scores
 
     @property
     def _truncation(self) -> SamplingParameters:
@@ -346,9 +316,8 @@ class TransformersWrapper(LLMWrapperBase):
             float32 ``[*B, T]`` in nats, 0 where nothing is scored, NaN where it can't be. Ragged
             rows are padded on the right to the longest; padded ones keep their columns.
         """
-        rows = self.reads.rows_to_score(tensordict)
-        scores = self._score_own(*rows.packed(), images=rows.images)
-        padded = _as_columns(rows.spread(scores.log_prob), rows.keep)
+        rows, scores = self._score_rows(tensordict)
+        padded = rows.columns(rows.spread(scores.log_prob))
         return padded.reshape(*tensordict.batch_size, -1)
 
     def get_dist(
@@ -364,27 +333,14 @@ class TransformersWrapper(LLMWrapperBase):
             One distribution per scored position of the batch ``[*B, T]``, laid out as in
             :meth:`log_prob`; differentiable.
         """
-        rows = self.reads.rows_to_score(tensordict)
+        rows = self._rows_to_score(tensordict)
         ids, lengths, mask = rows.packed()
         logits = self.scorer.logits(ids, lengths, mask, rows.images)
         ids, lengths, mask = (one.to(logits.device) for one in (ids, lengths, mask))
         history = TargetHistory.of(ids, lengths, mask).read(logits.shape[1], self._truncation)
         log_p = warped_log_softmax(logits, self._truncation, ids[mask], history)
-        columns = _as_columns(rows.scored, rows.keep, padding_side)
+        columns = rows.columns(rows.scored, padding_side)
         return TokenDistribution(log_p, columns.reshape(*tensordict.batch_size, -1))
 
     # What TorchRL's losses ask for, of rows that they pad on the left.
     _get_sft_dist = _get_rlhf_dist = partialmethod(get_dist, padding_side="left")
-
-
-def _as_columns(
-    rows: Sequence[Tensor], keep: Sequence[Tensor] | None, side: Literal["left", "right"] = "right"
-) -> Tensor:
-    """Rows without padding as ``[B, T]``, in the columns that they came in if they were padded."""
-    if keep is None:
-        return pad(rows, value=0, side=side)
-    placed = [
-        row.new_zeros(len(where)).masked_scatter(where.to(row.device), row)
-        for row, where in zip(rows, keep, strict=True)
-    ]
-    return torch.stack(placed)
