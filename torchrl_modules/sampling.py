@@ -288,11 +288,6 @@ class SamplingParameters:
         return cls(**read_kwargs(kwargs, known))
 
 
-def untruncated(params: SamplingParameters) -> SamplingParameters:
-    """The same without top-k, top-p and min-p."""
-    return replace(params, top_k=0, top_p=1.0, min_p=0.0)
-
-
 def requested_sampling(
     generate_kwargs: Mapping[str, Any] | SamplingParameters | None,
     *,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
@@ -474,7 +474,7 @@ class AsyncTransformersEngine:
             if not request.future.done():
                 request.future.cancel()
                 with suppress(RuntimeError):  # It has ended, and so has the request.
-                    self._thread.put(lambda: self._decoding.abort(request), _ignore)
+                    self._thread.put(lambda: self._decoding.abort(request), lambda _: None)
 
     can_keep_caches = True
     """`update_weights` takes ``recompute=False``."""
@@ -496,13 +496,11 @@ class AsyncTransformersEngine:
                 old weights have read, which is faster, and the log-probs are of neither version
                 alone. New requests never meet what old weights have read.
         """
-
-        def update() -> None:
-            self._decoding.update(
-                lambda: self._engine.update_weights(state_dict, version=version), recompute
-            )
-
-        await self._thread.call(update, spares=lambda error: isinstance(error, UpdateRefused))
+        load = partial(self._engine.update_weights, state_dict, version=version)
+        await self._thread.call(
+            partial(self._decoding.update, load, recompute),
+            spares=lambda error: isinstance(error, UpdateRefused),
+        )
 
     async def pause(self) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.pause`."""
@@ -524,7 +522,7 @@ class AsyncTransformersEngine:
     def end_session(self, session: Hashable) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.end_session`."""
         with suppress(RuntimeError):  # It has ended, and keeps nothing.
-            self._thread.put(lambda: self._decoding.end_session(session), _ignore)
+            self._thread.put(lambda: self._decoding.end_session(session), lambda _: None)
 
     def close(self) -> None:
         """Abort what is in flight and end the thread. May be called twice.
@@ -539,7 +537,3 @@ class AsyncTransformersEngine:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.close)
-
-
-def _ignore(_: BaseException) -> None:
-    """What ended the engine ended this, too."""

@@ -1,6 +1,7 @@
 """The policy over a Transformers model: loaded, sampled from, scored."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partialmethod
 from pickle import UnpicklingError
 from typing import Any, Final, Literal
@@ -27,7 +28,6 @@ from torchrl_modules.engines.transformers import TransformersEngine
 from torchrl_modules.sampling import (
     SamplingParameters,
     TargetHistory,
-    untruncated,
     warped_log_softmax,
 )
 from torchrl_modules.scoring.packed_attention import PACKED_SDPA
@@ -279,7 +279,9 @@ class TransformersWrapper(LLMWrapperBase):
 
     @property
     def _truncation(self) -> SamplingParameters:
-        return self.sampling if self.score_truncated else untruncated(self.sampling)
+        if self.score_truncated:
+            return self.sampling
+        return replace(self.sampling, top_k=0, top_p=1.0, min_p=0.0)
 
     def score_packed(
         self,

@@ -152,14 +152,6 @@ def is_linear(module: Any) -> bool:
     return type(module) is nn.Linear
 
 
-def draws_dropout(model: nn.Module) -> bool:
-    """Whether a module of the model leaves values out at random now."""
-    return any(
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
-        for module in model.modules()
-    )
-
-
 def precision(model: PreTrainedModel, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """What a model computes in: ``torch.autocast`` of a type, or its own type without one."""
     return nullcontext() if dtype is None else torch.autocast(model.device.type, dtype=dtype)

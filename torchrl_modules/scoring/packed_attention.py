@@ -20,8 +20,6 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .models import draws_dropout
-
 # Packed sequences as a trie: what they begin with in common is there once, attention included.
 #
 # The tokens of the trie lie in depth-first order, so the descendants of a segment follow it, and a
@@ -482,10 +480,14 @@ def can_share(model: PreTrainedModel, longest: int) -> bool:
         isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name)
         for name, value in config.to_dict().items()
     )
+    draws = any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+        for module in model.modules()
+    )
     window = getattr(config, "sliding_window", None) or longest
     return (
         not (model.training and dropout)
-        and not draws_dropout(model)
+        and not draws
         and window >= longest
         and getattr(config, "attn_logit_softcapping", None) is None
         and has_trie_attention(model.device, model.dtype)

@@ -602,19 +602,15 @@ def find_reading(wrapped: nn.Module, model: Any, *, pack: bool) -> Reading:
     layouts = [x for x in Layout if x is not Layout.PACKED or own_attention is not None]
     ways = [(layout, x) for layout in layouts for x in ((None,) if head is None else (head, None))]
 
-    def compute(layout: Layout, head: nn.Linear | None) -> Sequence[Tensor]:
-        return run_inside(wrapped, lambda: _trial_log_probs(model, layout, head, trial.rows))
+    def way(layout: Layout, head: nn.Linear | None) -> tuple[str, Callable[[], Sequence[Tensor]]]:
+        log_probs = partial(_trial_log_probs, model, layout, head, trial.rows)
+        name = layout.value if head is not None else f"{layout.value}, its own logits"
+        return name, partial(run_inside, wrapped, log_probs)
 
     at, difference, wrong = find_first(
         model,
         trial,
-        [
-            (
-                f"{layout.value}{'' if x is not None else ', its own logits'}",
-                partial(compute, layout, x),
-            )
-            for layout, x in ways
-        ],
+        [way(*one) for one in ways],
         f"PackedScorer: {type(model).__name__} can't be scored: no way to read several rows "
         "gives what its forward says of one row alone",
     )
