@@ -1,9 +1,8 @@
 """The states of a prompt group, the table of all groups, and what is counted of them."""
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -55,6 +54,9 @@ class GroupState(StrEnum):
     """A step of training uses it."""
 
 
+UNFINISHED: Final = (GroupState.DISPATCHED, GroupState.RUNNING)
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The right to run one group once; every event of the group is told with it.
@@ -96,6 +98,19 @@ class Eviction(NamedTuple):
     """The prompt to offer again; ``None``: the next one of the data."""
 
 
+class GroupEvent(NamedTuple):
+    """Something that happened to a group."""
+
+    name: str
+    """``offered``, ``started``, ``finished``, ``taken``, ``trained``, ``dropped``, ``returned``."""
+    ticket: Ticket
+    step: int
+    """Of training, from 0: the one that trained it, or for which it was taken, or else the one that
+    was under way."""
+    reason: str = ""
+    """Why it was dropped."""
+
+
 class Owed(NamedTuple):
     """What a prompt that is to be offered again will be offered with."""
 
@@ -130,16 +145,11 @@ class Group:
         """Of the episodes that are over."""
         return sum(self.lengths.values())
 
-    def age(self, step: int) -> int:
-        """Of its oldest token, if it is used in a step; 0 where it has none."""
-        return 0 if self.oldest_version is None else step - self.oldest_version
-
     def add_episode(
         self,
         index: int,
         tokens: int,
         versions: tuple[int | None, int | None],
-        *,
         group_size: int,
         trainer: int,
     ) -> None:
@@ -234,98 +244,24 @@ def hashed_seed(*numbers: int) -> int:
     return int.from_bytes(blake2b(text, digest_size=4).digest(), "big")
 
 
-def group_state(group: Group, now: float) -> dict[str, Any]:
-    """A finished group as plain values."""
-    ticket = group.ticket
-    return {
-        "ordinal": ticket.ordinal,
-        "group_id": ticket.group_id,
-        "attempt": ticket.attempt,
-        "dispatch": ticket.dispatch,
-        "version": ticket.version,
-        "base_seed": group.base_seed,
-        "place": group.place,
-        "state": group.state.value,
-        "lengths": [[index, length] for index, length in group.lengths.items()],
-        "oldest_version": group.oldest_version,
-        "version_span": group.version_span,
-        "waited_s": now - group.finished_at,
-        "arrival": group.arrival,
-    }
+# The groups in flight, and which prompts are done: below the frontier all, and some above it.
+
+_REMEMBERED: Final = 1024
+_OF_TICKET: Final = ("ordinal", "group_id", "attempt", "dispatch", "version")
+_OF_GROUP: Final = ("base_seed", "place", "oldest_version", "version_span", "arrival")
 
 
-def group_from_state(state: dict[str, Any], now: float) -> Group:
-    """The group of which :func:`group_state` made plain values."""
-    ticket = Ticket(
-        ordinal=state["ordinal"],
-        group_id=state["group_id"],
-        attempt=state["attempt"],
-        seed=attempt_seed(state["base_seed"], state["attempt"]),
-        version=state["version"],
-        dispatch=state["dispatch"],
-    )
-    return Group(
-        ticket=ticket,
-        base_seed=state["base_seed"],
-        place=state["place"],
-        state=GroupState(state["state"]),
-        lengths=dict(state["lengths"]),
-        oldest_version=state["oldest_version"],
-        version_span=state["version_span"],
-        finished_at=now - state["waited_s"],
-        arrival=state["arrival"],
-    )
-
-
-# Who follows a ledger hears of everything that happens to a group.
-
-
-class GroupEvent(NamedTuple):
-    """Something that happened to a group."""
-
-    name: str
-    """``offered``, ``started``, ``finished``, ``taken``, ``trained``, ``dropped``, ``returned``."""
-    ticket: Ticket
-    step: int
-    """Of training, from 0: the one that trained it, or for which it was taken, or else the one that
-    was under way."""
-    reason: str = ""
-    """Why it was dropped."""
-
-
-class TellsEvents(ABC):
-    """Tells of events, after the books were checked."""
-
-    version: int
-    on_event: Callable[[GroupEvent], None] | None = None
-    """Told of whatever happens to a group, on the thread that told the ledger."""
-    unwritten: Callable[[], Sequence[dict[str, Any]]] | None = None
-    """Gives what who follows it has not written down yet, which is saved with the ledger."""
-    unwritten_before: Sequence[dict[str, Any]] = ()
-    """That of the run that goes on here."""
-
-    @abstractmethod
-    def _check(self) -> None:
-        """Raise unless the books are balanced."""
-
-    def _happened(
-        self, event: str, *tickets: Ticket, step: int | None = None, reason: str = ""
-    ) -> None:
-        """Check the books, and tell of an event of each group."""
-        self._check()
-        if self.on_event is not None:
-            for ticket in tickets:
-                at = self.version if step is None else step
-                self.on_event(GroupEvent(event, ticket, at, reason))
-
-
-# Which prompts are done: the frontier of the data, and what lies above it.
-
-
-class PromptBook:
-    """Ordinals that are done, owed, or not drawn yet; those in flight are the ledger's."""
+class GroupTable:
+    """Groups in the order of admission, what steps have taken, and the prompts that were drawn."""
 
     def __init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+        """By ordinal, in the order of admission."""
+        self.batches: deque[list[Ticket]] = deque()
+        """What each step that is not over has taken, the next step to end first."""
+        self._num_in = Counter[GroupState]()
+        self._next_place = self._next_arrival = 0
+        self._ends: OrderedDict[Ticket, str] = OrderedDict()
         self.frontier = 0
         """Every ordinal below it is done, it is not."""
         self.next_ordinal = 0
@@ -335,82 +271,15 @@ class PromptBook:
         self.owed: dict[int, Owed] = {}
         """Those that were drawn and are to be offered again."""
 
-    def is_done(self, ordinal: int) -> bool:
-        """Whether it was trained, or dropped for good."""
-        return ordinal < self.frontier or ordinal in self.done_above
+    @property
+    def num_unfinished(self) -> int:
+        """Groups that are dispatched or running."""
+        return sum(self._num_in[state] for state in UNFINISHED)
 
-    def draw(self, ordinal: int, group_id: int | str, base_seed: int | None, run_seed: int) -> Owed:
-        """It is in flight now, with what is given back; what it was owed with holds."""
-        check_counts("GroupLedger.offer", 0, ordinal=ordinal, seed=base_seed)
-        if not isinstance(group_id, int | str):
-            raise TypeError(f"GroupLedger.offer: group_id takes int or str, got {group_id!r}.")
-        owed = self.owed.get(ordinal)
-        if owed is None:
-            owed = Owed(
-                group_id, 0, hashed_seed(run_seed, ordinal) if base_seed is None else base_seed, 0
-            )
-        elif owed.group_id != group_id:
-            raise ValueError(
-                f"GroupLedger.offer: ordinal {ordinal} is owed as group {owed.group_id!r}, got "
-                f"{group_id!r}. The data are drawn in another order than before."
-            )
-        self.owed.pop(ordinal, None)
-        self.next_ordinal = max(self.next_ordinal, ordinal + 1)
-        return owed
-
-    def close(self, ordinal: int) -> None:
-        """It is done."""
-        self.done_above.add(ordinal)
-        while self.frontier in self.done_above:
-            self.done_above.remove(self.frontier)
-            self.frontier += 1
-
-    def refills(self) -> tuple[Refill, ...]:
-        """What is owed, lowest ordinal first."""
-        return tuple(
-            Refill(ordinal, owed.group_id, owed.attempt)
-            for ordinal, owed in sorted(self.owed.items())
-        )
-
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "frontier": self.frontier,
-            "next_ordinal": self.next_ordinal,
-            "done_above": sorted(self.done_above),
-            "owed": [[ordinal, *owed] for ordinal, owed in sorted(self.owed.items())],
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
-        self.frontier = state["frontier"]
-        self.next_ordinal = state["next_ordinal"]
-        self.done_above = set(state["done_above"])
-        self.owed = {ordinal: Owed(*owed) for ordinal, *owed in state["owed"]}
-
-
-# The groups in flight, each in its state.
-
-_REMEMBERED: Final = 1024
-UNFINISHED: Final = (GroupState.DISPATCHED, GroupState.RUNNING)
-
-
-class GroupTable:
-    """Groups in the order of admission, and the batches that steps of training have taken."""
-
-    def __init__(self) -> None:
-        self.groups: dict[int, Group] = {}
-        """By ordinal, in the order of admission."""
-        self.batches: deque[list[Ticket]] = deque()
-        """What each step that is not over has taken, the next step to end first."""
-        self.num_unfinished = 0
-        self.num_finished = 0
-        self._next_place = self._next_arrival = 0
-        self._ends: OrderedDict[Ticket, str] = OrderedDict()
-
-    def queue(self) -> list[Group]:
-        """Groups that no step has taken, in the order of admission."""
-        return [group for group in self.groups.values() if group.state is not GroupState.TAKEN]
+    @property
+    def num_finished(self) -> int:
+        """Groups that wait to be used."""
+        return self._num_in[GroupState.FINISHED]
 
     def of(self, ticket: Ticket) -> Group | None:
         """The group of a ticket, if it is in flight under this very one."""
@@ -435,72 +304,140 @@ class GroupTable:
         may = " or ".join(state.value for state in allowed)
         raise IllegalTransition(f"GroupLedger: {event} of {ticket}: it is {state}, not {may}.")
 
-    def add(self, ticket: Ticket, base_seed: int) -> None:
-        """A group is admitted."""
-        self.groups[ticket.ordinal] = Group(ticket, base_seed, self._next_place)
+    def admit(
+        self, ordinal: int, group_id: int | str, seed: int | None, *, run_seed: int, version: int
+    ) -> Ticket:
+        """A group begins to be in flight, with what its prompt is owed, if it is."""
+        check_counts("GroupLedger.offer", 0, ordinal=ordinal, seed=seed)
+        if not isinstance(group_id, int | str):
+            raise TypeError(f"GroupLedger.offer: group_id takes int or str, got {group_id!r}.")
+        if (owed := self.owed.get(ordinal)) is None:
+            owed = Owed(group_id, 0, hashed_seed(run_seed, ordinal) if seed is None else seed, 0)
+        elif owed.group_id != group_id:
+            raise ValueError(
+                f"GroupLedger.offer: ordinal {ordinal} is owed as group {owed.group_id!r}, got "
+                f"{group_id!r}. The data are drawn in another order than before."
+            )
+        self.owed.pop(ordinal, None)
+        self.next_ordinal = max(self.next_ordinal, ordinal + 1)
+        seed = attempt_seed(owed.base_seed, owed.attempt)
+        ticket = Ticket(ordinal, group_id, owed.attempt, seed, version, owed.dispatch)
+        self.groups[ordinal] = Group(ticket, owed.base_seed, self._next_place)
         self._next_place += 1
-        self.num_unfinished += 1
+        self._num_in[GroupState.DISPATCHED] += 1
+        return ticket
+
+    def move(self, group: Group, state: GroupState) -> None:
+        """A group gets into another state."""
+        self._num_in[group.state] -= 1
+        self._num_in[state] += 1
+        group.state = state
 
     def finish(self, group: Group, now: float) -> None:
         """All of its episodes are over."""
-        group.state = GroupState.FINISHED
-        group.finished_at = now
-        group.arrival = self._next_arrival
+        self.move(group, GroupState.FINISHED)
+        group.finished_at, group.arrival = now, self._next_arrival
         self._next_arrival += 1
-        self.num_unfinished -= 1
-        self.num_finished += 1
 
-    def take(self, groups: Iterable[Group]) -> list[Ticket]:
-        """A step takes finished groups."""
-        tickets = []
-        for group in groups:
-            group.state = GroupState.TAKEN
-            self.num_finished -= 1
-            tickets.append(group.ticket)
-        self.batches.append(tickets)
-        return list(tickets)
-
-    def remove(self, group: Group, end: str) -> None:
-        """It is no longer in flight."""
+    def leave(self, group: Group, end: str, attempt: int | None) -> None:
+        """It is no longer in flight; its prompt is owed for an attempt, or done."""
+        ticket = group.ticket
         if group.state is GroupState.TAKEN:
-            batch = next(batch for batch in self.batches if group.ticket in batch)
-            batch.remove(group.ticket)
-        elif group.state is GroupState.FINISHED:
-            self.num_finished -= 1
-        else:
-            self.num_unfinished -= 1
-        del self.groups[group.ticket.ordinal]
-        self._ends[group.ticket] = end
+            next(batch for batch in self.batches if ticket in batch).remove(ticket)
+        self._num_in[group.state] -= 1
+        del self.groups[ticket.ordinal]
+        self._ends[ticket] = end
         if len(self._ends) > _REMEMBERED:
             self._ends.popitem(last=False)
-
-    def state(self, now: float) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "groups": [group_state(group, now) for group in self.groups.values()],
-            "batches": [[ticket.ordinal for ticket in batch] for batch in self.batches],
-            "next_place": self._next_place,
-            "next_arrival": self._next_arrival,
-        }
-
-    def load_state(self, state: dict[str, Any], now: float) -> None:
-        """Go back to a state."""
-        groups = [group_from_state(group, now) for group in state["groups"]]
-        self.groups = {group.ticket.ordinal: group for group in groups}
-        self.batches = deque([self.groups[i].ticket for i in batch] for batch in state["batches"])
-        self.num_unfinished = sum(group.state in UNFINISHED for group in groups)
-        self.num_finished = sum(group.state is GroupState.FINISHED for group in groups)
-        self._next_place = state["next_place"]
-        self._next_arrival = state["next_arrival"]
-        self._ends.clear()
+        if attempt is not None:
+            dispatch = ticket.dispatch + 1 if attempt == ticket.attempt else 0
+            owed = Owed(ticket.group_id, attempt, group.base_seed, dispatch)
+            self.owed[ticket.ordinal] = owed
+            return
+        self.done_above.add(ticket.ordinal)
+        while self.frontier in self.done_above:
+            self.done_above.remove(self.frontier)
+            self.frontier += 1
 
     def put_back(self) -> None:
         """No step has taken anything: what was taken is finished again."""
         for batch in self.batches:
             for ticket in batch:
-                self.groups[ticket.ordinal].state = GroupState.FINISHED
-                self.num_finished += 1
+                self.move(self.groups[ticket.ordinal], GroupState.FINISHED)
         self.batches.clear()
+
+    def state(self, now: float) -> dict[str, Any]:
+        """Prompts and groups as plain values."""
+        return {
+            "prompts": {
+                "frontier": self.frontier,
+                "next_ordinal": self.next_ordinal,
+                "done_above": sorted(self.done_above),
+                "owed": [[ordinal, *owed] for ordinal, owed in sorted(self.owed.items())],
+            },
+            "table": {
+                "groups": [
+                    {name: getattr(group.ticket, name) for name in _OF_TICKET}
+                    | {name: getattr(group, name) for name in _OF_GROUP}
+                    | {"state": group.state.value, "waited_s": now - group.finished_at}
+                    | {"lengths": [list(each) for each in group.lengths.items()]}
+                    for group in self.groups.values()
+                ],
+                "batches": [[ticket.ordinal for ticket in batch] for batch in self.batches],
+                "next_place": self._next_place,
+                "next_arrival": self._next_arrival,
+            },
+        }
+
+    def load_state(self, state: Mapping[str, Any], now: float) -> None:
+        """Go back to what :meth:`state` gave."""
+        prompts, table = state["prompts"], state["table"]
+        self.frontier, self.next_ordinal = prompts["frontier"], prompts["next_ordinal"]
+        self.done_above = set(prompts["done_above"])
+        self.owed = {ordinal: Owed(*owed) for ordinal, *owed in prompts["owed"]}
+        self.groups = {}
+        for saved in table["groups"]:
+            seed = attempt_seed(saved["base_seed"], saved["attempt"])
+            self.groups[saved["ordinal"]] = Group(
+                Ticket(seed=seed, **{name: saved[name] for name in _OF_TICKET}),
+                state=GroupState(saved["state"]),
+                lengths=dict(saved["lengths"]),
+                finished_at=now - saved["waited_s"],
+                **{name: saved[name] for name in _OF_GROUP},
+            )
+        self.batches = deque([self.groups[i].ticket for i in batch] for batch in table["batches"])
+        self._num_in = Counter(group.state for group in self.groups.values())
+        self._next_place, self._next_arrival = table["next_place"], table["next_arrival"]
+        self._ends.clear()
+
+
+class LedgerView:
+    """What a staleness policy sees of a ledger."""
+
+    groups_per_step: int
+    """P, of a step of training."""
+    num_slots: int
+    """B, what the policy's ``slots`` gave: the most groups that may be in flight."""
+    version: int
+    """The trainer's: steps that were made."""
+    pulled_version: int
+    """The version that every generator has."""
+    _table: GroupTable
+
+    @property
+    def next_step(self) -> int:
+        """The step that the next groups will be trained in, which is the trainer's version then."""
+        return self.version + len(self._table.batches)
+
+    @property
+    def num_queued(self) -> int:
+        """Groups in flight that no step has taken."""
+        return self._table.num_unfinished + self._table.num_finished
+
+    def queue(self) -> list[Group]:
+        """Groups in flight that no step has taken, in the order of admission."""
+        groups = self._table.groups.values()
+        return [group for group in groups if group.state is not GroupState.TAKEN]
 
 
 # The books: what was offered is trained, dropped, returned or in flight, by group and by token.
@@ -554,112 +491,33 @@ class Balance:
         return "\n".join(lines)
 
 
-class Accounts:
-    """Keeps the books."""
-
-    def __init__(self) -> None:
-        self.offered = self.trained = self.returned = self.in_flight = Amount()
-        self.dropped: dict[str, Amount] = {}
-        self._all_dropped = Amount()
-
-    def offer(self) -> None:
-        """A group came in."""
-        self.offered = self.offered.plus(1, 0)
-        self.in_flight = self.in_flight.plus(1, 0)
-
-    def sample(self, tokens: int) -> None:
-        """An episode of a group in flight is over."""
-        self.offered = self.offered.plus(0, tokens)
-        self.in_flight = self.in_flight.plus(0, tokens)
-
-    def train(self, tokens: int) -> None:
-        """A group was trained."""
-        self._leave(1, tokens)
-        self.trained = self.trained.plus(1, tokens)
-
-    def drop(self, reason: str, tokens: int) -> None:
-        """A group was dropped."""
-        self._leave(1, tokens)
-        kind = kind_of(reason)
-        self._all_dropped = self._all_dropped.plus(1, tokens)
-        self.dropped[kind] = self.dropped.get(kind, Amount()).plus(1, tokens)
-
-    def give_back(self, tokens: int) -> None:
-        """A group was returned."""
-        self._leave(1, tokens)
-        self.returned = self.returned.plus(1, tokens)
-
-    def _leave(self, groups: int, tokens: int) -> None:
-        self.in_flight = self.in_flight.plus(-groups, -tokens)
-
-    def check(self, groups_in_flight: int) -> None:
-        """Check that everything is somewhere.
-
-        Args:
-            groups_in_flight: those that there really are.
-
-        Raises:
-            LedgerError: something is not, or is twice.
-        """
-        dropped = self._all_dropped
-        ends = (self.trained, dropped, self.returned, self.in_flight)
-        groups, tokens = (sum(amounts) for amounts in zip(*ends, strict=True))
-        if (groups, tokens) != self.offered or self.in_flight.groups != groups_in_flight:
-            raise LedgerError(
-                f"GroupLedger: not balanced: {self.offered.groups} groups and "
-                f"{self.offered.tokens} tokens were offered, {groups} and {tokens} are accounted "
-                f"for, {groups_in_flight} groups are in flight: {self.balance!r}."
-            )
-
-    @property
-    def balance(self) -> Balance:
-        """A snapshot."""
-        return Balance(
-            self.offered, self.trained, dict(self.dropped), self.returned, self.in_flight
-        )
-
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "offered": list(self.offered),
-            "trained": list(self.trained),
-            "returned": list(self.returned),
-            "in_flight": list(self.in_flight),
-            "dropped": {reason: list(amount) for reason, amount in self.dropped.items()},
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
-        for name in ("offered", "trained", "returned", "in_flight"):
-            setattr(self, name, Amount(*state[name]))
-        self.dropped = {reason: Amount(*amount) for reason, amount in state["dropped"].items()}
-        self._all_dropped = self.balance.num_dropped
-
-
 # What use was like: ages, waiting times, and lengths offered beside lengths trained.
 
 _PER_OCTAVE: Final = 8
 
 
+@dataclass
 class LengthHistogram:
     """Counts of lengths in tokens; a bucket's upper edge is 9 % above its lower one."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-        self.num_lengths = 0
-        self.num_tokens = 0
+    counts: Counter[int] = field(default_factory=Counter)
+    num_tokens: int = 0
+
+    @property
+    def num_lengths(self) -> int:
+        """Episodes that were counted."""
+        return self.counts.total()
 
     def add(self, length: int) -> None:
         """Count an episode."""
         bucket = math.floor(_PER_OCTAVE * math.log2(length)) if length else -1
         self.counts[bucket] += 1
-        self.num_lengths += 1
         self.num_tokens += length
 
     @property
     def mean(self) -> float:
         """Tokens of an episode; NaN while there is none."""
-        return self.num_tokens / self.num_lengths if self.num_lengths else math.nan
+        return self.num_tokens / self.num_lengths if self.counts else math.nan
 
     def edges(self) -> dict[float, int]:
         """Counts by the lower edge of their bucket, in tokens; 0 is the empty ones'."""
@@ -670,91 +528,124 @@ class LengthHistogram:
 
     def distance(self, other: "LengthHistogram") -> float:
         """Kolmogorov-Smirnov distance at the edges: at most the true one. NaN if one is empty."""
-        if not (self.num_lengths and other.num_lengths):
+        if not (self.counts and other.counts):
             return math.nan
         largest = mine = others = 0.0
+        own_total, other_total = self.num_lengths, other.num_lengths
         for bucket in sorted(self.counts.keys() | other.counts.keys()):
-            mine += self.counts[bucket] / self.num_lengths
-            others += other.counts[bucket] / other.num_lengths
+            mine += self.counts[bucket] / own_total
+            others += other.counts[bucket] / other_total
             largest = max(largest, abs(mine - others))
         return largest
 
-    def state(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"num_tokens": self.num_tokens, "counts": sorted(map(list, self.counts.items()))}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
-        self.num_tokens = state["num_tokens"]
-        self.counts = Counter(dict(state["counts"]))
-        self.num_lengths = self.counts.total()
-
-
-class Statistics:
-    """Counts over the whole run, and the newest step that was taken."""
+class Accounts:
+    """Keeps the books, and counts what use was like: over the whole run, and of the newest step."""
 
     def __init__(self) -> None:
+        ends = ("offered", "trained", "dropped", "returned", "in_flight")
+        self._amounts: dict[str, Amount] = {end: Amount() for end in ends}
+        self._dropped: dict[str, Amount] = {}
         self.ages: Counter[int] = Counter()
         """Groups by the age of their oldest token at use, in versions."""
-        self.stop_reasons: Counter[str] = Counter()
+        self._stop_reasons: Counter[str] = Counter()
         self.offered, self.trained = LengthHistogram(), LengthHistogram()
-        self.step_ages: list[int] = []
-        self.step_waits: list[float] = []
-        self.step_spans: list[int] = []
+        self.step: dict[str, list[Any]] = {"staleness": [], "queue_s": [], "versions_span": []}
+        """Of each group that the newest step took."""
 
-    def end_episode(self, length: int, stop_reason: str) -> None:
-        """An episode is over."""
-        self.offered.add(length)
+    def enter(self, groups: int, tokens: int) -> None:
+        """A group came in, or tokens of one that is in flight."""
+        for end in ("offered", "in_flight"):
+            self._amounts[end] = self._amounts[end].plus(groups, tokens)
+
+    def end_episode(self, tokens: int, stop_reason: str) -> None:
+        """An episode of a group in flight is over."""
+        self.enter(0, tokens)
+        self.offered.add(tokens)
         if stop_reason:
-            self.stop_reasons[stop_reason] += 1
+            self._stop_reasons[stop_reason] += 1
 
-    def take(self, ages: list[int], waits: list[float], spans: list[int]) -> None:
-        """A step took its groups."""
-        self.ages.update(ages)
-        self.step_ages, self.step_waits, self.step_spans = ages, waits, spans
+    def leave(self, group: Group, end: str, reason: str = "") -> None:
+        """A group is ``trained``, ``returned`` or ``dropped``, for a reason."""
+        tokens, amounts = group.num_tokens, self._amounts
+        amounts["in_flight"] = amounts["in_flight"].plus(-1, -tokens)
+        amounts[end] = amounts[end].plus(1, tokens)
+        if end == "dropped":
+            kind = kind_of(reason)
+            self._dropped[kind] = self._dropped.get(kind, Amount()).plus(1, tokens)
+        if end == "trained":
+            for length in group.lengths.values():
+                self.trained.add(length)
 
-    def train(self, lengths: Iterable[int]) -> None:
-        """A group was trained."""
-        for length in lengths:
-            self.trained.add(length)
+    def check(self, groups_in_flight: int) -> None:
+        """Check that everything is somewhere.
+
+        Args:
+            groups_in_flight: those that there really are.
+
+        Raises:
+            LedgerError: something is not, or is twice.
+        """
+        offered, *ends = self._amounts.values()
+        groups, tokens = (sum(amounts) for amounts in zip(*ends, strict=True))
+        if (groups, tokens) != offered or self._amounts["in_flight"].groups != groups_in_flight:
+            raise LedgerError(
+                f"GroupLedger: not balanced: {offered.groups} groups and {offered.tokens} tokens "
+                f"were offered, {groups} and {tokens} are accounted for, {groups_in_flight} groups "
+                f"are in flight: {self.balance!r}."
+            )
+
+    @property
+    def balance(self) -> Balance:
+        """A snapshot."""
+        amounts = {end: amount for end, amount in self._amounts.items() if end != "dropped"}
+        return Balance(dropped=dict(self._dropped), **amounts)
 
     def metrics(self) -> dict[str, float]:
         """All of them by name."""
         metrics: dict[str, float] = {}
-        for name, values in (
-            ("staleness", self.step_ages),
-            ("queue_s", self.step_waits),
-            ("versions_span", self.step_spans),
-        ):
+        for name, values in self.step.items():
             if values:
                 metrics |= {f"{name}/mean": fmean(values), f"{name}/max": float(max(values))}
-        used = self.ages.total()
-        for age in sorted(self.ages):
-            metrics[f"staleness/at_{age}_fraction"] = self.ages[age] / used
-        ended = self.stop_reasons.total()
-        for reason in sorted(self.stop_reasons):
-            metrics[f"stop/{reason}"] = self.stop_reasons[reason] / ended
-        if self.offered.num_lengths:
+        used, ended = self.ages.total(), self._stop_reasons.total()
+        for age, count in sorted(self.ages.items()):
+            metrics[f"staleness/at_{age}_fraction"] = count / used
+        for reason, count in sorted(self._stop_reasons.items()):
+            metrics[f"stop/{reason}"] = count / ended
+        if self.offered.counts:
             metrics["length/offered_mean"] = self.offered.mean
-        if self.trained.num_lengths:
+        if self.trained.counts:
             metrics["length/trained_mean"] = self.trained.mean
             metrics["length/distance"] = self.trained.distance(self.offered)
+        for unit in Amount._fields:
+            for end, amount in self._amounts.items():
+                metrics[f"{unit}/{end}"] = float(getattr(amount, unit))
+        for reason, amount in sorted(self._dropped.items()):
+            metrics[f"groups/dropped/{reason}"] = float(amount.groups)
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "ages": sorted([age, count] for age, count in self.ages.items()),
-            "stop_reasons": dict(self.stop_reasons),
-            "offered": self.offered.state(),
-            "trained": self.trained.state(),
-            "step": [self.step_ages, self.step_waits, self.step_spans],
+        """Books and statistics as plain values."""
+        amounts = {end: list(amount) for end, amount in self._amounts.items()}
+        dropped = {reason: list(amount) for reason, amount in self._dropped.items()}
+        lengths = {
+            name: {"num_tokens": each.num_tokens, "counts": sorted(map(list, each.counts.items()))}
+            for name, each in (("offered", self.offered), ("trained", self.trained))
         }
+        counted = {"ages": sorted(map(list, self.ages.items())), **lengths}
+        counted |= {"stop_reasons": dict(self._stop_reasons), "step": list(self.step.values())}
+        return {"accounts": {**amounts, "dropped": dropped}, "statistics": counted}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state."""
-        self.ages = Counter(dict(state["ages"]))
-        self.stop_reasons = Counter(state["stop_reasons"])
-        self.offered.load_state(state["offered"])
-        self.trained.load_state(state["trained"])
-        self.step_ages, self.step_waits, self.step_spans = map(list, state["step"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what :meth:`state` gave."""
+        amounts, counted = dict(state["accounts"]), state["statistics"]
+        self._dropped = {reason: Amount(*each) for reason, each in amounts["dropped"].items()}
+        amounts["dropped"] = self.balance.num_dropped
+        self._amounts = {end: Amount(*amounts[end]) for end in self._amounts}
+        self.ages = Counter(dict(counted["ages"]))
+        self._stop_reasons = Counter(counted["stop_reasons"])
+        self.offered, self.trained = (
+            LengthHistogram(Counter(dict(counted[name]["counts"])), counted[name]["num_tokens"])
+            for name in ("offered", "trained")
+        )
+        self.step = dict(zip(self.step, map(list, counted["step"]), strict=True))

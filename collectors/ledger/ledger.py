@@ -16,18 +16,15 @@ from .groups import (
     Balance,
     Eviction,
     Group,
+    GroupEvent,
     GroupState,
     GroupTable,
     IllegalTransition,
     LedgerError,
+    LedgerView,
     LengthHistogram,
-    Owed,
-    PromptBook,
     Refill,
-    Statistics,
-    TellsEvents,
     Ticket,
-    attempt_seed,
     shares,
 )
 from .policies import StalenessPolicy, Wait
@@ -39,8 +36,15 @@ from .policies import StalenessPolicy, Wait
 REFILLS: Final = ("same", "next")
 
 
-class GenerationLedger(TellsEvents):
+class GenerationLedger(LedgerView):
     """What is offered, run, finished and dropped; see :class:`GroupLedger` for all of it."""
+
+    on_event: Callable[[GroupEvent], None] | None = None
+    """Told of whatever happens to a group, on the thread that told the ledger."""
+    unwritten: Callable[[], Sequence[dict[str, Any]]] | None = None
+    """Gives what who follows it has not written down yet, which is saved with the ledger."""
+    unwritten_before: Sequence[dict[str, Any]] = ()
+    """That of the run that goes on here."""
 
     def __init__(
         self,
@@ -68,45 +72,31 @@ class GenerationLedger(TellsEvents):
         self.policy = Wait() if policy is None else policy
         self.weight_sync_steps = weight_sync_steps
         self.num_slots = self.policy.slots(groups_per_step, weight_sync_steps)
-        """B, the most groups that may be in flight."""
         self.max_inflight_groups = (
             self.num_slots if max_inflight_groups == -1 else max_inflight_groups
         )
         self.required_capacity = self.policy.required_capacity(groups_per_step, weight_sync_steps)
         """Finished groups that the buffer has to hold."""
         if buffer_capacity is not None and buffer_capacity < self.required_capacity:
-            raise ValueError(_too_small(buffer_capacity, self))
+            raise ValueError(
+                f"GroupLedger: buffer_capacity must be at least {self.required_capacity} groups "
+                f"({self.required_capacity * group_size} episodes) for {self.policy!r} and "
+                f"groups_per_step={groups_per_step}, got {buffer_capacity}: it would fill up with "
+                "groups that wait for an older one, which has no room then."
+            )
         self.buffer_capacity = buffer_capacity
         self.refill = one_of("refill", refill, REFILLS, who=who)
         self.max_attempts = max_attempts
         self.seed = seed
         self.version = version
-        """The trainer's: steps that were made."""
         self.pulled_version = version
-        """The version that every generator has."""
         self._clock = clock
         self._accounts = Accounts()
-        self._prompts = PromptBook()
-        self._statistics = Statistics()
         self._table = GroupTable()
         self._evicted: list[Eviction] = []
         self._schedule: list[tuple[int, ...]] = []
 
     # What may begin -----------------------------------------------------------------------------
-
-    @property
-    def next_step(self) -> int:
-        """The step that :meth:`take` takes groups for; their age counts from here."""
-        return self.version + len(self._table.batches)
-
-    @property
-    def num_queued(self) -> int:
-        """Groups in flight that no step has taken."""
-        return self._table.num_unfinished + self._table.num_finished
-
-    def queue(self) -> list[Group]:
-        """Groups in flight that no step has taken, in the order of admission."""
-        return self._table.queue()
 
     def can_admit(self) -> bool:
         """Whether :meth:`offer` may be called: a slot is free, and no cap is reached."""
@@ -121,27 +111,30 @@ class GenerationLedger(TellsEvents):
 
         A resumed run draws its data from the ``frontier`` on, and offers those that are needed.
         """
-        return ordinal not in self._table.groups and not self._prompts.is_done(ordinal)
+        table = self._table
+        is_done = ordinal < table.frontier or ordinal in table.done_above
+        return not is_done and ordinal not in table.groups
 
     @property
     def owed(self) -> tuple[Refill, ...]:
         """Prompts that were drawn and have to be offered again, lowest ordinal first."""
-        return self._prompts.refills()
+        owed = sorted(self._table.owed.items())
+        return tuple(Refill(ordinal, each.group_id, each.attempt) for ordinal, each in owed)
 
     @property
     def frontier(self) -> int:
         """The first ordinal that is not done: a resumed run draws its data from here on."""
-        return self._prompts.frontier
+        return self._table.frontier
 
     @property
     def done_above(self) -> tuple[int, ...]:
         """The ordinals above the frontier that are done."""
-        return tuple(sorted(self._prompts.done_above))
+        return tuple(sorted(self._table.done_above))
 
     @property
     def next_ordinal(self) -> int:
         """The first ordinal above all that were offered."""
-        return self._prompts.next_ordinal
+        return self._table.next_ordinal
 
     def offer(self, group_id: int | str, ordinal: int, *, seed: int | None = None) -> Ticket:
         """Admit a group: it holds a slot from now on.
@@ -171,17 +164,10 @@ class GenerationLedger(TellsEvents):
                 f"{self.buffer_capacity}, next step {self.next_step}, generators at version "
                 f"{self.pulled_version}.)"
             )
-        owed = self._prompts.draw(ordinal, group_id, seed, self.seed)
-        ticket = Ticket(
-            ordinal=ordinal,
-            group_id=group_id,
-            attempt=owed.attempt,
-            seed=attempt_seed(owed.base_seed, owed.attempt),
-            version=self.pulled_version,
-            dispatch=owed.dispatch,
+        ticket = self._table.admit(
+            ordinal, group_id, seed, run_seed=self.seed, version=self.pulled_version
         )
-        self._table.add(ticket, owed.base_seed)
-        self._accounts.offer()
+        self._accounts.enter(1, 0)
         self._happened("offered", ticket)
         return ticket
 
@@ -199,7 +185,7 @@ class GenerationLedger(TellsEvents):
             IllegalTransition: it is not dispatched.
         """
         group = self._table.find(ticket, "start", (GroupState.DISPATCHED,))
-        group.state = GroupState.RUNNING
+        self._table.move(group, GroupState.RUNNING)
         group.begun_version = self.pulled_version
         self._happened("started", ticket)
 
@@ -228,16 +214,10 @@ class GenerationLedger(TellsEvents):
             ValueError: a value has no meaning, or a token is older than the group's admission.
         """
         group = self._table.find(ticket, "finish_episode", (GroupState.RUNNING,))
-        group.add_episode(
-            index,
-            tokens,
-            (oldest_version, newest_version),
-            group_size=self.group_size,
-            trainer=self.version,
-        )
-        self._accounts.sample(tokens)
-        self._statistics.end_episode(tokens, kind_of(stop_reason))
-        self._check()
+        versions = (oldest_version, newest_version)
+        group.add_episode(index, tokens, versions, self.group_size, self.version)
+        self._accounts.end_episode(tokens, kind_of(stop_reason))
+        self._happened()
 
     def finish(
         self,
@@ -300,11 +280,12 @@ class GenerationLedger(TellsEvents):
         group = self._table.find(ticket, f"drop ({reason})", tuple(GroupState))
         if not kind_of(reason):
             raise ValueError(f"GroupLedger: drop of {ticket} takes a reason, got {reason!r}.")
-        attempt = _next_attempt(self, ticket, reason, refill)
-        self._add_cut(group, cut_lengths)
-        self._accounts.drop(reason, group.num_tokens)
-        self._leave(group, f"dropped ({reason})", attempt)
-        self._happened("dropped", ticket, reason=reason)
+        way = one_of("refill", refill or self.refill, REFILLS, who="GroupLedger.drop")
+        attempt: int | None = ticket.attempt
+        if refill is not None or kind_of(reason) not in SAYS_NOTHING:
+            again = way == "same" and ticket.attempt + 1 < self.max_attempts
+            attempt = ticket.attempt + 1 if again else None
+        self._give_up(group, "dropped", attempt, cut_lengths, reason)
         return Refill(ticket.ordinal, ticket.group_id, attempt) if attempt is not None else None
 
     def fail(
@@ -327,10 +308,7 @@ class GenerationLedger(TellsEvents):
             IllegalTransition: it is not in flight.
         """
         group = self._table.find(ticket, "cancel", tuple(GroupState))
-        self._add_cut(group, cut_lengths)
-        self._accounts.give_back(group.num_tokens)
-        self._leave(group, "returned", ticket.attempt)
-        self._happened("returned", ticket)
+        self._give_up(group, "returned", ticket.attempt, cut_lengths)
         return Refill(ticket.ordinal, ticket.group_id, ticket.attempt)
 
     def return_all(self) -> list[Ticket]:
@@ -345,48 +323,26 @@ class GenerationLedger(TellsEvents):
         self._table.batches.clear()
         return tickets
 
-    def _add_cut(self, group: Group, lengths: Sequence[int]) -> None:
-        """The tokens of episodes that were cut are of the group, and were sampled."""
-        group.add_cut(lengths, self.group_size)
-        for tokens in lengths:
-            self._accounts.sample(tokens)
-            self._statistics.end_episode(tokens, "cut")
+    def _give_up(
+        self, group: Group, end: str, attempt: int | None, cut: Sequence[int], reason: str = ""
+    ) -> None:
+        """A group leaves untrained; the tokens of episodes that were cut were sampled, too."""
+        group.add_cut(cut, self.group_size)
+        for tokens in cut:
+            self._accounts.end_episode(tokens, "cut")
+        self._accounts.leave(group, end, reason)
+        self._table.leave(group, f"{end} ({reason})" if reason else end, attempt)
+        self._happened(end, group.ticket, reason=reason)
 
-    def _leave(self, group: Group, end: str, attempt: int | None) -> None:
-        """It is no longer in flight; its prompt is owed for an attempt, or done."""
-        ticket = group.ticket
-        self._table.remove(group, end)
-        if attempt is None:
-            self._prompts.close(ticket.ordinal)
-        else:
-            dispatch = ticket.dispatch + 1 if attempt == ticket.attempt else 0
-            self._prompts.owed[ticket.ordinal] = Owed(
-                ticket.group_id, attempt, group.base_seed, dispatch
-            )
-
-    def _check(self) -> None:
-        """Raise unless the books are balanced and agree with the groups that there are."""
+    def _happened(
+        self, event: str = "", *tickets: Ticket, step: int | None = None, reason: str = ""
+    ) -> None:
+        """Check that the books agree with the groups there are, and tell of an event of each."""
         self._accounts.check(len(self._table.groups))
-
-
-def _too_small(buffer_capacity: int, ledger: GenerationLedger) -> str:
-    return (
-        f"GroupLedger: buffer_capacity must be at least {ledger.required_capacity} groups "
-        f"({ledger.required_capacity * ledger.group_size} episodes) for {ledger.policy!r} and "
-        f"groups_per_step={ledger.groups_per_step}, got {buffer_capacity}: it would fill up with "
-        "groups that wait for an older one, which has no room then."
-    )
-
-
-def _next_attempt(
-    ledger: GenerationLedger, ticket: Ticket, reason: str, refill: str | None
-) -> int | None:
-    """The number under which a dropped prompt is offered again; ``None`` if it is not."""
-    if refill is None and kind_of(reason) in SAYS_NOTHING:
-        return ticket.attempt
-    way = one_of("refill", refill or ledger.refill, REFILLS, who="GroupLedger.drop")
-    again = way == "same" and ticket.attempt + 1 < ledger.max_attempts
-    return ticket.attempt + 1 if again else None
+        if self.on_event is not None:
+            for ticket in tickets:
+                at = self.version if step is None else step
+                self.on_event(GroupEvent(event, ticket, at, reason))
 
 
 # One state machine for every prompt group, from its draw to its training.
@@ -468,19 +424,25 @@ class GroupLedger(GenerationLedger):
         if chosen is None:
             return None
         now, step = self._clock(), self.next_step
-        ages = [group.age(step) for group in chosen]
+        ages = [
+            0 if group.oldest_version is None else step - group.oldest_version for group in chosen
+        ]
         if max(ages) > self.policy.max_staleness:
             worst = chosen[ages.index(max(ages))]
             raise LedgerError(
                 f"GroupLedger: {self.policy!r} chose {worst.ticket} for step {step}, whose oldest "
                 f"token has version {worst.oldest_version}: more than max_staleness old."
             )
-        self._statistics.take(
-            ages,
-            [now - group.finished_at for group in chosen],
-            [group.version_span for group in chosen],
-        )
-        tickets = self._table.take(chosen)
+        for group in chosen:
+            self._table.move(group, GroupState.TAKEN)
+        tickets = [group.ticket for group in chosen]
+        self._table.batches.append(list(tickets))
+        self._accounts.ages.update(ages)
+        self._accounts.step = {
+            "staleness": ages,
+            "queue_s": [now - group.finished_at for group in chosen],
+            "versions_span": [group.version_span for group in chosen],
+        }
         self._schedule.append(tuple(ticket.ordinal for ticket in tickets))
         self._happened("taken", *tickets, step=step)
         return tickets
@@ -498,7 +460,7 @@ class GroupLedger(GenerationLedger):
     def put_back(self) -> None:
         """What steps have taken and not trained is finished again, and may be taken again."""
         self._table.put_back()
-        self._check()
+        self._happened()
 
     def _evict(self) -> None:
         for group in self.policy.evict(self):
@@ -535,9 +497,8 @@ class GroupLedger(GenerationLedger):
             )
         for ticket in list(batch):
             group = self._table.find(ticket, "trained", (GroupState.TAKEN,))
-            self._accounts.train(group.num_tokens)
-            self._statistics.train(group.lengths.values())
-            self._leave(group, f"trained at step {step}", None)
+            self._accounts.leave(group, "trained")
+            self._table.leave(group, f"trained at step {step}", None)
         self._table.batches.popleft()
         self.version = step + 1
         self._happened("trained", *tickets, step=step)
@@ -557,7 +518,7 @@ class GroupLedger(GenerationLedger):
                 f"{self.pulled_version}, the trainer at {self.version}."
             )
         self.pulled_version = version
-        self._check()
+        self._happened()
 
     # What it was like ---------------------------------------------------------------------------
 
@@ -574,7 +535,7 @@ class GroupLedger(GenerationLedger):
     @property
     def lengths(self) -> tuple[LengthHistogram, LengthHistogram]:
         """Tokens of the episodes that were offered, and of those that were trained."""
-        return self._statistics.offered, self._statistics.trained
+        return self._accounts.offered, self._accounts.trained
 
     def tickets(self, state: GroupState | None = None) -> list[Ticket]:
         """Those of the groups in flight, in the order of admission; of a state, or all."""
@@ -610,18 +571,11 @@ class GroupLedger(GenerationLedger):
             ``in_flight/waiting`` and ``in_flight/taken`` groups, ``prompts_owed``, and
             ``versions_ahead`` of the trainer before the generators.
         """
-        metrics = self._statistics.metrics()
-        balance = self.balance
-        for unit in ("groups", "tokens"):
-            for end in ("offered", "trained", "returned", "in_flight"):
-                metrics[f"{unit}/{end}"] = float(getattr(getattr(balance, end), unit))
-            metrics[f"{unit}/dropped"] = float(getattr(balance.num_dropped, unit))
-        for reason, amount in sorted(balance.dropped.items()):
-            metrics[f"groups/dropped/{reason}"] = float(amount.groups)
+        metrics, num_in_flight = self._accounts.metrics(), len(self._table.groups)
         metrics["in_flight/unfinished"] = float(self._table.num_unfinished)
         metrics["in_flight/waiting"] = float(self._table.num_finished)
-        metrics["in_flight/taken"] = float(balance.in_flight.groups - self.num_queued)
-        metrics["prompts_owed"] = float(len(self._prompts.owed))
+        metrics["in_flight/taken"] = float(num_in_flight - self.num_queued)
+        metrics["prompts_owed"] = float(len(self._table.owed))
         metrics["versions_ahead"] = float(self.version - self.pulled_version)
         return metrics
 
@@ -660,10 +614,8 @@ class GroupLedger(GenerationLedger):
             "settings": self._settings(),
             "version": self.version,
             "pulled_version": self.pulled_version,
-            "accounts": self._accounts.state(),
-            "prompts": self._prompts.state(),
-            "statistics": self._statistics.state(),
-            "table": self._table.state(self._clock()),
+            **self._accounts.state(),
+            **self._table.state(self._clock()),
             "unwritten": [] if self.unwritten is None else list(self.unwritten()),
         }
 
@@ -696,10 +648,8 @@ class GroupLedger(GenerationLedger):
                 )
         self.version = state_dict["version"]
         self.pulled_version = state_dict["pulled_version"]
-        self._accounts.load_state(state_dict["accounts"])
-        self._prompts.load_state(state_dict["prompts"])
-        self._statistics.load_state(state_dict["statistics"])
-        self._table.load_state(state_dict["table"], self._clock())
+        self._accounts.load_state(state_dict)
+        self._table.load_state(state_dict, self._clock())
         self.unwritten_before = state_dict["unwritten"]
         lost = [
             group
@@ -711,4 +661,4 @@ class GroupLedger(GenerationLedger):
             self._table.put_back()
         for group in lost:
             self.cancel(group.ticket)
-        self._check()
+        self._happened()

@@ -7,45 +7,12 @@ from typing import Protocol
 
 from torchrl_data.checks import check_counts, check_numbers
 
-from .groups import Group, GroupState
+from .groups import Group, GroupState, LedgerView
 
 # How far generation may run ahead of training, and which groups a step trains.
 #
 # The letters: P groups per step of training, B slots, W the window, all in groups; versions count
 # steps of training, so that step s is made at version s and gives version s + 1.
-
-
-class LedgerView(Protocol):
-    """What a policy sees of a ledger."""
-
-    @property
-    def groups_per_step(self) -> int:
-        """P, of a step of training."""
-        ...
-
-    @property
-    def num_slots(self) -> int:
-        """B, what the policy's ``slots`` gave."""
-        ...
-
-    @property
-    def next_step(self) -> int:
-        """The step that the next groups will be trained in, which is the trainer's version then."""
-        ...
-
-    @property
-    def pulled_version(self) -> int:
-        """The version that all generators have."""
-        ...
-
-    @property
-    def num_queued(self) -> int:
-        """Groups in flight that no step has taken."""
-        ...
-
-    def queue(self) -> Sequence[Group]:
-        """Groups in flight that no step has taken, in the order of admission."""
-        ...
 
 
 class StalenessPolicy(Protocol):
@@ -114,8 +81,7 @@ class Wait:
     recompute: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_knobs("Wait", self.max_staleness, self.pipeline_depth)
-        _check_recompute("Wait", self.max_staleness, self.recompute)
+        _check_knobs("Wait", self.max_staleness, self.pipeline_depth, self.recompute)
         check_numbers("Wait", "[0, 1]", window=self.window)
         if self.pipeline_depth is not None and self.pipeline_depth > self.max_staleness:
             raise ValueError(
@@ -153,17 +119,13 @@ class Wait:
         for group in queue:
             fits = group.state is GroupState.FINISHED and group.place < end
             (chosen if fits and len(chosen) < num_groups else left).append(group)
-        if len(chosen) < num_groups:
-            return None
-        return chosen if self._in_time(left, view) else None
-
-    def _in_time(self, left: Sequence[Group], view: LedgerView) -> bool:
-        """Whether those who stay can all be trained within the bound, oldest first."""
+        # Those who stay have to be trained within the bound, too, oldest first.
         following = view.next_step + 1
-        return all(
+        in_time = all(
             following + number // view.groups_per_step <= group.ticket.version + self.max_staleness
             for number, group in enumerate(left)
         )
+        return chosen if len(chosen) == num_groups and in_time else None
 
     def evict(self, view: LedgerView) -> list[Group]:
         """Never any."""
@@ -209,8 +171,7 @@ class Drop:
     recompute: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        _check_knobs("Drop", self.max_staleness, self.pipeline_depth)
-        _check_recompute("Drop", self.max_staleness, self.recompute)
+        _check_knobs("Drop", self.max_staleness, self.pipeline_depth, self.recompute)
 
     def slots(self, groups_per_step: int, weight_sync_steps: int) -> int:
         """B; see :class:`StalenessPolicy`."""
@@ -247,11 +208,8 @@ def _first_version(group: Group) -> float:
     return group.begun_version
 
 
-def _check_knobs(who: str, max_staleness: int, pipeline_depth: int | None) -> None:
+def _check_knobs(who: str, max_staleness: int, pipeline_depth: int | None, recompute: bool) -> None:
     check_counts(who, 0, max_staleness=max_staleness, pipeline_depth=pipeline_depth)
-
-
-def _check_recompute(who: str, max_staleness: int, recompute: bool) -> None:
     if max_staleness == 0 and not recompute:
         raise ValueError(
             f"{who}: with max_staleness=0 nothing is in flight when weights are replaced, so "
