@@ -30,12 +30,7 @@ def check_env(env: Any, *, who: str) -> None:
 
 
 def check_composition(
-    env: EpisodeEnv,
-    policy: Any,
-    buffer: ReplayBuffer | None,
-    *,
-    has_postproc: bool,
-    who: str,
+    env: EpisodeEnv, policy: Any, buffer: ReplayBuffer | None, *, has_postproc: bool, who: str
 ) -> list[DataLoadingPrimer]:
     """Check that an environment, a policy and a buffer fit together; gives the sources of data.
 
@@ -48,7 +43,7 @@ def check_composition(
     check_fit(env, policy, who=who)
     loaders = list(env.transforms_of(DataLoadingPrimer))
     if not has_postproc:
-        check_groups(loaders, buffer, who=who)
+        check_groups([loader.group_size for loader in loaders], buffer, who=who)
         check_storage(buffer, env.batch_size.numel(), who=who)
         check_rewards(env, buffer, who=who)
     return loaders
@@ -112,20 +107,18 @@ def check_data(env: EpisodeEnv, *, who: str) -> None:
         )
 
 
-def check_groups(
-    loaders: Sequence[DataLoadingPrimer], buffer: ReplayBuffer | None, *, who: str
-) -> None:
+def check_groups(sizes: Sequence[int], buffer: ReplayBuffer | None, *, who: str) -> None:
     """Check that the groups that are drawn are those that advantages wait for.
 
     Raises:
         ValueError: the sizes differ, so no group would ever be complete.
     """
     for part in advantages_of(buffer):
-        for loader in loaders:
-            if part.group_size != loader.group_size:
+        for size in sizes:
+            if part.group_size != size:
                 raise ValueError(
-                    f"{who}: MCAdvantage waits for groups of {part.group_size} rows, and "
-                    f"DataLoadingPrimer draws groups of {loader.group_size}. Give both the same."
+                    f"{who}: MCAdvantage waits for groups of {part.group_size} rows, and the "
+                    f"environment draws groups of {size}. Give it and DataLoadingPrimer the same."
                 )
 
 

@@ -1,6 +1,5 @@
 """Collection in batches: whole trajectories of a policy in an environment."""
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -13,7 +12,7 @@ from torchrl.envs import Transform
 
 from torchrl_data.batch_io import one_dimension, row_tensordicts, write_conversations
 from torchrl_data.batch_objects import read_objects
-from torchrl_data.conversation import Conversations
+from torchrl_data.checks import check_counts
 from torchrl_data.keys import (
     DONE,
     EPISODE_ID,
@@ -114,10 +113,18 @@ def _columns(
             for i in range(len(rows))
         ]
     counts = {
-        "num_turns": [_num_turns(episode) for episode in episodes],
+        "num_turns": [
+            len(turn_ends(episode.assistant_mask))
+            if episode.segments
+            else sum(message["role"] == "assistant" for message in episode.messages)
+            for episode in episodes
+        ],
         EPISODE_ID: [episode.id for episode in episodes],
         NUM_SEGMENTS: [len(episode.rows) for episode in episodes],
-        POLICY_VERSION: [_first_version(episode) for episode in episodes],
+        POLICY_VERSION: [
+            int(versions.min()) if len(versions) else -1
+            for versions in (episode.sampled_versions for episode in episodes)
+        ],
     }
     return columns | {key: torch.tensor(values).unbind(0) for key, values in counts.items()}
 
@@ -127,11 +134,6 @@ def _object(value: Any) -> NonTensorData:
     nothing = TensorDict._new_unsafe({}, batch_size=_NO_BATCH)
     rest = {"data": value, "_metadata": None, "_is_non_tensor": True}
     return NonTensorData._from_tensordict(nothing, rest, safe=False)
-
-
-def _first_version(episode: Episode) -> int:
-    versions = episode.sampled_versions
-    return int(versions.min()) if len(versions) else -1
 
 
 def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[TensorDict]:
@@ -144,25 +146,16 @@ def _rows_of(episode: Episode, shared: dict[str, Any], last: dict) -> list[Tenso
                 key if key == REWARD else ("next", key): value[start:end]
                 for key, value in episode.token_entries.items()
             }
-        out.append(_row(part, {**shared, SEGMENT: torch.tensor(number)}, own))
+        (row,) = row_tensordicts(part)
+        write_conversations(row, FULL, part)
+        # All of them have the shape of a row, so that each need not be looked at once more.
+        entries = {**dict(row.items()), **shared, SEGMENT: torch.tensor(number)}
+        row = TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)
+        for key, value in own.items():
+            row.set(key, value)
+        out.append(row)
         start = end
     return out
-
-
-def _row(part: Conversations, shared: dict[str, Any], by_token: dict) -> TensorDict:
-    (row,) = row_tensordicts(part)
-    write_conversations(row, FULL, part)
-    # All of them have the shape of a row, so that each need not be looked at once more.
-    row = TensorDict._new_unsafe({**dict(row.items()), **shared}, batch_size=_NO_BATCH)
-    for key, value in by_token.items():
-        row.set(key, value)
-    return row
-
-
-def _num_turns(episode: Episode) -> int:
-    if episode.segments:
-        return len(turn_ends(episode.assistant_mask))
-    return sum(message["role"] == "assistant" for message in episode.messages)
 
 
 # What all collectors share: batches that are drawn again if they are lost, and weight updates.
@@ -170,13 +163,19 @@ def _num_turns(episode: Episode) -> int:
 PostProcessing = Callable[[TensorDictBase], TensorDictBase]
 
 
-def remembering(env: EpisodeEnv) -> list[Transform]:
-    """The transforms that have a state of their own: those with a ``get_extra_state()``."""
+def remembering(env: EpisodeEnv, *, data: bool = True) -> list[Transform]:
+    """The transforms that have a state: those with a ``get_extra_state()``; or all but the data."""
     return [
         part
         for part in env.transforms_of(Transform)
         if type(part).get_extra_state is not nn.Module.get_extra_state
+        and (data or not isinstance(part, DataLoadingPrimer))
     ]
+
+
+def states_of(parts: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The states of transforms, with their types."""
+    return [{"type": type(part).__name__, "state": part.get_extra_state()} for part in parts]
 
 
 class Collector(ABC):
@@ -240,13 +239,25 @@ class Collector(ABC):
 
     def collect(self) -> TensorDictBase:
         """One batch; after an error its data are drawn again by the next call."""
-        self._check_restored()
-        with drawn_again_after_an_error(self._loaders):
+        if self._restored_version is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: the state that was loaded is of version "
+                f"{self._restored_version} of the weights. Hand the restored model over first: "
+                "collector.update_policy_weights_(model)."
+            )
+        states = [loader.get_extra_state() for loader in self._loaders]
+        try:
             batch, num_episodes = self._run_batch()
             if self.postproc is not None:
                 batch = self.postproc(batch)
             if self.replay_buffer is not None:
                 self.replay_buffer.extend(batch)
+        except DataExhaustedError:
+            raise
+        except BaseException:
+            for loader, state in zip(self._loaders, states, strict=True):
+                loader.set_extra_state(state)
+            raise
         self.num_collected += num_episodes
         return batch
 
@@ -315,10 +326,7 @@ class Collector(ABC):
             "num_collected": self.num_collected,
             "policy_version": self.policy_version,
             "global_step": [f.trainer_state.global_step for f in self._reward_functions],
-            "transforms": [
-                {"type": type(part).__name__, "state": part.get_extra_state()}
-                for part in self._stateful()
-            ],
+            "transforms": states_of(self._stateful()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -349,14 +357,6 @@ class Collector(ABC):
         for functions, step in zip(self._reward_functions, state_dict["global_step"], strict=True):
             functions.trainer_state.global_step = step
 
-    def _check_restored(self) -> None:
-        if self._restored_version is not None:
-            raise RuntimeError(
-                f"{type(self).__name__}: the state that was loaded is of version "
-                f"{self._restored_version} of the weights. Hand the restored model over first: "
-                "collector.update_policy_weights_(model)."
-            )
-
     def _stateful(self) -> Iterable[nn.Module]:
         """What remembers something that a resumed run needs."""
         return self._loaders
@@ -364,6 +364,11 @@ class Collector(ABC):
 
 class BackgroundCollector(Collector):
     """Collects beside training: what is pushed to the policy is on its way for a while."""
+
+    _source: Any
+    """Gives batches. It has ``is_with_caller``, whether the rows of the last one are with who asked
+    for them, and ``state()`` and ``load(state)``: of the ledger, the place in the data, and the
+    rows of the groups that wait."""
 
     @property
     @abstractmethod
@@ -379,22 +384,10 @@ class BackgroundCollector(Collector):
     def _wait_for_push(self) -> None:
         """Wait until the policy has the weights that were pushed last."""
 
-    @abstractmethod
-    def _reached_caller(self, has_reached: bool) -> None:
-        """Whether the rows of the batch that was taken last are with who asked for them."""
-
-    @abstractmethod
-    def _position(self) -> Mapping[str, Any]:
-        """The ledger, the place in the data, and the rows of the groups that wait."""
-
-    @abstractmethod
-    def _go_to(self, position: Mapping[str, Any]) -> None:
-        """Go on from a position."""
-
     def collect(self) -> TensorDictBase:
         """The next batch: complete groups, as soon as there are enough."""
         batch = super().collect()
-        self._reached_caller(True)
+        self._source.is_with_caller = True
         return batch
 
     def give_up_batch(self) -> None:
@@ -402,7 +395,7 @@ class BackgroundCollector(Collector):
 
         For who is cut short between :meth:`collect` and the training.
         """
-        self._reached_caller(False)
+        self._source.is_with_caller = False
 
     def update_policy_weights_(
         self,
@@ -447,7 +440,11 @@ class BackgroundCollector(Collector):
         Returns:
             See :meth:`Collector.state_dict`; the rows as the batches have them.
         """
-        return {**super().state_dict(), **self._position(), "policy_version": self._pushed_version}
+        return {
+            **super().state_dict(),
+            **self._source.state(),
+            "policy_version": self._pushed_version,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See :meth:`Collector.load_state_dict`; no prompt is skipped, and none trained twice.
@@ -460,7 +457,7 @@ class BackgroundCollector(Collector):
             LedgerError: it has collected already.
         """
         super().load_state_dict(state_dict)
-        self._go_to(state_dict)
+        self._source.load(state_dict)
 
     @abstractmethod
     def async_shutdown(self, timeout: float | None = None) -> None:
@@ -473,20 +470,6 @@ class BackgroundCollector(Collector):
     def shutdown(self) -> None:
         """See :meth:`async_shutdown`."""
         self.async_shutdown()
-
-
-@contextlib.contextmanager
-def drawn_again_after_an_error(loaders: Sequence[DataLoadingPrimer]) -> Iterator[None]:
-    """Rows that are drawn inside are drawn again if anything goes wrong there."""
-    states = [loader.get_extra_state() for loader in loaders]
-    try:
-        yield
-    except DataExhaustedError:
-        raise
-    except BaseException:
-        for loader, state in zip(loaders, states, strict=True):
-            loader.set_extra_state(state)
-        raise
 
 
 # Collects whole trajectories with a policy in an environment, and fills a replay buffer.
@@ -531,18 +514,18 @@ class LLMCollector(Collector):
         track_policy_version: bool | PolicyVersion = False,
         max_turns: int = 1000,
     ) -> None:
-        check_env(env, who="LLMCollector")
-        if max_turns < 1 or (total_trajectories is not None and total_trajectories < 1):
-            raise ValueError(
-                "LLMCollector: max_turns and total_trajectories must be at least 1, got "
-                f"{max_turns} and {total_trajectories}."
-            )
-        self.policy_version_tracker = _tracker(track_policy_version)
+        who = "LLMCollector"
+        check_env(env, who=who)
+        check_counts(who, max_turns=max_turns, total_trajectories=total_trajectories)
+        if isinstance(track_policy_version, bool):
+            self.policy_version_tracker = PolicyVersion() if track_policy_version else None
+        else:
+            self.policy_version_tracker = track_policy_version
         """Knows the policy's version, if it is tracked."""
         if self.policy_version_tracker is not None:
             env.append_transform(self.policy_version_tracker)
         loaders = check_composition(
-            env, policy, replay_buffer, has_postproc=postproc is not None, who="LLMCollector"
+            env, policy, replay_buffer, has_postproc=postproc is not None, who=who
         )
         self.env = env
         super().__init__(
@@ -593,7 +576,12 @@ class LLMCollector(Collector):
         except BaseException:
             self.env.close_episodes()  # nothing stays open
             raise
-        rows = [self._labelled(row) for rows in episodes for row in rows]
+        rows = [row for rows in episodes for row in rows]
+        tracker = self.policy_version_tracker
+        if tracker is not None and tracker.named:
+            for row in rows:
+                label = tracker.label(int(row.get(POLICY_VERSION)))
+                row.set_non_tensor(POLICY_VERSION, label)
         return lazy_stack(rows), len(episodes)
 
     def _run_episodes(self) -> list[list[Any]]:
@@ -622,18 +610,6 @@ class LLMCollector(Collector):
             )
         return [own for own in rows if own and own[-1][STOP_REASON] != NO_DATA]
 
-    def _labelled(self, row: TensorDictBase) -> TensorDictBase:
-        tracker = self.policy_version_tracker
-        if tracker is not None and tracker.named:
-            row.set_non_tensor(POLICY_VERSION, tracker.label(int(row.get(POLICY_VERSION))))
-        return row
-
     def shutdown(self) -> None:
         """Close the environment and everything that its episodes hold."""
         self.env.close(raise_if_closed=False)
-
-
-def _tracker(track: bool | PolicyVersion) -> PolicyVersion | None:
-    if isinstance(track, bool):
-        return PolicyVersion() if track else None
-    return track

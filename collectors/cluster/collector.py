@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -13,11 +12,12 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 
-from collectors.composition_checks import advantages_of, check_storage
+from collectors.composition_checks import advantages_of, check_groups, check_storage
 from collectors.ledger import GroupLedger, StalenessPolicy, Wait
 from collectors.llm_collector import BackgroundCollector, PostProcessing
 from collectors.streaming.collector import SnapshotUpdater, shares_memory
 from collectors.streaming.load import LoadCap, together
+from collectors.streaming.producer import LoopThread
 from collectors.weight_update.weights import gathered_state_dict
 from objectives.advantages.mc_advantage import start_ray
 from torchrl_data.checks import check_counts
@@ -38,6 +38,9 @@ _MAX_RESTARTS: Final = 3
 """Collectors in a row that may die in one place without finishing a group."""
 _STATE_S: Final = 10.0
 """Until a collector has to have said what it remembers."""
+_LOOK_S: Final = 0.5
+_CLOSE_S: Final = 30.0
+_KILL_S: Final = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -51,8 +54,8 @@ class Weights(NamedTuple):
     """Of the training that is in them."""
 
 
-class Supervisor:
-    """Keeps collectors running, each with the newest weights, in a thread with an event loop.
+class Supervisor(LoopThread):
+    """Keeps collectors running, each with the newest weights.
 
     Args:
         ledger: the handle of the ledger's actor.
@@ -69,8 +72,12 @@ class Supervisor:
         num_collectors: int,
         remote_config: Mapping[str, Any],
     ) -> None:
+        super().__init__(WHO)
         ray = load_ray()
         self._ledger = ledger
+        self.last_ledger: GroupLedger | None = None
+        """When it has ended; ``None`` where the ledger's actor is gone."""
+        self._close_s = _CLOSE_S
         self._settings = ray.put(settings)
         self._actor = ray.remote(CollectorWorker).options(
             **{"num_cpus": 1, **remote_config, "max_concurrency": 1000}
@@ -79,64 +86,55 @@ class Supervisor:
         """What is known of each collector."""
         self.workers: list[Any] = [None] * num_collectors
         self.weights: Weights | None = None
-        self.error: BaseException | None = None
-        """Why the collection has failed."""
         self._num_failures = [0] * num_collectors
         self._restored: Any = None
         self._is_to_restore = [False] * num_collectors
         self._changed = asyncio.Event()
         self._updating = asyncio.Lock()
-        self._is_stopping = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="ray-collectors", daemon=True)
-        self._thread.start()
+        self.start()
 
     # For the trainer's thread -------------------------------------------------------------------
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run something in the event loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def check(self) -> None:
+    def check_open(self) -> None:
         """Check that the collection goes on.
 
         Raises:
-            RuntimeError: it has failed; the cause is attached.
+            CollectorDied: the ledger, or a place of collectors, is gone.
+            RuntimeError: it has failed, or was stopped; what it failed of is the cause.
         """
-        if self.error is None:
-            return
         if isinstance(self.error, CollectorDied):
             raise CollectorDied(str(self.error)) from self.error
-        cause = getattr(self.error, "cause", None) or self.error  # Ray tells where it came from.
-        raise RuntimeError(
-            f"{WHO}: the collection has failed: {type(cause).__name__}: {cause}"
-        ) from self.error
+        super().check_open()
 
-    def stop(self, timeout_s: float) -> Any:
-        """End the actors; gives the ledger, ``None`` where it is gone.
+    def ask(self, question: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine gives, run in the event loop."""
+        return self.result_of(self.submit(question))
+
+    def result_of(self, future: "Future[T]") -> T:
+        """Wait for something that was submitted, as long as the collection goes on."""
+        while not wait([future], _LOOK_S).done:
+            self.check_open()
+        try:
+            return future.result()
+        except CancelledError:
+            self.check_open()
+            raise
+
+    def stop(self, timeout_s: float) -> None:
+        """End the actors.
 
         Args:
-            timeout_s: for collectors to give back what they hold.
+            timeout_s: for the ledger to be given, and for collectors to give back what they hold.
         """
-        if self._loop.is_closed():
-            return None
-        self._is_stopping = True
-        ledger = self.submit(self._stop(timeout_s)).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        return ledger
+        self._close_s = timeout_s
+        super().stop(2 * timeout_s + _KILL_S)
 
     # In the event loop --------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        tasks = [self._loop.create_task(self._watch_ledger())]
-        tasks += [self._loop.create_task(self._tend(i)) for i in range(len(self.workers))]
-        self._loop.run_forever()
-        left = [*tasks, *asyncio.all_tasks(self._loop)]
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.wait(left))
-        self._loop.close()
+    def _begin_in_loop(self) -> None:
+        self._spawn(self._watch_ledger())
+        for index in range(len(self.workers)):
+            self._spawn(self._tend(index))
 
     def _notify(self) -> None:
         self._changed.set()
@@ -144,41 +142,39 @@ class Supervisor:
 
     def _fail(self, error: BaseException) -> None:
         """The collection is over, because of an error; its actors are ended."""
-        if self.error is None and not self._is_stopping:
-            self.error = error
-            for worker in self.workers:
-                if worker is not None:
-                    load_ray().kill(worker)
-        self._notify()
+        if not self.is_over:
+            self._kill(*self.workers)
+            super()._fail(error)
+
+    def _kill(self, *actors: Any) -> None:
+        for actor in actors:
+            if actor is not None:
+                load_ray().kill(actor)
 
     async def _watch_ledger(self) -> None:
         try:
             await self._ledger.until_over.remote()
         except Exception as error:
-            died = CollectorDied(
+            raise CollectorDied(
                 f"{WHO}: the actor of the ledger is gone, and with it which group is where: {error}"
-            )
-            died.__cause__ = error
-            self._fail(died)
+            ) from error
 
     async def _tend(self, index: int) -> None:
         """Keep a collector running."""
-        while self.error is None and not self._is_stopping:
+        while not self.is_over:
             self.known[index] = self.known[index].restarting()
             self.workers[index] = worker = self._actor.remote(self._settings)
             self.known[index] = self.known[index].started()
             try:
                 await self._run(index, worker)
+                return
             except Exception as error:
-                if self._is_stopping or self.error is not None:
+                if self.is_over:
                     return
                 if not (is_death(error) or isinstance(error, EngineDied)):
-                    self._fail(error)
-                    return
-                load_ray().kill(worker)
+                    raise
+                self._kill(worker)
                 await self._lose(index, error)
-            else:
-                return
 
     async def _run(self, index: int, worker: Any) -> None:
         incarnation = self.known[index].incarnation
@@ -200,24 +196,20 @@ class Supervisor:
 
     async def states(self) -> list[Any]:
         """What each collector remembers; ``None`` of one that does not serve."""
-        return await asyncio.gather(*map(self._state_of, range(len(self.workers))))
-
-    async def _state_of(self, index: int) -> Any:
-        if not self.known[index].may_serve:
-            return None
-        return await self._ask(index, "state")
+        return await asyncio.gather(*(self._ask(i, "state") for i in range(len(self.workers))))
 
     async def loads(self) -> list[dict[str, float]]:
         """What collectors that serve say of the load that they follow."""
-        serving = [index for index, known in enumerate(self.known) if known.may_serve]
-        told = await asyncio.gather(*(self._ask(index, "load") for index in serving))
+        told = await asyncio.gather(*(self._ask(i, "load") for i in range(len(self.workers))))
         return [load for load in told if load]
 
     async def _ask(self, index: int, what: str) -> Any:
-        """What a collector tells; ``None`` of one that is gone or late: `_tend` sees to it."""
+        """What a collector tells; ``None`` of one that does not serve or is late."""
+        if not self.known[index].may_serve:
+            return None
         try:
-            answer = getattr(self.workers[index], what).remote()
-            return await asyncio.wait_for(_answer(answer), _STATE_S)
+            async with asyncio.timeout(_STATE_S):
+                return await getattr(self.workers[index], what).remote()
         except Exception as error:
             if not isinstance(error, TimeoutError) and not is_death(error):
                 raise
@@ -255,12 +247,10 @@ class Supervisor:
         self._num_failures[index] += 1
         self._notify()
         if self._num_failures[index] > _MAX_RESTARTS:
-            died = CollectorDied(
+            raise CollectorDied(
                 f"{WHO}: {_MAX_RESTARTS + 1} collectors in a row died in place {index} without a "
                 f"finished group. The last one: {error}"
-            )
-            died.__cause__ = error
-            self._fail(died)
+            ) from error
 
     async def push(self, weights: Weights) -> None:
         """Give weights to all collectors; those that come back later get them, too.
@@ -279,8 +269,8 @@ class Supervisor:
             taken = [i for i, each in zip(present, outcomes, strict=True) if each is True]
             for refusal in outcomes:
                 if isinstance(refusal, UpdateRefused):
-                    for index in taken:  # It comes back with the weights of the others.
-                        load_ray().kill(self.workers[index])
+                    # Who has taken them comes back with the weights of the others.
+                    self._kill(*(self.workers[index] for index in taken))
                     raise UpdateRefused(str(refusal)) from refusal
             for index in taken:
                 known = self.known[index]
@@ -296,7 +286,7 @@ class Supervisor:
         except UpdateRefused as error:
             return error
         except EngineDied:  # It has no engine any more: another collector makes new ones.
-            load_ray().kill(self.workers[index])
+            self._kill(self.workers[index])
             return False
         except Exception as error:
             if not is_death(error):  # `_tend` sees to one that has died.
@@ -306,25 +296,17 @@ class Supervisor:
 
     async def ready(self) -> None:
         """Wait until a collector serves, or the collection has failed."""
-        while self.error is None and not any(known.may_serve for known in self.known):
+        while not any(known.may_serve for known in self.known):
             await self._changed.wait()
 
-    async def _stop(self, timeout_s: float) -> Any:
-        ledger = None
+    async def _end(self) -> None:
         with suppress(Exception):  # It may be gone.
-            ledger = await asyncio.wait_for(_answer(self._ledger.stop.remote()), timeout_s)
+            async with asyncio.timeout(self._close_s):
+                self.last_ledger = await self._ledger.stop.remote()
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._close_s):
                 await asyncio.gather(*map(_close, self.workers))
-        ray = load_ray()
-        for actor in (*self.workers, self._ledger):
-            if actor is not None:
-                ray.kill(actor)
-        return ledger
-
-
-async def _answer(reference: Any) -> Any:
-    return await reference
+        self._kill(*self.workers, self._ledger)
 
 
 async def _close(worker: Any) -> None:
@@ -340,8 +322,6 @@ async def _close(worker: Any) -> None:
 #
 # Shape legend: B rows.
 
-_LOOK_S: Final = 0.5
-_CLOSE_S: Final = 30.0
 _REQUEST_TIMEOUT_S: Final = 600.0
 
 
@@ -442,8 +422,10 @@ class RayLLMCollector(BackgroundCollector):
         )
         try:
             self._ledger_client = LedgerClient(self._actor)
-            self.groups_per_step, self.group_size, num_slots = self._ledger_client.open()
-            self._check_buffer()
+            self.groups_per_step, self.group_size, num_slots = self._ledger_client.ask("open")
+            num_rows = self.groups_per_step * self.group_size
+            check_storage(replay_buffer, num_rows, postproc, who=WHO)
+            check_groups([self.group_size], replay_buffer, who=WHO)
         except BaseException:
             ray.kill(self._actor)
             raise
@@ -462,7 +444,8 @@ class RayLLMCollector(BackgroundCollector):
         self._supervisor = Supervisor(
             self._actor, settings, num_collectors=num_collectors, remote_config=remote_config
         )
-        self._ledger_client.check = self._supervisor.check
+        self._source = self._ledger_client
+        self._ledger_client.supervisor = self._supervisor
         self._version = 0
         self._push_under_way: Future[None] | None = None
         self._wait_s = 0.0
@@ -470,28 +453,12 @@ class RayLLMCollector(BackgroundCollector):
         self._ledger: GroupLedger | None = None
         self._is_closed = False
         if is_cap or not getattr(self.staleness, "recompute", True):
-            self._wait_for_engine()
-
-    def _wait_for_engine(self) -> None:
-        """Wait until a collector has said whether its engine can do what is asked of it."""
-        try:
-            self._ask_supervisor(self._supervisor.ready())
-            self._supervisor.check()
-        except RuntimeError as error:
-            self.async_shutdown()
-            cause = getattr(error.__cause__, "cause", None)
-            raise (error if cause is None else cause) from error
-
-    def _check_buffer(self) -> None:
-        check_storage(
-            self.replay_buffer, self.groups_per_step * self.group_size, self.postproc, who=WHO
-        )
-        for part in advantages_of(self.replay_buffer):
-            if part.group_size != self.group_size:
-                raise ValueError(
-                    f"{WHO}: MCAdvantage waits for groups of {part.group_size} rows, and the "
-                    f"environment draws groups of {self.group_size}. Give both the same."
-                )
+            try:  # A collector says whether its engine can do what is asked of it.
+                self._supervisor.ask(self._supervisor.ready())
+            except RuntimeError as error:
+                self.async_shutdown()
+                cause = getattr(error.__cause__, "cause", None)
+                raise (error if cause is None else cause) from error
 
     @property
     def _is_lockstep(self) -> bool:
@@ -518,21 +485,17 @@ class RayLLMCollector(BackgroundCollector):
         return super().collect()
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
-        self._check_open()
-        if self._ledger_client.taken:
+        self._supervisor.check_open()
+        client = self._ledger_client
+        if client.taken:
             self._wait_for_push()
-            self._ledger_client.unchanged(self._version)
+            client.ask("unchanged", client.used(), self._version)
         begin_s = time.monotonic()
-        rows, num_groups = self._ledger_client.take_batch()
+        rows, num_groups = client.take_batch()
         self._wait_s += time.monotonic() - begin_s
         if not num_groups:
             raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
         return lazy_stack(rows), num_groups * self.group_size
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError(f"{WHO}: it was shut down.")
-        self._supervisor.check()
 
     # Weights ------------------------------------------------------------------------------------
 
@@ -548,7 +511,7 @@ class RayLLMCollector(BackgroundCollector):
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
-        self._check_open()
+        self._supervisor.check_open()
         self._wait_for_push()
         number = self._version + 1 if version is None else version
         if number <= self._version:
@@ -560,7 +523,8 @@ class RayLLMCollector(BackgroundCollector):
         if self.policy is not None and not shares_memory(source, self.policy.engine):
             self.policy.update_weights(snapshot, version=number)
         weights = load_ray().put({name: value.cpu() for name, value in snapshot.items()})
-        step = self._ledger_client.push(number, is_restored=is_restored)
+        used = [] if is_restored else self._ledger_client.used()
+        step = self._ledger_client.ask("push", used, number)
         push = self._supervisor.push(Weights(weights, number, step))
         self._push_under_way = self._supervisor.submit(push)
         self._version = number
@@ -568,38 +532,18 @@ class RayLLMCollector(BackgroundCollector):
 
     def _wait_for_push(self) -> None:
         """Wait until all collectors have the weights that were pushed last."""
-        while (push := self._push_under_way) is not None:
-            if not wait([push], _LOOK_S).done:
-                self._supervisor.check()
-                continue
-            self._push_under_way = None
-            try:
-                push.result()
-            except Exception:
-                self._supervisor.check()
+        if (push := self._push_under_way) is None:
+            return
+        try:
+            self._supervisor.result_of(push)
+        except Exception:
+            if push.done():
+                self._push_under_way = None
+                self._supervisor.check_open()
                 kept = self._supervisor.weights
                 self._version = 0 if kept is None else kept.version
-                raise
-
-    # Resume -------------------------------------------------------------------------------------
-
-    def _reached_caller(self, has_reached: bool) -> None:
-        self._ledger_client.is_with_caller = has_reached
-
-    def _position(self) -> dict[str, Any]:
-        workers = self._ask_supervisor(self._supervisor.states())
-        return {**self._ledger_client.state(), "workers": workers}
-
-    def _go_to(self, position: Mapping[str, Any]) -> None:
-        self._check_open()
-        self._ask_supervisor(self._supervisor.restore(position["workers"]))
-        self._ledger_client.load(position)
-
-    def _ask_supervisor(self, question: Coroutine[Any, Any, T]) -> T:
-        answer = self._supervisor.submit(question)
-        while not wait([answer], _LOOK_S).done:
-            self._supervisor.check()
-        return answer.result()
+            raise
+        self._push_under_way = None
 
     # What it was like ---------------------------------------------------------------------------
 
@@ -612,8 +556,8 @@ class RayLLMCollector(BackgroundCollector):
         """
         if self._ledger is not None:
             return self._ledger
-        self._supervisor.check()
-        return self._ledger_client.report()[0]
+        self._supervisor.check_open()
+        return self._ledger_client.ask("report")[0]
 
     def metrics(self) -> dict[str, float]:
         """What collection was like since the last call, and of the ledger's all.
@@ -629,13 +573,14 @@ class RayLLMCollector(BackgroundCollector):
         now_s = time.monotonic()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         waited_s, self._wait_s = self._wait_s, 0.0
-        _, found = self._ledger_client.report()
-        loads = self._ask_supervisor(self._supervisor.loads()) if self._follows_load else []
+        client = self._ledger_client
+        _, found = client.ask("report")
+        loads = self._supervisor.ask(self._supervisor.loads()) if self._follows_load else []
         return {f"ledger/{name}": value for name, value in found.items()} | {
             "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
             "collect/queued_groups": found["in_flight/waiting"],
             "collect/num_collectors": float(sum(k.may_serve for k in self._supervisor.known)),
-            "collect/driver_bytes_per_row": self._ledger_client.bytes_per_row,
+            "collect/driver_bytes_per_row": client.num_bytes / max(1, client.num_rows),
             **together(loads),
         }
 
@@ -657,7 +602,8 @@ class RayLLMCollector(BackgroundCollector):
         self._is_closed = True
         push, self._push_under_way = self._push_under_way, None
         had_ended = push is not None and push.done()
-        self._ledger = self._supervisor.stop(_CLOSE_S if timeout is None else timeout)
+        self._supervisor.stop(_CLOSE_S if timeout is None else timeout)
+        self._ledger = self._supervisor.last_ledger
         _log.info("%s", self._ledger)
         if self._owns_ray:
             load_ray().shutdown()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -12,8 +13,9 @@ from tensordict import TensorDictBase
 
 from collectors.composition_checks import check_data, check_env
 from collectors.ledger import GroupLedger, StalenessPolicy, Ticket
-from collectors.ledger.groups import NO_SIGNAL, STALE
-from collectors.streaming.producer import DrawnPrompt, PromptQueue
+from collectors.ledger.groups import STALE
+from collectors.streaming.group_runner import EpisodeEnd
+from collectors.streaming.producer import DrawnPrompt, GroupQueue
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
 
@@ -60,18 +62,6 @@ def lets_signals_through() -> Iterator[None]:
 WHO: Final = "RayLLMCollector"
 _NOBODY: Final = -1
 """Whose rows a restored group has: they are the trainer's."""
-_MAX_UNWANTED: Final = 16
-"""Groups without a signal in a row, in steps of training, before the collection gives up."""
-
-
-class EpisodeEnd(NamedTuple):
-    """What the ledger is told of an episode that is over."""
-
-    num_tokens: int
-    """That the policy sampled."""
-    versions: tuple[int, int] | None
-    """The oldest and the newest version of its engine that drew them."""
-    stop_reason: str
 
 
 class Scored(NamedTuple):
@@ -93,15 +83,12 @@ class Share(NamedTuple):
     num_rows: int
 
 
-class _Running(NamedTuple):
+class _Held(NamedTuple):
     worker: int
+    """Who runs or ran it, and has its rows."""
     prompt: Prompt
-
-
-class _Finished(NamedTuple):
-    worker: int
-    prompt: Prompt
-    share: Share
+    share: Share | None = None
+    """Once it is finished."""
 
 
 def built(thing: Any, kind: type) -> Any:
@@ -130,17 +117,13 @@ class LedgerService:
     ) -> None:
         self._made_of = (env, groups_per_step, staleness)
         self.ledger: GroupLedger
-        self._prompts: PromptQueue
-        self._steps = {0: 0}
+        self._queue: GroupQueue
         self._incarnations: dict[int, int] = {}
         self._num_finished: dict[int, int] = {}
         self._waiting: dict[int, asyncio.Future[tuple[Ticket, Prompt] | None]] = {}
-        self._running: dict[Ticket, _Running] = {}
-        self._finished: dict[Ticket, _Finished] = {}
-        self._taken: dict[Ticket, _Finished] = {}
-        self._num_unwanted = 0
-        self._is_exhausted = self._is_over = False
-        self._error = ""
+        self._running: dict[Ticket, _Held] = {}
+        self._taken: dict[Ticket, _Held] = {}
+        self._is_over = False
         self._wake, self._changed = asyncio.Event(), asyncio.Event()
         self._dispatcher: asyncio.Task[None] | None = None
 
@@ -157,16 +140,15 @@ class LedgerService:
         check_data(self._env, who=WHO)
         self._env.check()
         loaders = list(self._env.transforms_of(DataLoadingPrimer))
-        self.group_size = loaders[0].group_size if loaders else 1
+        group_size = loaders[0].group_size if loaders else 1
         if groups_per_step is None:
-            groups_per_step = max(1, self._env.batch_size.numel() // self.group_size)
+            groups_per_step = max(1, self._env.batch_size.numel() // group_size)
         self.ledger = GroupLedger(
-            groups_per_step=groups_per_step, group_size=self.group_size, policy=staleness
+            groups_per_step=groups_per_step, group_size=group_size, policy=staleness
         )
         self._runner = AsyncEpisodeRunner(self._env)
-        loader = next(iter(loaders), None)
-        self._prompts = PromptQueue(self._runner, self.ledger, self.group_size, loader, who=WHO)
-        return groups_per_step, self.group_size, self.ledger.num_slots
+        self._queue = GroupQueue(self._runner, self.ledger, next(iter(loaders), None), who=WHO)
+        return groups_per_step, group_size, self.ledger.num_slots
 
     async def until_over(self) -> None:
         """Answers when the collection is over; whose answer is lost knows that this is gone."""
@@ -209,38 +191,17 @@ class LedgerService:
             return  # It was given to another one.
         prompt = self._running.pop(ticket).prompt
         self._num_finished[worker] += 1
-        self._prompts.observe(prompt, scored.rewards)
         for index, end in enumerate(ends):
-            oldest, newest = end.versions or (None, None)
-            self.ledger.finish_episode(
-                ticket,
-                index,
-                tokens=end.num_tokens,
-                oldest_version=None if oldest is None else self._steps[oldest],
-                newest_version=None if newest is None else self._steps[newest],
-                stop_reason=end.stop_reason,
-            )
-        if scored.rows:
-            self.ledger.finish(ticket)
-            share = Share(ticket, scored.rows[0], scored.num_rows)
-            self._finished[ticket] = _Finished(worker, prompt, share)
-            self._num_unwanted = 0
-        else:
-            self._drop(ticket, prompt, NO_SIGNAL)
-            self._num_unwanted += 1
-            if self._num_unwanted >= _MAX_UNWANTED * self.ledger.groups_per_step:
-                self._error = (
-                    f"{WHO}: {self._num_unwanted} groups in a row were refused, because their "
-                    "rewards are equal, and asked for again. Make the task easier or harder, or "
-                    "take MCAdvantage(zero_variance='keep')."
-                )
+            self._queue.end_episode(ticket, index, end)
+        share = Share(ticket, scored.rows[0], scored.num_rows) if scored.rows else None
+        group = _Held(worker, prompt, share)
+        self._queue.finish(ticket, group, scored.rewards, is_wanted=share is not None)
         self._notify()
 
     async def give_back(self, worker: int, incarnation: int, ticket: Ticket, why: str = "") -> None:
         """A group runs again with the same seed: its engine died, or had no room (``LOAD``)."""
         if self._is_with(worker, incarnation, ticket):
-            prompt = self._running.pop(ticket).prompt
-            self._drop(ticket, prompt, why) if why else self._cancel(ticket, prompt)
+            self._queue.drop(ticket, self._running.pop(ticket).prompt, why)
             self._notify()
 
     async def lose(self, worker: int, incarnation: int) -> int:
@@ -251,9 +212,9 @@ class LedgerService:
         waiting = self._waiting.pop(worker, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
-        for groups in (self._running, self._finished):  # its objects are gone with it
+        for groups in (self._running, self._queue.finished):  # its objects are gone with it
             for ticket in [ticket for ticket, group in groups.items() if group.worker == worker]:
-                self._cancel(ticket, groups.pop(ticket).prompt)
+                self._queue.drop(ticket, groups.pop(ticket).prompt)
         self._notify()
         return self._num_finished[worker]
 
@@ -276,16 +237,13 @@ class LedgerService:
             RuntimeError: the collection has failed.
         """
         while True:
-            if self._error:
-                raise RuntimeError(self._error)
-            is_drained = self._is_exhausted and not (self._prompts or self._running)
-            tickets = self.ledger.take_rest() if is_drained else self.ledger.take()
-            for eviction in self.ledger.take_evicted():
-                self._prompts.owe(eviction.refill, self._finished.pop(eviction.ticket).prompt)
-            if tickets is not None and (tickets or is_drained):
-                self._taken = {ticket: self._finished.pop(ticket) for ticket in tickets}
+            if self._queue.error:
+                raise RuntimeError(self._queue.error)
+            tickets = self._queue.take(is_idle=not self._running)
+            if tickets is not None:
+                self._taken = {ticket: self._queue.finished.pop(ticket) for ticket in tickets}
                 self._wake.set()
-                return [group.share for group in self._taken.values()]
+                return [group.share for group in self._taken.values() if group.share]
             changed = self._changed
             self._wake.set()
             await changed.wait()
@@ -293,10 +251,10 @@ class LedgerService:
     async def put_back(self, lost: Sequence[Ticket]) -> None:
         """A batch can't be used: the rows of some of its groups are gone, and these are owed."""
         self.ledger.put_back()
-        self._finished |= self._taken
+        self._queue.finished |= self._taken
         self._taken = {}
         for ticket in lost:
-            self._cancel(ticket, self._finished.pop(ticket).prompt)
+            self._queue.drop(ticket, self._queue.finished.pop(ticket).prompt)
         self._notify()
 
     async def push(self, trained: Sequence[Ticket], version: int) -> int:
@@ -306,17 +264,14 @@ class LedgerService:
             trained: what the steps since the last push have used.
             version: the number of the weights.
         """
-        if trained:
-            self.ledger.trained(trained, self.ledger.version)
         self._taken = {}
-        self._steps[version] = self.ledger.version
-        return self.ledger.version
+        return self._queue.trained(trained, version)
 
     async def pulled(self, step: int) -> None:
         """All collectors have the weights of a step."""
         self.ledger.weights_pulled(step)
         for ticket in self.ledger.stale_tickets():
-            self._drop(ticket, self._running.pop(ticket).prompt, STALE)
+            self._queue.drop(ticket, self._running.pop(ticket).prompt, STALE)
         self._notify()
 
     async def unchanged(self, trained: Sequence[Ticket], version: int) -> None:
@@ -335,8 +290,7 @@ class LedgerService:
         Raises:
             TypeError: the place in the data is not known.
         """
-        state = {"ledger": self.ledger.state_dict(), "data": dict(self._prompts.data_state())}
-        return state, [group.share for group in self._finished.values()]
+        return self._queue.state(), [group.share for group in self._queue.finished.values()]
 
     async def load(
         self,
@@ -358,13 +312,11 @@ class LedgerService:
             ValueError: the data are others, or settings of the ledger.
             LedgerError: something was handed out.
         """
-        self.ledger.load_state_dict(state["ledger"], restored={*waiting, *taken})
-        prompts = await asyncio.to_thread(self._prompts.load_state, state["data"])
+        prompts = await asyncio.to_thread(self._queue.load, state, {*waiting, *taken}, 0)
         for ticket, prompt in prompts.items():
             (rows,), num_rows = waiting[ticket.ordinal]
-            share = Share(ticket, rows, num_rows)
-            self._finished[ticket] = _Finished(_NOBODY, prompt, share)
-        self._steps = {0: self.ledger.version}
+            # Nobody's: the trainer has them.
+            self._queue.finished[ticket] = _Held(-1, prompt, Share(ticket, rows, num_rows))
         batches = self.ledger.batches
         return batches[0] if batches else []
 
@@ -379,8 +331,8 @@ class LedgerService:
         if self._dispatcher is not None:
             self._dispatcher.cancel()
         self.ledger.return_all()
-        self._running, self._finished, self._taken = {}, {}, {}
-        self._prompts.close()
+        self._running, self._queue.finished, self._taken = {}, {}, {}
+        self._queue.close()
         self._env.close(raise_if_closed=False)
         self._notify()
         return self.ledger
@@ -392,52 +344,34 @@ class LedgerService:
         self._changed = asyncio.Event()
         self._wake.set()
 
-    def _cancel(self, ticket: Ticket, prompt: Prompt) -> None:
-        self._prompts.owe(self.ledger.cancel(ticket), prompt)
-
-    def _drop(self, ticket: Ticket, prompt: Prompt, reason: str) -> None:
-        self._prompts.owe(self.ledger.drop(ticket, reason), prompt)
-
     async def _dispatch(self) -> None:
         """Hand out a group whenever the ledger lets one in and a collector asks."""
         while True:
             try:
-                while self._waiting and self.ledger.can_admit():
-                    drawn = await self._next_prompt()
+                while self._waiting and self._queue.may_draw():
+                    drawn = await self._queue.draw()
                     if drawn is None:
+                        self._notify()
                         break
+                    if drawn.episodes:  # they are run elsewhere
+                        await asyncio.to_thread(self._runner.give_up, drawn.episodes)
                     if self._waiting and self.ledger.can_admit():
                         self._hand_out(drawn)
                     elif drawn.episodes:
-                        self._prompts.keep(drawn)
+                        self._queue.keep(drawn)
             except Exception as error:
-                self._error = f"{WHO}: drawing data failed: {type(error).__name__}: {error}"
+                self._queue.error = f"{WHO}: drawing data failed: {type(error).__name__}: {error}"
                 self._notify()
                 return
             await self._wake.wait()
             self._wake.clear()
 
-    async def _next_prompt(self) -> DrawnPrompt | None:
-        """The next prompt; ``None``: there is none."""
-        if self._is_exhausted and not self._prompts:
-            return None
-        drawn = await self._prompts.draw()
-        if drawn is None:
-            self._is_exhausted = True
-            self._notify()
-        elif drawn.episodes:  # they are run elsewhere
-            await asyncio.to_thread(self._runner.give_up, drawn.episodes)
-        return drawn
-
     def _hand_out(self, drawn: DrawnPrompt) -> None:
         """Give a prompt to the collector that has least to do."""
-        ticket = self._prompts.offer(drawn)
-        self.ledger.start(ticket)
-        load = dict.fromkeys(self._waiting, 0)
-        for running in self._running.values():
-            load[running.worker] = load.get(running.worker, 0) + 1
+        ticket = self._queue.offer(drawn)
+        load = Counter(running.worker for running in self._running.values())
         worker = min(self._waiting, key=lambda each: (load[each], each))
-        self._running[ticket] = _Running(worker, drawn.prompt)
+        self._running[ticket] = _Held(worker, drawn.prompt)
         self._waiting.pop(worker).set_result((ticket, drawn.prompt))
 
 
@@ -456,112 +390,87 @@ class LedgerClient:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self.check: Callable[[], None] = lambda: None
-        """Raises if the collection has failed."""
+        self.supervisor: Any = None
+        """Of the collectors, once there are any."""
         self.taken: list[Ticket] = []
         """What the trainer has taken since it last said what became of it."""
         self.is_with_caller = True
         """Whether the rows of those taken have reached who asked for them."""
         self._has_begun = False
         self._taking: Any = None
-        self._num_bytes = self._num_rows = 0
+        self.num_bytes = self.num_rows = 0
+        """That came and went about rows, beside the rows themselves; and of how many."""
 
-    def _ask(self, reference: Any) -> Any:
-        """Wait for an answer.
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """The answer of a method of the actor.
 
         Raises:
             CollectorDied: a part of the collection is gone.
         """
+        return self._answer(getattr(self._actor, what).remote(*arguments))
+
+    def _answer(self, reference: Any) -> Any:
         ray = load_ray()
         try:
             with lets_signals_through():
                 while not ray.wait([reference], timeout=_LOOK_S)[0]:
-                    self.check()
+                    if self.supervisor is not None:
+                        self.supervisor.check_open()
                 return ray.get(reference)
         except Exception as error:
             if not is_death(error):
                 raise
             raise CollectorDied(f"{WHO}: the actor of the ledger is gone: {error}") from error
 
-    def open(self) -> tuple[int, int, int]:
-        """Groups of a batch, rows of a group, most groups in flight."""
-        return self._ask(self._actor.open.remote())
-
     def take_batch(self) -> tuple[list[TensorDictBase], int]:
         """The rows of the next batch, and of how many groups; none: the data have ended."""
         if not self._has_begun:
-            self._ask(self._actor.begin.remote())
+            self.ask("begin")
             self._has_begun = True
         while True:
             shares = self._take()
-            rows = self._rows_of(shares)
-            if rows is not None:
+            rows = [self._rows_of(share) for share in shares]
+            lost = [share.ticket for share, own in zip(shares, rows, strict=True) if own is None]
+            if not lost:
                 tickets = [share.ticket for share in shares]
                 self.taken, self.is_with_caller, self._taking = tickets, False, None
-                self._num_bytes += len(load_ray().cloudpickle.dumps(shares))
-                self._num_rows += sum(share.num_rows for share in shares)
-                return rows, len(shares)
+                self.num_bytes += len(load_ray().cloudpickle.dumps(shares))
+                self.num_rows += sum(share.num_rows for share in shares)
+                return [row for own in rows for row in own or ()], len(shares)
+            _log.warning("%s: the rows of %d groups are gone, which run again", WHO, len(lost))
+            self._taking = None
+            self.ask("put_back", lost)
 
     def _take(self) -> list[Share]:
         """What is taken; whatever is raised until its rows are here leaves it to be asked again."""
         if self._taking is None:
             self._taking = self._actor.take.remote()
-        return self._ask(self._taking)
+        return self._answer(self._taking)
 
-    def _rows_of(self, shares: list[Share]) -> list[TensorDictBase] | None:
-        """The rows of a batch; ``None``: some are gone, and their groups run again."""
-        ray = load_ray()
-        rows, lost = [], []
-        for share in shares:
-            try:
-                with lets_signals_through():
-                    rows += ray.get(share.rows)
-            except Exception as error:
-                if not is_death(error):
-                    raise
-                lost.append(share.ticket)
-        if not lost:
-            return rows
-        _log.warning("%s: the rows of %d groups are gone, which run again", WHO, len(lost))
-        self._taking = None
-        self._ask(self._actor.put_back.remote(lost))
-        return None
+    def _rows_of(self, share: Share) -> list[TensorDictBase] | None:
+        """The rows of a group; ``None``: they are gone with their collector, and it runs again."""
+        try:
+            with lets_signals_through():
+                return load_ray().get(share.rows)
+        except Exception as error:
+            if not is_death(error):
+                raise
+            return None
 
-    def push(self, version: int, *, is_restored: bool) -> int:
-        """Weights of a version are on their way; gives the step of training that is in them.
-
-        Args:
-            version: their number.
-            is_restored: they are those of before, and no step has been made.
-        """
-        used = [] if is_restored else self._used()
-        return self._ask(self._actor.push.remote(used, version))
-
-    def unchanged(self, version: int) -> None:
-        """A step was made, and its weights are not pushed."""
-        self._ask(self._actor.unchanged.remote(self._used(), version))
-
-    def _used(self) -> list[Ticket]:
+    def used(self) -> list[Ticket]:
+        """What the trainer has used since it last said so."""
         used, self.taken = self.taken, []
-        self._num_bytes += len(pickle.dumps(used))
+        self.num_bytes += len(pickle.dumps(used))
         return used
 
     def state(self) -> dict[str, Any]:
-        """The ledger, the place in the data, and the rows of the groups that wait."""
-        ray = load_ray()
-        state, shares = self._ask(self._actor.state.remote())
-        waiting = []
-        for share in shares:
-            try:
-                with lets_signals_through():
-                    rows = ray.get(share.rows)
-            except Exception as error:
-                if not is_death(error):
-                    raise
-                continue  # They are gone with their collector: the group runs again.
-            waiting.append({"ordinal": share.ticket.ordinal, "rows": rows})
+        """The ledger, the place in the data, the rows that wait, what each collector remembers."""
+        workers = self.supervisor.ask(self.supervisor.states())
+        state, shares = self.ask("state")
+        found = ((share.ticket.ordinal, self._rows_of(share)) for share in shares)
+        waiting = [{"ordinal": at, "rows": rows} for at, rows in found if rows is not None]
         taken = [ticket.ordinal for ticket in self.taken] if self.is_with_caller else []
-        return {**state, "waiting": waiting, "taken": taken}
+        return {**state, "waiting": waiting, "taken": taken, "workers": workers}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -570,6 +479,7 @@ class LedgerClient:
             ValueError: the data are others, or settings of the ledger.
             LedgerError: it has collected already.
         """
+        self.supervisor.ask(self.supervisor.restore(state["workers"]))
         put = load_ray().put
         # In a list, a reference is handed on as it is.
         waiting = {
@@ -577,13 +487,4 @@ class LedgerClient:
             for each in state["waiting"]
         }
         own = {"ledger": state["ledger"], "data": state["data"]}
-        self.taken = self._ask(self._actor.load.remote(own, waiting, list(state["taken"])))
-
-    def report(self) -> tuple[GroupLedger, dict[str, float]]:
-        """The ledger as it is, and its metrics."""
-        return self._ask(self._actor.report.remote())
-
-    @property
-    def bytes_per_row(self) -> float:
-        """That came and went about rows, beside the rows themselves."""
-        return self._num_bytes / max(1, self._num_rows)
+        self.taken = self.ask("load", own, waiting, list(state["taken"]))

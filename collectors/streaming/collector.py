@@ -2,10 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +14,12 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import Transform
 
 from collectors.composition_checks import advantages_of, check_storage
-from collectors.ledger import GroupLedger, GroupState, StalenessPolicy, Ticket, Wait
+from collectors.ledger import GroupLedger, StalenessPolicy, Wait
+from collectors.ledger.groups import STALE
 from collectors.llm_collector import BackgroundCollector, PostProcessing, remembering
 from collectors.weight_update.updaters import InProcessUpdater
 from torchrl_data.checks import check_counts
-from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv
+from torchrl_envs.episode.episode_env import EpisodeEnv
 from torchrl_envs.rewards.functions import RewardFunctions
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.bridges import BatchingEngine, open_async
@@ -28,21 +27,19 @@ from torchrl_modules.engines.engine import AsyncEngine, push_weights
 from torchrl_modules.policies.base import AsyncPolicy
 from torchrl_modules.weights import AdapterWeights
 
-from .group_runner import Group, GroupRunner, Timeline
+from .group_runner import Timeline
 from .load import (
     WHO,
     LoadCap,
-    LoadFollower,
+    cap_of,
     check_adapters,
     check_streaming,
-    follower_of,
-    is_wanted,
     most_episodes,
     most_waiting,
     recomputes,
     turn_timeout_s,
 )
-from .producer import EvaluationPoint, Evaluations, Producer, PromptQueue
+from .producer import EvaluationPoint, Evaluations, Producer
 
 # Weight updates of an engine that goes on drawing while they are made.
 
@@ -68,20 +65,6 @@ class SnapshotUpdater(InProcessUpdater):
         )
 
 
-def check_own_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> None:
-    """Check that an engine draws from tensors of its own.
-
-    Raises:
-        ValueError: they are those that are trained.
-    """
-    if shares_memory(source, engine):
-        raise ValueError(
-            f"{WHO}: the policy draws from the tensors that are trained, so that its tokens "
-            "would be of no version. Give the policy a copy of the model, "
-            "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
-        )
-
-
 def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool:
     """Whether an engine draws from the very tensors that are trained.
 
@@ -92,37 +75,18 @@ def shares_memory(source: nn.Module | Mapping[str, Tensor], engine: Any) -> bool
     model = getattr(engine, "model", None)
     if not isinstance(model, nn.Module):
         return False
-    own = {_address(value) for value in model.parameters()}
+
+    def address(value: Tensor) -> Any:
+        if type(value) not in (Tensor, nn.Parameter) or not value.numel():
+            return id(value)
+        return (value.device, value.untyped_storage().data_ptr(), value.storage_offset())
+
+    own = {address(value) for value in model.parameters()}
     values = source.parameters() if isinstance(source, nn.Module) else source.values()
-    return any(_address(value) in own for value in values)
-
-
-def _address(value: Tensor) -> Any:
-    if type(value) not in (Tensor, nn.Parameter) or not value.numel():
-        return id(value)
-    return (value.device, value.untyped_storage().data_ptr(), value.storage_offset())
+    return any(address(value) in own for value in values)
 
 
 # Weights on their way from the trainer to an engine that goes on drawing.
-
-
-@contextmanager
-def paused(producer: Producer, policy: AsyncPolicy) -> Iterator[None]:
-    """No token is drawn in here, and no group begins.
-
-    Args:
-        producer: begins them.
-        policy: whose engine draws.
-    """
-    producer.hold()
-    try:
-        producer.submit(policy.engine.pause()).result()
-        try:
-            yield
-        finally:
-            producer.submit(policy.engine.resume()).result()
-    finally:
-        producer.release()
 
 
 class WeightPushes:
@@ -130,87 +94,68 @@ class WeightPushes:
 
     Args:
         producer: in whose event loop the engine is updated.
-        policy: whose engine.
-        ledger: counts steps of training; its slots are free once their weights are pulled.
         updater: makes the copies.
-        timeline: notes how long it takes.
     """
 
-    def __init__(
-        self,
-        producer: Producer,
-        policy: AsyncPolicy,
-        ledger: GroupLedger,
-        updater: SnapshotUpdater,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, producer: Producer, updater: SnapshotUpdater) -> None:
         self._producer = producer
-        self._policy = policy
-        self._ledger = ledger
         self._updater = updater
-        self._timeline = timeline
-        self._recompute = recomputes(policy.engine, ledger.policy)
+        self._recompute = recomputes(producer.policy.engine, producer.ledger.policy, who=WHO)
         self._push: Future[None] | None = None
-        self.version = policy.version
+        self.version = producer.policy.version
         """Of the weights that were pushed last."""
 
     def push(
-        self,
-        source: nn.Module | Mapping[str, Tensor],
-        used: Callable[[], Collection[Ticket]],
-        version: int | None,
+        self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
-        """Wait for the last push, copy the weights and send them off.
+        """Wait for the last push, copy the weights and send them off; gives their version.
 
         Args:
             source: the trained model, or its state dict.
-            used: gives what the steps since the last push have used; asked once nothing can fail.
             version: what the weights are called; one more than the present when not given.
-
-        Returns:
-            That version.
+            is_restored: they are those of before, and no step has been made.
         """
         self.wait()
-        with self._timeline.span("copy weights", "trainer", 0):
+        producer = self._producer
+        with producer.timeline.span("copy weights", "trainer", 0):
             weights = self._updater.snapshot(source)
-        number = self._policy.version + 1 if version is None else version
-        with self._producer.changed:
-            self._producer.check_alive()
-            if trained := used():
-                self._ledger.trained(trained, self._ledger.version)
-            step = self._ledger.version
-            self._producer.steps[number] = step
-        self._push = self._producer.submit(self._send(weights, number, step))
+        number = producer.policy.version + 1 if version is None else version
+        with producer.changed:
+            producer.check_alive()
+            step = producer.queue.trained([] if is_restored else producer.used(), number)
+        self._push = producer.submit(self._send(weights, number, step))
         self.version = number
         return number
 
     async def _send(self, weights: Mapping[str, Tensor], version: int, step: int) -> None:
-        with self._timeline.span("push weights", "trainer", 1):
-            async with self._producer.weights:
-                engine = self._policy.engine
+        producer = self._producer
+        with producer.timeline.span("push weights", "trainer", 1):
+            async with producer.weights:
+                engine = producer.policy.engine
                 await push_weights(engine, weights, version=version, recompute=self._recompute)
-        with self._producer.changed:
-            self._ledger.weights_pulled(step)
-            self._producer.changed.notify_all()
-        self._producer.drop_stale()
-        self._producer.wake()
+        with producer.changed:
+            producer.ledger.weights_pulled(step)
+            stale = [producer.runner.groups[t] for t in producer.ledger.stale_tickets()]
+            producer.changed.notify_all()
+        for group in stale:
+            group.cancel(STALE)
+        producer.wake()
 
-    def unchanged(self, used: Callable[[], Collection[Ticket]]) -> None:
-        """Steps were made without a push.
-
-        Args:
-            used: gives what they have used; asked once nothing can fail.
-        """
-        if self._ledger.weight_sync_steps == 1:
+    def unchanged(self) -> None:
+        """Steps were made without a push."""
+        producer = self._producer
+        ledger = producer.ledger
+        if ledger.weight_sync_steps == 1:
             self.wait()  # what is on its way is older than what the generators will count as
-        with self._producer.changed:
-            self._producer.check_alive()
-            self._ledger.trained(used(), self._ledger.version)
-            if self._ledger.weight_sync_steps == 1:
+        with producer.changed:
+            producer.check_alive()
+            if ledger.weight_sync_steps == 1:
                 # Who pushes after every step, and has not, has not changed the weights.
-                self._producer.steps[self._policy.version] = self._ledger.version
-                self._ledger.weights_pulled(self._ledger.version)
-        self._producer.wake()
+                step = producer.queue.trained(producer.used(), producer.policy.version)
+                ledger.weights_pulled(step)
+            else:
+                ledger.trained(producer.used(), ledger.version)
+        producer.wake()
 
     def close(self) -> None:
         """Raise what became of the last push, if it has failed; one that was cut short has not.
@@ -232,7 +177,7 @@ class WeightPushes:
         push = self._push
         if push is None:
             return
-        with self._timeline.span("wait for push", "trainer", 0):
+        with self._producer.timeline.span("wait for push", "trainer", 0):
             wait([push])  # Interrupted, it is waited for the next time.
         self._push = None
         try:
@@ -240,70 +185,6 @@ class WeightPushes:
         except CancelledError:
             self._producer.check_alive()
             raise
-
-
-# What a streaming collection was like: waiting, queues, the time split, and a verdict.
-
-
-class Monitor:
-    """Counts what the trainer and the episodes did with their time.
-
-    Args:
-        producer: of the episodes.
-        ledger: its metrics are among those here.
-        timeline: of both.
-        follower: of the engine's load, if it is followed.
-    """
-
-    def __init__(
-        self,
-        producer: Producer,
-        ledger: GroupLedger,
-        timeline: Timeline,
-        follower: LoadFollower | None = None,
-    ) -> None:
-        self._follower = follower
-        self._producer = producer
-        self._ledger = ledger
-        self._timeline = timeline
-        self._wait_s = 0.0
-        self._num_queued = 0
-        self._since = time.monotonic()
-
-    def taken(self, begin_s: float, end_s: float, num_queued: int) -> None:
-        """The trainer has got its groups.
-
-        Args:
-            begin_s: when it asked for them.
-            end_s: when it had them.
-            num_queued: finished groups that were left.
-        """
-        self._wait_s += end_s - begin_s
-        self._num_queued = num_queued
-        self._timeline.add("wait for rollouts", "trainer", 0, begin_s, end_s)
-
-    def metrics(self) -> dict[str, float]:
-        """See :meth:`StreamingCollector.metrics`."""
-        now = time.monotonic()
-        elapsed, self._since = now - self._since, now
-        waited, self._wait_s = self._wait_s, 0.0
-        seconds = self._timeline.take_totals()
-        generated = seconds.get("generate", 0.0)
-        with self._producer.changed:
-            ledger = {f"ledger/{name}": value for name, value in self._ledger.metrics().items()}
-        followed = {} if self._follower is None else self._follower.metrics()
-        return (
-            ledger
-            | followed
-            | {
-                "collect/trainer_wait_fraction": waited / elapsed if elapsed else 0.0,
-                "collect/queued_groups": float(self._num_queued),
-                "collect/open_episodes": float(self._producer.num_open),
-                "collect/generate_s": generated,
-                "collect/environment_s": seconds.get("episode", 0.0) - generated,
-                "collect/score_s": seconds.get("score", 0.0),
-            }
-        )
 
 
 def verdict(metrics: Mapping[str, float]) -> str:
@@ -321,119 +202,11 @@ def verdict(metrics: Mapping[str, float]) -> str:
     return "trainer-bound" if metrics["collect/queued_groups"] > 0 else "balanced"
 
 
-# The trainer's side of a streaming collection: groups that are finished, a batch at a time.
-
-_LOOK_S: Final = 0.5
-
-
-class FinishedGroups:
-    """Takes the groups of a step of training as soon as there are enough.
-
-    Args:
-        producer: finishes them.
-        ledger: chooses them.
-        prompts: of the groups.
-        monitor: told how long the trainer waited.
-    """
-
-    def __init__(
-        self, producer: Producer, ledger: GroupLedger, prompts: PromptQueue, monitor: Monitor
-    ) -> None:
-        self._producer = producer
-        self._ledger = ledger
-        self._prompts = prompts
-        self._monitor = monitor
-        self._taken: list[Ticket] = []
-        self.is_with_caller = True
-        """Whether the rows of those taken have reached who asked for them."""
-
-    @property
-    def are_taken(self) -> bool:
-        """Whether the trainer has a batch that it has not told to be trained."""
-        return bool(self._taken)
-
-    def take(self) -> list[Group]:
-        """Wait for the groups of the next batch.
-
-        Raises:
-            DataExhaustedError: there are no more data, and nothing is under way.
-            RuntimeError: the collection has failed; the cause is attached.
-        """
-        begin = time.monotonic()
-        producer = self._producer
-        with producer.changed:
-            while True:
-                producer.check_alive()
-                tickets = self._chosen()
-                for eviction in self._ledger.take_evicted():
-                    producer.forget(eviction)
-                if tickets:
-                    break
-                producer.changed.wait(_LOOK_S)
-            self._taken, self.is_with_caller = list(tickets), False
-            groups = [producer.finished.pop(ticket) for ticket in tickets]
-            num_queued = len(producer.finished)
-        self._monitor.taken(begin, time.monotonic(), num_queued)
-        producer.wake()
-        return groups
-
-    def _chosen(self) -> list[Ticket] | None:
-        """The groups of the next batch, if there are so many, or all that the data gave."""
-        if not self._producer.is_drained:
-            return self._ledger.take()
-        tickets = self._ledger.take_rest()
-        if not tickets:
-            raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
-        return tickets
-
-    def used(self) -> list[Ticket]:
-        """What the trainer has used since it last said so."""
-        taken, self._taken = self._taken, []
-        return taken
-
-    # Resume -------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """The ledger, the place in the data, and the rows of the groups that wait."""
-        with self._producer.changed:
-            return {
-                "ledger": self._ledger.state_dict(),
-                "data": dict(self._prompts.data_state()),
-                "waiting": [
-                    {"ordinal": ticket.ordinal, "rows": list(group.rows)}
-                    for ticket, group in self._producer.finished.items()
-                ],
-                "taken": [t.ordinal for t in self._taken] if self.is_with_caller else [],
-            }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the loader is at the first prompt that is not done.
-
-        Raises:
-            ValueError: the data are drawn in another order, or the ledger's settings differ.
-        """
-        rows = {each["ordinal"]: each["rows"] for each in state["waiting"]}
-        self._ledger.load_state_dict(state["ledger"], restored={*rows, *state["taken"]})
-        with self._producer.changed:
-            for ticket, prompt in self._prompts.load_state(state["data"]).items():
-                own = list(rows[ticket.ordinal])
-                self._producer.finished[ticket] = Group(ticket, prompt, [], own)
-            self._producer.steps = {self._producer.version: self._ledger.version}
-        batches = self._ledger.batches
-        self._taken = list(batches[0]) if batches else []
-        assert all(
-            ticket in self._producer.finished
-            for ticket in self._ledger.tickets(GroupState.FINISHED)
-        )
-
-
 # Collection beside training: no row waits for another, and every token's age is bounded.
 #
 # Shape legend: B rows, T tokens of a row (ragged).
 
 _CLOSE_S: Final = 60.0
-_MAX_UNWANTED: Final = 16
-"""Groups without a signal in a row, in steps of training, before the collection gives up."""
 _log = logging.getLogger(__name__)
 
 
@@ -534,54 +307,35 @@ class StreamingCollector(BackgroundCollector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        serves, follower = self._opened(engine, policy, max_inflight_tasks)
-        self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
-        runner = AsyncEpisodeRunner(env)
-        self._prompts = PromptQueue(runner, self.ledger, group_size, next(iter(loaders), None))
-        self._producer = Producer(
-            partial(
-                GroupRunner,
-                runner,
-                self._async_policy,
-                group_size=group_size,
-                max_episodes=max_episodes,
-                further_entries=env.reward_entries,
-                timeline=self.timeline,
-            ),
-            self._async_policy,
-            self.ledger,
-            self._prompts,
-            is_wanted=partial(is_wanted, advantages_of(replay_buffer)),
-            max_unwanted=_MAX_UNWANTED * groups_per_step,
-            follower=follower,
-        )
-        parts = (self._producer, self._async_policy)
-        self._weights = WeightPushes(*parts, self.ledger, updater, self.timeline)
-        self._evaluations = Evaluations(*parts, self.timeline)
-        self._monitor = Monitor(self._producer, self.ledger, self.timeline, follower)
-        self._finished = FinishedGroups(self._producer, self.ledger, self._prompts, self._monitor)
-        self._is_closed = False
-
-    # What it is made of -------------------------------------------------------------------------
-
-    def _opened(
-        self, engine: AsyncEngine | None, policy: LLMWrapperBase, max_inflight_tasks: int | LoadCap
-    ) -> tuple[AsyncEngine, LoadFollower | None]:
-        """What draws, and what follows its load."""
-        serves = engine or self._engine_of(policy)
+        serves = engine
+        if serves is None and self.ledger.is_on_policy:
+            serves = BatchingEngine(
+                policy.engine, num_expected=lambda: self._producer.num_expected()
+            )
+        serves = serves or open_async(policy.engine)
         try:
-            check_adapters(serves, self.ledger.policy)
-            recomputes(serves, self.ledger.policy)
-            return serves, follower_of(serves, self.ledger.num_slots, max_inflight_tasks)
+            check_adapters(serves, ages)
+            cap = cap_of(serves, self.ledger.num_slots, max_inflight_tasks, who=WHO)
+            self._async_policy = AsyncPolicy(policy, serves, request_timeout_s=timeout_s)
+            self._producer = Producer(
+                env,
+                self._async_policy,
+                self.ledger,
+                next(iter(loaders), None),
+                max_episodes=max_episodes,
+                advantages=advantages_of(replay_buffer),
+                timeline=self.timeline,
+                cap=cap,
+            )
+            self._source = self._producer
+            self._weights = WeightPushes(self._producer, updater)
         except BaseException:
             if engine is None:
                 serves.close()
             raise
-
-    def _engine_of(self, policy: LLMWrapperBase) -> AsyncEngine:
-        if not self.ledger.is_on_policy:
-            return open_async(policy.engine)
-        return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
+        self._evaluations = Evaluations(self._producer)
+        self._since_s = time.monotonic()
+        self._is_closed = False
 
     # Collecting ---------------------------------------------------------------------------------
 
@@ -619,10 +373,10 @@ class StreamingCollector(BackgroundCollector):
 
     def _run_batch(self) -> tuple[TensorDictBase, int]:
         self.start()
-        if self._finished.are_taken:
-            self._weights.unchanged(self._finished.used)
-        with self._producer.released() if self.ledger.is_on_policy else nullcontext():
-            groups = self._finished.take()
+        if self._producer.taken:
+            self._weights.unchanged()
+        with self._producer.holding(-1) if self.ledger.is_on_policy else nullcontext():
+            groups = self._producer.take()
         rows = [row for group in groups for row in group.rows]
         return lazy_stack(rows), len(groups) * self.group_size
 
@@ -630,8 +384,13 @@ class StreamingCollector(BackgroundCollector):
     def pause(self) -> Iterator[None]:
         """Draw no token and begin no group meanwhile; what runs goes on afterwards."""
         self._open()
-        with paused(self._producer, self._async_policy):
-            yield
+        engine = self._async_policy.engine
+        with self._producer.holding():
+            self._producer.submit(engine.pause()).result()
+            try:
+                yield
+            finally:
+                self._producer.submit(engine.resume()).result()
 
     # Weights ------------------------------------------------------------------------------------
 
@@ -654,28 +413,24 @@ class StreamingCollector(BackgroundCollector):
     def _push(
         self, source: nn.Module | Mapping[str, Tensor], version: int | None, *, is_restored: bool
     ) -> int:
-        if not self.ledger.is_on_policy:
-            check_own_memory(source, self._async_policy.engine)
+        if not self.ledger.is_on_policy and shares_memory(source, self._async_policy.engine):
+            raise ValueError(
+                f"{WHO}: the policy draws from the tensors that are trained, so that its tokens "
+                "would be of no version. Give the policy a copy of the model, "
+                "TransformersWrapper(copy.deepcopy(model), ...), or take staleness=OnPolicy()."
+            )
         self._open()
-        steps = self._producer.steps[self._weights.version] + self.ledger.weight_sync_steps
-        if not is_restored and self._finished.are_taken and self.ledger.version + 1 < steps:
-            self._weights.unchanged(self._finished.used)
-            return self._weights.version
-        return self._weights.push(source, tuple if is_restored else self._finished.used, version)
+        producer, weights = self._producer, self._weights
+        due = producer.queue.steps[weights.version] + self.ledger.weight_sync_steps
+        if not is_restored and producer.taken and self.ledger.version + 1 < due:
+            weights.unchanged()
+            return weights.version
+        return weights.push(source, version, is_restored=is_restored)
 
     # Resume -------------------------------------------------------------------------------------
 
-    def _reached_caller(self, has_reached: bool) -> None:
-        self._finished.is_with_caller = has_reached
-
-    def _position(self) -> dict[str, Any]:
-        return self._finished.state()
-
-    def _go_to(self, position: Mapping[str, Any]) -> None:
-        self._finished.load(position)
-
     def _stateful(self) -> list[Transform]:
-        return [t for t in remembering(self.env) if not isinstance(t, DataLoadingPrimer)]
+        return remembering(self.env, data=False)
 
     # Evaluation ---------------------------------------------------------------------------------
 
@@ -698,7 +453,7 @@ class StreamingCollector(BackgroundCollector):
             ValueError: environment and policy don't fit together.
         """
         self._open()
-        return self._evaluations.ask(env, self.ledger.version, wait=wait)
+        return self._evaluations.ask(env, wait=wait)
 
     def take_evaluations(self) -> list[EvaluationPoint]:
         """The points that are over, as they ended, skipped ones too; given once, then forgotten.
@@ -721,7 +476,23 @@ class StreamingCollector(BackgroundCollector):
             ``collect/<what>_s``, seconds summed over episodes by what was done; and the ledger's,
             see :meth:`~collectors.GroupLedger.metrics`.
         """
-        return self._monitor.metrics()
+        now_s = time.monotonic()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        seconds = self.timeline.take_totals()
+        waited_s, generated_s = seconds["wait for rollouts"], seconds["generate"]
+        with self._producer.changed:
+            ledger = {f"ledger/{name}": value for name, value in self.ledger.metrics().items()}
+        cap = self._producer.cap
+        return {
+            **ledger,
+            **({} if cap is None else cap.metrics()),
+            "collect/trainer_wait_fraction": waited_s / elapsed_s if elapsed_s else 0.0,
+            "collect/queued_groups": float(self._producer.num_queued),
+            "collect/open_episodes": float(self._producer.runner.num_open),
+            "collect/generate_s": generated_s,
+            "collect/environment_s": seconds["episode"] - generated_s,
+            "collect/score_s": seconds["score"],
+        }
 
     def write_trace(self, path: str | Path) -> None:
         """Write what happened when to a JSON file, for chrome://tracing or ui.perfetto.dev."""

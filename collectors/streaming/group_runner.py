@@ -1,7 +1,9 @@
-"""The episodes of one group, run and traced."""
+"""Groups of episodes, run and traced."""
 
 import asyncio
 import json
+import logging
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -10,15 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from tensordict import TensorDictBase
 
 from collectors.ledger import Ticket
+from collectors.ledger.groups import ENGINE_DIED, LOAD
 from collectors.llm_collector import trajectory_rows
 from torchrl_envs.episode.episode import Episode
-from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, Prompt
+from torchrl_envs.episode.episode_env import AsyncEpisodeRunner, EpisodeEnv, Prompt
+from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.policies.base import AsyncPolicy
+
+T = TypeVar("T")
 
 # What happened when: spans of episodes and of the trainer, as a Chrome trace.
 
@@ -76,7 +82,7 @@ class Timeline:
     def take_totals(self) -> dict[str, float]:
         """Seconds by name since they were last taken, added up over all tracks."""
         with self._lock:
-            totals, self._totals = dict(self._totals), defaultdict(float)
+            totals, self._totals = self._totals, defaultdict(float)
             return totals
 
     def write(self, path: str | Path) -> None:
@@ -106,9 +112,22 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
-# The episodes of one group, from their draw to the rows that are trained.
+# The episodes of groups, from their draw to the rows that are trained.
 
 _MAX_FINISHERS: Final = 64
+MAX_DEATHS: Final = 3
+"""Of an engine, under each of what it draws, until that is not tried again."""
+_log = logging.getLogger(__name__)
+
+
+class EpisodeEnd(NamedTuple):
+    """What the ledger is told of an episode that is over."""
+
+    num_tokens: int
+    """That the policy sampled."""
+    versions: tuple[int, int] | None
+    """The oldest and the newest version of its engine that drew them."""
+    stop_reason: str
 
 
 @dataclass(slots=True)
@@ -129,15 +148,13 @@ class Group:
     def __post_init__(self) -> None:
         self.num_open = len(self.episodes)
 
-    async def run(self, runner: "GroupRunner") -> None:
-        """Take all episodes to their ends, and score them; raises as :meth:`GroupRunner.run`."""
-        self.task = asyncio.get_running_loop().create_task(runner.run(self))
-        if self.cancelled_for:
-            self.task.cancel()
-        await self.task
+    @property
+    def track(self) -> str:
+        """Its name in a trace."""
+        return f"group {self.ticket.ordinal}"
 
     def cancel(self, reason: str) -> None:
-        """Let it end, from without :meth:`run`, which raises ``CancelledError``."""
+        """Let it end, from without :meth:`GroupRunner.run`, which gives the reason."""
         if not self.cancelled_for:
             self.cancelled_for = reason
             if self.task is not None:
@@ -147,79 +164,150 @@ class Group:
 class GroupRunner:
     """Runs the episodes of groups, each by itself, and scores a group when all of its are over.
 
-    What blocks (drawing data, scoring, giving back) is done in threads. To be used in one event
-    loop.
+    What blocks (scoring, giving back) is done in threads. To be used in one event loop.
 
     Args:
-        runner: of the environment.
+        env: of the episodes.
         policy: takes turns.
         group_size: episodes of a group.
         max_episodes: that run at once.
-        further_entries: of the scoring, see :attr:`~torchrl_envs.EpisodeEnv.reward_entries`.
         timeline: notes what takes how long.
-        on_end: told of each episode that is over: its group, its number in it, and itself.
+        on_end: told of each episode that is over: its group, its number in it, and how it ended;
+            ``None``: it was cancelled.
     """
 
     def __init__(
         self,
-        runner: AsyncEpisodeRunner,
+        env: EpisodeEnv,
         policy: AsyncPolicy,
         *,
         group_size: int,
         max_episodes: int,
-        further_entries: Sequence[str],
         timeline: Timeline,
-        on_end: Callable[[Group, int, Episode], None],
+        on_end: Callable[[Group, int, EpisodeEnd | None], None],
     ) -> None:
-        self._runner = runner
+        self.episodes = AsyncEpisodeRunner(env)
+        """Draws them."""
+        self.episodes.allow(max_episodes)
         self._policy = policy
         self._group_size = group_size
-        self._further = further_entries
+        self._further = env.reward_entries
         self._timeline = timeline
         self._on_end = on_end
-        runner.allow(max_episodes)
         self._slots = asyncio.Semaphore(max_episodes)
         self._finishers = ThreadPoolExecutor(_MAX_FINISHERS, thread_name_prefix="finish-group")
+        self.groups: dict[Ticket, Group] = {}
+        """Those that were added, the oldest first; who runs one takes it out afterwards."""
+        self._most: float = math.inf
+        self._num_deaths = 0
+        self.num_open = 0
+        """Episodes that began and are not over."""
+        self.num_ended = 0
+        """Groups whose episodes have all run to their ends, ever."""
+        self.wake = asyncio.Event()
+        """Set when another group may run."""
 
-    async def run(self, group: Group) -> None:
-        """Take all episodes to their ends, and score them.
+    # How many run -------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Group]:
+        """Groups whose episodes are not all over, the oldest first."""
+        return [group for group in self.groups.values() if group.num_open]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another group may run."""
+        return len(self.running) < self._most
+
+    def limit_groups(self, most: int) -> None:
+        """Let at most so many groups run; the youngest of those that do are cancelled.
+
+        Args:
+            most: at least 1.
+        """
+        self._most = most
+        for group in self.running[most:]:
+            group.cancel(LOAD)
+        self.wake.set()
+
+    # One group ----------------------------------------------------------------------------------
+
+    def add(self, ticket: Ticket, prompt: Prompt, episodes: list[Episode]) -> Group:
+        """A group that is about to run."""
+        group = self.groups[ticket] = Group(ticket, prompt, episodes)
+        self.num_open += len(episodes)
+        return group
+
+    async def run(self, group: Group) -> str:
+        """Take all episodes to their ends, and score them; gives why that was given up, if it was.
 
         Raises:
-            EngineDied: the engine is gone; the others were cancelled.
+            EngineDied: the engine is gone, as often before.
+            Exception: what else the scoring raised, or a policy.
         """
-        await run_together(
-            self._run_episode(group, number, episode)
-            for number, episode in enumerate(group.episodes)
-        )
-        loop = asyncio.get_running_loop()
-        with self._timeline.span("score", _track(group), self._group_size):
-            await loop.run_in_executor(self._finishers, self._score, group)
+        group.task = asyncio.ensure_future(self._run(group))
+        if group.cancelled_for:
+            group.task.cancel()
+        try:
+            await group.task
+        except EngineDied as died:
+            self._num_deaths += 1
+            if self._num_deaths >= MAX_DEATHS * max(1, len(self.groups)):
+                raise
+            _log.warning("The engine died under a group, which is drawn again: %s", died)
+            reason = ENGINE_DIED
+        except asyncio.CancelledError:
+            if not group.cancelled_for:
+                raise
+            reason = group.cancelled_for
+        else:
+            self._num_deaths = 0
+            return ""
+        self.num_open -= group.num_open  # those that had not begun to run
+        group.num_open = 0
+        await self._in_thread(self.episodes.give_up, group.episodes)
+        return reason
+
+    async def _run(self, group: Group) -> None:
+        episodes = enumerate(group.episodes)
+        await run_together(self._run_episode(group, number, each) for number, each in episodes)
+        with self._timeline.span("score", group.track, self._group_size):
+            group.rows = await self._in_thread(
+                scored_rows, self.episodes, group.episodes, self._further
+            )
 
     async def _run_episode(self, group: Group, number: int, episode: Episode) -> None:
         try:
             async with self._slots:
-                with self._timeline.span("episode", _track(group), number):
-                    policy = _TimedPolicy(self._policy, self._timeline, _track(group), number)
-                    await self._runner.run(episode, policy)
+                with self._timeline.span("episode", group.track, number):
+                    policy = _TimedPolicy(self._policy, self._timeline, group.track, number)
+                    await self.episodes.run(episode, policy)
         finally:
             self._policy.engine.end_session(episode.id)
-            self._on_end(group, number, episode)
+            self.num_open -= 1
+            group.num_open -= 1
+            end = None
+            if episode.is_done:  # and not cancelled
+                drawn = episode.sampled_versions
+                versions = (int(drawn.min()), int(drawn.max())) if len(drawn) else None
+                end = EpisodeEnd(len(drawn), versions, episode.stop_reason)
+            self._on_end(group, number, end)
+            if not group.num_open:
+                self.num_ended += not group.cancelled_for
+                self.wake.set()
 
-    def _score(self, group: Group) -> None:
-        group.rows = scored_rows(self._runner, group.episodes, self._further)
-
-    def abandon(self) -> None:
-        """Nobody will have what is being scored: wait for no reward any more."""
-        self._runner.abandon()
-
-    async def give_up(self, episodes: list[Episode]) -> None:
-        """Give back what episodes hold that nobody will score."""
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._finishers, self._runner.give_up, episodes)
+        return await loop.run_in_executor(self._finishers, function, *arguments)
 
-    def close(self) -> None:
-        """Wait for what is done in threads, and end them."""
-        self._finishers.shutdown(wait=True)
+    async def end(self) -> None:
+        """Give back what nobody will score, and end the threads; no group runs any more."""
+        self.episodes.abandon()  # what is being scored: wait for no reward
+        left = [episode for group in self.groups.values() for episode in group.episodes]
+        self.groups.clear()
+        if left:
+            await self._in_thread(self.episodes.give_up, left)
+        await asyncio.to_thread(self._finishers.shutdown)
 
 
 class _TimedPolicy:
@@ -235,10 +323,6 @@ class _TimedPolicy:
             return await self._policy.take_turn(conversation, **kwargs)
 
 
-def _track(group: Group) -> str:
-    return f"group {group.ticket.ordinal}"
-
-
 def scored_rows(
     runner: AsyncEpisodeRunner, episodes: Sequence[Episode], further_entries: Sequence[str]
 ) -> list[TensorDictBase]:
@@ -250,8 +334,8 @@ def scored_rows(
         further_entries: see :attr:`~torchrl_envs.EpisodeEnv.reward_entries`.
     """
     batch = runner.finish(episodes)
-    rows = trajectory_rows(batch, range(len(episodes)), further=further_entries)
-    return [row for own in rows for row in own]
+    by_episode = trajectory_rows(batch, range(len(episodes)), further=further_entries)
+    return [row for rows in by_episode for row in rows]
 
 
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

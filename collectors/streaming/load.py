@@ -4,25 +4,24 @@ import asyncio
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final
 
-from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
 
 from collectors.composition_checks import check_composition, check_env
 from collectors.ledger import GroupLedger, StalenessPolicy
 from collectors.llm_collector import PostProcessing
-from objectives import MCAdvantage
 from torchrl_data.checks import check_counts, check_numbers
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.engine import (
     EngineDied,
     EngineLoad,
-    TellsLoad,
     can_keep_caches,
     tells_load,
 )
+
+from .group_runner import GroupRunner
 
 # How many groups an engine has room for, by how full its cache is.
 
@@ -85,13 +84,14 @@ class GroupCap:
 
     Args:
         rules: how it follows the load.
-        start: at first.
         most: it is never above; at first it is that.
+        engine: tells its load to :meth:`follow`.
     """
 
-    def __init__(self, rules: LoadCap, most: int) -> None:
+    def __init__(self, rules: LoadCap, most: int, engine: Any = None) -> None:
         self._rules = rules
         self._most = most
+        self._engine = engine
         self.num_groups = most
         """So many may run: from 1 to ``most``."""
         self.load = EngineLoad(0.0, 0)
@@ -135,16 +135,68 @@ class GroupCap:
         self.num_groups = min(max(1, self.num_groups), self._most)
         if self.num_groups != before:
             self._ended_before = num_ended
-            self._learn(has_grown=self.num_groups > before)
+            # Whether growing has led to too many, or could be followed by more of it.
+            has_grown = self.num_groups > before
+            if self._has_grown:
+                patience = self._patience // 2 if has_grown else 2 * self._patience
+                self._patience = min(max(1, patience), _MAX_PATIENCE)
+            self._has_grown = has_grown
         self.load, self._version = load, version
         return self.num_groups
 
-    def _learn(self, *, has_grown: bool) -> None:
-        """Whether growing has led to too many, or could be followed by more of it."""
-        if self._has_grown:
-            patience = self._patience // 2 if has_grown else 2 * self._patience
-            self._patience = min(max(1, patience), _MAX_PATIENCE)
-        self._has_grown = has_grown
+    async def follow(self, runner: GroupRunner) -> None:
+        """Let as many groups run as the engine has room for, until it is cancelled."""
+        while True:
+            runner.limit_groups(self.num_groups)
+            await asyncio.sleep(self._rules.interval_s)
+            try:
+                load = await self._engine.measure_load()
+            except (EngineDied, ConnectionError):
+                continue  # Its requests hear of it.
+            self.observe(load, len(runner.running), runner.num_ended, self._engine.version)
+
+    def metrics(self) -> dict[str, float]:
+        """How it is now."""
+        return {
+            "collect/max_groups": float(self.num_groups),
+            "collect/cache_use": self.load.cache_use,
+            "collect/preemptions": float(self.load.num_preemptions),
+        }
+
+
+def cap_of(
+    engine: Any, most: int, max_inflight_tasks: int | LoadCap, *, who: str
+) -> GroupCap | None:
+    """What follows the load of an engine; ``None`` where that is not asked for.
+
+    Args:
+        engine: draws.
+        most: groups that run at once.
+        max_inflight_tasks: a number is kept whatever the load.
+        who: asks.
+
+    Raises:
+        ValueError: the engine can't tell its load.
+    """
+    if not isinstance(max_inflight_tasks, LoadCap):
+        return None
+    if not tells_load(engine):
+        raise ValueError(
+            f"{who}: {type(engine).__name__} does not tell how full its cache is, so LoadCap can't "
+            "follow it (AsyncVLLMEngine and vLLM servers do). Give max_inflight_tasks a number."
+        )
+    return GroupCap(max_inflight_tasks, most, engine)
+
+
+def together(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What caps of several engines tell, as one; empty where there is none.
+
+    Args:
+        loads: of each, see :meth:`GroupCap.metrics`.
+    """
+    reduced = {"max_groups": sum, "cache_use": max, "preemptions": sum}
+    names = [(f"collect/{name}", of) for name, of in reduced.items() if loads]
+    return {name: float(of([load[name] for load in loads])) for name, of in names}
 
 
 # Whether what a streaming collector is made of fits together, before anything is drawn.
@@ -216,23 +268,17 @@ def most_episodes(ledger: GroupLedger, max_inflight_tasks: int | LoadCap) -> int
         ValueError: there would be none; or fewer than a batch that is drawn at once.
     """
     most = ledger.num_slots * ledger.group_size
-    if isinstance(max_inflight_tasks, LoadCap):
-        if ledger.is_on_policy:
-            raise ValueError(
-                f"{WHO}: on policy all episodes of a step are drawn in one batch, so "
-                f"{max_inflight_tasks} can't be kept. Leave it out, or allow some staleness."
-            )
-        max_inflight_tasks = max_inflight_tasks.max_inflight_tasks
-    if max_inflight_tasks == -1:
-        return most
-    check_counts(WHO, max_inflight_tasks=max_inflight_tasks)
-    if ledger.is_on_policy and max_inflight_tasks < most:
+    is_cap = isinstance(max_inflight_tasks, LoadCap)
+    number = max_inflight_tasks.max_inflight_tasks if is_cap else max_inflight_tasks
+    if number != -1:
+        check_counts(WHO, max_inflight_tasks=number)
+    if ledger.is_on_policy and (is_cap or -1 < number < most):
         raise ValueError(
             f"{WHO}: on policy all {most} episodes of a step are drawn in one batch, so "
             f"max_inflight_tasks={max_inflight_tasks} can't be kept. Leave it out, or allow some "
             "staleness."
         )
-    return min(max_inflight_tasks, most)
+    return most if number == -1 else min(number, most)
 
 
 def turn_timeout_s(ledger: GroupLedger, request_timeout: float | None) -> float | None:
@@ -269,7 +315,7 @@ def check_adapters(engine: Any, policy: StalenessPolicy) -> None:
         )
 
 
-def recomputes(engine: Any, policy: StalenessPolicy, *, who: str = WHO) -> bool:
+def recomputes(engine: Any, policy: StalenessPolicy, *, who: str) -> bool:
     """Whether new weights read again what is in flight, as a policy asks.
 
     Args:
@@ -288,104 +334,3 @@ def recomputes(engine: Any, policy: StalenessPolicy, *, who: str = WHO) -> bool:
             "servers of vLLM can). Leave recompute=False out."
         )
     return recompute
-
-
-def is_wanted(advantages: Sequence[MCAdvantage], rows: Sequence[TensorDictBase]) -> bool:
-    """Whether a group is worth training; otherwise it is to be asked for again.
-
-    Args:
-        advantages: of the buffer.
-        rows: of the whole group.
-    """
-    return not any(part.asks_again(rows) for part in advantages)
-
-
-# Lets as many groups run as an engine has room for.
-
-
-class RunsGroups(Protocol):
-    """What is told how many groups may run."""
-
-    @property
-    def num_running(self) -> int:
-        """Groups whose episodes are not all over."""
-        ...
-
-    @property
-    def num_ended(self) -> int:
-        """Groups whose episodes have all run to their ends, ever."""
-        ...
-
-    def limit_groups(self, most: int) -> None:
-        """Let at most so many groups run; the youngest of those that do are given back."""
-        ...
-
-
-class LoadFollower:
-    """Looks at an engine again and again, and tells who runs groups how many may run.
-
-    Args:
-        engine: tells its load.
-        cap: what follows from that.
-        interval_s: between two looks.
-    """
-
-    def __init__(self, engine: Any, cap: GroupCap, interval_s: float) -> None:
-        self._engine = engine
-        self._cap = cap
-        self._interval_s = interval_s
-
-    async def run(self, groups: RunsGroups) -> None:
-        """Follow until it is cancelled."""
-        while True:
-            groups.limit_groups(self._cap.num_groups)
-            await asyncio.sleep(self._interval_s)
-            try:
-                load = await cast("TellsLoad", self._engine).measure_load()
-            except (EngineDied, ConnectionError):
-                continue  # Its requests hear of it.
-            self._cap.observe(load, groups.num_running, groups.num_ended, self._engine.version)
-
-    def metrics(self) -> dict[str, float]:
-        """How it is now."""
-        return {
-            "collect/max_groups": float(self._cap.num_groups),
-            "collect/cache_use": self._cap.load.cache_use,
-            "collect/preemptions": float(self._cap.load.num_preemptions),
-        }
-
-
-def together(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What followers of several engines tell, as one; empty where there is none.
-
-    Args:
-        loads: of each, see :meth:`LoadFollower.metrics`.
-    """
-    reduced = {"max_groups": sum, "cache_use": max, "preemptions": sum}
-    names = [(f"collect/{name}", of) for name, of in reduced.items() if loads]
-    return {name: float(of([load[name] for load in loads])) for name, of in names}
-
-
-def follower_of(
-    engine: Any, most: int, max_inflight_tasks: int | LoadCap, *, who: str = WHO
-) -> LoadFollower | None:
-    """What follows the load of an engine; ``None`` where that is not asked for.
-
-    Args:
-        engine: draws.
-        most: groups that run at once.
-        max_inflight_tasks: a number is kept whatever the load.
-        who: asks.
-
-    Raises:
-        ValueError: the engine can't tell its load.
-    """
-    if not isinstance(max_inflight_tasks, LoadCap):
-        return None
-    if not tells_load(engine):
-        raise ValueError(
-            f"{who}: {type(engine).__name__} does not tell how full its cache is, so LoadCap can't "
-            "follow it (AsyncVLLMEngine and vLLM servers do). Give max_inflight_tasks a number."
-        )
-    cap = GroupCap(max_inflight_tasks, most)
-    return LoadFollower(engine, cap, max_inflight_tasks.interval_s)

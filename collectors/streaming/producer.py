@@ -7,19 +7,21 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from tensordict import TensorDictBase, lazy_stack
 
 from collectors.composition_checks import check_fit
-from collectors.ledger import Eviction, GroupLedger, GroupState, Refill, Ticket
-from collectors.ledger.groups import ENGINE_DIED, LOAD, NO_SIGNAL, STALE
+from collectors.ledger import GroupLedger, GroupState, Refill, Ticket
+from collectors.ledger.groups import NO_SIGNAL
+from objectives import MCAdvantage
 from torchrl_data.keys import TOKEN_POLICY_VERSION
 from torchrl_data.stop_reasons import NO_DATA
 from torchrl_envs.datasets.primer import DataExhaustedError, DataLoadingPrimer, rollout_rewards
@@ -30,8 +32,16 @@ from torchrl_modules.engines.bridges import BatchingEngine
 from torchrl_modules.engines.engine import EngineDied
 from torchrl_modules.policies.base import AsyncPolicy
 
-from .group_runner import Group, GroupRunner, Timeline, run_together, scored_rows
-from .load import WHO
+from .group_runner import (
+    MAX_DEATHS,
+    EpisodeEnd,
+    Group,
+    GroupRunner,
+    Timeline,
+    run_together,
+    scored_rows,
+)
+from .load import WHO, GroupCap
 
 # An event loop on a thread of its own, which the trainer's thread starts, asks and stops.
 
@@ -39,9 +49,14 @@ T = TypeVar("T")
 
 
 class LoopThread(ABC):
-    """Runs tasks in an event loop until it is stopped, or one of them fails."""
+    """Runs tasks in an event loop until it is stopped, or one of them fails.
 
-    def __init__(self) -> None:
+    Args:
+        who: is told of in errors.
+    """
+
+    def __init__(self, who: str) -> None:
+        self._who = who
         self.changed = threading.Condition()
         """Held while what is shared is read or written; told of every change."""
         self.error: BaseException | None = None
@@ -49,6 +64,8 @@ class LoopThread(ABC):
         """It was stopped, or has failed."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._stopping = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # For the trainer's thread -------------------------------------------------------------------
 
@@ -60,12 +77,6 @@ class LoopThread(ABC):
         )
         self._thread.start()
         started.wait()
-
-    def wake(self) -> None:
-        """Look again whether there is anything to do."""
-        if (loop := self._loop) is not None:
-            with suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(self._wake.set)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run something in the event loop.
@@ -91,11 +102,12 @@ class LoopThread(ABC):
             RuntimeError: it has, or was; what it failed of is the cause.
         """
         if self.error is not None:
+            cause = getattr(self.error, "cause", None) or self.error  # Ray tells where it was.
             raise RuntimeError(
-                f"{WHO}: the collection has failed: {type(self.error).__name__}: {self.error}"
+                f"{self._who}: the collection has failed: {type(cause).__name__}: {cause}"
             ) from self.error
         if self.is_over:
-            raise RuntimeError(f"{WHO}: it was shut down.")
+            raise RuntimeError(f"{self._who}: it was shut down.")
 
     def check_alive(self) -> None:
         """Check that it is under way.
@@ -105,7 +117,7 @@ class LoopThread(ABC):
         """
         self.check_open()
         if not self.is_alive:
-            raise RuntimeError(f"{WHO}: the collection has ended.")
+            raise RuntimeError(f"{self._who}: the collection has ended.")
 
     def stop(self, timeout_s: float) -> None:
         """Cancel what runs, let it end, and end the thread.
@@ -116,10 +128,7 @@ class LoopThread(ABC):
         self.is_over = True
         if self._thread is None:
             return
-        loop = self._loop
-        if loop is not None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._stopping.set)
+        self._call_soon(self._stopping.set)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
@@ -127,12 +136,15 @@ class LoopThread(ABC):
                 "engine holds it up."
             )
 
+    def _call_soon(self, function: Callable[[], object]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(function)
+
     # In the event loop --------------------------------------------------------------------------
 
     async def _main(self, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
-        self._wake, self._stopping = asyncio.Event(), asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._begin_in_loop()
         started.set()
         try:
@@ -144,21 +156,25 @@ class LoopThread(ABC):
                 await asyncio.wait(self._tasks)
             await self._end()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a task; when it fails everything ends, and the trainer hears of it at once."""
+
+        def done(task: "asyncio.Task[None]") -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                self._fail(error)
+
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
+        task.add_done_callback(done)
 
-    def _task_done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            with self.changed:
-                self.error, self.is_over = self.error or error, True
-                self.changed.notify_all()
-            self._stopping.set()
+    def _fail(self, error: BaseException) -> None:
+        """Everything ends because of an error; the first one counts."""
+        with self.changed:
+            self.error, self.is_over = self.error or error, True
+            self.changed.notify_all()
+        self._stopping.set()
 
     @abstractmethod
     def _begin_in_loop(self) -> None:
@@ -169,7 +185,10 @@ class LoopThread(ABC):
         """All tasks have ended: give back what is left."""
 
 
-# Which prompt comes next: one that is owed, or the next one of the data.
+# The groups between the data and the trainer: which prompt is drawn next, and which groups wait.
+
+_MAX_UNWANTED: Final = 16
+"""Groups without a signal in a row, in steps of training, before the collection gives up."""
 
 
 class DrawnPrompt(NamedTuple):
@@ -181,24 +200,17 @@ class DrawnPrompt(NamedTuple):
     """Drawn with it; none where the ledger has to say with which seed."""
 
 
-class _Drawn(NamedTuple):
-    """A prompt that is not done."""
+class GroupQueue:
+    """Draws prompts for a ledger, and keeps the groups that are finished until they are taken.
 
-    place: Place
-    """Of the data, before it was drawn."""
-    group_id: int | str
-
-
-class PromptQueue:
-    """Draws prompts in the order of the data; before them, the lowest first, those that are owed.
-
+    Prompts come in the order of the data; before them, the lowest first, those that are owed.
     :meth:`draw` is for one event loop; the others for whoever holds the collection's lock.
 
     Args:
         runner: of the environment.
         ledger: numbers the prompts.
-        group_size: episodes of a prompt.
         loader: of the environment; ``None`` where something else draws, whose place is not known.
+        version: of the engine, while the ledger has its own.
         who: is told of in errors.
     """
 
@@ -206,37 +218,42 @@ class PromptQueue:
         self,
         runner: AsyncEpisodeRunner,
         ledger: GroupLedger,
-        group_size: int,
         loader: DataLoadingPrimer | None,
         *,
-        who: str = WHO,
+        version: int = 0,
+        who: str,
     ) -> None:
         self._runner = runner
         self._ledger = ledger
-        self._group_size = group_size
         self._loader = loader
         self._who = who
+        self.steps = {version: ledger.version}
+        """By version of the engine: the steps of training that are in these weights."""
+        self.finished: dict[Ticket, Any] = {}
+        """Groups that wait for the trainer; each has its ``prompt``."""
+        self.is_exhausted = False
+        """No more data will be drawn."""
+        self.error = ""
+        """Why it makes no sense to go on."""
         self._owed: dict[int, tuple[Refill, Prompt]] = {}
         self._kept: DrawnPrompt | None = None
-        self._pools = None if loader is None else loader.pools
-        self._undone: dict[int, _Drawn] = {}
-        """The prompts that are not done, by ordinal."""
+        self.pools = None if loader is None else loader.pools
+        """Difficulty pools, if they say which prompts are drawn."""
+        self._undone: dict[int, tuple[Place, int | str]] = {}
+        """Of prompts that are not done, by ordinal: where they were drawn, and their group."""
         self._next_place = None if loader is None else loader.place
-        self._next_ordinal = 0
+        self._next_ordinal = self._num_unwanted = 0
         self._drawer = ThreadPoolExecutor(1, thread_name_prefix="draw-group")
 
-    def __bool__(self) -> bool:
-        """Whether a prompt is owed, or kept."""
-        return bool(self._owed) or self._kept is not None
+    # What may begin -----------------------------------------------------------------------------
 
-    def keep(self, drawn: DrawnPrompt) -> None:
-        """A prompt of the data is not offered yet: it is drawn next, after what is owed."""
-        self._kept = drawn
+    def may_draw(self) -> bool:
+        """Whether the ledger admits a group, and there may be a prompt for it."""
+        return self._has_more and self._ledger.can_admit()
 
-    def owe(self, refill: Refill | None, prompt: Prompt) -> None:
-        """Draw a prompt again, if the ledger says so."""
-        if refill is not None:
-            self._owed[refill.ordinal] = (refill, prompt)
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._owed) or self._kept is not None or not self.is_exhausted
 
     async def draw(self) -> DrawnPrompt | None:
         """The next prompt, of which the ledger hears by :meth:`offer`; ``None``: there is none."""
@@ -249,13 +266,14 @@ class PromptQueue:
         loop = asyncio.get_running_loop()
         episodes = await loop.run_in_executor(self._drawer, self._draw)
         if not episodes:
+            self.is_exhausted = True
             return None
         return DrawnPrompt(self._next_ordinal, prompt_of(episodes[0]), episodes)
 
     def _draw(self) -> list[Episode]:
         """Episodes of the next prompt of the data; none if there is none."""
         try:
-            episodes = self._runner.draw(self._group_size)
+            episodes = self._runner.draw(self._ledger.group_size)
         except DataExhaustedError:
             return []
         if any(episode.stop_reason == NO_DATA for episode in episodes):
@@ -263,50 +281,110 @@ class PromptQueue:
             return []
         return episodes
 
+    def keep(self, drawn: DrawnPrompt) -> None:
+        """A prompt of the data is not offered yet: it is drawn next, after what is owed."""
+        self._kept = drawn
+
     def offer(self, drawn: DrawnPrompt) -> Ticket:
-        """Offer a prompt to the ledger; gives its ticket."""
+        """Offer a prompt to the ledger, and start its group; gives its ticket."""
         group_id = drawn.prompt.group_id
-        if not drawn.episodes:
+        if drawn.episodes:
+            ticket = self._ledger.offer(group_id, drawn.ordinal, seed=drawn.episodes[0].seed)
+            self._note_place(drawn.ordinal, group_id)
+        else:
             ticket = self._ledger.offer(group_id, drawn.ordinal)
             del self._owed[drawn.ordinal]
-            return ticket
-        ticket = self._ledger.offer(group_id, drawn.ordinal, seed=drawn.episodes[0].seed)
-        self._note_place(drawn.ordinal, group_id)
+        self._ledger.start(ticket)
         return ticket
-
-    def episodes_of(self, drawn: DrawnPrompt, ticket: Ticket) -> list[Episode]:
-        """The episodes of a prompt that was offered."""
-        return drawn.episodes or self._runner.draw_again(
-            drawn.prompt, ticket.seed, self._group_size
-        )
 
     def _note_place(self, ordinal: int, group_id: int | str) -> None:
         self._next_ordinal = ordinal + 1
         if self._loader is None or self._next_place is None:
             return
-        self._undone[ordinal] = _Drawn(self._next_place, group_id)
+        self._undone[ordinal] = (self._next_place, group_id)
         self._next_place = self._loader.place
         for done in [o for o in self._undone if o < self._ledger.frontier]:
             del self._undone[done]
 
-    @property
-    def has_pools(self) -> bool:
-        """Whether difficulty pools say which prompts are drawn."""
-        return self._pools is not None
+    # What ends ----------------------------------------------------------------------------------
 
-    def observe(self, prompt: Prompt, rewards: Sequence[float]) -> None:
-        """Tell the difficulty pools, if there are any, of a finished group."""
-        if self._pools is not None:
-            self._pools.observe_group(prompt.group_id, rewards)
+    def end_episode(self, ticket: Ticket, index: int, end: EpisodeEnd) -> None:
+        """Tell the ledger of an episode that is over."""
+        drew = end.versions
+        oldest, newest = (None, None) if drew is None else (self.steps[v] for v in drew)
+        self._ledger.finish_episode(
+            ticket,
+            index,
+            tokens=end.num_tokens,
+            oldest_version=oldest,
+            newest_version=newest,
+            stop_reason=end.stop_reason,
+        )
+
+    def finish(
+        self, ticket: Ticket, group: Any, rewards: Sequence[float], *, is_wanted: bool
+    ) -> None:
+        """A group is scored: it waits for the trainer, or is asked for again."""
+        if self.pools is not None:
+            self.pools.observe_group(group.prompt.group_id, rewards)
+        if is_wanted:
+            self._ledger.finish(ticket)
+            self.finished[ticket] = group
+            self._num_unwanted = 0
+            return
+        self.drop(ticket, group.prompt, NO_SIGNAL)
+        self._num_unwanted += 1
+        if self._num_unwanted >= _MAX_UNWANTED * self._ledger.groups_per_step:
+            self.error = (
+                f"{self._who}: {self._num_unwanted} groups in a row were refused, because their "
+                "rewards are equal, and asked for again. Make the task easier or harder, or take "
+                "MCAdvantage(zero_variance='keep')."
+            )
+
+    def drop(self, ticket: Ticket, prompt: Prompt, reason: str = "") -> None:
+        """Nobody trains a group; without a reason it is given back. The prompt may be owed then."""
+        ledger = self._ledger
+        self._owe(ledger.drop(ticket, reason) if reason else ledger.cancel(ticket), prompt)
+
+    def _owe(self, refill: Refill | None, prompt: Prompt) -> None:
+        if refill is not None:
+            self._owed[refill.ordinal] = (refill, prompt)
+
+    def take(self, *, is_idle: bool) -> list[Ticket] | None:
+        """The groups of the next batch: a full step, or all that the data gave.
+
+        Args:
+            is_idle: no group runs.
+
+        Returns:
+            Their tickets; none: all data were drawn and trained; ``None``: wait.
+        """
+        is_drained = is_idle and not self._has_more
+        tickets = self._ledger.take_rest() if is_drained else self._ledger.take()
+        for eviction in self._ledger.take_evicted():
+            self._owe(eviction.refill, self.finished.pop(eviction.ticket).prompt)
+        return None if not tickets and self._has_more else tickets
+
+    def trained(self, tickets: Collection[Ticket], version: int) -> int:
+        """Weights of a version are made; gives the step of training that is in them.
+
+        Args:
+            tickets: what the steps since the last ones have used.
+            version: what the weights are called.
+        """
+        if tickets:
+            self._ledger.trained(tickets, self._ledger.version)
+        self.steps[version] = self._ledger.version
+        return self._ledger.version
 
     def close(self) -> None:
         """Wait for what is being drawn."""
-        self._drawer.shutdown(wait=True)
+        self._drawer.shutdown()
 
     # Resume -------------------------------------------------------------------------------------
 
-    def data_state(self) -> Mapping[str, Any]:
-        """The loader's state at the first prompt that is not done.
+    def state(self) -> dict[str, Any]:
+        """The ledger, and the loader's state at the first prompt that is not done.
 
         Raises:
             TypeError: there is no loader.
@@ -317,40 +395,47 @@ class PromptQueue:
                 "where a resumed run would go on."
             )
         frontier = self._ledger.frontier
-        undone = self._undone.get(frontier)
-        state = self._loader.state_from(self._next_place if undone is None else undone.place)
-        if self._pools is None:
-            return state
-        # Which rows the pools leave out depends on when they are asked: they are not asked again.
-        drawn = [int(each.group_id) for o, each in sorted(self._undone.items()) if o >= frontier]
-        return {**state, "drawn": drawn}
+        place, _ = self._undone.get(frontier, (self._next_place, None))
+        data = dict(self._loader.state_from(place))
+        if self.pools is not None:
+            # Which rows the pools leave out depends on when they are asked: not once more.
+            undone = sorted(self._undone.items())
+            data["drawn"] = [int(group_id) for o, (_, group_id) in undone if o >= frontier]
+        return {"ledger": self._ledger.state_dict(), "data": data}
 
-    def load_state(self, state: Mapping[str, Any]) -> dict[Ticket, Prompt]:
-        """Draw again what the ledger, which was restored, knows of.
+    def load(
+        self, state: Mapping[str, Any], restored: Collection[int], version: int
+    ) -> dict[Ticket, Prompt]:
+        """Go on from a state, and draw again what its ledger knows of.
 
         Args:
-            state: what :meth:`data_state` gave.
+            state: what :meth:`state` gave.
+            restored: ordinals of the finished groups whose rows are there.
+            version: of the engine.
 
         Returns:
             The prompts of the finished groups that wait.
 
         Raises:
-            ValueError: the data are others, or are drawn in another order than before.
+            ValueError: the data are others, or are drawn in another order than before; or settings
+                of the ledger differ.
             TypeError: there is no loader.
         """
+        ledger, pools = self._ledger, self.pools
+        ledger.load_state_dict(state["ledger"], restored=restored)
         if self._loader is None:
             raise TypeError(
                 f"{self._who}.load_state_dict: the data come from no DataLoadingPrimer, so nobody "
                 "knows where to go on."
             )
-        self._loader.set_extra_state(dict(state))
-        ledger = self._ledger
+        self._loader.set_extra_state(dict(state["data"]))
+        self.steps = {version: ledger.version}
         refills = {refill.ordinal: refill for refill in ledger.owed}
         waiting = {ticket.ordinal: ticket for ticket in ledger.tickets(GroupState.FINISHED)}
-        restored = {}
+        prompts = {}
         self._next_ordinal, self._next_place = ledger.frontier, self._loader.place
-        if self._pools is not None:
-            self._pools.admit_only(state["drawn"])
+        if pools is not None:
+            pools.admit_only(state["data"]["drawn"])
         for ordinal in range(ledger.frontier, ledger.next_ordinal):
             episodes = self._draw()
             if not episodes:
@@ -366,29 +451,18 @@ class PromptQueue:
                     f"{self._who}: prompt {ordinal} was of group {known.group_id}, and is of "
                     f"{prompt.group_id} now. The data are drawn in another order than before."
                 )
-            if ordinal in refills:
-                self._owed[ordinal] = (refills[ordinal], prompt)
-            elif ordinal in waiting:
-                restored[waiting[ordinal]] = prompt
-        if self._pools is not None:
-            self._pools.admit_only(None)
-        return restored
+            self._owe(refills.get(ordinal), prompt)
+            if ordinal in waiting:
+                prompts[waiting[ordinal]] = prompt
+        if pools is not None:
+            pools.admit_only(None)
+        return prompts
 
 
 # The side of a streaming collection that runs in an event loop: episodes, groups, admission.
 
-MAX_DEATHS: Final = 3
-"""Of an engine, under each of what it draws, until that is not tried again."""
-MakeRunner = Callable[..., GroupRunner]
+_LOOK_S: Final = 0.5
 _log = logging.getLogger(__name__)
-
-
-class Follower(Protocol):
-    """Limits the groups of a producer, see :class:`~.load_follower.LoadFollower`."""
-
-    async def run(self, groups: "Producer") -> None:
-        """Until it is cancelled."""
-        ...
 
 
 class Producer(LoopThread):
@@ -398,254 +472,200 @@ class Producer(LoopThread):
     thread of its own. What the two share is guarded by ``changed``.
 
     Args:
-        make_runner: makes what runs groups, given ``on_end``.
+        env: of the episodes.
         policy: takes turns.
-        ledger: admits groups, and knows what became of each.
-        prompts: of the groups.
-        is_wanted: whether the rows of a finished group are worth training.
-        max_unwanted: groups in a row that are not before it gives up.
-        follower: limits the groups that run, in the event loop.
+        ledger: says which groups begin and which are taken.
+        loader: of the environment, if its place in the data is known.
+        max_episodes: that run at once.
+        advantages: say whether the rows of a finished group are worth training.
+        timeline: notes what takes how long.
+        cap: limits the groups that run by the engine's load.
     """
 
     def __init__(
         self,
-        make_runner: MakeRunner,
+        env: EpisodeEnv,
         policy: AsyncPolicy,
         ledger: GroupLedger,
-        prompts: PromptQueue,
+        loader: DataLoadingPrimer | None,
         *,
-        is_wanted: Callable[[Sequence[TensorDictBase]], bool],
-        max_unwanted: int,
-        follower: Follower | None = None,
+        max_episodes: int,
+        advantages: Sequence[MCAdvantage],
+        timeline: Timeline,
+        cap: GroupCap | None,
     ) -> None:
-        super().__init__()
-        self._make_runner = make_runner
-        self._groups_runner: GroupRunner
-        self._policy = policy
-        self._ledger = ledger
-        self._prompts = prompts
-        self._is_wanted = is_wanted
-        self._max_unwanted = max_unwanted
-        self._follower = follower
-        self._max_groups: float = math.inf
-        self.finished: dict[Ticket, Group] = {}
-        self.steps = {policy.version: ledger.version}
-        """By version of the engine: the steps of training that are in these weights."""
-        self.is_exhausted = False
-        """No more data will be drawn."""
-        self._num_unwanted = self._num_deaths = 0
-        self.num_open = 0
-        """Episodes that were admitted and are not over."""
-        self.num_ended = 0
-        """Groups whose episodes have all run to their ends."""
-        self._groups: dict[Ticket, Group] = {}
+        super().__init__(WHO)
+        self.policy, self.ledger, self.timeline = policy, ledger, timeline
+        self.runner = GroupRunner(
+            env,
+            policy,
+            group_size=ledger.group_size,
+            max_episodes=max_episodes,
+            timeline=timeline,
+            on_end=self._note_end,
+        )
+        runner = self.runner.episodes
+        self.queue = GroupQueue(runner, ledger, loader, version=policy.version, who=WHO)
+        self._advantages = advantages
+        self.cap = cap
+        self.taken: list[Ticket] = []
+        """The batch that the trainer has, and has not told to be trained."""
+        self.is_with_caller = True
+        """Whether the rows of those taken have reached who asked for them."""
+        self.num_queued = 0
+        """Finished groups that were left when the trainer took its own."""
         self._has_begun = False
         self._num_holds = 1  # until it is to begin
-        self.weights: asyncio.Lock
+        self.weights = asyncio.Lock()
         """Held, in the event loop, by who replaces the weights or needs them to stay."""
 
     # For the trainer's thread -------------------------------------------------------------------
 
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self._policy.version
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing more will come; to be asked while ``changed`` is held."""
-        return self.is_exhausted and not self._groups and not self._prompts
+    def wake(self) -> None:
+        """Look again whether there is anything to do."""
+        self._call_soon(self.runner.wake.set)
 
     def begin(self) -> None:
         """Begin to collect, if that has not begun."""
         if not self._has_begun:
             self._has_begun = True
-            self.release()
-
-    def hold(self) -> None:
-        """Begin no further group until as often released as held."""
-        with self.changed:
-            self._num_holds += 1
-
-    def release(self) -> None:
-        """See :meth:`hold`."""
-        with self.changed:
-            self._num_holds -= 1
-        self.wake()
+            self._hold(-1)
 
     @contextmanager
-    def released(self) -> Iterator[None]:
-        """Groups may begin in here only."""
-        self.release()
+    def holding(self, change: int = 1) -> Iterator[None]:
+        """Begin no further group in here; with -1, begin them in here only."""
+        self._hold(change)
         try:
             yield
         finally:
-            self.hold()
+            self._hold(-change)
 
-    def forget(self, eviction: Eviction) -> None:
-        """A finished group is not trained; to be called while ``changed`` is held."""
-        group = self.finished.pop(eviction.ticket)
-        self._prompts.owe(eviction.refill, group.prompt)
-
-    def drop_stale(self) -> None:
-        """Cancel the groups that run and have become too old; to be called in the event loop."""
+    def _hold(self, change: int) -> None:
         with self.changed:
-            stale = [self._groups[ticket] for ticket in self._ledger.stale_tickets()]
-        for group in stale:
-            group.cancel(STALE)
+            self._num_holds += change
+        self.wake()
+
+    def take(self) -> list[Group]:
+        """Wait for the groups of the next batch.
+
+        Raises:
+            DataExhaustedError: there are no more data, and nothing is under way.
+            RuntimeError: the collection has failed; the cause is attached.
+        """
+        begin_s = time.monotonic()
+        with self.changed:
+            while True:
+                self.check_alive()
+                tickets = self.queue.take(is_idle=not self.runner.groups)
+                if tickets is not None:
+                    break
+                self.wake()
+                self.changed.wait(_LOOK_S)
+            if not tickets:
+                raise DataExhaustedError(f"{WHO}: all data were drawn and trained.")
+            self.taken, self.is_with_caller = tickets, False
+            groups = [self.queue.finished.pop(ticket) for ticket in tickets]
+            self.num_queued = len(self.queue.finished)
+        self.timeline.add("wait for rollouts", "trainer", 0, begin_s, time.monotonic())
+        self.wake()
+        return groups
+
+    def used(self) -> list[Ticket]:
+        """What the trainer has used since it last said so."""
+        taken, self.taken = self.taken, []
+        return taken
+
+    def state(self) -> dict[str, Any]:
+        """The ledger, the place in the data, and the rows of the groups that wait."""
+        with self.changed:
+            waiting = [
+                {"ordinal": ticket.ordinal, "rows": list(group.rows)}
+                for ticket, group in self.queue.finished.items()
+            ]
+            taken = [ticket.ordinal for ticket in self.taken] if self.is_with_caller else []
+            return {**self.queue.state(), "waiting": waiting, "taken": taken}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the loader is at the first prompt that is not done.
+
+        Raises:
+            ValueError: the data are drawn in another order, or the ledger's settings differ.
+        """
+        rows = {each["ordinal"]: list(each["rows"]) for each in state["waiting"]}
+        with self.changed:
+            prompts = self.queue.load(state, {*rows, *state["taken"]}, self.policy.version)
+            for ticket, prompt in prompts.items():
+                self.queue.finished[ticket] = Group(ticket, prompt, [], rows[ticket.ordinal])
+        batches = self.ledger.batches
+        self.taken = batches[0] if batches else []
+        assert self.queue.finished.keys() >= set(self.ledger.tickets(GroupState.FINISHED))
 
     # In the event loop --------------------------------------------------------------------------
 
     def _begin_in_loop(self) -> None:
-        self.weights = asyncio.Lock()
-        self._groups_runner = self._make_runner(on_end=self._note_end)
         self._spawn(self._admit_all())
-        if self._follower is not None:
-            self._spawn(self._follower.run(self))
+        if self.cap is not None:
+            self._spawn(self.cap.follow(self.runner))
 
     async def _end(self) -> None:
-        self._groups_runner.abandon()
-        left = [episode for group in self._groups.values() for episode in group.episodes]
-        if left:
-            await self._groups_runner.give_up(left)
-        self._prompts.close()
-        self._groups_runner.close()
+        await self.runner.end()
+        self.queue.close()
         with self.changed:
-            self._groups.clear()
-            self._ledger.return_all()
+            self.ledger.return_all()
             self.changed.notify_all()
-
-    @property
-    def num_running(self) -> int:
-        """Groups whose episodes are not all over."""
-        return len(self._running())
-
-    def _running(self) -> list[Group]:
-        """Groups whose episodes are not all over, the oldest first."""
-        return [group for group in self._groups.values() if group.num_open]
-
-    def limit_groups(self, most: int) -> None:
-        """Let at most so many groups run; the youngest of those that do are dropped.
-
-        Args:
-            most: at least 1.
-        """
-        self._max_groups = most
-        for group in self._running()[most:]:
-            group.cancel(LOAD)
-        self._wake.set()
 
     async def _admit_all(self) -> None:
         """Begin a group whenever the ledger lets one in."""
         while True:
-            while self._may_admit() and await self._admit_one():
-                pass
+            while self._may_admit():
+                drawn = await self.queue.draw()
+                with self.changed:
+                    if drawn is None:
+                        self.changed.notify_all()
+                        break
+                    ticket = self.queue.offer(drawn)
+                    episodes = drawn.episodes or self.runner.episodes.draw_again(
+                        drawn.prompt, ticket.seed, self.ledger.group_size
+                    )
+                    group = self.runner.add(ticket, drawn.prompt, episodes)
+                self._spawn(self._run_group(group))
             self._look_for_batch()
-            await self._wake.wait()
-            self._wake.clear()
+            await self.runner.wake.wait()
+            self.runner.wake.clear()
 
     def _may_admit(self) -> bool:
         with self.changed:
-            if self._num_holds or (self.is_exhausted and not self._prompts):
-                return False
-            return self._ledger.can_admit() and self.num_running < self._max_groups
+            return not self._num_holds and self.queue.may_draw() and self.runner.has_room
 
     def num_expected(self) -> float:
         """How many episodes will ask for a turn, given time: all that are open or may yet be."""
-        return math.inf if self._may_admit() else self.num_open
+        return math.inf if self._may_admit() else self.runner.num_open
 
     def _look_for_batch(self) -> None:
-        if isinstance(self._policy.engine, BatchingEngine):
-            self._policy.engine.check()
-
-    async def _admit_one(self) -> bool:
-        """Begin one group; False if there are no data for it."""
-        drawn = await self._prompts.draw()
-        with self.changed:
-            if drawn is None:
-                self.is_exhausted = True
-                self.changed.notify_all()
-                return False
-            ticket = self._prompts.offer(drawn)
-            episodes = self._prompts.episodes_of(drawn, ticket)
-            group = self._groups[ticket] = Group(ticket, drawn.prompt, episodes)
-            self._ledger.start(ticket)
-        self.num_open += len(episodes)
-        self._spawn(self._run_group(group))
-        return True
+        if isinstance(self.policy.engine, BatchingEngine):
+            self.policy.engine.check()
 
     async def _run_group(self, group: Group) -> None:
-        try:
-            await group.run(self._groups_runner)
-        except EngineDied as died:
-            self._num_deaths += 1
-            if self._num_deaths >= MAX_DEATHS * max(1, len(self._groups)):
-                raise
-            _log.warning("The engine died under a group, which is drawn again: %s", died)
-            await self._give_up(group, ENGINE_DIED)
-        except asyncio.CancelledError:
-            if not group.cancelled_for:
-                raise
-            await self._give_up(group, group.cancelled_for)
-        else:
-            self._num_deaths = 0
-            self._keep(group)
-        self._wake.set()
-
-    def _note_end(self, group: Group, number: int, episode: Episode) -> None:
-        self.num_open -= 1
-        group.num_open -= 1
-        if episode.is_done:  # and not cancelled
-            sampled = episode.sampled_versions
-            ends = (int(sampled.min()), int(sampled.max())) if len(sampled) else None
-            with self.changed:
-                self._ledger.finish_episode(
-                    group.ticket,
-                    number,
-                    tokens=len(sampled),
-                    oldest_version=None if ends is None else self.steps[ends[0]],
-                    newest_version=None if ends is None else self.steps[ends[1]],
-                    stop_reason=episode.stop_reason,
-                )
-        self._look_for_batch()
-        if not group.num_open:
-            self.num_ended += not group.cancelled_for
-            self._wake.set()  # another one may run
-
-    def _keep(self, group: Group) -> None:
-        """A group is scored: it waits for the trainer, or is asked for again."""
-        wanted = self._is_wanted(group.rows)
-        rewards = rollout_rewards(group.rows) if self._prompts.has_pools else ()
+        given_up_for = await self.runner.run(group)
+        is_wanted = not (given_up_for or any(a.asks_again(group.rows) for a in self._advantages))
+        has_pools = self.queue.pools is not None and not given_up_for
+        rewards = rollout_rewards(group.rows) if has_pools else ()
         with self.changed:
-            del self._groups[group.ticket]
-            self._prompts.observe(group.prompt, rewards)
-            if wanted:
-                self._ledger.finish(group.ticket)
-                self.finished[group.ticket] = group
+            del self.runner.groups[group.ticket]
+            if given_up_for:
+                self.queue.drop(group.ticket, group.prompt, given_up_for)
             else:
-                self._drop(group, NO_SIGNAL)
-            self._num_unwanted = 0 if wanted else self._num_unwanted + 1
+                self.queue.finish(group.ticket, group, rewards, is_wanted=is_wanted)
             self.changed.notify_all()
-        if self._num_unwanted >= self._max_unwanted:
-            raise RuntimeError(
-                f"{self._num_unwanted} groups in a row were refused, because their rewards are "
-                "equal, and asked for again. Make the task easier or harder, or take "
-                "MCAdvantage(zero_variance='keep')."
-            )
+        self.runner.wake.set()
+        if self.queue.error:
+            raise RuntimeError(self.queue.error)
 
-    def _drop(self, group: Group, reason: str) -> None:
-        """Account for a group that nobody trains; draw its prompt again if the ledger says so."""
-        self._prompts.owe(self._ledger.drop(group.ticket, reason), group.prompt)
-
-    async def _give_up(self, group: Group, reason: str) -> None:
-        """A group that runs is dropped."""
-        self.num_open -= group.num_open  # those that had not begun to run
-        group.num_open = 0
-        await self._groups_runner.give_up(group.episodes)
-        with self.changed:
-            del self._groups[group.ticket]
-            self._drop(group, reason)
-            self.changed.notify_all()
+    def _note_end(self, group: Group, number: int, end: EpisodeEnd | None) -> None:
+        if end is not None:
+            with self.changed:
+                self.queue.end_episode(group.ticket, number, end)
+        self._look_for_batch()
 
 
 # Evaluation beside training: every token of a point is drawn by one version of the weights.
@@ -664,57 +684,45 @@ class EvaluationPoint(NamedTuple):
     """Why there are none."""
 
 
-class Evaluator:
-    """Runs the episodes of an environment once, with whatever weights serve.
+async def draw_point(
+    env: EpisodeEnv, runner: AsyncEpisodeRunner, policy: AsyncPolicy, step: int
+) -> EvaluationPoint:
+    """Run the episodes of an environment once, with whatever weights serve.
 
-    Args:
-        env: with held-out data.
-        policy: takes the turns.
+    It takes the data from their beginning, one batch of the environment. Whoever calls it keeps the
+    weights as they are. If the engine dies, all is drawn again.
 
     Raises:
-        ValueError: environment and policy don't fit together.
+        RuntimeError: a token was drawn by other weights.
+        EngineDied: the engine died each of three times.
     """
-
-    def __init__(self, env: EpisodeEnv, policy: AsyncPolicy) -> None:
-        check_fit(env, policy.policy, who="evaluate")
-        self._env = env
-        self._policy = policy
-        self._runner = AsyncEpisodeRunner(env)
-        self._runner.allow(env.batch_size.numel())
-
-    async def run(self, step: int) -> EvaluationPoint:
-        """Take the data from their beginning, one batch of the environment.
-
-        Whoever calls it keeps the weights as they are. If the engine dies, all is drawn again.
-
-        Raises:
-            RuntimeError: a token was drawn by other weights.
-            EngineDied: the engine died each of three times.
-        """
-        for _ in range(MAX_DEATHS - 1):
-            try:
-                return await self._run_once(step)
-            except EngineDied as died:
-                _log.warning("The engine died under an evaluation, which begins again: %s", died)
-        return await self._run_once(step)
-
-    async def _run_once(self, step: int) -> EvaluationPoint:
-        for data in self._env.transforms_of(DataLoadingPrimer):
+    num_deaths = 0
+    while True:
+        for data in env.transforms_of(DataLoadingPrimer):
             data.rewind()
-        version = self._policy.version
-        size = self._env.batch_size.numel()
-        episodes = await asyncio.to_thread(self._runner.draw, size)
+        version = policy.version
+        episodes = await asyncio.to_thread(runner.draw, env.batch_size.numel())
         drawn = [episode for episode in episodes if episode.stop_reason != NO_DATA]
         try:
-            await run_together(self._runner.run(episode, self._policy) for episode in drawn)
-            further = self._env.reward_entries
-            rows = await asyncio.to_thread(scored_rows, self._runner, drawn, further)
+            await run_together(runner.run(episode, policy) for episode in drawn)
+            rows = await asyncio.to_thread(scored_rows, runner, drawn, env.reward_entries)
+        except EngineDied as died:
+            num_deaths += 1
+            if num_deaths == MAX_DEATHS:
+                raise
+            _log.warning("The engine died under an evaluation, which begins again: %s", died)
+            continue
         except asyncio.CancelledError:
-            self._runner.abandon()
+            runner.abandon()
             raise
         finally:
-            await asyncio.to_thread(self._runner.give_up, episodes)
-        _check_versions(rows, version)
+            await asyncio.to_thread(runner.give_up, episodes)
+        drawn_by = {v for row in rows for v in row.get(TOKEN_POLICY_VERSION).tolist() if v >= 0}
+        if drawn_by - {version}:
+            raise RuntimeError(
+                f"An evaluation of version {version} has tokens of {sorted(drawn_by - {version})}: "
+                "the weights were replaced while it ran."
+            )
         return EvaluationPoint(step, version, lazy_stack(rows))
 
 
@@ -723,31 +731,30 @@ class Evaluations:
 
     Args:
         producer: in whose event loop; it begins no group meanwhile.
-        policy: takes the turns.
-        timeline: notes how long it takes.
     """
 
-    def __init__(self, producer: Producer, policy: AsyncPolicy, timeline: Timeline) -> None:
+    def __init__(self, producer: Producer) -> None:
         self._producer = producer
-        self._policy = policy
-        self._timeline = timeline
         self._running: futures.Future[EvaluationPoint] | None = None
         self._points: deque[EvaluationPoint] = deque()
 
-    def ask(self, env: EpisodeEnv, step: int, *, wait: bool) -> EvaluationPoint | None:
+    def ask(self, env: EpisodeEnv, *, wait: bool) -> EvaluationPoint | None:
         """Evaluate the weights that serve now.
 
         Args:
             env: with held-out data.
-            step: of the training.
             wait: until it is over, and before for one that runs; else this one is skipped then.
         """
+        step = self._producer.ledger.version
         if wait or self._is_idle:
             self._settle()
-            evaluator = Evaluator(env, self._policy)
-            self._running = self._producer.submit(self._run(evaluator, step))
+            check_fit(env, self._producer.policy.policy, who="evaluate")
+            runner = AsyncEpisodeRunner(env)
+            runner.allow(env.batch_size.numel())
+            self._running = self._producer.submit(self._run(env, runner, step))
             return self._settle() if wait else None
-        skipped = EvaluationPoint(step, self._policy.version, None, "one was running")
+        version = self._producer.policy.version
+        skipped = EvaluationPoint(step, version, None, "one was running")
         self._points.append(skipped)
         return skipped
 
@@ -770,24 +777,11 @@ class Evaluations:
         self._running = None
         return None if running.cancelled() else running.result()
 
-    async def _run(self, evaluator: Evaluator, step: int) -> EvaluationPoint:
-        self._producer.hold()
-        try:
-            async with self._producer.weights:
-                with self._timeline.span("evaluate", "trainer", 2):
-                    point = await evaluator.run(step)
-        finally:
-            self._producer.release()
+    async def _run(self, env: EpisodeEnv, runner: AsyncEpisodeRunner, step: int) -> EvaluationPoint:
+        producer = self._producer
+        with producer.holding():
+            async with producer.weights:
+                with producer.timeline.span("evaluate", "trainer", 2):
+                    point = await draw_point(env, runner, producer.policy, step)
         self._points.append(point)
         return point
-
-
-def _check_versions(rows: Sequence[TensorDictBase], version: int) -> None:
-    for row in rows:
-        drawn = row.get(TOKEN_POLICY_VERSION)
-        others = set(drawn[drawn >= 0].tolist()) - {version}
-        if others:
-            raise RuntimeError(
-                f"An evaluation of version {version} has tokens of {sorted(others)}: the weights "
-                "were replaced while it ran."
-            )

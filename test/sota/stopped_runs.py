@@ -108,7 +108,7 @@ POINTS = {
     "streaming, in a push that is held back": Point(
         "collectors.streaming.collector.WeightPushes.wait", DRAW, 2
     ),
-    "streaming, in take": Point("collectors.streaming.collector.FinishedGroups.take"),
+    "streaming, in take": Point("collectors.streaming.producer.Producer.take"),
     "streaming, in a tool": Point(
         "torchrl_envs.tasks.reasoning_gym.Calculator.add", DRAW, 2, hangs=True
     ),

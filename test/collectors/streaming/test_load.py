@@ -171,7 +171,7 @@ def test_the_youngest_groups_are_given_back_and_run_again_with_their_seeds(stale
     ("staleness", "message"),
     [
         (Wait(4), "AsyncTransformersEngine does not tell how full its cache is"),
-        (OnPolicy(), r"on policy all episodes .* LoadCap\("),
+        (OnPolicy(), r"on policy all \d+ episodes .* max_inflight_tasks=LoadCap\("),
     ],
 )
 def test_a_load_that_nobody_tells_is_refused(staleness, message, chatml_tokenizer, make_tiny_model):

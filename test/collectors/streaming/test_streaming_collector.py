@@ -15,7 +15,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.transforms import Compose
 
 from collectors import Drop, LLMCollector, OnPolicy, StreamingCollector, Wait
-from collectors.streaming.producer import Evaluator
+from collectors.streaming.producer import draw_point
 from objectives import GRPOLoss, MCAdvantage
 from torchrl_envs import (
     ChatEnv,
@@ -27,6 +27,7 @@ from torchrl_envs import (
     RewardFunctions,
     StepCounter,
 )
+from torchrl_envs.episode.episode_env import AsyncEpisodeRunner
 from torchrl_modules import EngineDied, TransformersWrapper
 from torchrl_modules.engines.bridges import BatchingEngine
 from torchrl_modules.policies.base import AsyncPolicy
@@ -254,12 +255,12 @@ def test_an_evaluation_whose_engine_dies_begins_again(make_policy):
     policy, held_out = make_policy(), make_env(8, groups=1)
     engine = Failing(policy.engine, EngineDied("gone"))
     serving = BatchingEngine(engine)
-    evaluator = Evaluator(held_out, AsyncPolicy(policy, serving))
+    parts = (held_out, AsyncEpisodeRunner(held_out), AsyncPolicy(policy, serving))
     engine.fails = 2  # it draws all episodes at once
-    assert len(asyncio.run(evaluator.run(0)).trajectories) == N
+    assert len(asyncio.run(draw_point(*parts, 0)).trajectories) == N
     engine.fails = 3
     with pytest.raises(EngineDied, match="gone"):
-        asyncio.run(evaluator.run(0))
+        asyncio.run(draw_point(*parts, 0))
     serving.close()
     held_out.close()
 
