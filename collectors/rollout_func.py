@@ -81,7 +81,10 @@ def check_rollouts(
             f"rollout_func must return {list(REQUIRED)}; {missing} are missing, and there are "
             f"{sorted(map(str, outputs))}."
         )
-    columns = {str(key): _column(str(key), value, num_rows) for key, value in outputs.items()}
+    columns = {
+        str(key): _items(repr(str(key)), value, num_rows, "prompt")
+        for key, value in outputs.items()
+    }
     extra = [key for key in columns if key not in {*REQUIRED, ENV_MASK, TRUNCATED_ROWS}]
     return [
         _row({key: column[row] for key, column in columns.items()}, row, extra, vocab_size)
@@ -89,16 +92,17 @@ def check_rollouts(
     ]
 
 
-def _column(key: str, value: Any, num_rows: int) -> list[Any]:
+def _items(what: str, value: Any, num_items: int, per: str) -> list[Any]:
+    """A list with so many items, whatever it was."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise TypeError(
-            f"rollout_func: {key!r} must be a list with an item per prompt, got "
+            f"rollout_func: {what} must be a list with an item per {per}, got "
             f"{type(value).__name__}."
         )
-    if len(value) != num_rows:
+    if len(value) != num_items:
         raise ValueError(
-            f"rollout_func: {key!r} has {len(value)} items for {num_rows} prompts; it needs one "
+            f"rollout_func: {what} has {len(value)} items for {num_items} {per}s; it needs one "
             "for each, in order."
         )
     return list(value)
@@ -111,12 +115,14 @@ def _row(
     if not prompt:
         raise ValueError(f"rollout_func: {PROMPT_IDS!r} of row {row} is empty.")
     completion = _token_ids(COMPLETION_IDS, values[COMPLETION_IDS], row, vocab_size)
-    sampled = [True] * len(completion)
-    if ENV_MASK in values:
-        sampled = _aligned(ENV_MASK, values[ENV_MASK], row, len(completion))
-        if any(value not in (0, 1) for value in sampled):
-            raise ValueError(f"rollout_func: {ENV_MASK!r} of row {row} must hold 0 and 1 only.")
-    log_probs = _aligned(LOG_PROBS, values[LOG_PROBS], row, len(completion))
+    aligned = {
+        key: _items(f"{key!r} of row {row}", values[key], len(completion), "completion token")
+        for key in (LOG_PROBS, ENV_MASK)
+        if key in values
+    }
+    log_probs, sampled = aligned[LOG_PROBS], aligned.get(ENV_MASK, [True] * len(completion))
+    if any(value not in (0, 1) for value in sampled):
+        raise ValueError(f"rollout_func: {ENV_MASK!r} of row {row} must hold 0 and 1 only.")
     for i, (value, own) in enumerate(zip(log_probs, sampled, strict=True)):
         if not isinstance(value, int | float):
             raise TypeError(
@@ -153,21 +159,6 @@ def _token_ids(key: str, value: Any, row: int, vocab_size: int | None) -> list[i
         limit = "" if vocab_size is None else f"; the vocabulary has {vocab_size}"
         raise ValueError(f"rollout_func: {key!r} of row {row} holds the token id {bad[0]}{limit}.")
     return ids
-
-
-def _aligned(key: str, value: Any, row: int, num_tokens: int) -> list[Any]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(
-            f"rollout_func: {key!r} of row {row} must be a list with an item per completion token, "
-            f"got {type(value).__name__}."
-        )
-    if len(value) != num_tokens:
-        raise ValueError(
-            f"rollout_func: {key!r} of row {row} has {len(value)} items, but "
-            f"{COMPLETION_IDS!r} has {num_tokens} tokens."
-        )
-    return list(value)
 
 
 # For those who own their loop: a user's function makes the rollouts, the rest stays the same.
@@ -232,9 +223,12 @@ class RolloutFunctionCollector(Collector):
                 f"RolloutFunctionCollector: num_rollouts must hold whole groups of "
                 f"{data.group_size}, got {num_rollouts}."
             )
-        if reward_field is None and not (
-            isinstance(reward_functions, RewardFunctions) or reward_functions
-        ):
+        functions: RewardFunctions | None = None
+        if isinstance(reward_functions, RewardFunctions):
+            functions = reward_functions
+        elif reward_functions:
+            functions = RewardFunctions(reward_functions)
+        if reward_field is None and functions is None:
             raise ValueError(
                 "RolloutFunctionCollector: no reward. Give reward_functions=[...], or name with "
                 "reward_field= the field of rollout_func's result that is the reward."
@@ -243,11 +237,7 @@ class RolloutFunctionCollector(Collector):
         self.data = data
         self.num_rollouts = num_rollouts
         self.reward_field = reward_field
-        self.reward_functions: RewardFunctions | None = None
-        if isinstance(reward_functions, RewardFunctions):
-            self.reward_functions = reward_functions
-        elif reward_functions:
-            self.reward_functions = RewardFunctions(reward_functions)
+        self.reward_functions = functions
         super().__init__(
             policy,
             [data],
@@ -255,11 +245,10 @@ class RolloutFunctionCollector(Collector):
             total_episodes=total_rollouts,
             postproc=postproc,
             weight_updater=weight_updater,
-            reward_functions=[] if self.reward_functions is None else [self.reward_functions],
+            reward_functions=[] if functions is None else [functions],
         )
         self.total_rollouts = total_rollouts
-        calls = ConcurrentCalls()
-        self._runner = EpisodeRunner(calls, ToolDispatcher())
+        self._runner = EpisodeRunner(ConcurrentCalls(), ToolDispatcher())
         self._runner.set_transforms([data])
 
     @property
@@ -294,7 +283,10 @@ class RolloutFunctionCollector(Collector):
         batch = TensorDict({}, batch_size=[len(episodes)])
         write_conversations(batch, PROMPT, Conversations.cat([e.conversation for e in episodes]))
         write_flags(batch, episodes)
-        write_rewards(batch, episodes, self._reward_names, dense=False)
+        names = [] if self.reward_field is None else [self.reward_field]
+        if self.reward_functions is not None:
+            names += self.reward_functions.reward_names
+        write_rewards(batch, episodes, names, dense=False)
         write_episodes(batch, episodes, loads_data=True, has_tools=False)
         rows = trajectory_rows(batch, range(len(episodes)))
         return lazy_stack([row for own in rows for row in own]), len(episodes)
@@ -302,7 +294,7 @@ class RolloutFunctionCollector(Collector):
     def _roll_out(self, episodes: Sequence[Episode]) -> None:
         """Let the function fill the episodes."""
         prompts = [episode.query for episode in episodes]
-        version = self.policy_version
+        version = self.policy_version  # before the function may push another one
         rollouts = check_rollouts(
             self.rollout_func(list(prompts), self),
             len(episodes),
@@ -320,11 +312,6 @@ class RolloutFunctionCollector(Collector):
             else:
                 episode.terminate(ANSWERED)
             episode.memory = {_FIELDS: rollout.extra}
-
-    @property
-    def _reward_names(self) -> list[str]:
-        own = [] if self.reward_field is None else [self.reward_field]
-        return own if self.reward_functions is None else own + self.reward_functions.reward_names
 
     def _score(self, episodes: Sequence[Episode]) -> None:
         fields = [episode.memory[_FIELDS] for episode in episodes]

@@ -217,7 +217,7 @@ def test_generated_completions(scripted, chatml_tokenizer):
     [
         ({"logprobs": None}, ValueError, r"\['logprobs'\] are missing"),
         ({"logprobs": [[-0.5, 0.0, -0.2]]}, ValueError, "'logprobs' has 1 items for 2 prompts"),
-        ({"logprobs": [[-0.5], [-1.0]]}, ValueError, "'logprobs' of row 0 has 1 items, .* 3 tok"),
+        ({"logprobs": [[-0.5], [-1.0]]}, ValueError, "'logprobs' of row 0 has 1 items for 3 comp"),
         ({"logprobs": [[-1, -1, -1], [0.5]]}, ValueError, "'logprobs' of row 1 .* got 0.5"),
         ({"logprobs": [[-1, -1, math.nan], [-1]]}, ValueError, "'logprobs' of row 0 .* token 2"),
         ({"logprobs": [[-1, -1, [-1]], [-1]]}, TypeError, "'logprobs' of row 0 .* number per"),
