@@ -400,26 +400,19 @@ class RayLLMCollector(BackgroundCollector):
         self._owns_ray = start_ray(ray_init_config)
         self._follows_load = is_cap
         remote_config = dict(remote_config or {})
-        updater = _RemoteUpdater(self, to_copies=policy_factory is None)
+        self._updater = _RemoteUpdater(self, to_copies=policy_factory is None)
         super().__init__(
             policy,
             [],
             replay_buffer=replay_buffer,
             total_episodes=total_trajectories,
             postproc=postproc,
-            weight_updater=updater,
+            weight_updater=self._updater,
         )
         self.staleness = Wait() if staleness is None else staleness
-        self._updater = updater
-        self._actor = (
-            ray.remote(LedgerService)
-            .options(
-                num_cpus=0,
-                max_concurrency=1000,
-                **{k: v for k, v in remote_config.items() if k == "runtime_env"},
-            )
-            .remote(env, groups_per_step=groups_per_step, staleness=self.staleness)
-        )
+        runtime = {k: v for k, v in remote_config.items() if k == "runtime_env"}
+        service = ray.remote(LedgerService).options(num_cpus=0, max_concurrency=1000, **runtime)
+        self._actor = service.remote(env, groups_per_step=groups_per_step, staleness=self.staleness)
         try:
             self._ledger_client = LedgerClient(self._actor)
             self.groups_per_step, self.group_size, num_slots = self._ledger_client.ask("open")
@@ -453,12 +446,16 @@ class RayLLMCollector(BackgroundCollector):
         self._ledger: GroupLedger | None = None
         self._is_closed = False
         if is_cap or not getattr(self.staleness, "recompute", True):
-            try:  # A collector says whether its engine can do what is asked of it.
-                self._supervisor.ask(self._supervisor.ready())
-            except RuntimeError as error:
-                self.async_shutdown()
-                cause = getattr(error.__cause__, "cause", None)
-                raise (error if cause is None else cause) from error
+            self._wait_for_engine()
+
+    def _wait_for_engine(self) -> None:
+        """Wait until a collector has said whether its engine can do what is asked of it."""
+        try:
+            self._supervisor.ask(self._supervisor.ready())
+        except RuntimeError as error:
+            self.async_shutdown()
+            cause = getattr(error.__cause__, "cause", None)
+            raise (error if cause is None else cause) from error
 
     @property
     def _is_lockstep(self) -> bool:

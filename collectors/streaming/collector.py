@@ -307,12 +307,7 @@ class StreamingCollector(BackgroundCollector):
             weight_updater=updater,
             reward_functions=list(env.transforms_of(RewardFunctions)),
         )
-        serves = engine
-        if serves is None and self.ledger.is_on_policy:
-            serves = BatchingEngine(
-                policy.engine, num_expected=lambda: self._producer.num_expected()
-            )
-        serves = serves or open_async(policy.engine)
+        serves = self._engine_of(policy) if engine is None else engine
         try:
             check_adapters(serves, ages)
             cap = cap_of(serves, self.ledger.num_slots, max_inflight_tasks, who=WHO)
@@ -336,6 +331,11 @@ class StreamingCollector(BackgroundCollector):
         self._evaluations = Evaluations(self._producer)
         self._since_s = time.monotonic()
         self._is_closed = False
+
+    def _engine_of(self, policy: LLMWrapperBase) -> AsyncEngine:
+        if not self.ledger.is_on_policy:
+            return open_async(policy.engine)
+        return BatchingEngine(policy.engine, num_expected=lambda: self._producer.num_expected())
 
     # Collecting ---------------------------------------------------------------------------------
 
