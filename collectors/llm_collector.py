@@ -370,15 +370,13 @@ class BackgroundCollector(Collector):
     for them, and ``state()`` and ``load(state)``: of the ledger, the place in the data, and the
     rows of the groups that wait."""
 
-    @property
-    @abstractmethod
-    def _is_lockstep(self) -> bool:
-        """Whether generation and training take turns."""
+    _is_lockstep: bool
+    """Generation and training take turns."""
 
     @property
-    @abstractmethod
     def _pushed_version(self) -> int:
         """The version of the weights that were pushed last."""
+        return self.policy_version
 
     @abstractmethod
     def _wait_for_push(self) -> None:

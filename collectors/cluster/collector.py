@@ -410,6 +410,7 @@ class RayLLMCollector(BackgroundCollector):
             weight_updater=self._updater,
         )
         self.staleness = Wait() if staleness is None else staleness
+        self._is_lockstep = self.staleness.max_staleness == 0
         runtime = {k: v for k, v in remote_config.items() if k == "runtime_env"}
         service = ray.remote(LedgerService).options(num_cpus=0, max_concurrency=1000, **runtime)
         self._actor = service.remote(env, groups_per_step=groups_per_step, staleness=self.staleness)
@@ -441,8 +442,7 @@ class RayLLMCollector(BackgroundCollector):
         self._ledger_client.supervisor = self._supervisor
         self._version = 0
         self._push_under_way: Future[None] | None = None
-        self._wait_s = 0.0
-        self._since_s = time.monotonic()
+        self._wait_s, self._since_s = 0.0, time.monotonic()
         self._ledger: GroupLedger | None = None
         self._is_closed = False
         if is_cap or not getattr(self.staleness, "recompute", True):
@@ -456,10 +456,6 @@ class RayLLMCollector(BackgroundCollector):
             self.async_shutdown()
             cause = getattr(error.__cause__, "cause", None)
             raise (error if cause is None else cause) from error
-
-    @property
-    def _is_lockstep(self) -> bool:
-        return self.staleness.max_staleness == 0
 
     # Collecting ---------------------------------------------------------------------------------
 
@@ -499,10 +495,6 @@ class RayLLMCollector(BackgroundCollector):
     @property
     def policy_version(self) -> int:
         """The version that collectors have acknowledged, or are being given."""
-        return self._version
-
-    @property
-    def _pushed_version(self) -> int:
         return self._version
 
     def _push(

@@ -322,7 +322,7 @@ class StreamingCollector(BackgroundCollector):
                 timeline=self.timeline,
                 cap=cap,
             )
-            self._source = self._producer
+            self._source, self._is_lockstep = self._producer, self.ledger.is_on_policy
             self._weights = WeightPushes(self._producer, updater)
         except BaseException:
             if engine is None:
@@ -398,10 +398,6 @@ class StreamingCollector(BackgroundCollector):
     def policy_version(self) -> int:
         """The version that new tokens are stamped with."""
         return self._async_policy.version
-
-    @property
-    def _is_lockstep(self) -> bool:
-        return self.ledger.is_on_policy
 
     @property
     def _pushed_version(self) -> int:

@@ -304,9 +304,8 @@ class GroupRunner:
         """Give back what nobody will score, and end the threads; no group runs any more."""
         self.episodes.abandon()  # what is being scored: wait for no reward
         left = [episode for group in self.groups.values() for episode in group.episodes]
-        self.groups.clear()
         if left:
-            await self._in_thread(self.episodes.give_up, left)
+            await asyncio.to_thread(self.episodes.give_up, left)
         await asyncio.to_thread(self._finishers.shutdown)
 
 

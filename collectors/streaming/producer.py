@@ -611,6 +611,7 @@ class Producer(LoopThread):
         await self.runner.end()
         self.queue.close()
         with self.changed:
+            self.runner.groups.clear()
             self.ledger.return_all()
             self.changed.notify_all()
 
