@@ -420,6 +420,8 @@ class LedgerClient:
         except Exception as error:
             if not is_death(error):
                 raise
+            if self.supervisor is not None:
+                self.supervisor.check_open()  # which may know why
             raise CollectorDied(f"{WHO}: the actor of the ledger is gone: {error}") from error
 
     def take_batch(self) -> tuple[list[TensorDictBase], int]:
