@@ -50,19 +50,6 @@ def write_token_entry(
     batch.set(TOKEN_ENTRIES, NonTensorData(noted, batch_size=batch.batch_size))
 
 
-def read_token_entry(
-    batch: TensorDictBase, key: NestedKey, row: int, num_tokens: int
-) -> Tensor | None:
-    """One row of a per-token entry, without padding."""
-    # Gives [T_i, ...], or `None` if there is no such per-token entry.
-    note = batch.get(TOKEN_ENTRIES, None)
-    if note is None or key not in note.data:
-        return None
-    value = batch.get(key)[row, :num_tokens]
-    missing = num_tokens - len(value)
-    return value if not missing else torch.cat([value, value.new_zeros(missing, *value.shape[1:])])
-
-
 def token_entries_of_row(
     batch: TensorDictBase, row: int, num_tokens: int
 ) -> dict[NestedKey, Tensor]:
@@ -70,9 +57,9 @@ def token_entries_of_row(
     note = batch.get(TOKEN_ENTRIES, None)
     found: dict[NestedKey, Tensor] = {}
     for key, row_key in ({} if note is None else note.data).items():
-        value = read_token_entry(batch, key, row, num_tokens)
-        if value is not None:
-            found[row_key] = value
+        value = batch.get(key)[row, :num_tokens]
+        missing = value.new_zeros(num_tokens - len(value), *value.shape[1:])
+        found[row_key] = torch.cat([value, missing]) if len(missing) else value
     return found
 
 
@@ -157,7 +144,11 @@ class Score:
         nan_applies: bool = True,
     ) -> None:
         """Add what a source's call gave: a number, ``None`` (it does not apply), or an error."""
-        self.add(name, _row_reward(outcome, who, nan_applies), weight=weight)
+        if outcome.error is None:
+            given = RowReward(*number_or_error(outcome.value, who, nan_applies))
+        else:
+            given = RowReward(error=raised_text(outcome.error, who))
+        self.add(name, given, weight=weight)
 
 
 def write_scores(
@@ -243,12 +234,6 @@ def raised_text(error: BaseException, who: str) -> str:
     return f"{who} raised {''.join(traceback.format_exception(error))[-2048:]}"
 
 
-def _row_reward(outcome: Outcome, who: str, nan_applies: bool) -> RowReward:
-    if outcome.error is not None:
-        return RowReward(error=raised_text(outcome.error, who))
-    return RowReward(*number_or_error(outcome.value, who, nan_applies))
-
-
 # What an environment says on reset, and where in the conversation it goes.
 
 
@@ -256,7 +241,10 @@ def with_observation(query: Any, observation: Any) -> Any:
     """The query with an observation, in its last message if that is the user's, or in one more."""
     if observation is None or observation in ("", []):
         return query
-    if not isinstance(observation, str) and not _are_parts(observation):
+    if not isinstance(observation, str) and not (
+        isinstance(observation, list)
+        and all(isinstance(part, Mapping) and "type" in part for part in observation)
+    ):
         raise TypeError(
             "An environment's reset returns a string, a list of content parts or None, got "
             f"{type(observation).__name__}."
@@ -270,23 +258,16 @@ def with_observation(query: Any, observation: Any) -> Any:
     return [*query, {"role": "user", "content": observation}]
 
 
-def _are_parts(observation: Any) -> bool:
-    return isinstance(observation, list) and all(
-        isinstance(part, Mapping) and "type" in part for part in observation
-    )
-
-
 def _joined(content: str | list[Any], observation: str | list[Any]) -> str | list[Any]:
     """A message's content and an observation after it; parts as soon as one of them has parts."""
     if not content:
         return observation
     if isinstance(content, str) and isinstance(observation, str):
         return f"{content}\n\n{observation}"
-    return [*_parts(content), *_parts(observation)]
-
-
-def _parts(content: str | list[Any]) -> list[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts: list[Any] = []
+    for each in (content, observation):
+        parts += [{"type": "text", "text": each}] if isinstance(each, str) else each
+    return parts
 
 
 # Rows of different lengths stacked into one batch: nested, or padded on the left.

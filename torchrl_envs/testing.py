@@ -131,9 +131,7 @@ def check_env(
         EnvironmentRuleError: a rule is broken; the message says how.
     """
     make_env = env if not isinstance(env, EnvBase) else None
-    trial = Trial(
-        make_env or (lambda: env), ScriptedSettings(tokenizer, tuple(turns)), num_steps, reset
-    )
+    trial = Trial(make_env or (lambda: env), tokenizer, turns, num_steps, reset)
     for rule in (_check_reset, _check_specs, _check_steps, _check_partial_reset):
         with _closing(trial.make_env(), make_env is not None) as built:
             rule(trial, built)
@@ -142,31 +140,37 @@ def check_env(
     _check_close(trial)
 
 
-class ScriptedSettings(NamedTuple):
-    """What the policy of a trial says."""
-
-    tokenizer: "PreTrainedTokenizerBase"
-    turns: tuple[str, ...]
-
-
 class Trial(NamedTuple):
     """How an environment is built, reset and played."""
 
     make_env: Callable[[], Any]
-    script: ScriptedSettings
+    tokenizer: "PreTrainedTokenizerBase"
+    turns: Sequence[str]
     num_steps: int
     given: Callable[[], TensorDictBase] | None
 
     def reset(self, env: Any) -> TensorDictBase:
         """The batch after a reset of all rows."""
-        try:
+        with _keeping("reset"):
             return env.reset() if self.given is None else env.reset(self.given())
-        except Exception as error:
-            raise EnvironmentRuleError("reset", f"{type(error).__name__}: {error}") from error
 
     def policy(self) -> ScriptedTurns:
         """A policy at the beginning of its script."""
-        return ScriptedTurns(*self.script)
+        return ScriptedTurns(self.tokenizer, self.turns)
+
+
+@contextmanager
+def _keeping(rule: str) -> Iterator[None]:
+    """Whatever is raised inside breaks a rule."""
+    try:
+        yield
+    except Exception as error:
+        raise EnvironmentRuleError(rule, f"{type(error).__name__}: {error}") from error
+
+
+def _require(holds: bool, rule: str, message: str) -> None:
+    if not holds:
+        raise EnvironmentRuleError(rule, message)
 
 
 @contextmanager
@@ -179,14 +183,8 @@ def _closing(env: Any, is_own: bool) -> Iterator[Any]:
             env.close(raise_if_closed=False)
         raise
     if is_own:
-        _close(env)
-
-
-def _close(env: Any) -> None:
-    try:
-        env.close(raise_if_closed=False)
-    except Exception as error:
-        raise EnvironmentRuleError("close", f"{type(error).__name__}: {error}") from error
+        with _keeping("close"):
+            env.close(raise_if_closed=False)
 
 
 def _prompt(batch: TensorDictBase, rule: str) -> Conversations:
@@ -200,13 +198,12 @@ def _check_reset(trial: Trial, env: Any) -> None:
     batch = trial.reset(env)
     prompt = _prompt(batch, "reset")
     for row in range(batch.numel()):
-        if not prompt.messages(row) and not prompt.num_tokens(row):
-            raise EnvironmentRuleError("reset", f"the prompt of row {row} is empty.")
+        holds_something = bool(prompt.messages(row)) or prompt.num_tokens(row) > 0
+        _require(holds_something, "reset", f"the prompt of row {row} is empty.")
     for key in _FLAGS:
         flag = batch.get(key, None)
-        if flag is not None and bool(flag.any()):
-            rows = flag.view(-1).nonzero().view(-1).tolist()
-            raise EnvironmentRuleError("reset", f"rows {rows} are {key} right after a reset.")
+        rows = [] if flag is None else flag.view(-1).nonzero().view(-1).tolist()
+        _require(not rows, "reset", f"rows {rows} are {key} right after a reset.")
 
 
 def _check_specs(trial: Trial, env: Any) -> None:
@@ -214,10 +211,8 @@ def _check_specs(trial: Trial, env: Any) -> None:
     if start is not None:
         known = set(env.full_observation_spec.keys(True, True)) | set(_FLAGS)
         start = start.select(*known)
-    try:
+    with _keeping("specs"):
         check_env_specs(env, tensordict=start)
-    except Exception as error:
-        raise EnvironmentRuleError("specs", f"{type(error).__name__}: {error}") from error
 
 
 def _check_steps(trial: Trial, env: Any) -> None:
@@ -255,12 +250,9 @@ def _check_flags(batch: TensorDictBase, env: Any) -> None:
         if flag is None or flag.dtype != torch.bool or tuple(flag.shape) != shape:
             found = "nothing" if flag is None else f"{flag.dtype} {tuple(flag.shape)}"
             raise EnvironmentRuleError("step", f"{key} must be bool {shape}, found {found}.")
-    either = batch.get(TERMINATED) | batch.get(TRUNCATED)
-    if not torch.equal(batch.get(DONE), either):
-        rows = (batch.get(DONE) ^ either).view(-1).nonzero().view(-1).tolist()
-        raise EnvironmentRuleError(
-            "step", f"done must be terminated or truncated; rows {rows} are not."
-        )
+    wrong = batch.get(DONE) ^ (batch.get(TERMINATED) | batch.get(TRUNCATED))
+    rows = wrong.view(-1).nonzero().view(-1).tolist()
+    _require(not rows, "step", f"done must be terminated or truncated; rows {rows} are not.")
 
 
 def _check_row(row: int, full: Conversations, after: Conversations, sampled: list[int]) -> None:
@@ -274,12 +266,9 @@ def _check_row(row: int, full: Conversations, after: Conversations, sampled: lis
             f"token {at} of {len(ids)}. Only append messages, with append_messages().",
         )
     marked = after.token_ids(row)[after.assistant_mask(row)].tolist()
-    if marked != sampled:
-        raise EnvironmentRuleError(
-            "mask",
-            f"the assistant mask of row {row} has {len(marked)} tokens, the policy sampled "
-            f"{len(sampled)}, and they are not the same.",
-        )
+    lengths = f"{len(marked)} tokens, the policy sampled {len(sampled)}"
+    message = f"the assistant mask of row {row} has {lengths}, and they are not the same."
+    _require(marked == sampled, "mask", message)
 
 
 def _check_untouched(
@@ -290,17 +279,16 @@ def _check_untouched(
     following: TensorDictBase,
 ) -> None:
     same = after.ids(row) == before.ids(row) and after.messages(row) == before.messages(row)
-    if not same:
-        raise EnvironmentRuleError(
-            "done rows",
-            f"row {row} took no part in the step, but its prompt changed. Write to the rows of "
-            "active_rows(tensordict) only.",
-        )
+    changed = "" if same else "prompt"
     for key, values in flags.items():
-        if bool(values.view(-1)[row]) != bool(following.get(key).view(-1)[row]):
-            raise EnvironmentRuleError(
-                "done rows", f"row {row} took no part in the step, but its {key} changed."
-            )
+        if not changed and bool(values.view(-1)[row]) != bool(following.get(key).view(-1)[row]):
+            changed = key
+    _require(
+        not changed,
+        "done rows",
+        f"row {row} took no part in the step, but its {changed} changed. Write to the rows of "
+        "active_rows(tensordict) only.",
+    )
 
 
 def _check_partial_reset(trial: Trial, env: Any) -> None:
@@ -317,29 +305,24 @@ def _check_partial_reset(trial: Trial, env: Any) -> None:
     batch = env.reset(batch)
     after = _prompt(batch, "partial reset")
     for row in range(1, batch.numel()):
-        if after[row] != before[row]:
-            raise EnvironmentRuleError(
-                "partial reset",
-                f"row {row} was not reset, but its prompt changed. Reset those of '_reset' only.",
-            )
-    if bool(after.assistant_mask(0).any()):
-        raise EnvironmentRuleError(
-            "partial reset", "row 0 was reset, but its prompt holds what the policy had said."
-        )
-    if bool(batch.get(DONE).view(-1)[0]):
-        raise EnvironmentRuleError("partial reset", "row 0 is done right after it was reset.")
+        message = f"row {row} was not reset, but its prompt changed. Reset those of '_reset' only."
+        _require(after[row] == before[row], "partial reset", message)
+    is_new, is_done = not after.assistant_mask(0).any(), bool(batch.get(DONE).view(-1)[0])
+    message = "row 0 was reset, but its prompt holds what the policy had said."
+    _require(is_new, "partial reset", message)
+    _require(not is_done, "partial reset", "row 0 is done right after it was reset.")
 
 
 def _check_determinism(trial: Trial) -> None:
     first, second = _seeded_run(trial), _seeded_run(trial)
     for step, (one, other) in enumerate(zip(first, second, strict=False)):
         for name, value in one.items():
-            if other[name] != value:
-                raise EnvironmentRuleError(
-                    "determinism",
-                    f"with the same seed, {name} differs after {step} steps: {value!r:.200} and "
-                    f"{other[name]!r:.200}. Draw from the seed that set_seed or a reset gives.",
-                )
+            _require(
+                other[name] == value,
+                "determinism",
+                f"with the same seed, {name} differs after {step} steps: {value!r:.200} and "
+                f"{other[name]!r:.200}. Draw from the seed that set_seed or a reset gives.",
+            )
 
 
 def _seeded_run(trial: Trial) -> list[dict[str, Any]]:
@@ -383,11 +366,11 @@ def _check_close(trial: Trial) -> None:
         batch = trial.reset(env)
         env.step(trial.policy()(batch))
     finally:
-        _close(env)
-    if not env.is_closed:
-        raise EnvironmentRuleError("close", "is_closed is False after close().")
+        with _keeping("close"):
+            env.close(raise_if_closed=False)
+    _require(env.is_closed, "close", "is_closed is False after close().")
     deadline = time.monotonic() + _THREADS_S
     while left := [t.name for t in set(threading.enumerate()) - threads if t.is_alive()]:
-        if time.monotonic() > deadline:
-            raise EnvironmentRuleError("close", f"threads {left} run on after close().")
+        is_early = time.monotonic() < deadline
+        _require(is_early, "close", f"threads {left} run on after close().")
         time.sleep(0.01)

@@ -126,11 +126,6 @@ class _Items(list[Any]):
             yield from self._array[start : start + _ITEMS].tolist()
 
 
-def _array_items(array: Any) -> Any:
-    is_scalar = getattr(array, "ndim", 1) == 0 or not hasattr(type(array), "__len__")
-    return array.tolist() if is_scalar else _Items(array)
-
-
 _PLAIN: Final[tuple[Callable[[Any], Any], ...]] = (
     lambda v: sorted(v, key=repr) if isinstance(v, Set) else None,
     lambda v: (
@@ -139,7 +134,11 @@ _PLAIN: Final[tuple[Callable[[Any], Any], ...]] = (
         else None
     ),
     lambda v: v.model_dump(mode="json") if hasattr(type(v), "model_dump") else None,
-    lambda v: _array_items(v) if hasattr(type(v), "tolist") else None,
+    lambda v: (
+        (v.tolist() if getattr(v, "ndim", 1) == 0 or not hasattr(type(v), "__len__") else _Items(v))
+        if hasattr(type(v), "tolist")
+        else None
+    ),
     lambda v: v.decode("utf-8", errors="replace") if isinstance(v, bytes) else None,
 )
 
@@ -208,22 +207,19 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
         if opening is None:
             if fence is not None:
                 opening, start, lines = fence, position, []
-        elif fence is not None and _closes(fence, opening):
+        elif (
+            fence is not None
+            and not fence["info"].strip()
+            and len(fence["ticks"]) >= len(opening["ticks"])
+        ):
             yield _block(opening, lines, start, is_closed=True)
             opening = None
         else:
-            lines.append(_unindented(line, len(opening["indent"])))
+            indent = min(len(opening["indent"]), len(line) - len(line.lstrip(" \t")))
+            lines.append(line[indent:])
         position += len(line) + 1
     if opening is not None:
         yield _block(opening, lines, start, is_closed=False)
-
-
-def _closes(fence: re.Match[str], opening: re.Match[str]) -> bool:
-    return not fence["info"].strip() and len(fence["ticks"]) >= len(opening["ticks"])
-
-
-def _unindented(line: str, width: int) -> str:
-    return line[min(width, len(line) - len(line.lstrip(" \t"))) :]
 
 
 def _block(opening: re.Match[str], lines: list[str], start: int, *, is_closed: bool) -> CodeBlock:

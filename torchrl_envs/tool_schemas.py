@@ -54,7 +54,15 @@ def make_validator(schema: dict[str, Any]) -> Validator:
         if keyword == "patternProperties" and isinstance(value, Mapping):
             patterns = list(value)
         for pattern in patterns:
-            _check_pattern(pattern)
+            if not isinstance(pattern, str):  # an argument of that name
+                continue
+            if len(pattern) > _MAX_PATTERN:
+                size = f"a pattern has {len(pattern)} characters"
+                raise SchemaError(f"{size}, more than {_MAX_PATTERN}")
+            try:
+                regex.compile(pattern)
+            except regex.error as error:
+                raise SchemaError(f"{pattern!r:.200} is no pattern: {error}") from error
     if {"unevaluatedProperties", "patternProperties"} <= keywords:
         raise SchemaError("unevaluatedProperties beside patternProperties is not supported")
     # A registry of its own, so that a reference to somewhere else is never fetched.
@@ -78,17 +86,6 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
             waiting += [value for key, value in node.items() if key not in _LITERAL]
         elif isinstance(node, list):
             waiting += node
-
-
-def _check_pattern(pattern: Any) -> None:
-    if not isinstance(pattern, str):  # an argument of that name
-        return
-    if len(pattern) > _MAX_PATTERN:
-        raise SchemaError(f"a pattern has {len(pattern)} characters, more than {_MAX_PATTERN}")
-    try:
-        regex.compile(pattern)
-    except regex.error as error:
-        raise SchemaError(f"{pattern!r:.200} is no pattern: {error}") from error
 
 
 def _remaining_s() -> float:

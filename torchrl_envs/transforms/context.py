@@ -37,16 +37,14 @@ class DropReasoning(EpisodeTransform):
         messages = episode.messages
         roles = [message["role"] for message in messages]
         last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else 0
-        earlier = [without_reasoning(message) for message in messages[:last_user]]
+        earlier = [_without_reasoning(message) for message in messages[:last_user]]
         if earlier != messages[:last_user]:
             episode.rewrite([*earlier, *messages[last_user:]])
 
 
-def without_reasoning(message: Message) -> Message:
+def _without_reasoning(message: Message) -> Message:
     """A message without its reasoning, or the message itself if it has none."""
-    if message["role"] != "assistant":
-        return message
-    parts = split_reasoning(message)
+    parts = split_reasoning(message) if message["role"] == "assistant" else message
     if parts.get("reasoning_content") is None:
         return message
     return {key: value for key, value in parts.items() if key != "reasoning_content"}
@@ -109,7 +107,11 @@ class FoldContext(EpisodeTransform):
         """Fold the history of an episode if it is long enough."""
         prompt, later = self._split(episode)
         folded = later[: len(later) - self.keep_last]
-        if not folded or not self._is_long(episode, later):
+        num_turns = sum(message["role"] == "assistant" for message in later)
+        by_turns = self.max_turns is not None and num_turns >= self.max_turns
+        num_tokens = episode.conversation.num_tokens(0)
+        by_tokens = self.max_tokens is not None and num_tokens >= self.max_tokens
+        if not folded or not (by_turns or by_tokens):
             return
         call = functools.partial(self.summarize, folded)
         (outcome,) = await self.call(call, timeout_s=self.timeout_s)
@@ -131,12 +133,6 @@ class FoldContext(EpisodeTransform):
         prompt, summary = folded
         after = messages[len(with_observation(prompt, summary)) :]
         return prompt, [{"role": "user", "content": summary}, *after]
-
-    def _is_long(self, episode: Episode, later: Sequence[Message]) -> bool:
-        num_turns = sum(message["role"] == "assistant" for message in later)
-        by_turns = self.max_turns is not None and num_turns >= self.max_turns
-        num_tokens = episode.conversation.num_tokens(0)
-        return by_turns or (self.max_tokens is not None and num_tokens >= self.max_tokens)
 
 
 # A budget of tokens for a whole episode, known before each turn.
@@ -240,36 +236,28 @@ class TokenBudget(EpisodeTransform):
         """The conversation encoded, with what waited in it cut so that a turn fits."""
         assert self.encoder is not None
         encoded = self.encoder.encode_rows(waiting).conversations
-        left = self._left(encoded)[0]
+        excess = self.min_turn_tokens - self._left(encoded)[0]
         # An opening is the prompt's business, not an observation's.
-        if left < self.min_turn_tokens and waiting.position(0).num_encoded:
-            return self._cut_observations(waiting, self.min_turn_tokens - left)
-        return encoded
-
-    def _cut_observations(self, waiting: Conversations, excess: int) -> Conversations:
-        """One conversation, encoded, whose new messages are cut by at least so many tokens."""
-        assert self.encoder is not None
+        if excess <= 0 or not waiting.position(0).num_encoded:
+            return encoded
         messages = waiting.waiting_messages(0)
         contents = [m["content"] if isinstance(m["content"], str) else "" for m in messages]
         ids = self.encoder.guard.encode_texts(contents)
-        encoded = waiting
         for _ in range(_MAX_CUTS):
             cap = _cap([len(row) for row in ids], excess)
-            shorter = [self._cut(m, row, cap) for m, row in zip(messages, ids, strict=True)]
+            shorter: list[Message] = []
+            for message, row in zip(messages, ids, strict=True):
+                if len(row) > cap:
+                    # Half a character at the cut is dropped.
+                    kept = self.encoder.decode([list(row[:cap])])[0].rstrip("\ufffd")
+                    message = {**message, "content": kept + CUT_MARK}
+                shorter.append(message)
             encoded = self.encoder.encode_waiting(waiting.replace_waiting([shorter]))
             missing = self.min_turn_tokens - self._left(encoded)[0]
             if missing <= 0 or cap == 0:
                 break
             excess += missing
         return encoded
-
-    def _cut(self, message: Message, ids: Sequence[int], cap: int) -> Message:
-        assert self.encoder is not None
-        if len(ids) <= cap:
-            return message
-        # Half a character at the cut is dropped.
-        kept = self.encoder.decode([list(ids[:cap])])[0].rstrip("\ufffd")
-        return {**message, "content": kept + CUT_MARK}
 
 
 def _cap(lengths: Sequence[int], excess: int) -> int:

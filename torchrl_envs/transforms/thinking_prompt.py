@@ -112,7 +112,8 @@ class AddThinkingPrompt(EpisodeTransform):
         if self.cond(self._shown(episode)):
             episode.memory = {**episode.memory, self.key: num_asked + 1}
             episode.resume()
-            episode.say({"role": self.role, "content": self._words()})
+            words = self._rng.choice(self.prompts) if self.random_prompt else self.prompts[0]
+            episode.say({"role": self.role, "content": words})
 
     def _shown(self, episode: Episode) -> TensorDictBase:
         """What the condition sees of an episode."""
@@ -128,6 +129,3 @@ class AddThinkingPrompt(EpisodeTransform):
             if not isinstance(parts, Exception) and parts[REWARD] is not None:
                 shown.set(REWARD, torch.tensor([[float(parts[REWARD])]]))
         return shown
-
-    def _words(self) -> str:
-        return self._rng.choice(self.prompts) if self.random_prompt else self.prompts[0]
