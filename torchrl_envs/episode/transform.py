@@ -336,16 +336,11 @@ class TrajectoryTransform(EpisodeTransform):
         for episode, rows in zip(episodes, found, strict=True):
             for key in self.results:
                 episode.token_entries[key] = torch.cat([row.results[key].detach() for row in rows])
-            penalty = self._penalty(rows)
-            if penalty is not None:
-                episode.score.add(self.penalty_name, RowReward(penalty), scores=False)
-
-    def _penalty(self, rows: Sequence[TokenRow]) -> float | Tensor | None:
-        penalties = [row.penalty.detach() for row in rows if row.penalty is not None]
-        if not penalties:
-            return None
-        total = torch.cat(penalties)
-        return total if self.dense else float(total.sum())
+            penalties = [row.penalty.detach() for row in rows if row.penalty is not None]
+            if penalties:
+                total = torch.cat(penalties)
+                reward = RowReward(total if self.dense else float(total.sum()))
+                episode.score.add(self.penalty_name, reward, scores=False)
 
     # On a batch of trajectories -----------------------------------------------------------------
 
@@ -413,7 +408,7 @@ class TrajectoryTransform(EpisodeTransform):
             return
         penalty = tokens.penalty.detach()
         if not self.dense:
-            penalty = _at_last(penalty.sum(), tokens.assistant_mask)
+            penalty = dense_reward(penalty.sum(), None, tokens.assistant_mask).squeeze(-1)
         if keep is not None and reward.numel() == len(keep):
             reward = reward[keep]
         row.set(key, _padded(dense_reward(reward, penalty, tokens.assistant_mask), keep))
@@ -452,7 +447,3 @@ def _padded(values: Tensor, keep: Tensor | None) -> Tensor:
         return values
     out = values.new_zeros(len(keep), *values.shape[1:])
     return out.index_put((keep.nonzero().squeeze(-1),), values)
-
-
-def _at_last(value: Tensor, assistant_mask: Tensor) -> Tensor:
-    return dense_reward(value, None, assistant_mask).squeeze(-1)

@@ -77,37 +77,23 @@ def browser_schema(*, screenshots: bool) -> dict[str, Any]:
     """The tool ``browser`` as chat templates show it."""
     actions = [name for name in _REQUIRED if screenshots or name != "screenshot"]
     action = {"type": "string", "enum": actions, "description": "What to do."}
+    needs = [("action", name, _REQUIRED[name]) for name in actions if _REQUIRED[name]]
     conditions = [
         {
-            "if": {"properties": {"action": {"const": name}}, "required": ["action"]},
-            "then": {"required": _REQUIRED[name]},
+            "if": {"properties": {key: {"const": value}}, "required": [key]},
+            "then": {"required": required},
         }
-        for name in actions
-        if _REQUIRED[name]
+        for key, value, required in [*needs, ("extract_type", "attribute", ["attribute"])]
     ]
-    conditions.append(
-        {
-            "if": {
-                "properties": {"extract_type": {"const": "attribute"}},
-                "required": ["extract_type"],
-            },
-            "then": {"required": ["attribute"]},
-        }
-    )
-    return {
-        "type": "function",
-        "function": {
-            "name": "browser",
-            "description": "Open web pages, read them and act on them. "
-            "What is open stays open between calls.",
-            "parameters": {
-                "type": "object",
-                "properties": {"action": action, **_PROPERTIES},
-                "required": ["action"],
-                "allOf": conditions,
-            },
-        },
+    parameters = {
+        "type": "object",
+        "properties": {"action": action, **_PROPERTIES},
+        "required": ["action"],
+        "allOf": conditions,
     }
+    about = "Open web pages, read them and act on them. What is open stays open between calls."
+    function = {"name": "browser", "description": about, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 class PageActions:
@@ -234,7 +220,15 @@ def find_chromium(executable_path: str | None = None) -> str:
             "The browser is driven by playwright, which is not installed: `pip install playwright` "
             "(`playwright install` is not needed)."
         )
-    warn_of_shared_network()
+    reason = reason_against()
+    if reason is not None:
+        warnings.warn(
+            f"The browser shares this machine's network ({reason}): that it reaches the allowed "
+            "hosts only depends on Chromium's own settings. Install bubblewrap, and allow "
+            "namespaces where this runs in a container.",
+            SharedNetworkWarning,
+            stacklevel=2,
+        )
     if executable_path is not None:
         if not os.path.isfile(executable_path) or not os.access(executable_path, os.X_OK):
             raise ValueError(f"executable_path={executable_path!r} is no program that can be run.")
@@ -246,29 +240,6 @@ def find_chromium(executable_path: str | None = None) -> str:
             "`apt-get install chromium`) or pass executable_path=."
         )
     return found
-
-
-def check_chromium_sandbox(chromium_sandbox: bool) -> None:
-    """Chromium's own sandbox does not work for root."""
-    if chromium_sandbox and os.geteuid() == 0:
-        raise ValueError(
-            "Chromium's own sandbox does not work for root. Run as an ordinary user, or pass "
-            "chromium_sandbox=False if you accept that a page that breaks the renderer can do what "
-            "root can do."
-        )
-
-
-def warn_of_shared_network() -> None:
-    """Say so if a browser can't have a network of its own here."""
-    reason = reason_against()
-    if reason is not None:
-        warnings.warn(
-            f"The browser shares this machine's network ({reason}): that it reaches the allowed "
-            "hosts only depends on Chromium's own settings. Install bubblewrap, and allow "
-            "namespaces where this runs in a container.",
-            SharedNetworkWarning,
-            stacklevel=3,
-        )
 
 
 class Chromium:
@@ -418,7 +389,12 @@ class BrowserTransform(ToolSource):
                 f"{max_result_bytes!r}."
             )
         self.allowed = AllowedHosts(allowed_domains)
-        check_chromium_sandbox(chromium_sandbox)
+        if chromium_sandbox and os.geteuid() == 0:
+            raise ValueError(
+                "Chromium's own sandbox does not work for root. Run as an ordinary user, or pass "
+                "chromium_sandbox=False if you accept that a page that breaks the renderer can do "
+                "what root can do."
+            )
         self.screenshot_dir = None if screenshot_dir is None else Path(screenshot_dir)
         self._settings: dict[str, Any] = {
             "executable_path": find_chromium(executable_path),
@@ -443,17 +419,23 @@ class BrowserTransform(ToolSource):
         visit: _Visit = episode.resources.get(self)
 
         async def act() -> dict[str, Any] | str:
-            page = await self._page(visit)
             try:
-                async with asyncio.timeout(self.timeout_s):
-                    return await self._act(page, episode.row, call.arguments)
-            except TimeoutError as error:
-                await visit.close()
-                raise BrowserActionError(
-                    f"the page did not answer within {self.timeout_s:g} s and was closed"
-                ) from error
+                page = await self._page(visit)
+                try:
+                    async with asyncio.timeout(self.timeout_s):
+                        return await self._act(page, episode.row, call.arguments)
+                except TimeoutError as error:
+                    await visit.close()
+                    late = f"the page did not answer within {self.timeout_s:g} s and was closed"
+                    raise BrowserActionError(late) from error
+            except BrowserActionError:
+                raise
+            except Exception as error:
+                # Without playwright's log of what it tried.
+                text = str(error).split("\nCall log:")[0].strip()
+                raise BrowserActionError(text or type(error).__name__) from error
 
-        job = self.job(call, _brief_errors(act), lane=episode.id)
+        job = self.job(call, act, lane=episode.id)
         return job._replace(timeout_s=self.timeout_s + _START_S + _CLOSE_S)
 
     async def _act(
@@ -493,13 +475,9 @@ class BrowserTransform(ToolSource):
         """End the browser."""
         browser, self._browser = self._browser, None
         if browser is not None:
-            self._run(browser.close)
-
-    def _run(self, call: Any) -> None:
-        """Run something of the browser's on its loop."""
-        ((outcome,),) = self.calls.run([[call]], _START_S)
-        if outcome.error is not None:
-            raise RuntimeError("The browser could not be closed") from outcome.error
+            ((outcome,),) = self.calls.run([[browser.close]], _START_S)
+            if outcome.error is not None:
+                raise RuntimeError("The browser could not be closed") from outcome.error
 
 
 class _Visit:
@@ -522,18 +500,3 @@ class _Visit:
 
 def _is_alive(context: "BrowserContext") -> bool:
     return context.browser is not None and context.browser.is_connected()
-
-
-def _brief_errors(act: Any) -> Any:
-    """Errors of playwright without its log of what it tried."""
-
-    async def act_briefly() -> dict[str, Any] | str:
-        try:
-            return await act()
-        except BrowserActionError:
-            raise
-        except Exception as error:
-            text = str(error).split("\nCall log:")[0].strip()
-            raise BrowserActionError(text or type(error).__name__) from error
-
-    return act_briefly

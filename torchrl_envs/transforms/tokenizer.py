@@ -185,17 +185,15 @@ class TemplateTransform(_EverywhereAlike):
             if next_tensordict.get(in_key, None) is None:
                 continue
             values: Any = read_objects(next_tensordict, in_key)  # type: ignore[arg-type]
-            texts = [self._render(value) for value in values]
+            texts: list[str] = []
+            for value in values:
+                is_text = isinstance(value, str)
+                chat = [{"role": "user", "content": value}] if is_text else list(value)
+                texts += History.from_chats([chat]).apply_chat_template(
+                    add_generation_prompt=True, tokenize=False, **self._template
+                )
             write_objects(next_tensordict, out_key, texts)  # type: ignore[arg-type]
         return next_tensordict
-
-    def _render(self, value: Any) -> str:
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
-        history = History.from_chats([messages])
-        (text,) = history.apply_chat_template(
-            add_generation_prompt=True, tokenize=False, **self._template
-        )
-        return text
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         for in_key, out_key in self._parsed:
