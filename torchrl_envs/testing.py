@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import check_env_specs
 
+from torchrl_data import keys
 from torchrl_data.batch_io import (
     active_rows,
     read_conversations,
@@ -20,17 +21,6 @@ from torchrl_data.batch_io import (
 )
 from torchrl_data.batch_objects import write_objects
 from torchrl_data.conversation import Conversations
-from torchrl_data.keys import (
-    DONE,
-    FINISH_REASON,
-    FULL,
-    INPUT_MODES,
-    PROMPT,
-    REWARD,
-    STEP_MASK,
-    TERMINATED,
-    TRUNCATED,
-)
 from torchrl_data.messages import Turn
 from torchrl_data.templates.encoder import ConversationEncoder
 
@@ -55,11 +45,13 @@ class ScriptedTurns:
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Write ``full`` and ``finish_reason``, in the mode of the batch's prompt."""
-        mode = next(m for m in INPUT_MODES if stored_conversations(batch, m, PROMPT) is not None)
+        mode = next(
+            m for m in keys.INPUT_MODES if stored_conversations(batch, m, keys.PROMPT) is not None
+        )
         ids, content = self._turns[min(self._num_turns, len(self._turns) - 1)]
         self._num_turns += 1
         self.sampled = list(ids)
-        prompt = read_conversations(batch, PROMPT, who="ScriptedTurns")
+        prompt = read_conversations(batch, keys.PROMPT, who="ScriptedTurns")
         active = active_rows(batch).tolist()
         opened = self.encoder.encode_waiting(prompt)
         size = len(prompt)
@@ -67,9 +59,9 @@ class ScriptedTurns:
         prompt = Conversations.cat([opened, prompt])[index]
         turn = Turn(ids, [-1.0] * len(ids), {"role": "assistant", "content": content})
         full = prompt.append_turns([turn if is_active else None for is_active in active])
-        for which, value in ((PROMPT, prompt), (FULL, full)):
+        for which, value in ((keys.PROMPT, prompt), (keys.FULL, full)):
             write_conversations(batch, which, value, mode=mode, encoder=self.encoder)
-        write_objects(batch, FINISH_REASON, ["stop"] * size)
+        write_objects(batch, keys.FINISH_REASON, ["stop"] * size)
         return batch
 
 
@@ -79,7 +71,7 @@ class ScriptedTurns:
 #
 # Shape legend: B rows, in whatever batch shape.
 
-_FLAGS: Final = (DONE, TERMINATED, TRUNCATED)
+_FLAGS: Final = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
 _THREADS_S: Final = 5.0
 """How long threads may take to end after an environment was closed."""
 
@@ -189,7 +181,7 @@ def _closing(env: Any, is_own: bool) -> Iterator[Any]:
 
 def _prompt(batch: TensorDictBase, rule: str) -> Conversations:
     try:
-        return read_conversations(batch, PROMPT, who="check_env")
+        return read_conversations(batch, keys.PROMPT, who="check_env")
     except KeyError as error:
         raise EnvironmentRuleError(rule, f"there is no prompt: {error}") from error
 
@@ -222,10 +214,10 @@ def _check_steps(trial: Trial, env: Any) -> None:
     over = torch.zeros(size, dtype=torch.bool)
     sampled: list[list[int]] = [[] for _ in range(size)]
     for _ in range(trial.num_steps):
-        batch.set(STEP_MASK, (~over).view(batch.batch_size))
+        batch.set(keys.STEP_MASK, (~over).view(batch.batch_size))
         before = _prompt(batch, "step")
         batch = policy(batch)
-        full = read_conversations(batch, FULL, who="check_env")
+        full = read_conversations(batch, keys.FULL, who="check_env")
         for row in (~over).nonzero().view(-1).tolist():
             sampled[row] += policy.sampled
         flags = {key: batch.get(key).clone() for key in _FLAGS if batch.get(key, None) is not None}
@@ -237,7 +229,7 @@ def _check_steps(trial: Trial, env: Any) -> None:
                 _check_untouched(row, before, after, flags, following)
             else:
                 _check_row(row, full, after, sampled[row])
-        over |= following.get(DONE).view(-1)
+        over |= following.get(keys.DONE).view(-1)
         batch = following
         if bool(over.all()):
             break
@@ -250,7 +242,7 @@ def _check_flags(batch: TensorDictBase, env: Any) -> None:
         if flag is None or flag.dtype != torch.bool or tuple(flag.shape) != shape:
             found = "nothing" if flag is None else f"{flag.dtype} {tuple(flag.shape)}"
             raise EnvironmentRuleError("step", f"{key} must be bool {shape}, found {found}.")
-    wrong = batch.get(DONE) ^ (batch.get(TERMINATED) | batch.get(TRUNCATED))
+    wrong = batch.get(keys.DONE) ^ (batch.get(keys.TERMINATED) | batch.get(keys.TRUNCATED))
     rows = wrong.view(-1).nonzero().view(-1).tolist()
     _require(not rows, "step", f"done must be terminated or truncated; rows {rows} are not.")
 
@@ -307,7 +299,7 @@ def _check_partial_reset(trial: Trial, env: Any) -> None:
     for row in range(1, batch.numel()):
         message = f"row {row} was not reset, but its prompt changed. Reset those of '_reset' only."
         _require(after[row] == before[row], "partial reset", message)
-    is_new, is_done = not after.assistant_mask(0).any(), bool(batch.get(DONE).view(-1)[0])
+    is_new, is_done = not after.assistant_mask(0).any(), bool(batch.get(keys.DONE).view(-1)[0])
     message = "row 0 was reset, but its prompt holds what the policy had said."
     _require(is_new, "partial reset", message)
     _require(not is_done, "partial reset", "row 0 is done right after it was reset.")
@@ -337,7 +329,7 @@ def _seeded_run(trial: Trial) -> list[dict[str, Any]]:
             batch, policy = trial.reset(env), trial.policy()
             states.append(_observed(batch))
             for _ in range(trial.num_steps):
-                if bool(batch.get(DONE).any()):
+                if bool(batch.get(keys.DONE).any()):
                     break
                 batch = env.step(policy(batch)).get("next")
                 states.append(_observed(batch))
@@ -351,7 +343,7 @@ def _observed(batch: TensorDictBase) -> dict[str, Any]:
     seen: dict[str, Any] = {
         "prompt": [(prompt.messages(i), prompt.ids(i)) for i in range(len(prompt))]
     }
-    for key in (REWARD, *_FLAGS):
+    for key in (keys.REWARD, *_FLAGS):
         value = batch.get(key, None)
         if value is not None:
             seen[key] = value.tolist()

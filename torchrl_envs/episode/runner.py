@@ -13,6 +13,7 @@ from torchrl.data import Binary, Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 from torchrl.envs.transforms import Compose
 
+from torchrl_data import keys
 from torchrl_data.batch_io import (
     active_rows,
     one_dimension,
@@ -21,24 +22,6 @@ from torchrl_data.batch_io import (
 )
 from torchrl_data.batch_objects import read_objects, write_objects
 from torchrl_data.conversation import Conversations, continues
-from torchrl_data.keys import (
-    DONE,
-    FINISH_REASON,
-    GROUP_ID,
-    MAX_NEW_TOKENS,
-    NO_LIMIT,
-    NUM_TOOL_CALLS,
-    NUM_TOOL_ERRORS,
-    PROMPT,
-    REWARD,
-    REWARDS,
-    ROW,
-    SCORABLE,
-    SEED,
-    STOP_REASON,
-    TERMINATED,
-    TRUNCATED,
-)
 from torchrl_data.stop_reasons import ENVIRONMENT_ERROR, UNSCORABLE_REASONS, kind_of
 from torchrl_envs.concurrency import ConcurrentCalls
 from torchrl_envs.entries import (
@@ -70,8 +53,8 @@ EPISODE: Final = "episode"
 """The values of each row's :class:`Episode`: one opaque object for the whole batch."""
 Flags = list[tuple[bool, bool, bool]]
 """Whether each row is done, terminated and truncated."""
-_FLAGS: Final = (DONE, TERMINATED, TRUNCATED)
-_DATA: Final = (GROUP_ID, SEED, ROW)
+_FLAGS: Final = (keys.DONE, keys.TERMINATED, keys.TRUNCATED)
+_DATA: Final = (keys.GROUP_ID, keys.SEED, keys.ROW)
 
 
 def read_episodes(batch: TensorDictBase) -> list[Episode]:
@@ -80,11 +63,11 @@ def read_episodes(batch: TensorDictBase) -> list[Episode]:
     if set(map(type, held)) == {Episode}:
         return [each.fork() for each in held]
     episodes = [Episode(row) for row in range(len(held))]
-    reasons = read_objects(batch, STOP_REASON, "")
-    examples = read_objects(batch, ROW)
+    reasons = read_objects(batch, keys.STOP_REASON, "")
+    examples = read_objects(batch, keys.ROW)
     for episode, reason, example in zip(episodes, reasons, examples, strict=True):
         episode.stop_reason, episode.example = reason, example
-    for key in (GROUP_ID, SEED, NUM_TOOL_CALLS, NUM_TOOL_ERRORS):
+    for key in (keys.GROUP_ID, keys.SEED, keys.NUM_TOOL_CALLS, keys.NUM_TOOL_ERRORS):
         value = batch.get(key, None)
         if value is not None:
             for episode, number in zip(episodes, value.view(-1).tolist(), strict=True):
@@ -123,12 +106,12 @@ def write_episodes(
 ) -> None:
     """Write episodes and what is seen of them; data entries as ``given`` has them, if it does."""
     write_objects(batch, EPISODE, episodes)
-    write_objects(batch, STOP_REASON, [episode.stop_reason for episode in episodes])
-    budgets = [NO_LIMIT if e.max_new_tokens is None else e.max_new_tokens for e in episodes]
-    _write_int(batch, MAX_NEW_TOKENS, budgets)
+    write_objects(batch, keys.STOP_REASON, [episode.stop_reason for episode in episodes])
+    budgets = [keys.NO_LIMIT if e.max_new_tokens is None else e.max_new_tokens for e in episodes]
+    _write_int(batch, keys.MAX_NEW_TOKENS, budgets)
     if has_tools:
-        _write_int(batch, NUM_TOOL_CALLS, [e.num_tool_calls for e in episodes], 1)
-        _write_int(batch, NUM_TOOL_ERRORS, [e.num_tool_errors for e in episodes], 1)
+        _write_int(batch, keys.NUM_TOOL_CALLS, [e.num_tool_calls for e in episodes], 1)
+        _write_int(batch, keys.NUM_TOOL_ERRORS, [e.num_tool_errors for e in episodes], 1)
     if not loads_data:
         return
     held = {} if given is None else {key: given.get(key, None) for key in _DATA}
@@ -136,9 +119,9 @@ def write_episodes(
         for key, value in held.items():
             batch.set(key, value)
         return
-    _write_int(batch, GROUP_ID, [episode.group_id for episode in episodes])
-    _write_int(batch, SEED, [episode.seed for episode in episodes])
-    write_objects(batch, ROW, [episode.example for episode in episodes])
+    _write_int(batch, keys.GROUP_ID, [episode.group_id for episode in episodes])
+    _write_int(batch, keys.SEED, [episode.seed for episode in episodes])
+    write_objects(batch, keys.ROW, [episode.example for episode in episodes])
 
 
 def _write_int(batch: TensorDictBase, key: str, values: Sequence[int], *shape: int) -> None:
@@ -157,8 +140,8 @@ def write_rewards(
         for episode in episodes:
             total, by_token = torch.tensor(episode.score.total), episode.score.by_token
             reward = dense_reward(total, by_token, episode.assistant_mask)
-            episode.token_entries[REWARD] = reward
-        values = [last_row(episode, episode.token_entries[REWARD]) for episode in episodes]
+            episode.token_entries[keys.REWARD] = reward
+        values = [last_row(episode, episode.token_entries[keys.REWARD]) for episode in episodes]
     write_scores(batch, [episode.row for episode in episodes], scores, values, names)
 
 
@@ -209,7 +192,7 @@ class EpisodeEntries(Transform):
             write_rewards(batch, ended, self.reward_names, dense=self.dense)
         # By token.
         for key in dict.fromkeys(key for episode in ended for key in episode.token_entries):
-            if key != REWARD:
+            if key != keys.REWARD:
                 own = [episode for episode in ended if key in episode.token_entries]
                 values = [last_row(episode, episode.token_entries[key]) for episode in own]
                 row_key: Any = unravel_key(("next", key))
@@ -221,16 +204,16 @@ class EpisodeEntries(Transform):
         """Declares the entries of every observation."""
         shape = observation_spec.shape
         observation_spec[EPISODE] = NonTensor(shape=shape, example_data=Episode())
-        observation_spec[STOP_REASON] = NonTensor(shape=shape, example_data="")
-        observation_spec[MAX_NEW_TOKENS] = Unbounded(shape=shape, dtype=torch.int64)
+        observation_spec[keys.STOP_REASON] = NonTensor(shape=shape, example_data="")
+        observation_spec[keys.MAX_NEW_TOKENS] = Unbounded(shape=shape, dtype=torch.int64)
         if self.has_tools:
             counts = torch.Size((*shape, 1))
-            for key in (NUM_TOOL_CALLS, NUM_TOOL_ERRORS):
+            for key in (keys.NUM_TOOL_CALLS, keys.NUM_TOOL_ERRORS):
                 observation_spec[key] = Unbounded(shape=counts, dtype=torch.int64)
         if self.loads_data:
-            for key in (GROUP_ID, SEED):
+            for key in (keys.GROUP_ID, keys.SEED):
                 observation_spec[key] = Unbounded(shape=shape, dtype=torch.int64)
-            observation_spec[ROW] = NonTensor(shape=shape, example_data={})
+            observation_spec[keys.ROW] = NonTensor(shape=shape, example_data={})
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:  # type: ignore[override]
@@ -238,11 +221,11 @@ class EpisodeEntries(Transform):
         if not self.reward_names:
             return reward_spec
         shape = reward_spec.shape
-        reward_spec[REWARD] = Unbounded(shape=torch.Size((*shape, -1 if self.dense else 1, 1)))
-        reward_spec[SCORABLE] = Binary(n=1, shape=torch.Size((*shape, 1)), dtype=torch.bool)
+        reward_spec[keys.REWARD] = Unbounded(shape=torch.Size((*shape, -1 if self.dense else 1, 1)))
+        reward_spec[keys.SCORABLE] = Binary(n=1, shape=torch.Size((*shape, 1)), dtype=torch.bool)
         single = Unbounded(shape=torch.Size((*shape, 1, 1)))
         named = {name: single.clone() for name in self.reward_names}
-        reward_spec[REWARDS] = Composite(named, shape=shape)
+        reward_spec[keys.REWARDS] = Composite(named, shape=shape)
         reward_spec[REWARD_ERRORS] = NonTensor(shape=shape, example_data="")
         if self.dense:
             reward_spec[TOKEN_ENTRIES] = NonTensor(shape=shape, example_data={})
@@ -456,14 +439,14 @@ class EpisodeStep:
         self._entries = entries
         self._given = tensordict
         self._episodes = read_episodes(tensordict)
-        self._shown = read_conversations(next_batch, PROMPT, who=_WHO)
+        self._shown = read_conversations(next_batch, keys.PROMPT, who=_WHO)
         self._flags = read_flags(next_batch)
         self._active: list[Episode] = []
         self._turns: list[Episode] = []
         """Those of them that have just taken a turn."""
         is_active = active_rows(tensordict).tolist()
         held = self._flags if all(is_active) else read_flags(tensordict)
-        reasons = read_objects(tensordict, FINISH_REASON, "")
+        reasons = read_objects(tensordict, keys.FINISH_REASON, "")
         for row, episode in enumerate(self._episodes):
             episode.row = row
             episode.share(self._shown, row)
@@ -518,7 +501,7 @@ class EpisodeStep:
 
     def _read_changes(self, batch: TensorDictBase) -> None:
         """What TorchRL's transforms did to the episodes since they were last written."""
-        shown = read_conversations(batch, PROMPT, who=_WHO)
+        shown = read_conversations(batch, keys.PROMPT, who=_WHO)
         if shown is not self._shown:
             self._shown = shown
             for row, episode in enumerate(self._episodes):
@@ -558,7 +541,7 @@ def written(
     if all(episode.shares(shown) for episode in episodes):
         return shown
     shown = Conversations.cat([episode.conversation for episode in episodes])
-    write_conversations(batch, PROMPT, shown)
+    write_conversations(batch, keys.PROMPT, shown)
     for row, episode in enumerate(episodes):
         episode.share(shown, row)
     return shown
@@ -583,7 +566,7 @@ class StepOrder(Compose):
                     and type(transform)._step is EpisodeTransform._step
                     and not overrides(transform, "after_turn")
                 )
-                if REWARD in (transform.in_keys or ()):  # type: ignore[operator]
+                if keys.REWARD in (transform.in_keys or ()):  # type: ignore[operator]
                     late.append(transform)  # type: ignore[arg-type]
                 elif not is_idle:
                     next_tensordict = transform._step(tensordict, next_tensordict)  # type: ignore[operator]
