@@ -1,5 +1,6 @@
 """Environments that TorchRL's users know by name."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -277,7 +278,7 @@ class DatasetChatEnv(EpisodeEnv):
         primer = DataLoadingPrimer(
             load_rows(dataset, name=name, split=split),
             group_size=one_of(group_size=group_size, repeats=repeats, default=1),
-            map_row=None if collate_fn is None else _Collated(collate_fn),
+            map_row=None if collate_fn is None else functools.partial(_collated, collate_fn),
             shuffle=shuffle,
             seed=seed,
             num_epochs=num_epochs,
@@ -304,17 +305,12 @@ class DatasetChatEnv(EpisodeEnv):
         return cls(dataset=dataloader, num_envs=rows, **{"shuffle": False, **kwargs})
 
 
-class _Collated:
-    """A collate function as a function of one row; can be sent to a worker process."""
-
-    def __init__(self, collate_fn: CollateFn) -> None:
-        self._collate_fn = collate_fn
-
-    def __call__(self, row: dict[str, Any]) -> Mapping[str, Any]:
-        collated = self._collate_fn([row])
-        if isinstance(collated, Mapping):
-            if all(isinstance(v, list) and len(v) == 1 for v in collated.values()):
-                return {name: column[0] for name, column in collated.items()}
-            return collated
-        (only,) = collated
-        return only
+def _collated(collate_fn: CollateFn, row: dict[str, Any]) -> Mapping[str, Any]:
+    """What a collate function makes of one row."""
+    collated = collate_fn([row])
+    if isinstance(collated, Mapping):
+        if all(isinstance(v, list) and len(v) == 1 for v in collated.values()):
+            return {name: column[0] for name, column in collated.items()}
+        return collated
+    (only,) = collated
+    return only

@@ -113,17 +113,10 @@ class Tokenizer(_EverywhereAlike):
             ids = tensordict.get(out_key)
             rows = ids.reshape(-1, ids.shape[-1])
             mask = tensordict.get(_beside(out_key), None)
-            keep = (
-                torch.ones_like(rows, dtype=torch.bool)
-                if mask is None
-                else mask.reshape(rows.shape)
-            )
-            texts = [
-                self.tokenizer.decode(
-                    row[kept.bool()].tolist(), skip_special_tokens=self.skip_special_tokens
-                )
-                for row, kept in zip(rows, keep, strict=True)
-            ]
+            keep = torch.ones_like(rows) if mask is None else mask.reshape(rows.shape)
+            kept = [row[its.bool()].tolist() for row, its in zip(rows, keep, strict=True)]
+            skips = self.skip_special_tokens
+            texts = [self.tokenizer.decode(ids, skip_special_tokens=skips) for ids in kept]
             write_objects(tensordict, in_key, texts)  # type: ignore[arg-type]
         return tensordict
 
