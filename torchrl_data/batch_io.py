@@ -17,7 +17,7 @@ from tensordict import (
 from torch import Tensor
 
 from .batch_objects import BatchedObject, objects_of_leaf, snapshot_of, view_of
-from .checks import MissingEntryError, missing_part
+from .checks import missing_entry
 from .conversation import Conversations, conversation_states, conversations_from_states
 from .history import History
 from .keys import (
@@ -43,9 +43,8 @@ from .layout import (
     Tokens,
 )
 from .messages import (
-    ConversationRecord,
+    PLACEHOLDER_ROLE,
     Message,
-    Position,
     Source,
     Turn,
     check_messages,
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
 # In the loop a `BatchedObject` carries the :class:`Conversations`. The group that holds the leaves
 # is a :class:`ChatHistory`, which builds a ``History`` when somebody asks for one. A loss and a
 # buffer have one TensorDict per row. Shape legend: B rows, T tokens of a row.
-
-_NO_BATCH: Final = torch.Size([])
 
 
 def one_dimension(batch: TensorDictBase) -> TensorDictBase:
@@ -135,7 +132,9 @@ def write_parts(
         leaves[which] = BatchedObject.of(conversations, size, rows, rows, view)
     group = _group(batch, mode)
     if group is None:
-        batch.set(mode, _new_group(mode, leaves, size))
+        kind: Any = {HISTORY: ChatHistory, TEXT: Text}.get(mode, Tokens)
+        entries = TensorDict._new_unsafe(leaves, batch_size=size)
+        batch.set(mode, kind._from_tensordict(entries, {}))
         return
     for which, leaf in leaves.items():
         group.set(which, leaf)
@@ -156,22 +155,16 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
     stored = _newest(batch, which)
     if stored is None:
         group = _group(batch, HISTORY)
-        leaf = None if group is None else group.get(which, None)
-        found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
-        raise MissingEntryError(
-            f"{who} reads {(HISTORY, which)}, where the batch holds {type(leaf).__name__} instead "
-            f"of Conversations. The batch holds {found}. Reset the environment (prompt) or run "
-            "the policy (full) first."
-        )
+        kind = type(None if group is None else group.get(which, None)).__name__
+        instead = f"where the batch holds {kind} instead of Conversations"
+        raise missing_entry(batch, (HISTORY, which), who, instead=instead)
     return stored.conversations
 
 
 def _group(batch: TensorDictBase, mode: str) -> Any:
     """The group of a mode; a value of the same name (a column ``text``, say) is none."""
     group = batch.get(mode, None)
-    if group is None or is_non_tensor(group):
-        return None
-    return group if isinstance(group, TensorDictBase) else group._tensordict
+    return None if group is None or is_non_tensor(group) else entries_of(group)
 
 
 class Stored(NamedTuple):
@@ -200,14 +193,6 @@ def _newest(batch: TensorDictBase, which: str) -> Stored | None:
     return next((stored for stored in found if stored is not None), None)
 
 
-def _new_group(mode: str, parts: dict[str, Any], batch_size: torch.Size) -> Any:
-    if mode == HISTORY:
-        return ChatHistory.of(parts, batch_size)
-    group: Any = Text if mode == TEXT else Tokens
-    entries = TensorDict._new_unsafe(parts, batch_size=batch_size)
-    return group._from_tensordict(entries, {})
-
-
 def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
     """One TensorDict per row, with everything that a loss reads of its tokens.
 
@@ -221,34 +206,31 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         ``(name, "response" / "full")``, float32. All ``[T]``, aligned with the full tokens but
         for prompt and response, which are its beginning and end. ``images`` of a row that has any.
     """
-    rows = zip(conversations._records, conversations._positions, strict=True)
-    return [_row_tensordict(record, position) for record, position in rows]
-
-
-def _row_tensordict(record: ConversationRecord, position: Position) -> TensorDict:
-    n, start = position.num_tokens, position.response_start
-    ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
-    log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
-    groups = {
-        "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
-        "masks": {
-            "all_attention_mask": torch.ones(n, dtype=torch.bool),
-            "all_assistant_mask": torch.from_numpy(
-                np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
-            ),
-        },
-        "log_probs": {"response": log_probs[start:], "full": log_probs},
-        "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
-    }
-    for name, values in extra_values(record, n).items():
-        groups[name] = {"response": values[start:], "full": values}
-    entries: dict[str, Any] = {}
-    for name, group in groups.items():
-        values, kind = TensorDict._new_unsafe(group, batch_size=_NO_BATCH), TOKEN_GROUPS.get(name)
-        entries[name] = values if kind is None else kind._from_tensordict(values, {})
-    if images := images_of(record.messages[: position.num_encoded]):
-        entries[IMAGES] = NonTensorData({"data": images})
-    return TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)
+    rows, size = [], torch.Size([])
+    for record, position in zip(conversations._records, conversations._positions, strict=True):
+        n, start = position.num_tokens, position.response_start
+        ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
+        log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
+        is_sampled = np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
+        groups = {
+            "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
+            "masks": {
+                "all_attention_mask": torch.ones(n, dtype=torch.bool),
+                "all_assistant_mask": torch.from_numpy(is_sampled),
+            },
+            "log_probs": {"response": log_probs[start:], "full": log_probs},
+            "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
+        }
+        for name, values in extra_values(record, n).items():
+            groups[name] = {"response": values[start:], "full": values}
+        entries: dict[str, Any] = {}
+        for name, group in groups.items():
+            kind, values = TOKEN_GROUPS.get(name), TensorDict._new_unsafe(group, batch_size=size)
+            entries[name] = values if kind is None else kind._from_tensordict(values, {})
+        if images := images_of(record.messages[: position.num_encoded]):
+            entries[IMAGES] = NonTensorData({"data": images})
+        rows.append(TensorDict._new_unsafe(entries, batch_size=size))
+    return rows
 
 
 # A row of a buffer as plain values: what a file holds of it without pickle.
@@ -302,10 +284,8 @@ def row_from_state(state: Mapping[str, Any]) -> TensorDict:
         elif kind == "messages":
             row.set(key, History.from_chats(content))
         elif kind == "conversations":
-            view = HistoryView(key)
-            row.set(
-                key, BatchedObject.of(conversations_from_states(content), row.batch_size, view=view)
-            )
+            conversations = conversations_from_states(content)
+            row.set(key, BatchedObject.of(conversations, row.batch_size, view=HistoryView(key)))
         else:
             entries = row_from_state(content)
             row.set(key, entries if kind == _ROWS else _GROUPS[kind]._from_tensordict(entries, {}))
@@ -322,9 +302,14 @@ def _state(row: TensorDictBase, path: tuple[str, ...]) -> dict[str, Any]:
 
 def _entry(value: Any, path: tuple[str, ...]) -> Any:
     if isinstance(value, Tensor):
-        return _copied(value)
+        return _plain(value, path)
     if isinstance(value, BatchedObject):
-        return _object(value, path)
+        conversations, view = snapshot_of(value, Conversations), view_of(value)
+        if conversations is not None and isinstance(view, HistoryView):
+            return {"conversations": _plain(conversation_states(conversations), path)}
+        if conversations is None and view is None:
+            return {"value": _plain(value.shown(), path)}
+        raise _not_plain(value, path)
     if isinstance(value, NonTensorStack):
         return {"list": _plain(value.tolist(), path)}
     if isinstance(value, NonTensorData):
@@ -339,20 +324,6 @@ def _entry(value: Any, path: tuple[str, ...]) -> Any:
     raise _not_plain(value, path)
 
 
-def _object(leaf: BatchedObject, path: tuple[str, ...]) -> dict[str, Any]:
-    conversations, view = snapshot_of(leaf, Conversations), view_of(leaf)
-    if conversations is None and view is None:
-        return {"value": _plain(leaf.shown(), path)}
-    if conversations is None or not isinstance(view, HistoryView):
-        raise _not_plain(leaf, path)
-    return {"conversations": _plain(conversation_states(conversations), path)}
-
-
-def _copied(value: Tensor) -> Tensor:
-    """By itself, in order: a view would take what it looks at into the file."""
-    return value.detach().clone(memory_format=torch.contiguous_format)
-
-
 def _plain(value: Any, path: tuple[str, ...]) -> Any:
     """A value with the types that JSON has, and tensors."""
     if isinstance(value, np.generic):
@@ -363,7 +334,8 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Tensor):
-        return _copied(value)
+        # By itself, in order: a view would take what it looks at into the file.
+        return value.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise _not_plain(value, path)
@@ -403,8 +375,10 @@ def read_prompts(
     if stored is not None:
         return stored.conversations
     if mode == HISTORY:
-        return Conversations.from_messages(_chats(batch, PROMPT, who))
-    encoder = _need(encoder, mode, who)
+        chats = chats_of(_part(batch, mode, PROMPT, who), batch.numel(), who=who)
+        return Conversations.from_messages(chats)
+    if encoder is None:
+        raise _needs_tokenizer(mode, who)
     if mode == TEXT:
         return prompt_of_tokens(encode_texts(_texts(batch, PROMPT, who), encoder), encoder)
     ids = TokenEntries(batch, PROMPT, who=who).ids()
@@ -435,13 +409,69 @@ def read_fulls(
     if has_entry(batch, (mode, PROMPT)):
         prompt = read_prompts(batch, mode, encoder=encoder, who=who)
     if mode == HISTORY:
-        return _continued_chats(prompt, _chats(batch, FULL, who))
-    encoder = _need(encoder, mode, who)
-    stored = stored_conversations(batch, HISTORY, FULL)
-    record = None if stored is None else stored.conversations
-    if mode == TEXT:
-        return _full_texts(_texts(batch, FULL, who), prompt, record, encoder)
-    return _full_tokens(TokenEntries(batch, FULL, who=who), prompt, record, encoder)
+        chats = chats_of(_part(batch, mode, FULL, who), batch.numel(), who=who)
+        whole = Conversations.from_messages(chats)
+        if prompt is None:
+            return whole
+        before = [prompt.messages(i) for i in range(len(prompt))]
+        pairs = list(zip(before, chats, strict=True))
+        goes_on = [chat[: len(old)] == old for old, chat in pairs]
+        new = [c[len(old) :] if on else [] for (old, c), on in zip(pairs, goes_on, strict=True)]
+        return _chosen(goes_on, prompt.append_messages(new), whole)
+    if encoder is None:
+        raise _needs_tokenizer(mode, who)
+    record = stored_conversations(batch, HISTORY, FULL)
+    return _spelled(batch, mode, prompt, record, encoder, who)
+
+
+def _spelled(
+    batch: TensorDictBase,
+    mode: str,
+    prompt: Conversations | None,
+    record: Stored | None,
+    encoder: "ConversationEncoder",
+    who: str,
+) -> Conversations:
+    """Full conversations that are there as text or as tokens."""
+    entries = None if mode == TEXT else TokenEntries(batch, FULL, who=who)
+    fulls: list[Any] = _texts(batch, FULL, who) if entries is None else entries.ids()
+    spell: Any = encoder.decode if entries is None else list
+    if record is not None and spell(_all_ids(record.conversations)) == fulls:
+        return record.conversations
+    turns: list[Turn | None] = []
+    goes_on: list[bool] = []
+    if prompt is not None:
+        prompt = encoder.encode_waiting(prompt)
+        masks = entries and entries.aligned(ASSISTANT_MASK)
+        log_probs = entries and entries.aligned(LOG_PROBS_FULL)
+        for i, (full, before) in enumerate(zip(fulls, spell(_all_ids(prompt)), strict=True)):
+            start, sampled = len(before), None
+            goes_on.append(full[:start] == before)
+            if not goes_on[-1]:
+                turns.append(None)
+                continue
+            if entries is None:
+                ids, content = encoder.encode_turn(full[start:])
+            else:
+                ids, content = full[start:], encoder.decode_responses([full[start:]])[0]
+            if masks and log_probs and bool(masks[i][start:].all()):
+                sampled = log_probs[i][start:].tolist()
+            turn = Turn(ids, sampled, {"role": "assistant", "content": content})
+            turns.append(turn if ids else None)
+        prompt = prompt.append_turns(turns)
+        if all(goes_on):
+            return prompt
+    # Where nobody knows what of it is the response, the whole is shown as one turn.
+    ids = encode_texts(fulls, encoder) if entries is None else fulls
+    shown = [[{"role": "assistant", "content": text}] for text in encoder.decode(ids)]
+    whole = Conversations.from_tokens(ids, shown)
+    return whole if prompt is None else _chosen(goes_on, prompt, whole)
+
+
+def _chosen(goes_on: Sequence[bool], grown: Conversations, whole: Conversations) -> Conversations:
+    """The rows of one snapshot that go on from their prompts, and of another one the others."""
+    index = [i if on else i + len(goes_on) for i, on in enumerate(goes_on)]
+    return Conversations.cat([grown, whole])[index]
 
 
 def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
@@ -460,21 +490,12 @@ def has_entry(batch: TensorDictBase, key: tuple[str, str]) -> bool:
 
 def _part(batch: TensorDictBase, mode: str, which: str, who: str) -> Any:
     if not has_entry(batch, (mode, which)):
-        raise missing_part(batch, (mode, which), who)
+        raise missing_entry(batch, (mode, which), who)
     return entries_of(batch.get(mode)).get(which)
 
 
-def _need(encoder: "ConversationEncoder | None", mode: str, who: str) -> "ConversationEncoder":
-    if encoder is None:
-        raise ValueError(f"{who} can't read {mode} without a tokenizer: give it tokenizer=.")
-    return encoder
-
-
-# Messages ----------------------------------------------------------------------------------------
-
-
-def _chats(batch: TensorDictBase, which: str, who: str) -> list[list[Message]]:
-    return chats_of(_part(batch, HISTORY, which, who), batch.numel(), who=who)
+def _needs_tokenizer(mode: str, who: str) -> ValueError:
+    return ValueError(f"{who} can't read {mode} without a tokenizer: give it tokenizer=.")
 
 
 def chats_of(leaf: Any, size: int, *, who: str) -> list[list[Message]]:
@@ -499,130 +520,17 @@ def _flat_chats(chats: Any) -> list[list[Message]]:
     if isinstance(chats, Mapping):
         return [[dict(chats)]]
     if isinstance(chats[0], Mapping):
-        return [[m for m in chats if m["role"] != "<none>"]]
+        return [[m for m in chats if m["role"] != PLACEHOLDER_ROLE]]
     return [chat for part in chats for chat in _flat_chats(part)]
-
-
-def _continued_chats(prompt: Conversations | None, chats: Sequence[list[Message]]) -> Conversations:
-    if prompt is None:
-        return Conversations.from_messages(chats)
-    before = [prompt.messages(i) for i in range(len(prompt))]
-    grown = prompt.append_messages(
-        [
-            chat[len(old) :] if chat[: len(old)] == old else []
-            for old, chat in zip(before, chats, strict=True)
-        ]
-    )
-    other = Conversations.from_messages(chats)
-    index = [
-        i if chat[: len(old)] == old else i + len(chats)
-        for i, (old, chat) in enumerate(zip(before, chats, strict=True))
-    ]
-    return Conversations.cat([grown, other])[index]
-
-
-# Text and tokens ---------------------------------------------------------------------------------
-
-
-class _Turn(NamedTuple):
-    """What follows a prompt."""
-
-    ids: list[int]
-    content: str
-    log_probs: list[float] | None
-    """When the policy sampled it."""
 
 
 def _texts(batch: TensorDictBase, which: str, who: str) -> list[str]:
     texts = objects_of_leaf(_part(batch, TEXT, which, who), batch.batch_size)
     for row, text in enumerate(texts):
         if not isinstance(text, str):
-            raise TypeError(
-                f"{who}: {(TEXT, which)} of row {row} is {type(text).__name__} ({text!r:.80}), "
-                "not a string."
-            )
+            found = f"{type(text).__name__} ({text!r:.80})"
+            raise TypeError(f"{who}: {(TEXT, which)} of row {row} is {found}, not a string.")
     return texts
-
-
-def _full_texts(
-    texts: list[str],
-    prompt: Conversations | None,
-    record: Conversations | None,
-    encoder: "ConversationEncoder",
-) -> Conversations:
-    if record is not None and encoder.decode(_all_ids(record)) == texts:
-        return record
-    if prompt is None:
-        return _without_prompt(encode_texts(texts, encoder), encoder)
-    prompt = encoder.encode_waiting(prompt)
-    turns: list[_Turn | None] = []
-    for text, before in zip(texts, encoder.decode(_all_ids(prompt)), strict=True):
-        if not text.startswith(before):
-            turns.append(None)
-            continue
-        ids, content = encoder.encode_turn(text[len(before) :])
-        turns.append(_Turn(ids, content, None))
-    return _continued(prompt, turns, lambda: encode_texts(texts, encoder), encoder)
-
-
-def _full_tokens(
-    entries: TokenEntries,
-    prompt: Conversations | None,
-    record: Conversations | None,
-    encoder: "ConversationEncoder",
-) -> Conversations:
-    rows = entries.ids()
-    if record is not None and _all_ids(record) == rows:
-        return record
-    if prompt is None:
-        return _without_prompt(rows, encoder)
-    prompt = encoder.encode_waiting(prompt)
-    masks = entries.aligned(ASSISTANT_MASK)
-    log_probs = entries.aligned(LOG_PROBS_FULL)
-    turns: list[_Turn | None] = []
-    for i, (row, before) in enumerate(zip(rows, _all_ids(prompt), strict=True)):
-        start = len(before)
-        if row[:start] != before:
-            turns.append(None)
-            continue
-        sampled = None
-        if masks is not None and log_probs is not None and bool(masks[i][start:].all()):
-            sampled = log_probs[i][start:].tolist()
-        turns.append(_Turn(row[start:], encoder.decode_responses([row[start:]])[0], sampled))
-    return _continued(prompt, turns, lambda: rows, encoder)
-
-
-def _continued(
-    prompt: Conversations,
-    turns: Sequence[_Turn | None],
-    full_ids: Any,
-    encoder: "ConversationEncoder",
-) -> Conversations:
-    """The prompts with their turns; rows that do not go on from theirs are taken over whole."""
-    prompt = prompt.append_turns(
-        [
-            Turn(turn.ids, turn.log_probs, _assistant_message(turn.content))
-            if turn is not None and turn.ids
-            else None
-            for turn in turns
-        ]
-    )
-    if all(turn is not None for turn in turns):
-        return prompt
-    other = _without_prompt(full_ids(), encoder)
-    index = [i if turn is not None else i + len(turns) for i, turn in enumerate(turns)]
-    return Conversations.cat([prompt, other])[index]
-
-
-def _without_prompt(ids: Sequence[Sequence[int]], encoder: "ConversationEncoder") -> Conversations:
-    """Where nobody knows what of it is the response, the whole is shown as one turn."""
-    return Conversations.from_tokens(
-        ids, [[_assistant_message(text)] for text in encoder.decode(ids)]
-    )
-
-
-def _assistant_message(content: str) -> Message:
-    return {"role": "assistant", "content": content}
 
 
 def encode_texts(texts: Sequence[str], encoder: "ConversationEncoder") -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Objects that are indexed, stacked and split with a batch."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
@@ -11,30 +11,21 @@ from .keys import QUERY
 
 # What TensorClass would overwrite: docstrings, and attributes computed when they are read.
 
+
 _C = TypeVar("_C", bound=type)
 
 
 def documented(cls: _C) -> _C:
-    """Decorate a TensorClass so that it keeps its docstring."""
-    # TensorClass replaces it by the signature; the class keeps a copy: `_documentation = __doc__`.
-    cls.__doc__ = cls._documentation  # type: ignore[attr-defined]
+    """Decorate a TensorClass so that it keeps its docstring and how its attributes are read."""
+    # TensorClass replaces the docstring by the signature; the class keeps a copy: `_documentation =
+    # __doc__`. It also writes its own `__getattr__` over that of the class body, and a class says
+    # by `_read_attribute(self, name, generated)` what is read through it.
+    made: Any = cls
+    made.__doc__ = made._documentation
+    read, generated = getattr(cls, "_read_attribute", None), made.__getattr__
+    if read is not None:
+        made.__getattr__ = lambda self, name: read(self, name, generated)
     return cls
-
-
-def attribute_reader(read: Callable[[Any, str, Callable[[Any, str], Any]], Any]) -> Any:
-    """Decorate a TensorClass so that its fields are read through a function."""
-    # TensorClass writes its own `__getattr__` over that of the class body, so this is done after.
-
-    def decorate(cls: _C) -> _C:
-        generated = cls.__getattr__  # type: ignore[attr-defined]
-
-        def __getattr__(self: Any, name: str) -> Any:
-            return read(self, name, generated)
-
-        cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
-        return cls
-
-    return decorate
 
 
 # Python objects in a TensorDict: strings, messages, conversations; one snapshot for a whole batch.
@@ -60,24 +51,7 @@ class RowObjects(list[Any]):
         return RowObjects(value for part in parts for value in part)
 
 
-class ObjectView(Protocol):
-    """How a snapshot is shown to whoever reads the leaf."""
-
-    def rows(self, snapshot: Any, /) -> list[Any]:
-        """One value per row."""
-        ...
-
-    def show(self, snapshot: Any, shape: torch.Size, /) -> Any:
-        """The values of a batch of a shape."""
-        ...
-
-
-def _read(leaf: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
-    return leaf.shown() if name == "data" else read(leaf, name)
-
-
 @documented
-@attribute_reader(_read)
 class BatchedObject(NonTensorData):
     """A snapshot of a batch as a leaf of a TensorDict, one row per batch element."""
 
@@ -95,7 +69,9 @@ class BatchedObject(NonTensorData):
     all_rows: Tensor | None = None
     """The ``rows`` of a leaf that was never indexed: the same tensor, so the check is ``is``."""
     shown_as: Any = None
-    """A :class:`ObjectView`, or ``None`` to show the snapshot itself."""
+    """How the snapshot is shown to whoever reads the leaf: an object with ``rows(snapshot)``, one
+    value per row, and ``show(snapshot, shape)``, those of a batch of a shape; ``None`` shows the
+    snapshot itself."""
     _metadata: dict | None = None
     _is_non_tensor: bool = True
 
@@ -106,7 +82,7 @@ class BatchedObject(NonTensorData):
         batch_size: torch.Size,
         rows: Tensor | None = None,
         all_rows: Tensor | None = None,
-        view: ObjectView | None = None,
+        view: Any = None,
     ) -> "BatchedObject":
         """A leaf of a batch size; without ``rows``, one that stands for all of them in order."""
         if rows is None:
@@ -115,6 +91,9 @@ class BatchedObject(NonTensorData):
         entries = TensorDict._new_unsafe({"rows": rows}, batch_size=batch_size)
         rest = {"data": snapshot, "all_rows": all_rows, "shown_as": view, "_is_non_tensor": True}
         return cls._from_tensordict(entries, rest, safe=False)
+
+    def _read_attribute(self, name: str, read: Callable[[Any, str], Any]) -> Any:
+        return self.shown() if name == "data" else read(self, name)
 
     @property
     def dtype(self) -> None:  # type: ignore[override]

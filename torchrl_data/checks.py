@@ -102,8 +102,7 @@ def check_names(who: str, names: Iterable[str], known: Collection[str]) -> None:
     """Check that settings given by name are known."""
     for name in names:
         if name not in known:
-            meant = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {meant[0]!r}?" if meant else ""
+            hint = "".join(f" Did you mean {m!r}?" for m in get_close_matches(name, known, n=1))
             raise TypeError(f"{who} has no setting {name!r}.{hint} It has {sorted(known)}.")
 
 
@@ -137,22 +136,27 @@ def require_entries(batch: TensorDictBase, keys: Iterable[NestedKey], who: str) 
             batch holds instead.
     """
     present = set(batch.keys(include_nested=True))
-    missing = [key for key in keys if key not in present]
-    if missing:
-        found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
-        raise MissingEntryError(
-            f"{who} reads {missing}, which the batch lacks. The batch holds {found}. "
-            "Run the step that writes the entry first, or rename it."
-        )
+    if missing := [key for key in keys if key not in present]:
+        remedy = "Run the step that writes the entry first, or rename it."
+        raise missing_entry(batch, missing, who, remedy=remedy)
 
 
-def missing_part(batch: TensorDictBase, key: tuple[str, str], who: str) -> MissingEntryError:
-    """The error for a part of a mode that a batch lacks."""
+_RESET: Final = (
+    "Reset the environment (prompt) or run the policy (full) first, or choose another input_mode."
+)
+
+
+def missing_entry(
+    batch: TensorDictBase,
+    key: Any,
+    who: str,
+    *,
+    instead: str = "which the batch lacks",
+    remedy: str = _RESET,
+) -> MissingEntryError:
+    """The error for an entry that a batch lacks, such as a part of a mode."""
     found = sorted(map(str, batch.keys(include_nested=True, leaves_only=True)))
-    return MissingEntryError(
-        f"{who} reads {key}, which the batch lacks. The batch holds {found}. Reset the environment "
-        "(prompt) or run the policy (full) first, or choose another input_mode."
-    )
+    return MissingEntryError(f"{who} reads {key}, {instead}. The batch holds {found}. {remedy}")
 
 
 # What packages ask of each other's objects, so that they need not import each other.

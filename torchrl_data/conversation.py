@@ -46,11 +46,9 @@ class Conversations:
         self, records: Sequence[ConversationRecord], positions: Sequence[Position] | None = None
     ) -> None:
         self._records = list(records)
-        self._positions = (
-            [Position(len(r.ids), len(r.messages)) for r in records]
-            if positions is None
-            else list(positions)
-        )
+        if positions is None:
+            positions = [Position(len(r.ids), len(r.messages)) for r in records]
+        self._positions = list(positions)
 
     @classmethod
     def from_messages(
@@ -106,22 +104,37 @@ class Conversations:
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Self:
         """Rows of the snapshot, as a snapshot (an integer gives one of a single row)."""
-        rows = _row_indices(index, len(self))
+        size = len(self)
+        if isinstance(index, int):
+            if not -size <= index < size:
+                raise IndexError(f"Row {index} of {size} conversations.")
+            rows: Sequence[int] = [index % size]
+        elif isinstance(index, slice):
+            rows = range(size)[index]
+        else:
+            if isinstance(index, Tensor):
+                flat = index.reshape(-1)
+                index = (flat.nonzero()[:, 0] if flat.dtype == torch.bool else flat).tolist()
+            rows = [range(size)[i] for i in index]
         return type(self)([self._records[i] for i in rows], [self._positions[i] for i in rows])
 
     def __repr__(self) -> str:
-        return (
-            f"Conversations({len(self)} rows, "
-            f"tokens={[p.num_tokens for p in self._positions]}, "
-            f"messages={[p.num_messages for p in self._positions]})"
-        )
+        tokens, messages, *_ = zip(*self._positions, strict=True) if len(self) else ((), ())
+        return f"Conversations({len(self)} rows, tokens={[*tokens]}, messages={[*messages]})"
 
     def __eq__(self, other: object) -> bool:
         """Equal when messages, tokens and provenance are."""
         if not isinstance(other, Conversations):
             return NotImplemented
-        return len(self) == len(other) and all(
-            self._row_state(i) == other._row_state(i) for i in range(len(self))
+        rows = zip(self._records, self._positions, other._records, strict=False)
+        return self._positions == other._positions and all(
+            one.messages[: at.num_messages] == two.messages[: at.num_messages]
+            and one.tools == two.tools
+            and all(
+                getattr(one, column)[: at.num_tokens] == getattr(two, column)[: at.num_tokens]
+                for column in ("ids", "sources", "log_probs", "versions")
+            )
+            for one, at, two in rows
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -133,19 +146,6 @@ class Conversations:
     def __deepcopy__(self, memo: object) -> Self:
         """The same object: nothing changes a snapshot."""
         return self
-
-    def _row_state(self, row: int) -> tuple[object, ...]:
-        record, position = self._records[row], self._positions[row]
-        n = position.num_tokens
-        return (
-            position,
-            record.messages[: position.num_messages],
-            record.ids[:n],
-            record.sources[:n],
-            record.log_probs[:n],
-            record.versions[:n],
-            record.tools,
-        )
 
     @staticmethod
     def cat(parts: Sequence["Conversations"]) -> "Conversations":
@@ -208,12 +208,11 @@ class Conversations:
         A conversation that was not sampled here is taken to have its first turn where the first
         message of the role ``assistant`` is.
         """
-        first = self._records[row].first_response
-        messages = self.messages(row)
+        first, end = self._records[row].first_response, self._positions[row].num_messages
         if first is not None:
-            return min(first, len(messages))
-        roles = [message["role"] for message in messages]
-        return roles.index("assistant") if "assistant" in roles else len(roles)
+            return min(first, end)
+        roles = [message["role"] for message in self.messages(row)]
+        return roles.index("assistant") if "assistant" in roles else end
 
     def num_tokens(self, row: int) -> int:
         """Tokens of a row."""
@@ -221,7 +220,7 @@ class Conversations:
 
     def was_sampled(self, row: int) -> bool:
         """Whether the policy sampled any token of a row."""
-        return self._records[row].sources.find(bytes([Source.MODEL]), 0, self.num_tokens(row)) >= 0
+        return self.num_tokens_before_policy(row) < self.num_tokens(row)
 
     def num_tokens_before_policy(self, row: int) -> int:
         """Tokens of a row before the first one that the policy sampled; all, if it has none."""
@@ -289,11 +288,10 @@ class Conversations:
         records, positions = list(self._records), list(self._positions)
         for i, messages in enumerate(rows):
             if messages is not None:
-                position = positions[i]
-                record = records[i].copy_prefix(position.num_tokens, position.num_encoded)
+                at = positions[i]
+                records[i] = record = records[i].copy_prefix(at.num_tokens, at.num_encoded)
                 record.messages.extend(map(with_plain_images, messages))
-                records[i] = record
-                positions[i] = position._replace(num_messages=len(record.messages))
+                positions[i] = at._replace(num_messages=len(record.messages))
         return type(self)(records, positions)
 
     def append_encoded(self, encoded: Sequence[EncodedMessages | None]) -> Self:
@@ -349,20 +347,6 @@ class Conversations:
         return record.copy_prefix(position.num_tokens, position.num_messages)
 
 
-def _row_indices(index: int | slice | Sequence[int] | Tensor, size: int) -> list[int]:
-    if isinstance(index, int):
-        if not -size <= index < size:
-            raise IndexError(f"Row {index} of {size} conversations.")
-        return [index % size]
-    if isinstance(index, slice):
-        return list(range(size))[index]
-    if isinstance(index, Tensor):
-        if index.dtype == torch.bool:
-            index = index.reshape(-1).nonzero().squeeze(-1)
-        index = index.reshape(-1).tolist()
-    return [range(size)[i] for i in index]
-
-
 def waiting_rows(conversations: Conversations) -> list[Waiting | None]:
     """What has no tokens yet in each row; ``None`` where the next token is the policy's."""
     found: list[Waiting | None] = []
@@ -402,24 +386,26 @@ def continues(later: Conversations, earlier: Conversations) -> bool:
 
 def conversation_states(conversations: Conversations) -> list[dict[str, Any]]:
     """One dictionary a row of all that a snapshot knows; its tensors ``[T]`` are copies."""
-    return [_state(conversations, row) for row in range(len(conversations))]
-
-
-def _state(conversations: Conversations, row: int) -> dict[str, Any]:
-    record, position = conversations._records[row], conversations.position(row)
-    first = record.first_response
-    return {
-        "position": position._asdict(),
-        "messages": conversations.messages(row),
-        "tools": record.tools,
+    states = []
+    for row, position in enumerate(conversations.positions):
+        record = conversations._records[row]
+        first = record.first_response
         # As in a copy of the record's beginning: it may have grown past the snapshot.
-        "first_response": None if first is None or first >= position.num_messages else first,
-        "ids": conversations.token_ids(row),
-        "sources": conversations.sources(row),
-        "log_probs": conversations.log_probs(row),
-        "versions": conversations.policy_versions(row),
-        "extra": conversations.extra(row),
-    }
+        is_past = first is not None and first >= position.num_messages
+        states.append(
+            {
+                "position": position._asdict(),
+                "messages": conversations.messages(row),
+                "tools": record.tools,
+                "first_response": None if is_past else first,
+                "ids": conversations.token_ids(row),
+                "sources": conversations.sources(row),
+                "log_probs": conversations.log_probs(row),
+                "versions": conversations.policy_versions(row),
+                "extra": conversations.extra(row),
+            }
+        )
+    return states
 
 
 def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversations:
@@ -428,35 +414,30 @@ def conversations_from_states(states: Sequence[Mapping[str, Any]]) -> Conversati
     Raises:
         ValueError: a row's columns or messages do not fit its position.
     """
-    rows = [_record(number, state) for number, state in enumerate(states)]
-    return Conversations([record for record, _ in rows], [position for _, position in rows])
-
-
-def _record(row: int, state: Mapping[str, Any]) -> tuple[ConversationRecord, Position]:
-    record = ConversationRecord(state["tools"])
-    record.ids = _column("q", state["ids"])
-    record.sources = bytearray(state["sources"].cpu().numpy().tobytes())
-    record.log_probs = _column("f", state["log_probs"])
-    record.versions = _column("q", state["versions"])
-    record.extra = {name: _column("f", values) for name, values in state["extra"].items()}
-    record.messages = list(state["messages"])
-    record.first_response = state["first_response"]
-    position = Position(**state["position"])
-    columns = [record.ids, record.sources, record.log_probs, record.versions]
-    if any(len(column) != position.num_tokens for column in (*columns, *record.extra.values())):
-        raise ValueError(
-            f"Conversation {row} has {position.num_tokens} tokens but columns of "
-            f"{[len(column) for column in columns]}."
-        )
-    if len(record.messages) != position.num_messages:
-        raise ValueError(
-            f"Conversation {row} has {position.num_messages} messages, and "
-            f"{len(record.messages)} are stored."
-        )
-    return record, position
-
-
-def _column(code: str, values: Tensor) -> array:
-    column = array(code)
-    column.frombytes(values.cpu().numpy().tobytes())
-    return column
+    records, positions = [], []
+    for row, state in enumerate(states):
+        record, position = ConversationRecord(state["tools"]), Position(**state["position"])
+        record.extra = {name: array("f") for name in state["extra"]}
+        columns = [
+            (record.ids, state["ids"]),
+            (record.log_probs, state["log_probs"]),
+            (record.versions, state["versions"]),
+            *((column, state["extra"][name]) for name, column in record.extra.items()),
+        ]
+        for column, values in columns:
+            column.frombytes(values.cpu().numpy().tobytes())
+        record.sources.extend(state["sources"].cpu().numpy().tobytes())
+        lengths = [len(record.sources), *(len(column) for column, _ in columns)]
+        if any(length != position.num_tokens for length in lengths):
+            raise ValueError(
+                f"Conversation {row} has {position.num_tokens} tokens but columns of {lengths}."
+            )
+        record.messages, record.first_response = list(state["messages"]), state["first_response"]
+        if len(record.messages) != position.num_messages:
+            raise ValueError(
+                f"Conversation {row} has {position.num_messages} messages, and "
+                f"{len(record.messages)} are stored."
+            )
+        records.append(record)
+        positions.append(position)
+    return Conversations(records, positions)

@@ -25,25 +25,16 @@ if TYPE_CHECKING:
 
 # Messages and tokens as text for people: what is invisible is made visible.
 
-_KEPT: Final = "\n\t"
 _REPLACEMENT: Final = "\ufffd"
-_MAX_BYTES: Final = 4
-_SUSPECT = re.compile(r"[^\x20-\x7e\n\t]")
+_SUSPECT = re.compile(r"[^\x20-\x7e\n\t\u200d]")  # zero-width joiners make emoji what they are
 
 
 def visible(text: str) -> str:
     """Text whose control, direction and format characters are spelled out."""
     # Nobody can hide a terminal's escape sequence or turn the direction of a line with the result.
-    return _SUSPECT.sub(lambda match: _visible(match.group()), text)
-
-
-def _visible(character: str) -> str:
-    # Zero-width joiners make emoji what they are.
-    if character in _KEPT or character == "\u200d":
-        return character
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return f"\\u{ord(character):04x}"
-    return character
+    suspects = set(_SUSPECT.findall(text))
+    hidden = [c for c in suspects if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
+    return text.translate({ord(c): f"\\u{ord(c):04x}" for c in hidden}) if hidden else text
 
 
 def message_title(message: Message) -> str:
@@ -58,22 +49,19 @@ def message_text(message: Message) -> str:
     if message.get("reasoning_content"):
         parts.append(f"(reasoning) {message['reasoning_content']}")
     content: Any = message.get("content")
-    if isinstance(content, str):
-        parts.append(content)
-    else:
-        parts += [_part_text(part) for part in content or []]
+    pieces: Sequence[Any] = [content] if isinstance(content, str) else content or []
+    for part in pieces:
+        if is_image(part):
+            parts.append(image_label(part))
+        elif isinstance(part, dict):
+            place = f"[{part.get('type', 'part')}: {part.get('url') or '...'}]"
+            parts.append(str(part.get("text") or place))
+        else:
+            parts.append(str(part))
     for call in message.get("tool_calls") or []:
         function = call.get("function", call) if isinstance(call, dict) else {"name": call}
         parts.append(f"-> {function.get('name')}({function.get('arguments')})")
     return visible("\n".join(part for part in parts if part))
-
-
-def _part_text(part: Any) -> str:
-    if is_image(part):
-        return image_label(part)
-    if isinstance(part, dict):
-        return str(part.get("text") or f"[{part.get('type', 'part')}: {part.get('url') or '...'}]")
-    return str(part)
 
 
 def rewards_of_rows(reward: Any, rewards: Any, num_rows: int) -> list[float | None]:
@@ -90,9 +78,7 @@ def rewards_of_rows(reward: Any, rewards: Any, num_rows: int) -> list[float | No
 
 
 def token_texts(
-    ids: Sequence[int],
-    tokenizer: "PreTrainedTokenizerBase",
-    known: dict[int, str] | None = None,
+    ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase", known: dict[int, str] | None = None
 ) -> list[str]:
     """The text of each token; tokens that only together make a character share it.
 
@@ -102,23 +88,15 @@ def token_texts(
     if new := sorted(set(ids) - known.keys()):
         decoded = tokenizer.batch_decode([[i] for i in new], clean_up_tokenization_spaces=False)
         known.update(zip(new, decoded, strict=True))
-    single = [known[i] for i in ids]
     texts: list[str] = []
-    while len(texts) < len(ids):
-        at = len(texts)
-        texts += _character(ids, at, single[at], tokenizer)
+    while (at := len(texts)) < len(ids):
+        text, end = known[ids[at]], at + 1
+        while _REPLACEMENT in text and end < min(at + 4, len(ids)):  # bytes of a character
+            end += 1
+            text = str(tokenizer.decode(list(ids[at:end])))
+        is_whole = _REPLACEMENT not in text
+        texts += [text, *[""] * (end - at - 1)] if is_whole else [known[ids[at]]]
     return [visible(text) for text in texts]
-
-
-def _character(
-    ids: Sequence[int], at: int, single: str, tokenizer: "PreTrainedTokenizerBase"
-) -> list[str]:
-    if _REPLACEMENT in single:
-        for count in range(2, _MAX_BYTES + 1):
-            joined = str(tokenizer.decode(list(ids[at : at + count])))
-            if _REPLACEMENT not in joined and at + count <= len(ids):
-                return [joined] + [""] * (count - 1)
-    return [single]
 
 
 # A conversation in the terminal: by message, coloured by role, or by token, coloured by source.
@@ -137,15 +115,22 @@ SOURCE_STYLES: Final = {
     Source.MODEL: "green",
 }
 """Colour of a token, by who wrote it."""
-_LEGEND_ROLES: Final = ("system", "user", "tool", "assistant")
 
 
-def colour_legend(names: Iterable[tuple[str, str]]) -> RichText:
+def _legend(names: Iterable[tuple[str, str]]) -> RichText:
     """A line of names in their colours."""
     legend = RichText()
     for name, style in names:
         legend.append(f" {name} ", style=f"{style} reverse").append(" ")
     return legend
+
+
+def _tokens(texts: Iterable[tuple[str, str]]) -> RichText:
+    """Tokens in their colours; every other one is underlined."""
+    coloured = RichText()
+    for i, (text, style) in enumerate(texts):
+        coloured.append(text, style=f"{style} underline" if i % 2 else style)
+    return coloured
 
 
 def show_messages(
@@ -161,8 +146,7 @@ def show_messages(
         reward: printed at the end: a number, or a tensor of one element.
         console: where to print; a new one on standard output when not given.
     """
-    legend = colour_legend((role, ROLE_STYLES[role]) for role in _LEGEND_ROLES)
-    _print([*_panels(messages), legend], reward, console)
+    _print(_panels(messages), reward, console)
 
 
 def show_conversation(
@@ -189,14 +173,14 @@ def show_conversation(
     """
     _check_conversations("show_conversation", conversations)
     shown = _panels(conversations.messages(row))
-    shown.append(colour_legend((role, ROLE_STYLES[role]) for role in _LEGEND_ROLES))
     if tokenizer is not None:
-        sources = [Source(source) for source in conversations.sources(row).tolist()]
+        sources = conversations.sources(row).tolist()
         texts = token_texts(conversations.ids(row), tokenizer)
-        sampled = sources.count(Source.MODEL)
-        title = f"{len(texts)} tokens, {sampled} sampled by the policy"
-        shown.append(Panel(coloured_tokens(texts, sources), title=title, title_align="left"))
-        shown.append(colour_legend((s.name.lower(), style) for s, style in SOURCE_STYLES.items()))
+        styles = [SOURCE_STYLES[source] for source in sources]
+        title = f"{len(texts)} tokens, {sources.count(Source.MODEL)} sampled by the policy"
+        tokens = _tokens(zip(texts, styles, strict=True))
+        shown.append(Panel(tokens, title=title, title_align="left"))
+        shown.append(_legend((s.name.lower(), style) for s, style in SOURCE_STYLES.items()))
     _print(shown, reward, console)
 
 
@@ -208,34 +192,22 @@ def _check_conversations(who: str, found: object) -> None:
         )
 
 
-def coloured_tokens(texts: Sequence[str], sources: Sequence[Source]) -> RichText:
-    """Tokens in the colours of those who wrote them; every other one is underlined."""
-    coloured = RichText()
-    for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
-        style = SOURCE_STYLES[source]
-        coloured.append(text, style=f"{style} underline" if i % 2 else style)
-    return coloured
-
-
 def _panels(messages: Sequence[Message]) -> list[RenderableType]:
-    # RichText, and not str: content may hold what looks like Rich's markup.
-    return [
-        Panel(
-            RichText(message_text(message)),
-            title=RichText(message_title(message)),
-            title_align="left",
-            border_style=ROLE_STYLES.get(message["role"], "white"),
-        )
-        for message in messages
-    ]
+    """A panel for each message, then what the colours mean."""
+    shown: list[RenderableType] = []
+    for message in messages:
+        # RichText, and not str: content may hold what looks like Rich's markup.
+        title, style = RichText(message_title(message)), ROLE_STYLES.get(message["role"], "white")
+        text = RichText(message_text(message))
+        shown.append(Panel(text, title=title, title_align="left", border_style=style))
+    names = ("system", "user", "tool", "assistant")
+    return [*shown, _legend((role, ROLE_STYLES[role]) for role in names)]
 
 
 def _print(
     shown: Sequence[RenderableType], reward: float | Tensor | None, console: Console | None
 ) -> None:
-    closing = []
-    if reward is not None:
-        closing.append(RichText(f"reward: {float(reward):g}", style="bold red"))
+    closing = [] if reward is None else [RichText(f"reward: {float(reward):g}", style="bold red")]
     (console or Console()).print(Group(*shown, *closing))
 
 
@@ -258,12 +230,6 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0; font: inh
 .tokens span { border-right: 1px solid #fff; }
 .legend span { padding: 0 .4rem; margin-right: .4rem; } .reward { font-weight: 600; }
 """
-_ROLES: Final = frozenset(("system", "developer", "user", "tool", "assistant"))
-
-
-def _policy() -> str:
-    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
 
 def messages_html(
@@ -282,8 +248,7 @@ def messages_html(
     Raises:
         ValueError: there are not as many rewards as rows.
     """
-    articles = [_messages(chat) for chat in chats]
-    return _page(articles, rewards_of_rows(reward, rewards, len(articles)))
+    return _page(chats, rewards_of_rows(reward, rewards, len(chats)))
 
 
 def conversation_html(
@@ -307,57 +272,53 @@ def conversation_html(
         ValueError: there are not as many rewards as rows.
     """
     _check_conversations("conversation_html", conversations)
-    articles = []
-    for row in range(len(conversations)):
-        article = _messages(conversations.messages(row))
-        if tokenizer is not None:
-            article += _tokens(conversations, row, tokenizer)
-        articles.append(article)
-    return _page(articles, rewards_of_rows(reward, rewards, len(articles)))
-
-
-def _messages(messages: Sequence[Message]) -> str:
-    return "".join(
-        f'<section class="{message["role"] if message["role"] in _ROLES else "other"}">'
-        f"<h3>{escape(message_title(message))}</h3><pre>{escape(message_text(message))}</pre>"
-        "</section>\n"
-        for message in messages
-    )
-
-
-def _tokens(conversations: Conversations, row: int, tokenizer: "PreTrainedTokenizerBase") -> str:
-    ids = conversations.ids(row)
-    columns = zip(
-        ids,
-        token_texts(ids, tokenizer),
-        conversations.sources(row).tolist(),
-        conversations.log_probs(row).tolist(),
-        conversations.policy_versions(row).tolist(),
-        strict=True,
-    )
-    spans = []
-    for index, text, source, log_prob, version in columns:
-        title = f"id {index}"
-        if source == Source.MODEL:
-            title += f", log-prob {log_prob:.4g}, policy version {version}"
-        spans.append(f'<span class="{Source(source).name}" title="{title}">{escape(text)}</span>')
+    rows = range(len(conversations))
+    values = rewards_of_rows(reward, rewards, len(rows))
+    tokens = []
     legend = "".join(f'<span class="{s.name}">{s.name.lower()}</span>' for s in Source)
-    return (
-        f'<section class="tokens"><h3>{len(ids)} tokens</h3><pre>{"".join(spans)}</pre>'
-        f'<p class="legend">{legend}</p></section>\n'
-    )
+    for row in rows:
+        if tokenizer is None:
+            break
+        ids, spans = conversations.ids(row), []
+        columns = zip(
+            ids,
+            token_texts(ids, tokenizer),
+            map(Source, conversations.sources(row).tolist()),
+            conversations.log_probs(row).tolist(),
+            conversations.policy_versions(row).tolist(),
+            strict=True,
+        )
+        for index, text, source, log_prob, version in columns:
+            title = f"id {index}"
+            if source == Source.MODEL:
+                title += f", log-prob {log_prob:.4g}, policy version {version}"
+            spans.append(f'<span class="{source.name}" title="{title}">{escape(text)}</span>')
+        tokens.append(
+            f'<section class="tokens"><h3>{len(ids)} tokens</h3><pre>{"".join(spans)}</pre>'
+            f'<p class="legend">{legend}</p></section>\n'
+        )
+    return _page([conversations.messages(row) for row in rows], values, tokens)
 
 
-def _page(articles: Sequence[str], rewards: Sequence[float | None]) -> str:
-    body = "".join(
-        f"<article><h2>Conversation {row}</h2>\n{article}"
-        + ("" if reward is None else f'<p class="reward">reward: {reward:g}</p>')
-        + "</article>\n"
-        for row, (article, reward) in enumerate(zip(articles, rewards, strict=True))
-    )
+def _page(
+    chats: Sequence[Sequence[Message]], rewards: Sequence[float | None], tokens: Sequence[str] = ()
+) -> str:
+    """The page; ``tokens`` is what is shown below the messages of each row, as HTML."""
+    body = ""
+    for row, (messages, reward) in enumerate(zip(chats, rewards, strict=True)):
+        body += f"<article><h2>Conversation {row}</h2>\n"
+        for message in messages:
+            role = message["role"] if message["role"] in ROLE_STYLES else "other"
+            title, text = escape(message_title(message)), escape(message_text(message))
+            body += f'<section class="{role}"><h3>{title}</h3><pre>{text}</pre></section>\n'
+        body += tokens[row] if tokens else ""
+        body += "" if reward is None else f'<p class="reward">reward: {reward:g}</p>'
+        body += "</article>\n"
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Conversations</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}</body>\n"
         "</html>\n"
@@ -366,10 +327,7 @@ def _page(articles: Sequence[str], rewards: Sequence[float | None]) -> str:
 
 # An episode as text segments: who wrote which part of the text and of the tokens.
 
-PROMPT_STYLE: Final = "bright_black"
-SYSTEM_STYLE: Final = "magenta"
-MODEL_STYLE: Final = "green"
-_LEGEND: Final = (("prompt", PROMPT_STYLE), ("system", SYSTEM_STYLE), ("model", MODEL_STYLE))
+_SEGMENT_STYLES: Final = {"prompt": "bright_black", "system": "magenta", "model": "green"}
 
 
 class TextHistory:
@@ -421,16 +379,12 @@ class TextHistory:
             reward: of the episode, if it has one: a number, or a tensor of one element.
         """
         history = cls()
-        ids = conversations.token_ids(row)
-        all_log_probs = conversations.log_probs(row)
-        mask = conversations.sources(row) == Source.MODEL
-        start = 0
-        for sampled, group in groupby(mask.tolist()):
-            segment = ids[start : start + len(list(group))]
-            start += len(segment)
-            text = str(tokenizer.decode(segment.tolist()))
-            log_probs = all_log_probs[start - len(segment) : start]
-            history.append_segment(text, segment, system=not sampled, log_probs=log_probs)
+        ids, log_probs = conversations.token_ids(row), conversations.log_probs(row)
+        end = 0
+        for sampled, group in groupby(conversations.assistant_mask(row).tolist()):
+            start, end = end, end + len(list(group))
+            text, span = str(tokenizer.decode(ids[start:end].tolist())), slice(start, end)
+            history.append_segment(text, ids[span], not sampled, log_probs=log_probs[span])
         history.reward = math.nan if reward is None else float(reward)
         history.completed = not conversations.position(row).awaits_response
         return history
@@ -464,18 +418,18 @@ class TextHistory:
         if not text or tokens is None or not len(tokens):
             count = 0 if tokens is None else len(tokens)
             raise ValueError(f"A segment needs text and tokens, got {text!r} and {count} tokens.")
-        if log_probs is None:
-            log_probs = torch.zeros(len(tokens))
-        if len(log_probs) != len(tokens):
+        count, start = len(tokens), len(self.tokens)
+        log_probs = torch.zeros(count) if log_probs is None else log_probs
+        if len(log_probs) != count:
             raise ValueError(
-                f"A segment of {len(tokens)} tokens needs as many log-probs, got {len(log_probs)}."
+                f"A segment of {count} tokens needs as many log-probs, got {len(log_probs)}."
             )
         self.text_spans.append((len(self.text), len(self.text) + len(text)))
-        self.token_spans.append((len(self.tokens), len(self.tokens) + len(tokens)))
+        self.token_spans.append((start, start + count))
         self.system_spans.append(system)
         self.text += text
         self.tokens = torch.cat([self.tokens, tokens])
-        written = torch.full((len(tokens),), int(not system), dtype=torch.int64)
+        written = torch.full((count,), int(not system), dtype=torch.int64)
         self.token_masks = torch.cat([self.token_masks, written])
         self.log_probs = torch.cat([self.log_probs, log_probs])
 
@@ -486,9 +440,7 @@ class TextHistory:
             truncated: by a limit, and not by itself.
             stop_reason: why.
         """
-        self.completed = True
-        self.truncated = truncated
-        self.stop_reason = stop_reason
+        self.completed, self.truncated, self.stop_reason = True, truncated, stop_reason
 
     def split_query_response_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens of the first segment, of the others, and the mask of the others.
@@ -503,12 +455,6 @@ class TextHistory:
 
     # For people ---------------------------------------------------------------------------------
 
-    def _styles(self) -> list[str]:
-        styles = [SYSTEM_STYLE if system else MODEL_STYLE for system in self.system_spans]
-        if self.system_spans and self.system_spans[0]:
-            styles[0] = PROMPT_STYLE
-        return styles
-
     def show_text(self, *, show_legend: bool = False, console: Console | None = None) -> None:
         """Print the text, coloured by who wrote it, and the reward, if any, once it has ended.
 
@@ -517,8 +463,8 @@ class TextHistory:
             console: where to print; a new one on standard output when not given.
         """
         text = RichText()
-        for (start, end), style in zip(self.text_spans, self._styles(), strict=True):
-            text.append(visible(self.text[start:end]), style=style)
+        for number, (start, end) in enumerate(self.text_spans):
+            text.append(visible(self.text[start:end]), style=self._style(number))
         self._print(text, show_legend, console)
 
     def show_tokens(
@@ -535,12 +481,10 @@ class TextHistory:
             show_legend: print the colours' meaning too.
             console: where to print; a new one on standard output when not given.
         """
+        spans = enumerate(self.token_spans)
+        styles = [self._style(number) for number, span in spans for _ in range(*span)]
         texts = token_texts(self.tokens.tolist(), tokenizer)
-        text = RichText()
-        for (start, end), style in zip(self.token_spans, self._styles(), strict=True):
-            for i in range(start, end):
-                text.append(texts[i], style=f"{style} underline" if i % 2 else style)
-        self._print(text, show_legend, console)
+        self._print(_tokens(zip(texts, styles, strict=True)), show_legend, console)
 
     def show_colour_legend(self, console: Console | None = None) -> None:
         """Print what the colours mean.
@@ -548,7 +492,11 @@ class TextHistory:
         Args:
             console: where to print; a new one on standard output when not given.
         """
-        (console or Console()).print(colour_legend(_LEGEND))
+        (console or Console()).print(_legend(_SEGMENT_STYLES.items()))
+
+    def _style(self, number: int) -> str:
+        writer = "system" if self.system_spans[number] else "model"
+        return _SEGMENT_STYLES["prompt" if writer == "system" and number == 0 else writer]
 
     def _print(self, text: RichText, show_legend: bool, console: Console | None) -> None:
         console = console or Console()

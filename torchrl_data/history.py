@@ -1,7 +1,6 @@
 """The ``History`` of TorchRL: messages as a tensorclass, rendered by a template and parsed back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,7 @@ from tensordict import (
 
 from .batch_objects import documented
 from .messages import (
+    PLACEHOLDER_ROLE,
     EncodedMessages,
     Message,
     Source,
@@ -86,13 +86,10 @@ class ContentBase(TensorClass["nocast", "shadow"]):
     """Its arguments."""
 
     def __post_init__(self) -> None:
-        kinds = self.type if isinstance(self.type, list) else [self.type]
-        known = get_args(ContentType)
-        for kind in kinds:
-            if isinstance(kind, str) and kind not in known:
-                raise ValueError(
-                    f"ContentBase has the unknown type {kind!r}; the types are {list(known)}."
-                )
+        types = [*get_args(ContentType)]
+        for kind in self.type if isinstance(self.type, list) else [self.type]:
+            if isinstance(kind, str) and kind not in types:
+                raise ValueError(f"ContentBase has the unknown type {kind!r}; they are {types}.")
 
     def to_part(self) -> dict[str, Any]:
         """The part as a dictionary of the fields that are set.
@@ -138,54 +135,20 @@ def plain(value: Any) -> Any:
     return value
 
 
-def with_plain_parts(message: Any) -> Any:
+def _plain_parts(part: Any) -> list[Any]:
+    """A part of a content, or a stack of them, without :class:`ContentBase`."""
+    if not isinstance(part, ContentBase):
+        return [part]
+    return part.to_parts() if part.batch_dims else [part.to_part()]
+
+
+def _plain_message(message: Any) -> Any:
     """A message whose parts are dictionaries of plain values, where it holds others."""
-    return with_plain_images(_without_content_base(message))
-
-
-def _without_content_base(message: Any) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, ContentBase):
-        content = [content]
-    if not isinstance(content, list | tuple):
-        return message
-    if not any(isinstance(part, ContentBase) for part in content):
-        return message
-    parts: list[Any] = []
-    for part in content:
-        if not isinstance(part, ContentBase):
-            parts.append(part)
-        else:
-            parts += part.to_parts() if part.batch_dims else [part.to_part()]
-    return {**message, "content": parts}
-
-
-def message_fields(message: Message) -> dict[str, Any]:
-    """Values of all fields for a message; entries that are no field go to ``metadata``."""
-    fields: dict[str, Any] = dict.fromkeys(FIELDS)
-    fields["is_complete"] = True
-    other = {}
-    for key, value in message.items():
-        if key in fields and key != "metadata":
-            fields[key] = value
-        else:
-            other[key] = value
-    fields["metadata"] = other or None
-    return fields
-
-
-def to_message(fields: Mapping[str, Any]) -> Message:
-    """The message in the chat format, without the fields that say nothing."""
-    content = fields["content"]
-    if isinstance(content, ContentBase):
-        content = content.to_parts() if content.batch_dims else [content.to_part()]
-    message: Message = {"role": fields["role"], "content": plain(content)}
-    if fields["is_complete"] is False:
-        message["is_complete"] = False
-    for field in OPTIONAL[:-1]:
-        if fields[field] is not None:
-            message[field] = plain(fields[field])
-    return message | plain(fields["metadata"] or {})
+    parts = content if isinstance(content, list | tuple) else [content]
+    if any(isinstance(part, ContentBase) for part in parts):
+        message = {**message, "content": [new for part in parts for new in _plain_parts(part)]}
+    return with_plain_images(message)
 
 
 # Chats as text or tokens, with a chat template.
@@ -193,152 +156,62 @@ def to_message(fields: Mapping[str, Any]) -> Message:
 # Shape legend: B rows, M messages of a row, T tokens of a row.
 
 
-@dataclass(frozen=True)
-class RenderingOptions:
-    """The options of ``History.apply_chat_template``."""
-
-    add_generation_prompt: bool
-    chat_template: str | None
-    chat_template_name: str | None
-    continue_final_message: bool
-    tokenize: bool | None
-    padding: bool | str
-    truncation: bool | str
-    return_tensors: str | None
-    return_dict: bool | None
-    return_assistant_tokens_mask: bool
-
-    def __post_init__(self) -> None:
-        if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError(
-                "add_generation_prompt opens a new turn and continue_final_message stays in the "
-                "last one: ask for one of them."
-            )
-        if self.return_tensors not in (None, "pt"):
-            raise ValueError(f"return_tensors is 'pt' or None, got {self.return_tensors!r}.")
-        if self.tokenize is False and (self.return_assistant_tokens_mask or self.return_tensors):
-            raise ValueError("A mask or tensors need tokens: leave tokenize=False out.")
-
-    @property
-    def wants_tokens(self) -> bool:
-        """Whether tokens are asked for, openly or by asking for tensors or a mask."""
-        if self.tokenize is not None:
-            return self.tokenize
-        return self.return_assistant_tokens_mask or self.return_tensors is not None
-
-    @property
-    def wants_dict(self) -> bool:
-        """Whether a TensorDict is asked for."""
-        if self.return_dict is not None:
-            return self.return_dict
-        return self.return_assistant_tokens_mask
-
-
-def render_chats(
+def _rendered(
     rows: Sequence[Sequence[Message]],
-    tokenizer: "PreTrainedTokenizerBase | None",
-    options: RenderingOptions,
+    template: str,
     variables: Mapping[str, Any],
     *,
-    single: bool,
-) -> Any:
-    """See ``History.apply_chat_template``; ``single`` gives one result, not a batch of one."""
-    values = dict(variables)
-    tools = values.pop("tools", None)
-    max_length = values.pop("max_length", None)
-    for row, messages in enumerate(rows):
-        check_messages(messages, row=None if single else row)
-    template = resolve_template(
-        tokenizer,
-        chat_template=options.chat_template,
-        chat_template_name=options.chat_template_name,
-    )
-    if not options.wants_tokens:
-        seen = EntriesShown()
-        texts = [_text(row, tokenizer, template, options, tools, values, seen) for row in rows]
-        return texts[0] if single else texts
-    encoder = _encoder(tokenizer or byte_tokenizer(template), template, values)
-    encoded = encoder.encode_chats(
-        [[m for m in row if m["role"] != "<none>"] for row in rows],
-        tools=tools,
-        add_generation_prompt=options.add_generation_prompt,
-        continue_final_message=options.continue_final_message,
-    )
-    if options.truncation:
-        encoded = _truncated(encoded, max_length)
-    return _tensors(encoded, single, options, encoder.tokenizer)
+    continue_final_message: bool,
+    **options: Any,
+) -> list[str]:
+    """The text of each chat; ``options`` are the tools and whether a turn is opened."""
+    shown = EntriesShown()
+    texts = []
 
+    def render(messages: Sequence[Message]) -> str:
+        return render_template(template, messages, variables=variables, **options).text
 
-def _text(
-    messages: Sequence[Message],
-    tokenizer: "PreTrainedTokenizerBase | None",
-    template: str,
-    options: RenderingOptions,
-    tools: Any,
-    variables: Mapping[str, Any],
-    seen: EntriesShown,
-) -> str:
-    special = {} if tokenizer is None else tokenizer.special_tokens_map
-
-    def render(shown: Sequence[Message]) -> str:
-        return render_template(
-            template,
-            shown,
-            tools=tools,
-            add_generation_prompt=options.add_generation_prompt,
-            variables={**special, **variables},
-        ).text
-
-    text = render(messages)
-    if dropped := seen.dropped(messages, render, None):
-        raise ValueError(refusal(dropped, messages))
-    if options.continue_final_message:
-        return cut_at_end_mark(render([*messages[:-1], with_end_mark(messages[-1])]))
-    return text
-
-
-def _truncated(encoded: list[EncodedMessages], max_length: int | None) -> list[EncodedMessages]:
-    if max_length is None:
-        raise ValueError("truncation needs max_length, the most tokens of a row.")
-    return [EncodedMessages(e.ids[:max_length], e.sources[:max_length]) for e in encoded]
+    for messages in rows:
+        text = render(messages)
+        if dropped := shown.dropped(messages, render, None):
+            raise ValueError(refusal(dropped, messages))
+        if continue_final_message:
+            text = cut_at_end_mark(render([*messages[:-1], with_end_mark(messages[-1])]))
+        texts.append(text)
+    return texts
 
 
 def _tensors(
-    encoded: list[EncodedMessages],
-    single: bool,
-    options: RenderingOptions,
+    encoded: Sequence[EncodedMessages],
     tokenizer: "PreTrainedTokenizerBase",
+    *,
+    single: bool,
+    padding: bool,
+    as_dict: bool,
+    with_mask: bool,
 ) -> Any:
-    ids = [torch.tensor(row.ids, dtype=torch.int64) for row in encoded]
-    if not options.wants_dict:
-        if options.padding and not single:
-            return _padded(ids, tokenizer, _pad_id(tokenizer))
-        return ids[0] if single else ids
-    columns = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
-    if options.return_assistant_tokens_mask:
-        columns["assistant_masks"] = [
-            (torch.tensor(row.sources) == Source.MODEL).to(torch.int64) for row in encoded
-        ]
-    if options.padding and not single:
-        fill = {"input_ids": _pad_id(tokenizer)}
-        padded = {k: _padded(v, tokenizer, fill.get(k, 0)) for k, v in columns.items()}
-        return TensorDict(padded, batch_size=[len(ids)])
-    rows = [
+    """Ids, or a TensorDict of them with their masks: a list, one of padded rows, or of one row."""
+    columns = {"input_ids": [torch.tensor(row.ids, dtype=torch.int64) for row in encoded]}
+    if as_dict:
+        columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
+    if as_dict and with_mask:
+        sampled = [torch.tensor(row.sources) == Source.MODEL for row in encoded]
+        columns["assistant_masks"] = [mask.to(torch.int64) for mask in sampled]
+    if padding and not single:
+        index = tokenizer.pad_token_id
+        fill = {"input_ids": index if isinstance(index, int) else 0}
+        padded = {
+            name: pad(rows, value=fill.get(name, 0), side=tokenizer.padding_side)
+            for name, rows in columns.items()
+        }
+        return TensorDict(padded, batch_size=[len(encoded)]) if as_dict else padded["input_ids"]
+    if not as_dict:
+        return columns["input_ids"][0] if single else columns["input_ids"]
+    dicts = [
         TensorDict(dict(zip(columns, values, strict=True)), batch_size=[])
         for values in zip(*columns.values(), strict=True)
     ]
-    return rows[0] if single else lazy_stack(rows)
-
-
-def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    index = tokenizer.pad_token_id
-    return index if isinstance(index, int) else 0
-
-
-def _padded(
-    rows: list[torch.Tensor], tokenizer: "PreTrainedTokenizerBase", value: int
-) -> torch.Tensor:
-    return pad(rows, value=value, side=tokenizer.padding_side)
+    return dicts[0] if single else lazy_stack(dicts)
 
 
 # Encoders are kept, as making one reads the whole vocabulary --------------------------------------
@@ -346,9 +219,10 @@ def _padded(
 _encoders: WeakKeyDictionary[Any, dict[Any, ConversationEncoder]] = WeakKeyDictionary()
 
 
-def _encoder(
+def encoder_for(
     tokenizer: "PreTrainedTokenizerBase", template: str, variables: Mapping[str, Any]
 ) -> ConversationEncoder:
+    """The encoder of a tokenizer and a template; it is kept for the next call."""
     kept = _encoders.setdefault(tokenizer, {})
     key = (template, repr(sorted(variables.items())), len(tokenizer))
     if key not in kept:
@@ -356,16 +230,6 @@ def _encoder(
             tokenizer, chat_template=template, chat_template_kwargs=dict(variables)
         )
     return kept[key]
-
-
-def encoder_for(
-    tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None, chat_template: str | None
-) -> ConversationEncoder:
-    """The encoder of a tokenizer and a template; it is kept for the next call."""
-    template = resolve_template(
-        tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
-    )
-    return _encoder(tokenizer, template, {})
 
 
 _byte_tokenizers: dict[str, Any] = {}
@@ -475,24 +339,32 @@ class History(TensorClass["nocast"]):
         if not len(chats):
             none = "got none" if row is None else f"row {row} has none"
             raise ValueError(f"from_chats needs at least one message a row, {none}.")
-        if _is_batch(chats):
+        if isinstance(chats[0], Sequence) and not isinstance(chats[0], str):
             rows = [cls._from_nested(chat, (*place, i)) for i, chat in enumerate(chats)]
             return lazy_stack(rows)  # type: ignore[return-value]
-        messages = [with_plain_parts(message) for message in chats]
+        messages = [_plain_message(message) for message in chats]
         check_messages(messages, row=row)
         return cls._from_messages(messages)
 
     @classmethod
     def _from_messages(cls, messages: Sequence[Message]) -> Self:
-        rows = [message_fields(message) for message in messages]
-        size = torch.Size([len(rows)])
-        entries = {}
-        for field in FIELDS:
-            values = [row[field] for row in rows]
-            if field in OPTIONAL and all(value is None for value in values):
-                entries[field] = NonTensorData(None, batch_size=size)
-            else:
-                entries[field] = value_stack(values)
+        columns: dict[str, list[Any]] = {field: [None] * len(messages) for field in FIELDS}
+        columns["is_complete"] = [True] * len(messages)
+        for i, message in enumerate(messages):
+            other = {}  # entries that are no field
+            for key, value in message.items():
+                if key in columns and key != "metadata":
+                    columns[key][i] = value
+                else:
+                    other[key] = value
+            columns["metadata"][i] = other or None
+        size = torch.Size([len(messages)])
+        entries = {
+            field: NonTensorData(None, batch_size=size)
+            if field in OPTIONAL and all(value is None for value in values)
+            else value_stack(values)
+            for field, values in columns.items()
+        }
         return cls._from_tensordict(TensorDict._new_unsafe(entries, batch_size=size), {})
 
     def to_chats(self) -> Message | list[Message] | list[list[Message]]:
@@ -501,9 +373,18 @@ class History(TensorClass["nocast"]):
         Returns:
             A message for ``[]``, a list of them for ``[M]``, a list of lists for ``[B, M]``.
         """
-        if not self.batch_dims:
-            return to_message({field: getattr(self, field) for field in FIELDS})
-        return [item.to_chats() for item in self.unbind(0)]  # type: ignore[misc]
+        if self.batch_dims:
+            return [item.to_chats() for item in self.unbind(0)]  # type: ignore[misc]
+        content: Any = self.content
+        if isinstance(content, ContentBase):
+            content = _plain_parts(content)
+        message: Message = {"role": self.role, "content": plain(content)}
+        if self.is_complete is False:
+            message["is_complete"] = False
+        # Fields that say nothing are left out.
+        said = {field: getattr(self, field) for field in OPTIONAL[:-1]}
+        message |= {field: plain(value) for field, value in said.items() if value is not None}
+        return message | plain(self.metadata or {})
 
     @classmethod
     def from_text(
@@ -531,13 +412,9 @@ class History(TensorClass["nocast"]):
         from .inverse_parsers import inverse_parser
 
         parse = inverse_parser(chat_template_name, chat_template, tokenizer)
-        if not isinstance(text, str):
-            return lazy_stack([cls._parsed(parse(row)) for row in text])  # type: ignore[return-value]
-        return cls._parsed(parse(text))
-
-    @classmethod
-    def _parsed(cls, result: "Self | Sequence[Message]") -> Self:
-        return result if isinstance(result, cls) else cls._from_messages(result)  # type: ignore[arg-type]
+        results = [parse(row) for row in ([text] if isinstance(text, str) else text)]
+        rows = [row if isinstance(row, cls) else cls._from_messages(row) for row in results]
+        return rows[0] if isinstance(text, str) else lazy_stack(rows)  # type: ignore[return-value]
 
     def apply_chat_template(
         self,
@@ -588,21 +465,49 @@ class History(TensorClass["nocast"]):
                 "A chat template renders conversations, this History is a single message. Call "
                 "unsqueeze(0) first."
             )
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        options = RenderingOptions(
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
-            chat_template_name=chat_template_name,
-            continue_final_message=continue_final_message,
-            tokenize=tokenize,
-            padding=padding,
-            truncation=truncation,
-            return_tensors=return_tensors,
-            return_dict=return_dict,
-            return_assistant_tokens_mask=return_assistant_tokens_mask,
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "add_generation_prompt opens a new turn and continue_final_message stays in the "
+                "last one: ask for one of them."
+            )
+        if return_tensors not in (None, "pt"):
+            raise ValueError(f"return_tensors is 'pt' or None, got {return_tensors!r}.")
+        needs_tokens = return_assistant_tokens_mask or return_tensors is not None
+        if tokenize is False and needs_tokens:
+            raise ValueError("A mask or tensors need tokens: leave tokenize=False out.")
+        rows, single = self._rows(), self.batch_dims == 1
+        for row, messages in enumerate(rows):
+            check_messages(messages, row=None if single else row)
+        template = resolve_template(
+            tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
         )
-        return render_chats(self._rows(), tokenizer, options, kwargs, single=self.batch_dims == 1)
+        options: dict[str, Any] = {
+            "tools": kwargs.pop("tools", None),
+            "add_generation_prompt": not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        max_length = kwargs.pop("max_length", None)
+        if not (needs_tokens if tokenize is None else tokenize):
+            special = {} if tokenizer is None else tokenizer.special_tokens_map
+            texts = _rendered(rows, template, {**special, **kwargs}, **options)
+            return texts[0] if single else texts
+        encoder = encoder_for(tokenizer or byte_tokenizer(template), template, kwargs)
+        chats = [[m for m in row if m["role"] != PLACEHOLDER_ROLE] for row in rows]
+        encoded = encoder.encode_chats(chats, **options)
+        if truncation:
+            if max_length is None:
+                raise ValueError("truncation needs max_length, the most tokens of a row.")
+            encoded = [EncodedMessages(r.ids[:max_length], r.sources[:max_length]) for r in encoded]
+        return _tensors(
+            encoded,
+            encoder.tokenizer,
+            single=single,
+            padding=bool(padding),
+            as_dict=return_assistant_tokens_mask if return_dict is None else return_dict,
+            with_mask=return_assistant_tokens_mask,
+        )
 
     # Growing ------------------------------------------------------------------------------------
 
@@ -648,7 +553,13 @@ class History(TensorClass["nocast"]):
                 f"{tuple(self.batch_size)}, the other {tuple(history.batch_size)}."
             )
         dim %= self.batch_dims
-        return self._concatenate(_unbind(history, dim), dim, inplace)
+        lengths = {len(row) for row in history.unbind(0)} if dim else set()
+        if len(lengths) > 1:
+            raise ValueError(
+                f"extend along dimension {dim} needs rows of one length, got {sorted(lengths)}. "
+                "Extend each row by itself."
+            )
+        return self._concatenate(list(history.unbind(dim)), dim, inplace)
 
     def _concatenate(self, items: Sequence["History"], dim: int, inplace: bool) -> "History":
         joined = _joined(self, items, dim)
@@ -724,15 +635,11 @@ class History(TensorClass["nocast"]):
         Args:
             shape: of the history; -1 where it varies.
         """
-        return _spec(cls, torch.Size(shape))
+        from torchrl.data import Composite, NonTensor
 
-
-def _spec(kind: type[History], size: torch.Size) -> Any:
-    from torchrl.data import Composite, NonTensor
-
-    examples = {"role": "user", "content": "", "is_complete": True}
-    leaves = {field: NonTensor(example_data=examples.get(field), shape=size) for field in FIELDS}
-    return Composite(leaves, shape=size[:-1], data_cls=kind)
+        size, examples = torch.Size(shape), {"role": "user", "content": "", "is_complete": True}
+        leaves = {name: NonTensor(example_data=examples.get(name), shape=size) for name in FIELDS}
+        return Composite(leaves, shape=size[:-1], data_cls=cls)
 
 
 def _joined(history: History, items: Sequence[History], dim: int) -> TensorDictBase:
@@ -741,20 +648,3 @@ def _joined(history: History, items: Sequence[History], dim: int) -> TensorDictB
     # A ragged batch is a stack of rows: each row grows by its share of every item.
     rows, others = history.unbind(0), [item.unbind(0) for item in items]
     return lazy_stack([_joined(r, [o[i] for o in others], dim - 1) for i, r in enumerate(rows)])
-
-
-def _is_batch(chats: Sequence[Any]) -> bool:
-    first = chats[0]
-    return isinstance(first, Sequence) and not isinstance(first, str)
-
-
-def _unbind(history: History, dim: int) -> list[History]:
-    if dim == 0:
-        return list(history.unbind(0))
-    lengths = {len(row) for row in history.unbind(0)}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"extend along dimension {dim} needs rows of one length, got {sorted(lengths)}. "
-            "Extend each row by itself."
-        )
-    return list(history.unbind(dim))

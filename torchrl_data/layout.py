@@ -5,26 +5,19 @@ Text, tokens, masks and log-probs of prompt, response and full conversation.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from tensordict import TensorClass, TensorDict, lazy_stack
 from torch import Tensor
 
-from .batch_objects import attribute_reader, documented, in_shape, snapshot_of
+from .batch_objects import documented, in_shape, snapshot_of
 from .conversation import Conversations
 from .history import History, encoder_for
 from .keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TEXT, TOKENS
-from .messages import PLACEHOLDER_ROLE, EncodedMessages, Message, Source
-from .ragged import (
-    TokenRows,
-    entries_of,
-    indexed_by_name,
-    is_padded,
-    pad,
-    read_token_rows,
-    value_stack,
-)
+from .messages import PLACEHOLDER_ROLE, Message, Source
+from .ragged import TokenRows, entries_of, is_padded, pad, token_rows, value_stack
+from .templates.template import resolve_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,18 +32,6 @@ if TYPE_CHECKING:
 # Shape legend: B rows, T tokens of a row (ragged).
 
 
-class ConversationCodec(Protocol):
-    """What spells conversations out: a ``ConversationEncoder``."""
-
-    def encode_rows(self, conversations: Conversations) -> Any:
-        """Encode what waits and open the policy's turn; ``.conversations`` is the result."""
-        ...
-
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Text of token ids."""
-        ...
-
-
 @dataclass(frozen=True)
 class ConversationView:
     """A part of conversations as text or as token ids."""
@@ -60,7 +41,7 @@ class ConversationView:
 
     mode: str
     part: str
-    encoder: ConversationCodec
+    encoder: "ConversationEncoder"
 
     def show(self, conversations: Conversations, shape: Sequence[int]) -> Any:
         """The rows as nested lists of a batch's shape."""
@@ -71,19 +52,14 @@ class ConversationView:
         if self.part == PROMPT:
             # A row that can't be encoded shows what it has; whoever runs it says what is wrong.
             conversations = self.encoder.encode_rows(conversations).conversations
-        if self.mode == TEXT:
-            return self._texts(conversations)
-        ids = [conversations.token_ids(i) for i in range(len(conversations))]
-        if self.part != RESPONSE:
-            return ids
-        return [row[conversations.position(i).response_start :] for i, row in enumerate(ids)]
-
-    def _texts(self, conversations: Conversations) -> list[str]:
-        ids = [conversations.ids(i) for i in range(len(conversations))]
+        starts = [position.response_start for position in conversations.positions]
+        if self.mode != TEXT:
+            rows = [conversations.token_ids(i) for i in range(len(starts))]
+            return split_columns(rows, starts)[self.part] if self.part == RESPONSE else rows
+        ids = [conversations.ids(i) for i in range(len(starts))]
         full = self.encoder.decode(ids)
         if self.part != RESPONSE:
             return full
-        starts = [conversations.position(i).response_start for i in range(len(conversations))]
         before = self.encoder.decode([row[:n] for row, n in zip(ids, starts, strict=True)])
         return [
             text[len(prompt) :] if text.startswith(prompt) else self.encoder.decode([row[n:]])[0]
@@ -91,140 +67,18 @@ class ConversationView:
         ]
 
 
-# Prompt, response and full as plain columns: what the classes of the layout are made of.
-#
-# A column is a list of one value per row: token ids, int64 ``[T]``, or strings.
-#
-# Shape legend: B rows, T tokens of a row (ragged), P and R tokens of the longest prompt and
-# response.
-
-Columns = dict[str, list[Tensor]]
 PARTS: Final = (PROMPT, RESPONSE, FULL)
 """Names of the three parts."""
 
 
-def conversation_columns(conversations: Conversations) -> Columns:
-    """The token ids of conversations, exactly as they hold them."""
-    rows = range(len(conversations))
-    return split_columns(
-        [conversations.token_ids(i) for i in rows],
-        [conversations.position(i).response_start for i in rows],
-    )
-
-
-def split_columns(full: Sequence[Tensor], starts: Sequence[int]) -> Columns:
-    """The three parts of full rows whose responses start somewhere."""
+def split_columns(full: Sequence[Tensor], starts: Sequence[int]) -> dict[str, list[Tensor]]:
+    """The three parts of full rows, B tensors ``[T]`` each, whose responses start somewhere."""
     pairs = list(zip(full, starts, strict=True))
     return {
         PROMPT: [row[:start] for row, start in pairs],
         RESPONSE: [row[start:] for row, start in pairs],
         FULL: list(full),
     }
-
-
-def joined_columns(prompt: Sequence[Tensor], response: Sequence[Tensor]) -> Columns:
-    """The three parts of prompts and their responses."""
-    full = [torch.cat([p, r]) for p, r in zip(prompt, response, strict=True)]
-    return {PROMPT: list(prompt), RESPONSE: list(response), FULL: full}
-
-
-def decode_columns(
-    columns: Mapping[str, Sequence[Tensor]],
-    tokenizer: "PreTrainedTokenizerBase",
-    skip_special_tokens: bool,
-) -> dict[str, list[str]]:
-    """The text of each column, spaces kept as they are."""
-    return {
-        name: tokenizer.batch_decode(
-            [row.tolist() for row in rows],
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        for name, rows in columns.items()
-    }
-
-
-def encode_columns(
-    texts: Mapping[str, Sequence[str]], tokenizer: "PreTrainedTokenizerBase"
-) -> Columns:
-    """Tokenise prompt and response each by itself; full is their concatenation."""
-    columns = {}
-    for name, rows in texts.items():
-        encoded = tokenizer(list(rows), add_special_tokens=False)["input_ids"]
-        columns[name] = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]  # type: ignore[union-attr]
-    if PROMPT in columns and RESPONSE in columns:
-        return joined_columns(columns[PROMPT], columns[RESPONSE])
-    return columns
-
-
-class PaddedColumns(NamedTuple):
-    """Dense parts, prompts padded on the left and responses on the right."""
-
-    prompt: Tensor
-    """int64 ``[B, P]``."""
-    response: Tensor
-    """int64 ``[B, R]``."""
-    attention_mask: Tensor
-    """bool ``[B, P + R]``, True on tokens."""
-
-
-def pad_columns(
-    prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int
-) -> PaddedColumns:
-    """Pad prompts on the left and responses on the right."""
-    real = [
-        pad([torch.ones_like(row, dtype=torch.bool) for row in rows], value=False, side=side)
-        for rows, side in ((prompts, "left"), (responses, "right"))
-    ]
-    return PaddedColumns(
-        pad(prompts, value=pad_token_id, side="left"),
-        pad(responses, value=pad_token_id),
-        torch.cat(real, -1),
-    )
-
-
-def unpad_columns(full: Tensor, attention_mask: Tensor, width: int) -> Columns:
-    """Undo :func:`pad_columns`; ``width`` is that of the padded prompts."""
-    rows = list(zip(full, attention_mask, strict=True))
-    return joined_columns(
-        [ids[:width][mask[:width]] for ids, mask in rows],
-        [ids[width:][mask[width:]] for ids, mask in rows],
-    )
-
-
-def chat_columns(
-    prompt: Sequence[Sequence[Message]] | None,
-    full: Sequence[Sequence[Message]] | None,
-    encoder: "ConversationEncoder",
-) -> Columns:
-    """Token ids of chats; the response is what the full one has beyond the prompt."""
-    columns: dict[str, Any] = {}
-    if prompt is not None:
-        encoded = encoder.encode_chats(prompt, add_generation_prompt=True)
-        columns[PROMPT] = [torch.tensor(row.ids, dtype=torch.int64) for row in encoded]
-    if full is not None:
-        encoded = encoder.encode_chats(full)
-        columns[FULL] = [
-            torch.tensor(_until_answered(row, chat), dtype=torch.int64)
-            for row, chat in zip(encoded, full, strict=True)
-        ]
-    if len(columns) < 2:
-        return columns
-    for row, (start, ids) in enumerate(zip(columns[PROMPT], columns[FULL], strict=True)):
-        if not torch.equal(ids[: len(start)], start):
-            raise ValueError(
-                f"Row {row}: the full conversation does not begin with the tokens of the prompt "
-                f"({len(start)} tokens), so there is no response to tell apart. The messages of "
-                "the prompt must be the first of the full conversation."
-            )
-    return split_columns(columns[FULL], [len(start) for start in columns[PROMPT]])
-
-
-def _until_answered(encoded: EncodedMessages, chat: Sequence[Message]) -> list[int]:
-    """Tokens up to the end of the assistant's last turn, where a policy's response ends."""
-    if chat[-1]["role"] != "assistant" or Source.MODEL not in encoded.sources:
-        return encoded.ids
-    return encoded.ids[: len(encoded.ids) - encoded.sources[::-1].index(Source.MODEL)]
 
 
 # What conversations look like from outside: messages as a ``History``.
@@ -257,35 +111,27 @@ def history_view(
         batch_size: the batch; the history has one dimension more.
         response_only: the last message only; a placeholder where the policy has not answered.
     """
-    rows = [
-        History._from_messages(
-            [_response(conversations, i)] if response_only else conversations.messages(i)
-        )
-        for i in range(len(conversations))
-    ]
-    stacked: Any = rows
+    stacked: list[Any] = []
+    for row, position in enumerate(conversations.positions):
+        messages = conversations.messages(row)
+        if response_only:
+            unanswered: Message = {"role": PLACEHOLDER_ROLE, "content": ""}
+            messages = [unanswered if position.awaits_response else messages[-1]]
+        stacked.append(History._from_messages(messages))
     for size in reversed(batch_size):
         stacked = [lazy_stack(stacked[i : i + size]) for i in range(0, len(stacked), size)]
     return stacked[0]
 
 
-def _response(conversations: Conversations, row: int) -> Message:
-    if conversations.position(row).awaits_response:
-        return {"role": PLACEHOLDER_ROLE, "content": ""}
-    return conversations.last_message(row)
-
-
 # The layout of a batch: ``prompt``, ``response`` and ``full`` of whatever a batch holds.
 #
 # ``full = prompt + response``, always, to the token. Rows are ragged; padded, nested and packed are
-# views (see ``ragged``). The arithmetic of the conversions is in ``columns``.
+# views (see ``ragged``).
 #
 # Shape legend: B rows, T tokens of a row (ragged), M messages of a row (ragged).
 
 
-@documented
-@indexed_by_name
-@attribute_reader(read_token_rows)
+@token_rows
 class Tokens(TokenRows, TensorClass["nocast"]):
     """Token ids, int64: ragged, or padded (prompt on the left, response on the right).
 
@@ -320,8 +166,15 @@ class Tokens(TokenRows, TensorClass["nocast"]):
                 "Padded tokens can't be decoded, as a pad id may be a real token too. Call "
                 "to_ragged(masks) first."
             )
-        columns = {name: self.rows(name) for name in _present_parts(self)}
-        return Text.from_rows(**decode_columns(columns, tokenizer, skip_special_tokens))
+        texts = {
+            name: tokenizer.batch_decode(
+                [row.tolist() for row in self.rows(name)],
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+            for name in _present_parts(self)
+        }
+        return Text.from_rows(**texts)
 
     def to_history(
         self,
@@ -330,8 +183,9 @@ class Tokens(TokenRows, TensorClass["nocast"]):
         skip_special_tokens: bool = False,
     ) -> "ChatHistory":
         """Decode and parse: see :meth:`to_text` and :meth:`Text.to_history`."""
-        text = self.to_text(tokenizer, skip_special_tokens)
-        return text.to_history(tokenizer, chat_template_name)
+        return self.to_text(tokenizer, skip_special_tokens).to_history(
+            tokenizer, chat_template_name
+        )
 
     def to_padded(self, pad_token_id: int) -> "tuple[Tokens, Masks]":
         """Padded tokens: prompt on the left, response on the right, full is both.
@@ -343,17 +197,15 @@ class Tokens(TokenRows, TensorClass["nocast"]):
             The tokens ``[B, T]`` and their attention mask, without which padding can't be told
             from tokens.
         """
-        dense = pad_columns(self.rows(PROMPT), self.rows(RESPONSE), pad_token_id)
-        size = torch.Size([len(dense.prompt)])
-        tokens = Tokens(
-            prompt=dense.prompt,
-            response=dense.response,
-            full=torch.cat([dense.prompt, dense.response], -1),
-            padded=True,
-            batch_size=size,
-        )
-        masks = Masks(all_attention_mask=dense.attention_mask, padded=True, batch_size=size)
-        return tokens, masks
+        parts, real = [], []
+        for name, side in ((PROMPT, "left"), (RESPONSE, "right")):
+            rows = self.rows(name)
+            ones = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+            parts.append(pad(rows, value=pad_token_id, side=side))
+            real.append(pad(ones, value=False, side=side))
+        whole: dict[str, Any] = {"padded": True, "batch_size": parts[0].shape[:1]}
+        tokens = Tokens(prompt=parts[0], response=parts[1], full=torch.cat(parts, -1), **whole)
+        return tokens, Masks(all_attention_mask=torch.cat(real, -1), **whole)
 
     def to_ragged(self, masks: "Masks") -> "Tokens":
         """Undo :meth:`to_padded`.
@@ -364,12 +216,11 @@ class Tokens(TokenRows, TensorClass["nocast"]):
         entries = entries_of(self)
         mask = entries_of(masks).get("all_attention_mask")
         width = entries.get(PROMPT).shape[-1]
-        return Tokens.from_rows(**unpad_columns(entries.get(FULL), mask, width))
+        full = [row[real] for row, real in zip(entries.get(FULL), mask, strict=True)]
+        return Tokens.from_rows(**split_columns(full, mask[:, :width].sum(-1).tolist()))
 
 
-@documented
-@indexed_by_name
-@attribute_reader(read_token_rows)
+@token_rows
 class LogProbs(TokenRows, TensorClass["nocast"]):
     """Log-probabilities, float32 in nats, aligned with the tokens of the same name.
 
@@ -388,9 +239,7 @@ class LogProbs(TokenRows, TensorClass["nocast"]):
     """Whether the rows are padded."""
 
 
-@documented
-@indexed_by_name
-@attribute_reader(read_token_rows)
+@token_rows
 class Masks(TokenRows, TensorClass["nocast"]):
     """Masks over ``("tokens", "full")``, bool.
 
@@ -445,7 +294,14 @@ class Text(TensorClass["nocast"]):
         Args:
             tokenizer: encodes, without adding special tokens.
         """
-        return Tokens.from_rows(**encode_columns(self._columns(), tokenizer))
+        columns = {}
+        for name, rows in self._columns().items():
+            encoded: Any = tokenizer(rows, add_special_tokens=False)["input_ids"]
+            columns[name] = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]
+        if PROMPT in columns and RESPONSE in columns:
+            pairs = zip(columns[PROMPT], columns[RESPONSE], strict=True)
+            columns[FULL] = [torch.cat(pair) for pair in pairs]
+        return Tokens.from_rows(**columns)
 
     def to_history(
         self, tokenizer: "PreTrainedTokenizerBase", chat_template_name: str | None = None
@@ -481,17 +337,7 @@ class Text(TensorClass["nocast"]):
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
 
-def _read_history(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
-    if name not in PARTS:
-        return read(group, name)
-    conversations = snapshot_of(group._tensordict.get(name, None), Conversations)
-    if conversations is None:
-        return read(group, name)
-    return HistoryView(name).show(conversations, group.batch_size)
-
-
 @documented
-@attribute_reader(_read_history)
 class ChatHistory(TensorClass["nocast"]):
     """Messages of ``prompt``, ``response`` and ``full``, each a ``History [B, M]``.
 
@@ -515,6 +361,13 @@ class ChatHistory(TensorClass["nocast"]):
             if isinstance(value, History) and self.batch_dims and value.ndim == self.batch_dims:
                 # One message a row.
                 entries.set(name, value.unsqueeze(-1))
+
+    def _read_attribute(self, name: str, read: Callable[[Any, str], Any]) -> Any:
+        leaf = entries_of(self).get(name, None) if name in PARTS else None
+        conversations = snapshot_of(leaf, Conversations)
+        if conversations is None:
+            return read(self, name)
+        return HistoryView(name).show(conversations, self.batch_size)
 
     @classmethod
     def of(cls, parts: Mapping[str, Any], batch_size: Sequence[int]) -> "ChatHistory":
@@ -557,13 +410,37 @@ class ChatHistory(TensorClass["nocast"]):
         for name in (FULL, PROMPT):
             conversations = snapshot_of(entries_of(self).get(name, None), Conversations)
             if conversations is not None and any(p.num_tokens for p in conversations.positions):
-                return Tokens.from_rows(**conversation_columns(conversations))
+                return conversation_tokens(conversations)[0]
         if self.prompt is None and self.full is None:
             raise ValueError("This ChatHistory has neither a prompt nor a full conversation.")
-        encoder = encoder_for(tokenizer, chat_template_name, chat_template)
-        prompt: Any = None if self.prompt is None else self.prompt.to_chats()
-        full: Any = None if self.full is None else self.full.to_chats()
-        return Tokens.from_rows(**chat_columns(prompt, full, encoder))
+        template = resolve_template(
+            tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
+        )
+        encoder = encoder_for(tokenizer, template, {})
+        columns: dict[str, list[Tensor]] = {}
+        for name, history in ((PROMPT, self.prompt), (FULL, self.full)):
+            chats: Any = [] if history is None else history.to_chats()
+            for chat, row in zip(
+                chats,
+                encoder.encode_chats(chats, add_generation_prompt=name == PROMPT),
+                strict=True,
+            ):
+                end = len(row.ids)
+                if name == FULL and chat[-1]["role"] == "assistant" and Source.MODEL in row.sources:
+                    end -= row.sources[::-1].index(Source.MODEL)  # where a policy's response ends
+                ids = torch.tensor(row.ids[:end], dtype=torch.int64)
+                columns.setdefault(name, []).append(ids)
+        if len(columns) < 2:
+            return Tokens.from_rows(**columns)
+        for row, (start, ids) in enumerate(zip(columns[PROMPT], columns[FULL], strict=True)):
+            if not torch.equal(ids[: len(start)], start):
+                raise ValueError(
+                    f"Row {row}: the full conversation does not begin with the tokens of the "
+                    f"prompt ({len(start)} tokens), so there is no response to tell apart. The "
+                    "messages of the prompt must be the first of the full conversation."
+                )
+        starts = [len(start) for start in columns[PROMPT]]
+        return Tokens.from_rows(**split_columns(columns[FULL], starts))
 
     def to_text(
         self,
@@ -584,8 +461,7 @@ class ChatHistory(TensorClass["nocast"]):
         return Composite(leaves, shape=size[:-1], data_cls=cls, step_mdp_static=True)
 
 
-def _refuse_state_dict(group: Any, *_: Any, **__: Any) -> Any:
-    del group
+def _refuse_state_dict(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
         "TensorDict's state_dict keeps tensors only: it would leave out the messages, texts and "
         "data rows, and so does a replay buffer's. RunState(buffer=buffer) of collectors saves a "
@@ -617,13 +493,11 @@ def conversation_tokens(conversations: Conversations) -> tuple[Tokens, Masks, Lo
         Tokens, masks and log-probs, each ``[B, T]``.
     """
     rows = range(len(conversations))
-    columns = conversation_columns(conversations)
+    starts = [position.response_start for position in conversations.positions]
+    tokens = split_columns([conversations.token_ids(i) for i in rows], starts)
+    log_probs = split_columns([conversations.log_probs(i) for i in rows], starts)
     masks = Masks.from_rows(
-        all_attention_mask=[torch.ones_like(ids, dtype=torch.bool) for ids in columns[FULL]],
+        all_attention_mask=[torch.ones_like(ids, dtype=torch.bool) for ids in tokens[FULL]],
         all_assistant_mask=[conversations.assistant_mask(i) for i in rows],
     )
-    log_probs = split_columns(
-        [conversations.log_probs(i) for i in rows],
-        [conversations.position(i).response_start for i in rows],
-    )
-    return Tokens.from_rows(**columns), masks, LogProbs.from_rows(**log_probs)
+    return Tokens.from_rows(**tokens), masks, LogProbs.from_rows(**log_probs)

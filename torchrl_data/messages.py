@@ -61,11 +61,9 @@ def check_messages(
 
 def _check_message(message: Any, where: str) -> None:
     if not isinstance(message, Mapping):
-        raise TypeError(
-            f"{where} is a {type(message).__name__} ({message!r:.80}), not a dict with 'role' and "
-            "'content'."
-        )
-    role = message.get("role")
+        found = f"{type(message).__name__} ({message!r:.80})"
+        raise TypeError(f"{where} is a {found}, not a dict with 'role' and 'content'.")
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise TypeError(f"{where} has the role {role!r}; a role is a string, one of {list(ROLES)}.")
     if role not in _KNOWN_ROLES:
@@ -73,28 +71,23 @@ def _check_message(message: Any, where: str) -> None:
             f"{where} has the unknown role {role!r}; the roles are {list(ROLES)}. Rename it, or "
             "put the name of the speaker in 'name'."
         )
-    _check_content(message.get("content"), message, where)
-
-
-def _check_content(content: Any, message: Mapping[str, Any], where: str) -> None:
+    where = f"{where} ({role})"
     if content is None:
         if not message.get("tool_calls") and not message.get("reasoning_content"):
             raise ValueError(
-                f"{where} ({message['role']}) has no content and no tool calls. Give it a string, "
-                "which may be empty."
+                f"{where} has no content and no tool calls. Give it a string, which may be empty."
             )
     elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
         for part in content:
             if not isinstance(part, Mapping) or "type" not in part:
                 raise TypeError(
-                    f"{where} ({message['role']}) has a content part {part!r:.80}; a part is a "
-                    "dict with a 'type', such as {'type': 'text', 'text': ...}."
+                    f"{where} has a content part {part!r:.80}; a part is a dict with a 'type', "
+                    "such as {'type': 'text', 'text': ...}."
                 )
     elif not isinstance(content, str):
         raise TypeError(
-            f"{where} ({message['role']}) has content of type {type(content).__name__} "
-            f"({content!r:.80}); content is a string or a list of parts. Convert it with str() or "
-            "json.dumps()."
+            f"{where} has content of type {type(content).__name__} ({content!r:.80}); content is "
+            "a string or a list of parts. Convert it with str() or json.dumps()."
         )
 
 
@@ -154,14 +147,8 @@ class ConversationRecord:
     """One row: tokens and messages, only ever appended to."""
 
     __slots__ = (
-        "extra",
-        "first_response",
-        "ids",
-        "log_probs",
-        "messages",
-        "sources",
-        "tools",
-        "versions",
+        *("ids", "sources", "log_probs", "versions", "extra"),
+        *("messages", "tools", "first_response"),
     )
 
     def __init__(self, tools: Sequence[dict[str, Any]] | None = None) -> None:
@@ -278,9 +265,8 @@ def image_part(image: Any) -> dict[str, Any]:
         ImportError: Pillow is not installed.
     """
     file = _file_of(image)
-    _, mime_type = _header(file)
     data = base64.b64encode(file).decode()
-    return {"type": "image", "data": data, "mime_type": mime_type}
+    return {"type": "image", "data": data, "mime_type": _header(file)[1]}
 
 
 def with_plain_images(message: Any) -> Any:
@@ -304,14 +290,13 @@ def images_of(messages: Sequence[Message]) -> list[str]:
         ValueError: one can't be read.
         TypeError: one is of no known type.
     """
-    parts = [
-        part
+    return [
+        _read(part)["data"]
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
         if is_image(part)
     ]
-    return [part["data"] if _is_plain(part) else _read(part)["data"] for part in parts]
 
 
 def without_data(message: Message) -> Message:
@@ -360,20 +345,17 @@ def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
-def _is_plain(part: Mapping[str, Any]) -> bool:
-    return isinstance(part.get("data"), str) and "mime_type" in part and "image" not in part
-
-
 def _plain_part(part: Any) -> Any:
-    if not is_image(part) or _is_plain(part):
-        return part
     try:
-        return _read(part)
+        return _read(part) if is_image(part) else part
     except (ValueError, TypeError, ImportError):
         return part
 
 
-def _read(part: Mapping[str, Any]) -> dict[str, Any]:
+def _read(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The image of a part as plain values; the part itself where they are."""
+    if isinstance(part.get("data"), str) and "mime_type" in part and "image" not in part:
+        return part
     for source in _SOURCES:
         value = part.get(source)
         if value is None:
@@ -392,24 +374,22 @@ def _file_of(image: Any) -> bytes:
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes | bytearray):
         return bytes(image)
-    if isinstance(image, str | Path):
-        return _file_at(str(image))
     if hasattr(image, "save") and hasattr(image, "convert"):
         buffer = BytesIO()
         mode = image.mode if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else "RGB"
         (image if mode == image.mode else image.convert(mode)).save(buffer, format="PNG")
         return buffer.getvalue()
-    raise TypeError(
-        f"An image is a PIL image, the bytes of a file, a path or a data: URL, got "
-        f"{type(image).__name__}: {image!r:.80}."
-    )
-
-
-def _file_at(place: str) -> bytes:
+    if not isinstance(image, str | Path):
+        raise TypeError(
+            f"An image is a PIL image, the bytes of a file, a path or a data: URL, got "
+            f"{type(image).__name__}: {image!r:.80}."
+        )
+    place = str(image)
     if place.startswith("data:"):
         head, _, body = place.partition(",")
         return _from_base64(body) if head.endswith(";base64") else unquote(body).encode("latin-1")
-    place = unquote(place.removeprefix("file://")) if place.startswith("file://") else place
+    if place.startswith("file://"):
+        place = unquote(place.removeprefix("file://"))
     if "://" in place[:12]:
         raise ValueError(
             f"An image is at {place[:80]!r}, and images are not fetched from the network. Load it "
@@ -460,17 +440,12 @@ _END_MARK: Final = f"\ua789{secrets.token_hex(8)}|"
 def split_reasoning(message: Message) -> Message:
     """Move a ``<think>`` block that begins an assistant's content to ``reasoning_content``."""
     content = message.get("content")
-    if (
-        message["role"] != "assistant"
-        or not isinstance(content, str)
-        or message.get("reasoning_content") is not None
-    ):
-        return message
-    match = _REASONING.match(content)
+    is_answer = message["role"] == "assistant" and message.get("reasoning_content") is None
+    match = _REASONING.match(content) if is_answer and isinstance(content, str) else None
     if match is None:
         return message
-    reasoning = match.group(1).strip("\n")
-    return {**message, "reasoning_content": reasoning, "content": content[match.end() :]}
+    rest = match.string[match.end() :]
+    return {**message, "reasoning_content": match[1].strip("\n"), "content": rest}
 
 
 def with_end_mark(message: Message) -> Message:

@@ -1,6 +1,6 @@
 """Rows of unequal length: packed, padded, grouped, and as the token entries of a batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -17,36 +17,15 @@ from tensordict import (
 )
 from torch import Tensor
 
-from .batch_objects import objects_of_leaf
-from .checks import missing_part
+from .batch_objects import documented, objects_of_leaf
+from .checks import missing_entry
 from .keys import ATTENTION_MASK, FULL, IMAGES, MASKS, PROMPT, RESPONSE, TOKENS
-
-# Groups of ragged rows in a TensorDict: a stack of one TensorDict per row, never padded.
-#
-# Shape legend: B rows, T tokens of a row.
 
 
 def value_stack(values: Sequence[Any]) -> Any:
     """One leaf of a TensorDict that holds a Python value per element."""
     stack: Any = NonTensorStack
     return stack(*[NonTensorData(value) for value in values])
-
-
-def ragged_entries(columns: Mapping[str, Sequence[Any]]) -> LazyStackedTensorDict:
-    """A stack of one TensorDict per row."""
-    # columns: by name, the values of the B rows: tensors [T_i] or leaves of TensorDict.
-    counts = {len(values) for values in columns.values()}
-    if len(counts) != 1 or not counts.copy().pop():
-        raise ValueError(
-            f"A ragged group needs columns of one number of rows, got "
-            f"{ {name: len(values) for name, values in columns.items()} }."
-        )
-    size = torch.Size([])
-    rows = [
-        TensorDict._new_unsafe(dict(zip(columns, values, strict=True)), batch_size=size)
-        for values in zip(*columns.values(), strict=True)
-    ]
-    return LazyStackedTensorDict(*rows)
 
 
 # Packed sequences: rows one after the other, without padding, beside their lengths.
@@ -197,7 +176,15 @@ def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: l
     """Add the rows of an entry to those so far; whether all of them have it."""
     entries = entries_of(group)
     if isinstance(entries, LazyStackedTensorDict):
-        return _collect_stacked(entries.unbind(0), path, values, lengths)
+        for row in entries.unbind(0):
+            # What nearly every row is, read with one call.
+            leaf = row.get(path, None) if type(row) is TensorDict and not row.batch_size else None
+            if type(leaf) is Tensor and not leaf.is_nested:
+                values.append(leaf if leaf.ndim == 1 else leaf.reshape(-1))
+                lengths.append(leaf.numel())
+            elif not _collect(row, path, values, lengths):
+                return False
+        return True
     leaf = entries.get(path[0], None)
     if leaf is None or (len(path) > 1 and (is_non_tensor(leaf) or isinstance(leaf, Tensor))):
         return False
@@ -208,31 +195,15 @@ def _collect(group: Any, path: tuple[str, ...], values: list[Tensor], lengths: l
         values.append(leaf.reshape(-1))
         lengths.extend([leaf.numel() // max(count, 1)] * count)
         return True
-    if isinstance(leaf, Tensor):
-        rows = list(leaf.unbind())
-    elif is_non_tensor(leaf):
-        rows = objects_of_leaf(leaf, entries.batch_size)
-    else:
-        return False
+    rows: Sequence[Any] = [None]
+    if isinstance(leaf, Tensor) or is_non_tensor(leaf):
+        is_nested = isinstance(leaf, Tensor)
+        rows = leaf.unbind() if is_nested else objects_of_leaf(leaf, entries.batch_size)
     if any(row is None for row in rows):
         return False
     flat = [torch.as_tensor(row).reshape(-1) for row in rows]
     values.extend(flat)
     lengths.extend(map(len, flat))
-    return True
-
-
-def _collect_stacked(
-    rows: Sequence[Any], path: tuple[str, ...], values: list[Tensor], lengths: list[int]
-) -> bool:
-    for row in rows:
-        # What nearly every row is, read with one call.
-        leaf = row.get(path, None) if type(row) is TensorDict and not row.batch_size else None
-        if type(leaf) is Tensor and not leaf.is_nested:
-            values.append(leaf if leaf.ndim == 1 else leaf.reshape(-1))
-            lengths.append(leaf.numel())
-        elif not _collect(row, path, values, lengths):
-            return False
     return True
 
 
@@ -275,26 +246,17 @@ def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorD
         versions, 0 in what else there is.
     """
     starts = [row.get((TOKENS, PROMPT)).shape[-1] for row in rows]
-    names = [
-        (group, name)
-        for group, entries in rows[0].items()
-        if is_tensor_collection(entries)
-        for name in entries_of(entries).keys()  # noqa: SIM118
-    ]
     padded = TensorDict(batch_size=[len(rows)])
-    for group, name in names:
-        values = [row.get((group, name)) for row in rows]
+    for group, entries in rows[0].items():
         fill = pad_token_id if group == TOKENS else _FILL.get(group, 0)
-        if name == PROMPT:
-            padded.set((group, name), pad(values, value=fill, side="left"))
-        elif name == RESPONSE:
-            padded.set((group, name), pad(values, value=fill))
-        else:
-            assert name == FULL or group == MASKS
-            left = [value[:n] for value, n in zip(values, starts, strict=True)]
-            right = [value[n:] for value, n in zip(values, starts, strict=True)]
-            both = [pad(left, value=fill, side="left"), pad(right, value=fill)]
-            padded.set((group, name), torch.cat(both, -1))
+        for name in entries_of(entries).keys() if is_tensor_collection(entries) else ():
+            assert name in (PROMPT, RESPONSE, FULL) or group == MASKS
+            values = [row.get((group, name)) for row in rows]
+            cuts = {PROMPT: map(len, values), RESPONSE: [0] * len(rows)}.get(name, starts)
+            parts = [(value[:n], value[n:]) for value, n in zip(values, cuts, strict=True)]
+            left = pad([part for part, _ in parts], value=fill, side="left")
+            right = pad([part for _, part in parts], value=fill)
+            padded.set((group, name), torch.cat([left, right], -1))
     return padded
 
 
@@ -305,8 +267,8 @@ def padded_rows(rows: Sequence[TensorDictBase], *, pad_token_id: int) -> TensorD
 _RAGGED: Final = NonTensorData(False)
 
 
-def indexed_by_name(cls: Any) -> Any:
-    """Decorate a TensorClass so that ``group["full"]`` is the attribute, as in a TensorDict."""
+def token_rows(cls: Any) -> Any:
+    """Decorate a group of token rows: ``group["full"]`` is the attribute, as in a TensorDict."""
     indexed = cls.__getitem__
 
     def __getitem__(self: Any, item: Any) -> Any:
@@ -317,22 +279,7 @@ def indexed_by_name(cls: Any) -> Any:
         return indexed(self, item)
 
     cls.__getitem__ = __getitem__
-    return cls
-
-
-def read_token_rows(group: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
-    """An attribute of a group: ragged ones as lists of rows, others as they are stored."""
-    entries = group._tensordict
-    if not isinstance(entries, LazyStackedTensorDict):
-        return read(group, name)
-    if name == "padded":
-        return is_padded(group)
-    names = {*type(group).__annotations__, *entries.keys()}
-    if name not in names:
-        raise AttributeError(
-            f"{type(group).__name__} has no {name!r}; it has {sorted(names - {'padded'})}."
-        )
-    return _nested_rows(entries, name)
+    return documented(cls)
 
 
 def _nested_rows(entries: Any, name: str) -> Any:
@@ -349,14 +296,26 @@ class TokenRows:
     _tensordict: Any
     _from_tensordict: Any
 
+    def _read_attribute(self, name: str, read: Callable[[Any, str], Any]) -> Any:
+        """Ragged entries as lists of rows, others as they are stored."""
+        entries = self._tensordict
+        if not isinstance(entries, LazyStackedTensorDict):
+            return read(self, name)
+        if name == "padded":
+            return is_padded(self)
+        names = {*type(self).__annotations__, *entries.keys()}
+        if name not in names:
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}; it has {sorted(names - {'padded'})}."
+            )
+        return _nested_rows(entries, name)
+
     def _get_tuple(self, key: Any, default: Any, **kwargs: Any) -> Any:
         # What TensorDict calls for a nested key: ragged rows are a list, as for the attribute.
         entries = self._tensordict
-        if len(key) == 1 and not kwargs and isinstance(entries, LazyStackedTensorDict):
-            rows = _nested_rows(entries, key[0])
-            if rows is not None:
-                return rows
-        return entries._get_tuple(key, default, **kwargs)
+        is_ragged = len(key) == 1 and not kwargs and isinstance(entries, LazyStackedTensorDict)
+        rows = _nested_rows(entries, key[0]) if is_ragged else None
+        return entries._get_tuple(key, default, **kwargs) if rows is None else rows
 
     @classmethod
     def from_rows(cls, **columns: Sequence[Tensor]) -> Self:
@@ -368,8 +327,16 @@ class TokenRows:
         Raises:
             ValueError: there are no rows, or the entries differ in their number.
         """
-        count = len(next(iter(columns.values()), ()))
-        return cls._from_tensordict(ragged_entries({**columns, "padded": [_RAGGED] * count}), {})
+        counts = {name: len(values) for name, values in columns.items()}
+        if len(set(counts.values())) != 1 or not all(counts.values()):
+            raise ValueError(f"A ragged group needs columns of one number of rows, got {counts}.")
+        size = torch.Size([])
+        rows = [
+            {**dict(zip(columns, values, strict=True)), "padded": _RAGGED}
+            for values in zip(*columns.values(), strict=True)
+        ]
+        stack = [TensorDict._new_unsafe(row, batch_size=size) for row in rows]
+        return cls._from_tensordict(LazyStackedTensorDict(*stack), {})
 
     def rows(self, name: str) -> list[Tensor]:
         """The rows of an entry, B tensors ``[T_i]``."""
@@ -424,14 +391,11 @@ class TokenEntries:
 
     def __init__(self, batch: TensorDictBase, which: str, *, who: str) -> None:
         self._batch, self._key, self._who = batch, (TOKENS, which), who
-        rows = read_rows(batch, self._key)
+        rows, size = read_rows(batch, self._key), batch.batch_size.numel()
         if rows is None:
-            raise missing_part(batch, self._key, who)
-        size = batch.batch_size.numel()
-        if len(rows.lengths) != size:
-            raise ValueError(
-                f"{who}: {self._key} has {len(rows.lengths)} rows in a batch of {size}."
-            )
+            raise missing_entry(batch, self._key, who)
+        if (found := len(rows.lengths)) != size:
+            raise ValueError(f"{who}: {self._key} has {found} rows in a batch of {size}.")
         if rows.values.is_floating_point() or rows.values.dtype == torch.bool:
             raise TypeError(f"{who}: token ids are integers, {self._key} has {rows.values.dtype}.")
         self._rows = rows
@@ -439,11 +403,17 @@ class TokenEntries:
 
     def _attention(self) -> Tensor | None:
         """Which of the values are tokens, bool ``[N]``; ``None`` where all are."""
-        mask = read_rows(self._batch, ATTENTION_MASK)
-        if mask is not None:
-            is_token = self._own_part(mask)
-            if is_token is not None:
-                return None if bool(is_token.all()) else is_token
+        mask, is_token = read_rows(self._batch, ATTENTION_MASK), None
+        if mask is not None and torch.equal(mask.lengths, self._rows.lengths):
+            is_token = mask.values.bool()
+        elif mask is not None and self._key[1] == PROMPT and is_padded(self._batch.get(TOKENS)):
+            full = read_rows(self._batch, (TOKENS, FULL))
+            if full is not None and torch.equal(mask.lengths, full.lengths):
+                # A padded row begins with the padded prompt, and the mask is of the whole row.
+                rows = zip(mask.split(), self._rows.lengths.tolist(), strict=True)
+                is_token = torch.cat([row[:length] for row, length in rows]).bool()
+        if is_token is not None:
+            return None if bool(is_token.all()) else is_token
         if is_padded(self._batch.get(TOKENS)):
             raise ValueError(
                 f"{self._who}: {self._key} is padded, and a pad id may be a real token "
@@ -451,18 +421,6 @@ class TokenEntries:
                 "Tokens.from_rows(...)."
             )
         return None
-
-    def _own_part(self, mask: Rows) -> Tensor | None:
-        """What the mask of a batch says of this part; ``None`` where it is of other rows."""
-        if torch.equal(mask.lengths, self._rows.lengths):
-            return mask.values.bool()
-        full = read_rows(self._batch, (TOKENS, FULL))
-        is_full = full is not None and torch.equal(mask.lengths, full.lengths)
-        if self._key[1] != PROMPT or not is_full or not is_padded(self._batch.get(TOKENS)):
-            return None
-        # A padded row begins with the padded prompt, and the mask is of the whole row.
-        rows = zip(mask.split(), self._rows.lengths.tolist(), strict=True)
-        return torch.cat([row[:length] for row, length in rows]).bool()
 
     @property
     def keep(self) -> list[Tensor] | None:
