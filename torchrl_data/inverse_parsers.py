@@ -7,6 +7,8 @@ message is parsed as forged: parse text for people, and train on tokens.
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Parser = Callable[[str], Any]
-_EOS: Final = ("<｜end▁of▁sentence｜>", "<|endoftext|>", "<|eos|>", "</s>", "<eos>")
+_EOS: Final = re.compile(r"<｜end▁of▁sentence｜>|<\|endoftext\|>|<\|eos\|>|</s>|<eos>")
 _BOS: Final = re.compile(r"(?:<｜begin▁of▁sentence｜>|<\|begin_of_text\|>|<s>|<bos>)")
 _TOOL_RESPONSE = re.compile(r"\n?<tool_response>\n(.*?)\n</tool_response>", re.DOTALL)
 
@@ -35,45 +37,39 @@ def inverse_parser(
     name: str | None, template: str | None, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> Parser:
     """The parser of a template, by its name, its source, or the tokenizer's name and template."""
-    if name is None:
-        name = _name_of(template, tokenizer)
+    name = name or _name_of(template, tokenizer)
     added = added_inverse_parser(name)
     if added is not None:
         return added
-    known = ALIASES.get(name, name)
-    if known not in _PARSERS or name not in {*template_names(), *ALIASES}:
+    parser = _PARSERS.get(ALIASES.get(name, name))
+    if parser is None or name not in {*template_names(), *ALIASES}:
         raise ValueError(
             f"The chat template {name!r} has no inverse parser; {sorted(_PARSERS)} have one. Give "
             "add_chat_template an inverse_parser."
         )
-    return lambda text: _checked(_PARSERS[known](text), text, name)
 
+    def parse(text: str) -> list[Message]:
+        messages = parser(text)
+        if not messages:
+            raise ValueError(
+                f"No message was found in {text!r:.120}, read as the template {name!r} writes. "
+                "Name the template that wrote it (chat_template_name), and keep its control "
+                "tokens (skip_special_tokens=False)."
+            )
+        return messages
 
-def _checked(messages: list[Message], text: str, name: str) -> list[Message]:
-    if not messages:
-        raise ValueError(
-            f"No message was found in {text!r:.120}, read as the template {name!r} writes. Name "
-            "the template that wrote it (chat_template_name), and keep its control tokens "
-            "(skip_special_tokens=False)."
-        )
-    return messages
+    return parse
 
 
 def _name_of(template: str | None, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     added = family_of(tokenizer, added_only=True)
     if template is None and added is not None:
         return added
-    source = template or own_template(tokenizer)
-    if source is None:
-        return family_of(tokenizer) or DEFAULT_TEMPLATE
-    for name in template_names():
-        if builtin_template(name) == source:
-            return name
+    source = template or own_template(tokenizer) or ""
     # A template that is nobody's by its text is known by the control tokens that it writes.
-    for mark, name in _TEMPLATE_SIGNS:
-        if mark in source:
-            return name
-    return family_of(tokenizer) or DEFAULT_TEMPLATE
+    same = (name for name in template_names() if source and builtin_template(name) == source)
+    like = (name for mark, name in _TEMPLATE_SIGNS if mark in source)
+    return next(chain(same, like, [family_of(tokenizer) or DEFAULT_TEMPLATE]))
 
 
 _TEMPLATE_SIGNS: Final = (
@@ -108,13 +104,13 @@ def _with_calls(message: Message, mark: str = "<tool_call>", format: str = "herm
     parsed = parse_tool_calls(mark + rest, format)
     if parsed.content.strip() or not all(isinstance(call, ToolCall) for call in parsed.calls):
         return message
-    calls = [_call(call) for call in parsed.calls if isinstance(call, ToolCall)]
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        | ({"id": call.id} if call.id else {})
+        for call in parsed.calls
+        if isinstance(call, ToolCall)
+    ]
     return {**message, "content": before.removesuffix("\n"), "tool_calls": calls}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 
 
 def _turns(
@@ -122,16 +118,18 @@ def _turns(
     end: str,
     roles: Mapping[str, str] = MappingProxyType({}),
     calls: tuple[str, str] | None = ("<tool_call>", "hermes"),
+    thoughts: str | None = None,
 ) -> Callable[[str], list[Message]]:
     """The parser of a family that writes a header with the role, content and an end.
 
-    ``roles`` are its own words for roles, ``calls`` what its calls begin with and their format.
+    ``roles`` are its own words for roles, ``calls`` what its calls begin with and their format,
+    ``thoughts``, for a family that thinks, what it writes in the place of no thought.
     """
     turn = re.compile(rf"{header}(?P<content>.*?)(?P<end>{end}|\Z)", re.DOTALL)
 
     def parse(text: str) -> list[Message]:
         messages: list[Message] = []
-        for match in turn.finditer(text):
+        for match in turn.finditer(text.replace(thoughts, "") if thoughts else text):
             role = roles.get(match["role"], match["role"])
             content, ended = match["content"], bool(match["end"])
             responses = _TOOL_RESPONSE.findall("\n" + content)
@@ -141,47 +139,10 @@ def _turns(
                 message = _turn(role, content, ended or role != "assistant")
                 if calls is not None and role == "assistant":
                     message = _with_calls(message, *calls)
-                messages.append(message)
+                messages.append(message if thoughts is None else split_reasoning(message))
         return messages
 
     return parse
-
-
-_parse_chatml = _turns(r"<\|im_start\|>(?P<role>[^\n]*)\n", r"<\|im_end\|>|<\|endoftext\|>")
-_parse_llama = _turns(
-    r"<\|start_header_id\|>(?P<role>.*?)<\|end_header_id\|>\n\n",
-    r"<\|eot_id\|>|<\|eom_id\|>",
-    roles={"ipython": "tool"},
-    calls=None,
-)
-_parse_gemma = _turns(
-    r"<start_of_turn>(?P<role>[^\n]*)\n", "<end_of_turn>", roles={"model": "assistant"}
-)
-_parse_phi = _turns(r"<\|(?P<role>system|user|assistant)\|>\n", r"<\|end\|>")
-_parse_phi4 = _turns(r"<\|im_start\|>(?P<role>.*?)<\|im_sep\|>", r"<\|im_end\|>")
-_parse_phi4_mini = _turns(
-    r"<\|(?P<role>system|user|assistant|tool_response)\|>",
-    r"(?:<\|tool\|>[^\n]*?<\|/tool\|>)?<\|end\|>",
-    roles={"tool_response": "tool"},
-    calls=("<|tool_call|>", "phi4mini"),
-)
-_parse_granite = _turns(r"<\|start_of_role\|>(?P<role>.*?)<\|end_of_role\|>", r"<\|end_of_text\|>")
-_parse_kimi = _turns(
-    r"<\|im_(?:system|user|assistant)\|>(?!tool_declare<)(?P<role>.*?)<\|im_middle\|>",
-    r"<\|im_end\|>",
-    calls=("<|tool_calls_section_begin|>", "kimi"),
-)
-_NO_THOUGHT: Final = "\n<think></think>"
-_parse_glm = _turns(
-    r"<\|(?P<role>system|user|assistant|observation)\|>(?!\n# Tools\n)\n?",
-    r"<\|endoftext\|>|(?=<\|(?:system|user|assistant|observation)\|>)",
-    roles={"observation": "tool"},
-    calls=("<tool_call>", "glm"),
-)
-
-
-def _parse_reasoning(text: str) -> list[Message]:
-    return [split_reasoning(message) for message in _parse_chatml(text)]
 
 
 _MISTRAL_TURN = re.compile(
@@ -200,22 +161,17 @@ def _parse_mistral(text: str) -> list[Message]:
             turn = _turn("assistant", match["assistant"].removeprefix(" "), bool(match["end"]))
             messages.append(_with_calls(turn, "[TOOL_CALLS]", "mistral"))
         elif match["tool"] is not None:
-            messages.append(_mistral_result(match["tool"]))
+            # With the call that it answers, where both can be read.
+            message: Message = {"role": "tool", "content": match["tool"]}
+            with suppress(ValueError):
+                result = json.loads(match["tool"])
+                if isinstance(result, dict) and isinstance(result.get("content"), str):
+                    message["content"] = result["content"]
+                    message |= {"tool_call_id": result["call_id"]} if "call_id" in result else {}
+            messages.append(message)
         elif match["user"] is not None:
             messages.append({"role": "user", "content": match["user"]})
     return messages
-
-
-def _mistral_result(text: str) -> Message:
-    """What a tool answered, with the call that it answers, where both can be read."""
-    try:
-        result = json.loads(text)
-    except ValueError:
-        result = None
-    if not isinstance(result, dict) or not isinstance(result.get("content"), str):
-        return {"role": "tool", "content": text}
-    message: Message = {"role": "tool", "content": result["content"]}
-    return message | ({"tool_call_id": result["call_id"]} if "call_id" in result else {})
 
 
 _DEEPSEEK3 = re.compile(
@@ -241,37 +197,29 @@ def _parse_deepseek3(text: str) -> list[Message]:
 
 # Templates whose roles are plain words -----------------------------------------------------------
 
+_TURN_END: Final = "\ue003"
 _WORDS = re.compile(r"(?:(?<=\n)|(?<=\A))(User|Assistant|Tool):")
 
 
 def _parse_words(text: str) -> list[Message]:
-    text = _BOS.sub("", text, count=1)
-    for eos in _EOS:
-        # The end of a turn is also where the next one may begin.
-        text = text.replace(eos, f"{_TURN_END}\n")
-    parts = _WORDS.split(text)
+    # The end of a turn is also where the next one may begin.
+    text = _EOS.sub(f"{_TURN_END}\n", _BOS.sub("", text, count=1))
+    first, *rest = _WORDS.split(text)
     messages: list[Message] = []
-    if parts[0].strip():
-        messages.append(_word_turn("system", parts[0]))
-    for role, content in zip(parts[1::2], parts[2::2], strict=True):
-        if content.strip():
-            messages.append(_word_turn(role.lower(), content.removeprefix(" ")))
+    for role, content in [("system", first), *zip(rest[::2], rest[1::2], strict=True)]:
+        if not content.strip():
+            continue
+        written = content if role == "system" else content.removeprefix(" ")
+        body, ended, _ = written.partition(_TURN_END)
+        if role == "Assistant":
+            messages.append(_turn("assistant", body, bool(ended)))
+        else:
+            messages.append(_turn(role.lower(), body.removesuffix("\n\n"), True))
     return messages
 
 
-_TURN_END: Final = "\ue003"
-
-
-def _word_turn(role: str, content: str) -> Message:
-    body, ended, _ = content.partition(_TURN_END)
-    if role == "assistant":
-        return _turn(role, body, bool(ended))
-    return _turn(role, body.removesuffix("\n\n"), True)
-
-
 def _parse_dialogpt(text: str) -> list[Message]:
-    pattern = "|".join(map(re.escape, _EOS))
-    *turns, rest = re.split(pattern, text)
+    *turns, rest = _EOS.split(text)
     messages = [
         _turn("assistant" if i % 2 else "user", content, True) for i, content in enumerate(turns)
     ]
@@ -280,19 +228,44 @@ def _parse_dialogpt(text: str) -> list[Message]:
     return messages
 
 
+_parse_chatml = _turns(r"<\|im_start\|>(?P<role>[^\n]*)\n", r"<\|im_end\|>|<\|endoftext\|>")
 _PARSERS: Final[dict[str, Callable[[str], list[Message]]]] = {
     "chatml": _parse_chatml,
     "qwen": _parse_chatml,
-    "qwen3": _parse_reasoning,
     "smollm": _parse_chatml,
-    "llama": _parse_llama,
-    "gemma": _parse_gemma,
-    "phi": _parse_phi,
-    "phi4": _parse_phi4,
-    "phi4mini": _parse_phi4_mini,
-    "granite": _parse_granite,
-    "kimi": _parse_kimi,
-    "glm": lambda text: list(map(split_reasoning, _parse_glm(text.replace(_NO_THOUGHT, "")))),
+    "qwen3": _turns(
+        r"<\|im_start\|>(?P<role>[^\n]*)\n", r"<\|im_end\|>|<\|endoftext\|>", thoughts=""
+    ),
+    "llama": _turns(
+        r"<\|start_header_id\|>(?P<role>.*?)<\|end_header_id\|>\n\n",
+        r"<\|eot_id\|>|<\|eom_id\|>",
+        roles={"ipython": "tool"},
+        calls=None,
+    ),
+    "gemma": _turns(
+        r"<start_of_turn>(?P<role>[^\n]*)\n", "<end_of_turn>", roles={"model": "assistant"}
+    ),
+    "phi": _turns(r"<\|(?P<role>system|user|assistant)\|>\n", r"<\|end\|>"),
+    "phi4": _turns(r"<\|im_start\|>(?P<role>.*?)<\|im_sep\|>", r"<\|im_end\|>"),
+    "phi4mini": _turns(
+        r"<\|(?P<role>system|user|assistant|tool_response)\|>",
+        r"(?:<\|tool\|>[^\n]*?<\|/tool\|>)?<\|end\|>",
+        roles={"tool_response": "tool"},
+        calls=("<|tool_call|>", "phi4mini"),
+    ),
+    "granite": _turns(r"<\|start_of_role\|>(?P<role>.*?)<\|end_of_role\|>", r"<\|end_of_text\|>"),
+    "kimi": _turns(
+        r"<\|im_(?:system|user|assistant)\|>(?!tool_declare<)(?P<role>.*?)<\|im_middle\|>",
+        r"<\|im_end\|>",
+        calls=("<|tool_calls_section_begin|>", "kimi"),
+    ),
+    "glm": _turns(
+        r"<\|(?P<role>system|user|assistant|observation)\|>(?!\n# Tools\n)\n?",
+        r"<\|endoftext\|>|(?=<\|(?:system|user|assistant|observation)\|>)",
+        roles={"observation": "tool"},
+        calls=("<tool_call>", "glm"),
+        thoughts="\n<think></think>",
+    ),
     "mistral": _parse_mistral,
     "deepseek": _parse_words,
     "deepseek3": _parse_deepseek3,

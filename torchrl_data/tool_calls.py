@@ -176,21 +176,22 @@ def call_of(value: Any, *, argument_keys: tuple[str, ...] = ("arguments",)) -> T
     return ToolCall(value["name"], arguments, call_id if isinstance(call_id, str) else None)
 
 
-def _read(body: str, keys: tuple[str, ...] = ("arguments",)) -> ToolCall | MalformedCall:
+def _read(
+    body: str,
+    keys: tuple[str, ...] = ("arguments",),
+    name: str | None = None,
+    call_id: str | None = None,
+) -> ToolCall | MalformedCall:
+    """The call of a JSON object or, where it has its name already, of that of its arguments."""
     try:
-        return call_of(read_json(body), argument_keys=keys)
+        value = read_json(body)
+        if name is None:
+            return call_of(value, argument_keys=keys)
     except ValueError as error:
         return MalformedCall(str(error))
-
-
-def _read_arguments(name: str, body: str, call_id: str | None = None) -> ToolCall | MalformedCall:
-    try:
-        arguments = read_json(body)
-    except ValueError as error:
-        return MalformedCall(str(error))
-    if not isinstance(arguments, dict):
+    if not isinstance(value, dict):
         return MalformedCall("the arguments must be an object")
-    return ToolCall(name, arguments, call_id)
+    return ToolCall(name, value, call_id)
 
 
 _SPACE = re.compile(r"\s*+")
@@ -201,28 +202,10 @@ def _skip_space(text: str, position: int) -> int:
     return position if space is None else space.end()
 
 
-def _object_body(text: str, position: int, closer: str) -> tuple[int, int, int] | None:
-    """Start and end of the value at a position, and the end of what closes it, if all is there."""
-    # Looks inside JSON strings, so that a closer that an argument spells is none.
-    start = _skip_space(text, position)
-    if text[start : start + 1] not in ("{", "["):
-        return None
-    end = value_end(text, start)
-    after = _skip_space(text, end)
-    if end < 0 or not text.startswith(closer, after):
-        return None
-    return start, end, after + len(closer)
-
-
-def _closed_by(text: str, start: int, body: int, closer: str) -> Found:
-    """The call between an opener and its closer."""
-    span = _object_body(text, body, closer)
-    if span is not None:
-        return Found(start, span[2], _read(text[span[0] : span[1]]))
-    end = text.find(closer, body)
-    if end < 0:
-        return Found(start, len(text), MalformedCall(f"the call is not closed with {closer}"))
-    return Found(start, end + len(closer), _read(text[body:end]))
+def _after(text: str, mark: str, position: int) -> int:
+    """Where the next mark ends: where to go on after a broken call."""
+    at = text.find(mark, position)
+    return len(text) if at < 0 else at + len(mark)
 
 
 # Formats -----------------------------------------------------------------------------------------
@@ -233,9 +216,19 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 def find_hermes(text: str, position: int = 0) -> Iterator[Found]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3."""
     while (start := text.find(_OPEN, position)) >= 0:
-        found = _closed_by(text, start, start + len(_OPEN), _CLOSE)
-        position = found.end
-        yield found
+        opened = start + len(_OPEN)
+        # Looks inside JSON strings, so that a closer that an argument spells is none.
+        body = _skip_space(text, opened)
+        end = value_end(text, body) if text[body : body + 1] in ("{", "[") else -1
+        close = -1 if end < 0 else _skip_space(text, end)
+        if close < 0 or not text.startswith(_CLOSE, close):
+            body, end = opened, text.find(_CLOSE, opened)
+            close = end
+        if close < 0:
+            position, call = len(text), MalformedCall(f"the call is not closed with {_CLOSE}")
+        else:
+            position, call = close + len(_CLOSE), _read(text[body:end])
+        yield Found(start, position, call)
 
 
 class _Markup(NamedTuple):
@@ -291,47 +284,29 @@ def find_xml(text: str, position: int = 0, markup: _Markup = _FUNCTIONS) -> Iter
         yield found
 
 
-def find_glm(text: str, position: int = 0) -> Iterator[Found]:
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...``: GLM 4.5."""
-    return find_xml(text, position, _ARG_KEYS)
-
-
-def find_minimax(text: str, position: int = 0) -> Iterator[Found]:
-    """``<invoke name="..."><parameter name="key">value</parameter>...``: MiniMax M2."""
-    return find_xml(text, position, _INVOKES)
-
-
 def _marked_call(text: str, start: int, at: int, markup: _Markup) -> Found:
     arguments: dict[str, Any] = {}
     name = markup.name.match(text, at)
     if name is None:
-        error = f"the call has no name after {text[start:at]}"
-        return Found(start, at, MalformedCall(error))
+        return Found(start, at, MalformedCall(f"the call has no name after {text[start:at]}"))
     position = name.end()
     while parameter := markup.parameter.match(text, position):
         end = text.find(markup.value_end, parameter.end())
         if end < 0:
-            error = MalformedCall(f"a parameter has no {markup.value_end}")
-            return Found(start, len(text), error)
+            return Found(start, len(text), MalformedCall(f"a parameter has no {markup.value_end}"))
         if parameter[1] in arguments:
             error = MalformedCall(f"the parameter {parameter[1]:.80} is given twice")
-            return Found(start, _marked_end(text, end, markup), error)
+            return Found(start, _after(text, markup.call_end, end), error)
         arguments[parameter[1]] = text[parameter.end() : end].removesuffix(markup.line_break)
         position = end + len(markup.value_end)
     close = markup.end.match(text, position)
     if close is None:
         error = MalformedCall(f"the call has no {markup.call_end}")
-        return Found(start, _marked_end(text, position, markup), error)
+        return Found(start, _after(text, markup.call_end, position), error)
     if close.end() - start > MAX_CALL_CHARS:
         error = f"the call has {close.end() - start} characters; at most {MAX_CALL_CHARS}"
         return Found(start, close.end(), MalformedCall(error))
     return Found(start, close.end(), ToolCall(name[1].strip(), arguments, is_text=True))
-
-
-def _marked_end(text: str, position: int, markup: _Markup) -> int:
-    """Where to go on after a broken call."""
-    end = text.find(markup.call_end, position)
-    return len(text) if end < 0 else end + len(markup.call_end)
 
 
 _QWEN = re.compile(r"(?:<tool_call>\s{0,8})?(?P<xml><function=)|<tool_call>")
@@ -388,7 +363,7 @@ def find_mistral(text: str, position: int = 0) -> Iterator[Found]:
         if text.startswith("[", body):
             end = value_end(text, body)
             position = len(text) if end < 0 else end
-            yield from _mistral_list(text, start, body, end)
+            yield from _listed(text[body:position], start, position, is_closed=end >= 0)
             continue
         name = _MISTRAL_NAME.match(text, body)
         at = body if name is None else name.end()
@@ -399,19 +374,14 @@ def find_mistral(text: str, position: int = 0) -> Iterator[Found]:
             yield Found(start, position, MalformedCall("the call has no name and JSON arguments"))
         else:
             position = end
-            yield Found(start, end, _read_arguments(name[1], text[at:end], name[2]))
+            yield Found(start, end, _read(text[at:end], name=name[1], call_id=name[2]))
 
 
-def _mistral_list(text: str, start: int, body: int, end: int) -> Iterator[Found]:
-    if end < 0:
-        yield Found(start, len(text), MalformedCall("the list of calls is not closed with ]"))
-        return
-    yield from _listed(text[body:end], start, end)
-
-
-def _listed(body: str, start: int, end: int) -> Iterator[Found]:
+def _listed(body: str, start: int, end: int, *, is_closed: bool) -> Iterator[Found]:
     """The calls of a JSON list, or of the one object in its place; they share their place."""
     try:
+        if not is_closed:
+            raise ValueError("the list of calls is not closed with ]")
         values = read_json(body)
     except ValueError as error:
         yield Found(start, end, MalformedCall(str(error)))
@@ -436,12 +406,10 @@ def find_lists(text: str, position: int = 0) -> Iterator[Found]:
         if end < 0:
             following = _LIST.search(text, body)
             position = len(text) if following is None else following.start()
-            error = MalformedCall("the list of calls is not closed with ]")
-            yield Found(match.start(), position, error)
-            continue
-        close = _LIST_END.match(text, end)
-        position = end if close is None else close.end()
-        yield from _listed(text[body:end], match.start(), position)
+        else:
+            close = _LIST_END.match(text, end)
+            position = end if close is None else close.end()
+        yield from _listed(text[body:end], match.start(), position, is_closed=end >= 0)
 
 
 class _Section(NamedTuple):
@@ -476,7 +444,7 @@ def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> 
     """DeepSeek V3 and R1: a type, a name and fenced JSON; V3.1: a name and JSON."""
     while (start := text.find(marks.open, position)) >= 0:
         head = start + len(marks.open)
-        end = _section_end(text, head, marks)
+        end = _after(text, marks.close, head)
         # What is around all calls belongs to the first one and to the last one.
         start -= len(marks.first) * text.endswith(marks.first, position, start)
         position = end + len(marks.last) * text.startswith(marks.last, end)
@@ -496,12 +464,7 @@ def find_deepseek(text: str, position: int = 0, marks: _Section = _DEEPSEEK) -> 
             error = MalformedCall(f"the call is not closed with {marks.close}")
             yield Found(start, position, error)
         else:
-            yield Found(start, position, _read_arguments(name, text[body:last]))
-
-
-def _section_end(text: str, head: int, marks: _Section) -> int:
-    end = text.find(marks.close, head)
-    return len(text) if end < 0 else end + len(marks.close)
+            yield Found(start, position, _read(text[body:last], name=name))
 
 
 def find_kimi(text: str, position: int = 0) -> Iterator[Found]:
@@ -515,38 +478,29 @@ def find_kimi(text: str, position: int = 0) -> Iterator[Found]:
 
 
 _HARMONY_END = re.compile(r"<\|(?:call|end|return|start)\|>")
+_RECIPIENT = re.compile(r"(?:\A|\s)to=([^\s<]{1,256})")
+_MAX_HEADER: Final = 1024
 
 
 def find_harmony(text: str, position: int = 0) -> Iterator[Found]:
     """``<|channel|>commentary to=functions.name json<|message|>{...}<|call|>``: gpt-oss."""
     # The last token of a turn is not in its text, so the end of the text closes a call too.
     while (mark := text.find("<|message|>", position)) >= 0:
-        start = _header_start(text, position, mark)
-        header = text[start:mark]
-        body = mark + len("<|message|>")
-        position = body
-        to = _RECIPIENT.search(header)
+        # The header starts after the last message, or at the beginning.
+        start = max(position, mark - _MAX_HEADER)
+        for opener in ("<|start|>", "<|end|>", "<|call|>"):
+            found = text.rfind(opener, start, mark)
+            if found >= 0:
+                start = found + (0 if opener == "<|start|>" else len(opener))
+        position = body = mark + len("<|message|>")
+        to = _RECIPIENT.search(text[start:mark])
         if to is None:
             continue
         close = _HARMONY_END.search(text, body)
         end = len(text) if close is None else close.start()
         position = end if close is None or close.group() != "<|call|>" else close.end()
         name = to[1].removeprefix("functions.")
-        yield Found(start, position, _read_arguments(name, text[body:end].strip()))
-
-
-_RECIPIENT = re.compile(r"(?:\A|\s)to=([^\s<]{1,256})")
-_MAX_HEADER: Final = 1024
-
-
-def _header_start(text: str, position: int, mark: int) -> int:
-    """Where the header before a message starts: after the last message, or at the beginning."""
-    lowest = max(position, mark - _MAX_HEADER)
-    for opener in ("<|start|>", "<|end|>", "<|call|>"):
-        found = text.rfind(opener, lowest, mark)
-        if found >= 0:
-            lowest = max(lowest, found + (0 if opener == "<|start|>" else len(opener)))
-    return lowest
+        yield Found(start, position, _read(text[body:end].strip(), name=name))
 
 
 FORMATS: Final[dict[str, Format]] = {
@@ -565,11 +519,13 @@ FORMATS: Final[dict[str, Format]] = {
         f"{_DEEPSEEK.open}function{_DEEPSEEK.sep}tool\n```json\n{{...}}\n```{_DEEPSEEK.close}",
     ),
     "glm": Format(
-        find_glm,
+        # <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...: GLM 4.5.
+        functools.partial(find_xml, markup=_ARG_KEYS),
         "<tool_call>tool\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call>",
     ),
     "minimax": Format(
-        find_minimax,
+        # <invoke name="..."><parameter name="key">value</parameter>...: MiniMax M2.
+        functools.partial(find_xml, markup=_INVOKES),
         '<minimax:tool_call>\n<invoke name="tool">\n<parameter name="key">value</parameter>\n'
         "</invoke>\n</minimax:tool_call>",
     ),
@@ -618,7 +574,9 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
         ValueError: there is no such format.
     """
     written = _format(format)
-    found = _collect(written, text, _start(text))
+    # A turn may begin with a thought, which may never end.
+    thinks = text.lstrip().startswith(_THOUGHT)
+    found = _collect(written, text, _after(text, _THOUGHT_END, 0) if thinks else 0)
     end = _thought_end(text, found)
     if end > 0:
         after = _collect(written, text, end)
@@ -627,15 +585,12 @@ def parse_tool_calls(text: str, format: str = DEFAULT_FORMAT) -> ParsedTurn:
             found = after
     if not found:
         return ParsedTurn(text.strip(), [], [])
-    pieces: list[str] = []
-    position = 0
+    content, position = "", 0
     for start, stop, _ in found:
-        pieces.append(text[position:start])
+        content += text[position:start]
         position = max(position, stop)
-    pieces.append(text[position:])
-    return ParsedTurn(
-        "".join(pieces).strip(), [call for _, _, call in found], [start for start, _, _ in found]
-    )
+    starts, _, calls = map(list, zip(*found, strict=True))
+    return ParsedTurn((content + text[position:]).strip(), calls, starts)
 
 
 def tool_call_parser(
@@ -671,12 +626,8 @@ def detect_tool_call_format(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """The format that a model's chat template teaches."""
     family = family_of(tokenizer) or ""
     template = own_template(tokenizer) or builtin_template(family or DEFAULT_TEMPLATE)
-    return format_of_template(template) or _FAMILIES.get(family, DEFAULT_FORMAT)
-
-
-def format_of_template(template: str) -> str | None:
-    """The format that a chat template's source shows, if it shows one."""
-    return next((name for sign, name in _SIGNS if sign in template), None)
+    shown = (name for sign, name in _SIGNS if sign in template)
+    return next(shown, _FAMILIES.get(family, DEFAULT_FORMAT))
 
 
 def _format(name: str) -> Format:
@@ -699,14 +650,6 @@ def _collect(format: Format, text: str, start: int) -> list[Found]:
         else:
             found.append(item)
     return found
-
-
-def _start(text: str) -> int:
-    """Where the answer starts in a turn that begins with a thought, which may never end."""
-    if not text.lstrip().startswith(_THOUGHT):
-        return 0
-    end = text.find(_THOUGHT_END)
-    return len(text) if end < 0 else end + len(_THOUGHT_END)
 
 
 def _thought_end(text: str, found: list[Found]) -> int:
