@@ -29,8 +29,9 @@ from .messages import (
 from .ragged import entries_of, pad, value_stack
 from .templates.encoder import ConversationEncoder
 from .templates.template import (
-    EntriesShown,
+    Suspects,
     control_literals,
+    dropped_entries,
     refusal,
     render_template,
     resolve_template,
@@ -165,7 +166,7 @@ def _rendered(
     **options: Any,
 ) -> list[str]:
     """The text of each chat; ``options`` are the tools and whether a turn is opened."""
-    shown = EntriesShown()
+    known: Suspects = {}
     texts = []
 
     def render(messages: Sequence[Message]) -> str:
@@ -173,7 +174,7 @@ def _rendered(
 
     for messages in rows:
         text = render(messages)
-        if dropped := shown.dropped(messages, render, None):
+        if dropped := dropped_entries(messages, render, known):
             raise ValueError(refusal(dropped, messages))
         if continue_final_message:
             text = cut_at_end_mark(render([*messages[:-1], with_end_mark(messages[-1])]))

@@ -4,7 +4,8 @@ import ast
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -95,7 +96,22 @@ class ControlTokenGuard:
         self._heads = {text[:n] for text in spellings for n in range(1, len(text))}
         self._tails = {text[-n:] for text in spellings for n in range(1, len(text))}
         self._longest = max(map(len, spellings), default=0)
-        self._plain = PlainTokenizer(backend, self.control_ids.values())
+        # Encode runs of text by what is before them. The control tokens are renamed to something
+        # that nobody can guess, both where they are added and where the model's own vocabulary
+        # holds them, so that their ids never come out of text.
+        description = json.loads(backend.to_str())
+        description.update(post_processor=None, truncation=None, padding=None)
+        _rename_controls(description, frozenset(self.control_ids.values()))
+        self._variants: list[Tokenizer] = []
+        previous = None
+        for start in RunStart:
+            names = ("normalizer", "pre_tokenizer")
+            changed = {name: _stage(description.get(name), start) for name in names}
+            if self._variants and changed == previous:
+                self._variants.append(self._variants[-1])
+            else:
+                self._variants.append(Tokenizer.from_str(json.dumps({**description, **changed})))
+            previous = changed
 
     def escape(self, value: Any) -> Any:
         """Escape every string inside a message, so that none of it spells a control token.
@@ -154,7 +170,8 @@ class ControlTokenGuard:
         for match in self._control.finditer(rendered):
             token = self._flags[match.group()]
             start, end = match.span()
-            if token.single_word and _in_word(rendered, start, end):
+            beside = rendered[start - 1 : start] + rendered[end : end + 1]
+            if token.single_word and any(c == "_" or c.isalnum() for c in beside):
                 continue
             until = len(rendered[position:start].rstrip()) + position if token.lstrip else start
             self._add_runs(pieces, rendered, position, until, cuts)
@@ -188,75 +205,30 @@ class ControlTokenGuard:
         Returns:
             Token ids per text.
         """
-        return self._plain.encode(texts, starts)
-
-
-def _in_word(text: str, start: int, end: int) -> bool:
-    around = text[start - 1 : start] + text[end : end + 1]
-    return any(character == "_" or character.isalnum() for character in around)
-
-
-class PlainTokenizer:
-    """Encodes runs of text without control tokens."""
-
-    # The control tokens are renamed to something that nobody can guess, both where they are added
-    # and where the model's own vocabulary holds them, so that their ids never come out of text.
-
-    def __init__(self, backend: Tokenizer, control_ids: Collection[int]) -> None:
-        description = json.loads(backend.to_str())
-        description.update(post_processor=None, truncation=None, padding=None)
-        _rename_controls(description, frozenset(control_ids))
-        self._variants: list[Tokenizer] = []
-        previous = None
-        for start in RunStart:
-            changed = _without_prefix(description, start)
-            if self._variants and changed == previous:
-                self._variants.append(self._variants[-1])
-            else:
-                self._variants.append(Tokenizer.from_str(json.dumps({**description, **changed})))
-            previous = changed
-
-    @property
-    def depends_on_start(self) -> bool:
-        """Whether what is before a run changes its tokens."""
-        return self._variants[0] is not self._variants[-1]
-
-    def encode(
-        self, texts: Sequence[str], starts: Sequence[RunStart] | None = None
-    ) -> list[list[int]]:
-        """Encode runs of text in one batch."""
-        if not texts:
-            return []
-        if not self.depends_on_start or starts is None:
-            return self._encode(texts, RunStart.CONTROL)
+        if starts is None or self._variants[0] is self._variants[-1]:
+            starts = [RunStart.CONTROL] * len(texts)  # what is before a run changes nothing
         results: list[list[int]] = [[] for _ in texts]
         for start in set(starts):
+            variant = self._variants[start]
             which = [i for i, s in enumerate(starts) if s == start]
-            for i, ids in zip(which, self._encode([texts[i] for i in which], start), strict=True):
-                results[i] = ids
+            if len(which) == 1:
+                ids = variant.encode(texts[which[0]], add_special_tokens=False).ids
+                results[which[0]] = ids
+                continue
+            runs = [texts[i] for i in which]
+            encodings = variant.encode_batch_fast(runs, add_special_tokens=False)
+            for i, encoding in zip(which, encodings, strict=True):
+                results[i] = encoding.ids
         return results
-
-    def _encode(self, texts: Sequence[str], start: RunStart) -> list[list[int]]:
-        variant = self._variants[start]
-        if len(texts) == 1:
-            return [variant.encode(texts[0], add_special_tokens=False).ids]
-        encodings = variant.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
 
 def _rename_controls(description: dict[str, Any], control_ids: frozenset[int]) -> None:
     secret = secrets.token_hex(16)
     names = {index: f"\ue000{secret}:{index}\ue001" for index in control_ids}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     for token in description["added_tokens"]:
         if token["id"] in names:
-            token.update(
-                content=names[token["id"]],
-                single_word=False,
-                lstrip=False,
-                rstrip=False,
-                normalized=False,
-                special=False,
-            )
+            token.update(flags, content=names[token["id"]])
     model = description["model"]
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
@@ -265,24 +237,20 @@ def _rename_controls(description: dict[str, Any], control_ids: frozenset[int]) -
         if model.get("unk_token") in renamed:
             model["unk_token"] = renamed[model["unk_token"]]
         if renamed and "merges" in model:
-            model["merges"] = [m for m in model["merges"] if not _makes(m, renamed)]
+            pairs = [m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"]]
+            model["merges"] = [
+                merge
+                for merge, (left, right) in zip(model["merges"], pairs, strict=True)
+                if renamed.keys().isdisjoint((left, right, left + right))
+            ]
     elif isinstance(vocabulary, list):
         for index in control_ids:
             if index < len(vocabulary):
                 vocabulary[index][0] = names[index]
 
 
-def _makes(merge: Sequence[str] | str, names: Collection[str]) -> bool:
-    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return left in names or right in names or left + right in names
-
-
-def _without_prefix(description: dict[str, Any], start: RunStart) -> dict[str, Any]:
-    """Normalizer and pre-tokenizer for a run that does not begin the text."""
-    return {name: _stage(description.get(name), start) for name in ("normalizer", "pre_tokenizer")}
-
-
 def _stage(stage: Any, start: RunStart) -> Any:
+    """A normalizer or pre-tokenizer for a run that does not begin the text."""
     if not isinstance(stage, dict) or start == RunStart.TEXT:
         return stage
     kind = stage.get("type")
@@ -331,17 +299,6 @@ def label_pieces(pieces: Sequence[TextPiece], spans: Sequence[tuple[int, int]]) 
     return runs
 
 
-def text_sources(ids: list[int], run: Run) -> list[Source]:
-    """Sources of a text's tokens: the scaffold at its ends is the template's."""
-    sources = [run.source] * len(ids)
-    head, tail = len(run.ids), len(run.tail)
-    if head and tuple(ids[:head]) == run.ids:
-        sources[:head] = [Source.TEMPLATE] * head
-    if tail and tail <= len(ids) - head and tuple(ids[-tail:]) == run.tail:
-        sources[-tail:] = [Source.TEMPLATE] * tail
-    return sources
-
-
 def encode_runs(
     rows: Sequence[Sequence[Run]], guard: ControlTokenGuard
 ) -> list[EncodedMessages | Exception]:
@@ -372,22 +329,18 @@ def _encode(
         ids: list[int] = []
         sources: list[Source] = []
         for run in row:
-            if run.text is None:
-                ids += run.ids
-                sources += [run.source] * len(run.ids)
-            else:
-                new = next(encoded)
-                ids += new
-                sources += text_sources(new, run)
+            new = run.ids if run.text is None else next(encoded)
+            start = len(ids)
+            ids += new
+            sources += [run.source] * len(new)
+            if run.text is not None:  # the scaffold at the ends of a text is the template's
+                head, tail = len(run.ids), len(run.tail)
+                if head and tuple(new[:head]) == run.ids:
+                    sources[start : start + head] = [Source.TEMPLATE] * head
+                if tail and tail <= len(new) - head and tuple(new[-tail:]) == run.tail:
+                    sources[-tail:] = [Source.TEMPLATE] * tail
         results.append(EncodedMessages(ids, sources))
     return results
-
-
-def encoded_or_raise(result: EncodedMessages | Exception) -> EncodedMessages:
-    """The tokens of a row, where one that was refused is an error of all."""
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 # Message shapes compiled to runs of scaffold and slots for content, so that nothing is rendered.
@@ -442,7 +395,13 @@ class CompiledShapes:
     ) -> None:
         self._render = render
         self._guard = guard
-        self._literals = _literals(source)
+        # What the template's source compares content with, and more.
+        self._literals: set[str] = set()
+        for match in _LITERAL.finditer(source):
+            with suppress(SyntaxError, ValueError):
+                value = ast.literal_eval(match.group())
+                if isinstance(value, str) and 0 < len(value) <= 40 and not value.isspace():
+                    self._literals.add(value.strip())
         self._cache: dict[Shape, _Compiled | None] = {}
         # Nobody can guess it, so no content can spell a slot.
         self._secret = secrets.token_hex(8)
@@ -451,46 +410,35 @@ class CompiledShapes:
     def runs(self, messages: Sequence[Message]) -> list[Run] | None:
         """The runs of messages, or ``None`` if they are to be rendered."""
         shape = tuple([(message["role"], tuple(message)) for message in messages])
-        compiled = self._cache.get(shape) or self._compile_once(shape, messages)
+        compiled = self._cache.get(shape)
+        if compiled is None and shape not in self._cache:
+            if len(self._cache) >= MAX_SHAPES or len(messages) > MAX_MESSAGES:
+                return None
+            compiled = self._cache[shape] = self._compile(messages)
         if compiled is None or any(messages[i].get(key) for i, key in compiled.dropped):
             return None
         values = [messages[i].get(field) for i, field in compiled.fields]
         for value in values:
-            if type(value) is not str or not self._fits(value, compiled):
+            if type(value) is not str or any(word in value for word in compiled.sensitive):
+                return None
+            if not compiled.keeps_edges and (not value or value != value.strip()):
                 return None
         return [run if isinstance(run, Run) else _fill(run, values) for run in compiled.runs]
 
-    @staticmethod
-    def _fits(value: str, compiled: _Compiled) -> bool:
-        if not compiled.keeps_edges and (not value or value[0].isspace() or value[-1].isspace()):
-            return False
-        return not any(word in value for word in compiled.sensitive)
-
-    def _compile_once(self, shape: Shape, messages: Sequence[Message]) -> _Compiled | None:
-        if shape in self._cache:
-            return self._cache[shape]
-        if len(self._cache) >= MAX_SHAPES or len(messages) > MAX_MESSAGES:
-            return None
-        compiled = self._cache[shape] = self._compile(messages)
-        return compiled
-
     def _compile(self, messages: Sequence[Message]) -> _Compiled | None:
         allowed = {"role", *_FIELDS}
-        if any(
-            not allowed.issuperset(message) or message["role"] == "assistant"
-            for message in messages
-        ):
+        if any(not allowed.issuperset(m) or m["role"] == "assistant" for m in messages):
             return None
         every = [(i, key) for i, m in enumerate(messages) for key in _FIELDS if key in m]
+        marked = _filled(messages, every, self._slots(every))
         try:
-            fields = self._shown(messages, every)
-            pieces = None if fields is None else self._render_slots(messages, fields)
+            fields = self._shown(messages, every, self._render(marked))
+            if fields is None:
+                return None
+            pieces = self._render(_filled(messages, fields, self._slots(fields)))
         except ValueError:
             return None
-        if fields is None or pieces is None:
-            return None
         runs = [self._run_of(piece) for piece in pieces]
-        marked = _filled(messages, every, self._slots(every))
         held = [(entry.message, entry.key) for entry in entries_of(marked)]
         dropped = [entry for entry in held if entry not in fields]
         compiled = _Compiled(runs, fields, True, [], dropped)
@@ -499,24 +447,23 @@ class CompiledShapes:
         edges = all(self._agrees(compiled, messages, v) for v in ("", " x", "x ", "\n", "\n x\n"))
         sensitive = [
             word
-            for word in self._literals
+            for word in sorted(self._literals)
             if not all(self._agrees(compiled, messages, form.format(word)) for form in _FORMS)
         ]
         return compiled._replace(keeps_edges=edges, sensitive=sensitive)
 
     def _shown(
-        self, messages: Sequence[Message], fields: Sequence[tuple[int, str]]
+        self,
+        messages: Sequence[Message],
+        fields: Sequence[tuple[int, str]],
+        pieces: list[TextPiece],
     ) -> list[tuple[int, str]] | None:
         """The entries that the template shows, or ``None`` if it changes one of them."""
-        pieces = self._render_slots(messages, fields)
         text = "".join(piece.text for piece in pieces)
-        slots = zip(fields, self._slots(fields), strict=True)
-        shown = [field for field, slot in slots if slot in text]
+        slots = self._slots(fields)
+        shown = [field for field, slot in zip(fields, slots, strict=True) if slot in text]
         for value in ("", "other words"):
-            values = [
-                slot if f in shown else value
-                for f, slot in zip(fields, self._slots(fields), strict=True)
-            ]
+            values = [slot if slot in text else value for slot in slots]
             if self._render(_filled(messages, fields, values)) != pieces:
                 return None
         return shown
@@ -524,29 +471,17 @@ class CompiledShapes:
     def _slots(self, fields: Sequence[Any]) -> list[str]:
         return [f"Slot{self._secret}n{n}x" for n in range(len(fields))]
 
-    def _render_slots(
-        self, messages: Sequence[Message], fields: Sequence[tuple[int, str]]
-    ) -> list[TextPiece]:
-        return self._render(_filled(messages, fields, self._slots(fields)))
-
     def _run_of(self, piece: TextPiece) -> Any:
         if piece.control_id is not None:
             return Run((piece.control_id,), Source.TEMPLATE)
-        parts = self._split_slots(piece.text)
+        # Strings at even places, numbers of slots at odd ones.
+        parts: list[Any] = self._slot.split(piece.text)
+        parts[1::2] = map(int, parts[1::2])
         if len(parts) == 1:
             return Run(self._encode(piece.text, piece.before), Source.TEMPLATE)
         head = self._encode(parts[0], piece.before) if parts[0] else ()
         tail = self._encode(parts[-1], RunStart.RUN) if parts[-1] else ()
         return [parts, piece.before, head, tail]
-
-    def _split_slots(self, text: str) -> list[Any]:
-        """Strings at even places, numbers of slots at odd ones."""
-        parts: list[Any] = []
-        position = 0
-        for match in self._slot.finditer(text):
-            parts += [text[position : match.start()], int(match.group(1))]
-            position = match.end()
-        return [*parts, text[position:]]
 
     def _encode(self, text: str, start: RunStart) -> tuple[int, ...]:
         return tuple(self._guard.encode_texts([text], [start])[0])
@@ -560,20 +495,14 @@ class CompiledShapes:
             )
         except ValueError:
             return False
-        expected = [self._run_of(piece) for piece in pieces]
+        expected = [index for piece in pieces for index in self._run_of(piece).ids]
         filled = [run if isinstance(run, Run) else _fill(run, values) for run in compiled.runs]
-        return _flat(expected) == _flat(self._with_ids(filled))
-
-    def _with_ids(self, runs: Sequence[Run]) -> list[Run]:
-        return [
-            run if run.text is None else Run(self._encode(run.text, run.start), Source.TEMPLATE)
-            for run in runs
+        return expected == [
+            index
+            for run in filled
             if run.text != ""
+            for index in (run.ids if run.text is None else self._encode(run.text, run.start))
         ]
-
-
-def _flat(runs: Sequence[Run]) -> list[int]:
-    return [index for run in runs for index in run.ids]
 
 
 def _fill(text: list[Any], values: Sequence[Any]) -> Run:
@@ -589,16 +518,3 @@ def _filled(
     for (i, key), value in zip(fields, values, strict=True):
         filled[i][key] = value
     return filled
-
-
-def _literals(source: str) -> list[str]:
-    """What the template's source compares content with, and more."""
-    found = set()
-    for match in _LITERAL.finditer(source):
-        try:
-            value = ast.literal_eval(match.group())
-        except (SyntaxError, ValueError):
-            continue
-        if isinstance(value, str) and 0 < len(value) <= 40 and not value.isspace():
-            found.add(value.strip())
-    return sorted(found)

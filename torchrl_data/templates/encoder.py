@@ -35,20 +35,20 @@ from .control_tokens import (
     Run,
     TextPiece,
     encode_runs,
-    encoded_or_raise,
     label_pieces,
 )
 from .template import (
     ANSWER,
     QUESTION,
-    EntriesShown,
+    TOOL,
     Rendered,
     RenderingIdentity,
+    Suspects,
     ToolsNotShownError,
     TurnShape,
     builtin_template,
-    check_tools_are_named,
     control_literals,
+    dropped_entries,
     family_of,
     find_spans,
     is_generation_marked,
@@ -56,7 +56,6 @@ from .template import (
     render_template,
     rendering_identity,
     resolve_template,
-    shows_tools,
     template_names,
     turn_shape,
 )
@@ -65,242 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-# What a chat template writes, and where the assistant speaks in it.
-#
-# Shape legend: B rows, T tokens of a row.
-
 Tools = Sequence[dict[str, Any]]
-
-
-class TemplateRenderer:
-    """A chat template beside a tokenizer; :class:`~torchrl_data.ConversationEncoder` says more."""
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        chat_template: str | None = None,
-        chat_template_name: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        reasoning_in_content: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.guard = ControlTokenGuard(tokenizer)
-        self.template = resolve_template(
-            tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
-        )
-        self._variables = {
-            **{
-                name: str(value)
-                for name, value in tokenizer.special_tokens_map.items()
-                if isinstance(value, str)
-            },
-            **(chat_template_kwargs or {}),
-        }
-        self._entries_shown = EntriesShown()
-        self._marked = is_generation_marked(self.template)
-        if reasoning_in_content and "reasoning_content" not in self.template:
-            raise ValueError(
-                "reasoning_in_content moves reasoning to 'reasoning_content', which this chat "
-                "template does not show. Use one that does (qwen3, deepseek3)."
-            )
-        self._reasoning_in_content = reasoning_in_content
-        self._shape: TurnShape = turn_shape(
-            self.template,
-            lambda messages, prompt: self._render_text(messages, None, prompt).text,
-            self._first_control,
-        )
-        self._check_mask()
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """What the template is given beside messages and tools."""
-        return dict(self._variables)
-
-    @property
-    def rendering(self) -> RenderingIdentity:
-        """What decides how messages become tokens; equal for encoders that give the same."""
-        return self._rendering
-
-    @cached_property
-    def _rendering(self) -> RenderingIdentity:
-        backend = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-        return rendering_identity(
-            self.template, self._variables, self._reasoning_in_content, backend
-        )
-
-    # What ends a turn ---------------------------------------------------------------------------
-
-    @cached_property
-    def end_of_turn_id(self) -> int:
-        """The token that ends the assistant's turn.
-
-        Raises:
-            ValueError: the template has none, so nothing tells the policy's turn to stop.
-        """
-        if not self._shape.end_of_turn:
-            raise ValueError(
-                f"The chat template closes an assistant turn with {self._shape.after!r}, which "
-                "does not start with a control token, so nothing tells the policy's turn to stop. "
-                "Put the end-of-turn token inside the {% generation %} block. Where the vocabulary "
-                "lacks it, as a base model's does, take a template of tokens that it has, or add "
-                "them (in a recipe policy.chat_template=, policy.add_control_tokens=true)."
-            )
-        return self.guard.control_ids[self._shape.end_of_turn]
-
-    @cached_property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens at which the policy's turn stops: the end of turn and the end of sequence."""
-        eos = self.tokenizer.eos_token_id
-        ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
-        return tuple(dict.fromkeys(ids))
-
-    def _first_control(self, text: str) -> str | None:
-        pieces = self.guard.split(text)
-        return next((piece.text for piece in pieces if piece.control_id is not None), None)
-
-    def _check_mask(self) -> None:
-        rendered = self._render_text([QUESTION, ANSWER], None, False)
-        spans = self._spans(rendered, [QUESTION, ANSWER], None)
-        inside = "".join(rendered.text[start:end] for start, end in spans)
-        if ANSWER["content"] not in inside:
-            raise ValueError(
-                f"The chat template's generation blocks hold {inside!r} of {rendered.text!r}, and "
-                f"not the assistant's {ANSWER['content']!r}. Surround the assistant's content and "
-                "its end-of-turn token with {% generation %} ... {% endgeneration %}."
-            )
-
-    # Rendering ----------------------------------------------------------------------------------
-
-    def _render_text(
-        self, escaped: Sequence[Message], tools: Tools | None, add_generation_prompt: bool
-    ) -> Rendered:
-        return render_template(
-            self.template,
-            escaped,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            variables=self._variables,
-        )
-
-    def _spans(
-        self, rendered: Rendered, escaped: Sequence[Message], tools: Tools | None
-    ) -> list[tuple[int, int]]:
-        if self._marked:
-            return [
-                (start, self._past_end_of_turn(rendered.text, end)) for start, end in rendered.spans
-            ]
-        return find_spans(
-            rendered.text,
-            escaped,
-            lambda messages, prompt: self._render_text(messages, tools, prompt).text,
-            self._shape,
-        )
-
-    def _past_end_of_turn(self, text: str, end: int) -> int:
-        """Take in an end-of-turn token that a generation block leaves out: it is sampled too."""
-        token = self._shape.end_of_turn
-        after = text[end:].lstrip()
-        if not token or text.endswith(token, 0, end) or not after.startswith(token):
-            return end
-        return len(text) - len(after) + len(token)
-
-    def _chat_runs(
-        self,
-        messages: Sequence[Message],
-        tools: Tools | None,
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        row: int | None = None,
-    ) -> list[Run]:
-        """Runs of a whole conversation; what the assistant wrote is the model's."""
-        self.check_tools(tools, messages)
-        if self._reasoning_in_content:
-            messages = [split_reasoning(message) for message in messages]
-        escaped = self.guard.escape(messages)
-        shown = self.guard.escape(tools) if tools else None
-        rendered = self._render_text(escaped, shown, add_generation_prompt)
-        self._check_shown(
-            escaped,
-            lambda others: self._render_text(others, shown, add_generation_prompt).text,
-            (bool(tools), add_generation_prompt),
-            row=row,
-        )
-        if continue_final_message:
-            escaped[-1] = with_end_mark(escaped[-1])
-            rendered = self._render_text(escaped, shown, add_generation_prompt)
-        spans = self._spans(rendered, escaped, shown)
-        text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
-        edges = [edge for span in spans for edge in span]
-        return label_pieces(self.guard.split(text, edges), spans)
-
-    def _after_answer(self, escaped: Sequence[Message]) -> str:
-        """What a template writes after an assistant's content: its closing, messages, a header."""
-        rendered = self._render_text([QUESTION, ANSWER, *escaped], None, True).text
-        return rendered[rendered.index(ANSWER["content"]) + len(ANSWER["content"]) :]
-
-    def _pieces_after_answer(self, escaped: Sequence[Message]) -> list[TextPiece]:
-        return self.guard.split(self._after_answer(escaped))
-
-    def _check_shown(
-        self,
-        escaped: Sequence[Message],
-        render: Callable[[Sequence[Message]], str],
-        context: Any,
-        *,
-        row: int | None = None,
-        first: int = 0,
-    ) -> None:
-        """Refuse messages of which the template leaves something out."""
-        dropped = self._entries_shown.dropped(escaped, render, context)
-        if not dropped:
-            return
-        text = refusal(dropped, escaped, row=row, first=first, remedy=self._remedy(escaped))
-        raise ValueError(self.guard.unescape(text))
-
-    def _remedy(self, escaped: Sequence[Message]) -> str:
-        """Templates for this tokenizer that leave nothing out."""
-        found: list[str] = []
-        for name in template_names():
-            source = builtin_template(name)
-
-            def text(messages: Sequence[Message], source: str = source) -> str:
-                return render_template(source, messages, variables=self._variables).text
-
-            literals = control_literals(source, of_turns=True)
-            if not literals or not self.guard.control_ids.keys() >= set(literals):
-                continue
-            try:
-                if not EntriesShown().dropped(escaped, text, None):
-                    found.append(name)
-            except ValueError:
-                continue
-        if not found:
-            return ""
-        family = family_of(self.tokenizer)
-        name = family if family in found else found[0]
-        return (
-            f"With this tokenizer {found} show it: choose chat_template_name={name!r} (in a recipe "
-            f"policy.chat_template_name={name})"
-        )
-
-    def check_tools(self, tools: Tools | None, messages: Sequence[Message] = ()) -> None:
-        """Check that a prompt would tell the policy of tools.
-
-        Args:
-            tools: JSON schemas, or none.
-            messages: of the prompt; what they say of the tools themselves is enough.
-
-        Raises:
-            ToolsNotShownError: the template leaves tools out, and no message names them.
-        """
-        if tools and not self._shows_tools:
-            check_tools_are_named(tools, messages, self.template)
-
-    @cached_property
-    def _shows_tools(self) -> bool:
-        return shows_tools(lambda tools: self._render_text([QUESTION], tools, True).text)
 
 
 # What a vision-language model reads of images: their places in the tokens, and their pixels.
@@ -320,11 +84,8 @@ class Processed(NamedTuple):
     """Their pixels, and whatever else the model's forward takes of them."""
     aligned: tuple[str, ...]
     """Inputs ``[T]`` that say of each token whether it is an image's."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the pixels."""
-        return sum(value.numel() * value.element_size() for value in self.tensors.values())
+    num_bytes: int
+    """Of the pixels."""
 
 
 class ImageProcessor:
@@ -375,25 +136,23 @@ class ImageProcessor:
         key = tuple(images)
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = self._call(key)
-            self._num_bytes += found.num_bytes
+            output = self.processor(
+                text=self.place * len(key),
+                images=[decoded(image) for image in key],
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+            ids = output.pop("input_ids")
+            output.pop("attention_mask", None)
+            aligned = tuple(name for name, value in output.items() if value.shape == ids.shape)
+            tensors = {name: value for name, value in output.items() if name not in aligned}
+            num_bytes = sum(value.numel() * value.element_size() for value in tensors.values())
+            found = self._kept[key] = Processed(ids[0].tolist(), tensors, aligned, num_bytes)
+            self._num_bytes += num_bytes
         self._kept.move_to_end(key)
         while self._num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
         return found
-
-    def _call(self, images: tuple[str, ...]) -> Processed:
-        output = self.processor(
-            text=self.place * len(images),
-            images=[decoded(image) for image in images],
-            return_tensors="pt",
-            add_special_tokens=False,
-        )
-        ids = output.pop("input_ids")
-        output.pop("attention_mask", None)
-        aligned = tuple(name for name, value in output.items() if value.shape == ids.shape)
-        tensors = {name: value for name, value in output.items() if name not in aligned}
-        return Processed(ids[0].tolist(), tensors, aligned)
 
     def count(self, ids: Sequence[int] | Tensor) -> int:
         """Pieces of images that tokens stand for."""
@@ -455,6 +214,254 @@ def with_image_runs(
     return runs
 
 
+# What a chat template writes, and where the assistant speaks in it.
+#
+# Shape legend: B rows, T tokens of a row.
+
+
+class TemplateRenderer:
+    """A chat template beside a tokenizer; :class:`~torchrl_data.ConversationEncoder` says more."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        reasoning_in_content: bool = False,
+        processor: "ProcessorMixin | ImageProcessor | None" = None,
+    ) -> None:
+        if processor is not None and not isinstance(processor, ImageProcessor):
+            processor = ImageProcessor(processor)
+        self.images: ImageProcessor | None = processor
+        """What images in messages become."""
+        self.tokenizer = tokenizer
+        self.guard = ControlTokenGuard(tokenizer)
+        self.template = resolve_template(
+            tokenizer, chat_template=chat_template, chat_template_name=chat_template_name
+        )
+        special = tokenizer.special_tokens_map.items()
+        self._variables = {name: str(value) for name, value in special if isinstance(value, str)}
+        self._variables |= chat_template_kwargs or {}
+        self._suspects: Suspects = {}
+        self._marked = is_generation_marked(self.template)
+        if reasoning_in_content and "reasoning_content" not in self.template:
+            raise ValueError(
+                "reasoning_in_content moves reasoning to 'reasoning_content', which this chat "
+                "template does not show. Use one that does (qwen3, deepseek3)."
+            )
+        self._reasoning_in_content = reasoning_in_content
+
+        def first_control(text: str) -> str | None:
+            pieces = self.guard.split(text)
+            return next((piece.text for piece in pieces if piece.control_id is not None), None)
+
+        self._shape: TurnShape = turn_shape(
+            self.template,
+            lambda messages, prompt: self._render_text(messages, None, prompt).text,
+            first_control,
+        )
+        rendered = self._render_text([QUESTION, ANSWER], None, False)
+        spans = self._spans(rendered, [QUESTION, ANSWER], None)
+        inside = "".join(rendered.text[start:end] for start, end in spans)
+        if ANSWER["content"] not in inside:
+            raise ValueError(
+                f"The chat template's generation blocks hold {inside!r} of {rendered.text!r}, and "
+                f"not the assistant's {ANSWER['content']!r}. Surround the assistant's content and "
+                "its end-of-turn token with {% generation %} ... {% endgeneration %}."
+            )
+        self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
+        self._openings: dict[str, CompiledShapes] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_openings": {}}  # compiled anew where they are needed
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is given beside messages and tools."""
+        return dict(self._variables)
+
+    @property
+    def rendering(self) -> RenderingIdentity:
+        """What decides how messages become tokens; equal for encoders that give the same."""
+        return self._rendering
+
+    @cached_property
+    def _rendering(self) -> RenderingIdentity:
+        backend = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        return rendering_identity(
+            self.template, self._variables, self._reasoning_in_content, backend
+        )
+
+    # What ends a turn ---------------------------------------------------------------------------
+
+    @cached_property
+    def end_of_turn_id(self) -> int:
+        """The token that ends the assistant's turn.
+
+        Raises:
+            ValueError: the template has none, so nothing tells the policy's turn to stop.
+        """
+        if not self._shape.end_of_turn:
+            raise ValueError(
+                f"The chat template closes an assistant turn with {self._shape.after!r}, which "
+                "does not start with a control token, so nothing tells the policy's turn to stop. "
+                "Put the end-of-turn token inside the {% generation %} block. Where the vocabulary "
+                "lacks it, as a base model's does, take a template of tokens that it has, or add "
+                "them (in a recipe policy.chat_template=, policy.add_control_tokens=true)."
+            )
+        return self.guard.control_ids[self._shape.end_of_turn]
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens at which the policy's turn stops: the end of turn and the end of sequence."""
+        eos = self.tokenizer.eos_token_id
+        ids = [self.end_of_turn_id] + ([eos] if isinstance(eos, int) else [])
+        return tuple(dict.fromkeys(ids))
+
+    # Rendering ----------------------------------------------------------------------------------
+
+    def _render_text(
+        self, escaped: Sequence[Message], tools: Tools | None, add_generation_prompt: bool
+    ) -> Rendered:
+        return render_template(
+            self.template,
+            escaped,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=self._variables,
+        )
+
+    def _spans(
+        self, rendered: Rendered, escaped: Sequence[Message], tools: Tools | None
+    ) -> list[tuple[int, int]]:
+        text, token = rendered.text, self._shape.end_of_turn
+        if not self._marked:
+            return find_spans(
+                text,
+                escaped,
+                lambda messages, prompt: self._render_text(messages, tools, prompt).text,
+                self._shape,
+            )
+        spans = []
+        for start, end in rendered.spans:
+            # An end-of-turn token that a generation block leaves out is sampled too.
+            after = text[end:].lstrip()
+            if token and not text.endswith(token, 0, end) and after.startswith(token):
+                end = len(text) - len(after) + len(token)
+            spans.append((start, end))
+        return spans
+
+    def _chat_runs(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        row: int | None = None,
+    ) -> list[Run]:
+        """Runs of a whole conversation; what the assistant wrote is the model's."""
+        self.check_tools(tools, messages)
+        if self._reasoning_in_content:
+            messages = [split_reasoning(message) for message in messages]
+        escaped = self.guard.escape(messages)
+        shown = self.guard.escape(tools) if tools else None
+        rendered = self._render_text(escaped, shown, add_generation_prompt)
+        self._check_shown(
+            escaped,
+            lambda others: self._render_text(others, shown, add_generation_prompt).text,
+            (bool(tools), add_generation_prompt),
+            row=row,
+        )
+        if continue_final_message:
+            escaped[-1] = with_end_mark(escaped[-1])
+            rendered = self._render_text(escaped, shown, add_generation_prompt)
+        spans = self._spans(rendered, escaped, shown)
+        text = cut_at_end_mark(rendered.text) if continue_final_message else rendered.text
+        edges = [edge for span in spans for edge in span]
+        return label_pieces(self.guard.split(text, edges), spans)
+
+    def _after_answer(self, escaped: Sequence[Message]) -> str:
+        """What a template writes after an assistant's content: its closing, messages, a header."""
+        rendered = self._render_text([QUESTION, ANSWER, *escaped], None, True).text
+        return rendered[rendered.index(ANSWER["content"]) + len(ANSWER["content"]) :]
+
+    def _pieces_after_answer(self, escaped: Sequence[Message]) -> list[TextPiece]:
+        return self.guard.split(self._after_answer(escaped))
+
+    def _check_shown(
+        self,
+        escaped: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        context: Any,
+        *,
+        row: int | None = None,
+        first: int = 0,
+    ) -> None:
+        """Refuse messages of which the template leaves something out."""
+        if dropped := dropped_entries(escaped, render, self._suspects, context):
+            text = refusal(dropped, escaped, row=row, first=first, remedy=self._remedy(escaped))
+            raise ValueError(self.guard.unescape(text))
+
+    def _remedy(self, escaped: Sequence[Message]) -> str:
+        """Templates for this tokenizer that leave nothing out."""
+        found: list[str] = []
+        for name in template_names():
+            source = builtin_template(name)
+
+            def text(messages: Sequence[Message], source: str = source) -> str:
+                return render_template(source, messages, variables=self._variables).text
+
+            literals = control_literals(source, of_turns=True)
+            if not literals or not self.guard.control_ids.keys() >= set(literals):
+                continue
+            try:
+                if not dropped_entries(escaped, text, {}):
+                    found.append(name)
+            except ValueError:
+                continue
+        if not found:
+            return ""
+        family = family_of(self.tokenizer)
+        name = family if family in found else found[0]
+        return (
+            f"With this tokenizer {found} show it: choose chat_template_name={name!r} (in a recipe "
+            f"policy.chat_template_name={name})"
+        )
+
+    def check_tools(self, tools: Tools | None, messages: Sequence[Message] = ()) -> None:
+        """Check that a prompt would tell the policy of tools.
+
+        Args:
+            tools: JSON schemas, or none.
+            messages: of the prompt; what they say of the tools themselves is enough.
+
+        Raises:
+            ToolsNotShownError: the template leaves tools out, and no message names them.
+        """
+        if not tools or self._shows_tools:
+            return
+        text = "\n".join(str(message.get("content")) for message in messages)
+        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+        if missing := [name for name in names if name not in text]:
+            raise ToolsNotShownError(
+                "The chat template does not show tools, so the policy would not know of "
+                f"{missing}: {self.template!r:.120}. Use a template that does "
+                "(chat_template_name='chatml', say), or name the tools in a system prompt."
+            )
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        """Whether what the template renders depends on the tools that it is given."""
+        without = self._render_text([QUESTION], None, True).text
+        try:
+            return self._render_text([QUESTION], [TOOL], True).text != without
+        except ValueError:
+            return True  # it looks at them, and says what is wrong with one
+
+
 # From messages to tokens: only what is new in a conversation is encoded.
 #
 # Shape legend: B rows, T tokens of a row.
@@ -491,30 +498,6 @@ class ConversationEncoder(TemplateRenderer):
         TypeError: the tokenizer has no fast backend, or the processor processes no images.
     """
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        chat_template: str | None = None,
-        chat_template_name: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        reasoning_in_content: bool = False,
-        processor: "ProcessorMixin | ImageProcessor | None" = None,
-    ) -> None:
-        if processor is not None and not isinstance(processor, ImageProcessor):
-            processor = ImageProcessor(processor)
-        self.images: ImageProcessor | None = processor
-        """What images in messages become."""
-        super().__init__(
-            tokenizer,
-            chat_template=chat_template,
-            chat_template_name=chat_template_name,
-            chat_template_kwargs=chat_template_kwargs,
-            reasoning_in_content=reasoning_in_content,
-        )
-        self._deltas = CompiledShapes(self._pieces_after_answer, self.guard, self.template)
-        self._openings: dict[str, CompiledShapes] = {}
-
     def _delta_runs(self, messages: Sequence[Message], closed: bool, first: int) -> list[Run]:
         runs = self._deltas.runs(messages)
         if runs is None:
@@ -528,9 +511,6 @@ class ConversationEncoder(TemplateRenderer):
             if run.ids == (end,) and run.text is None:
                 return runs[i + 1 :]
         return runs
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_openings": {}}  # compiled anew where they are needed
 
     def _opening_runs(self, messages: Sequence[Message], tools: Tools | None) -> list[Run]:
         if tools:
@@ -575,12 +555,9 @@ class ConversationEncoder(TemplateRenderer):
                 leaves out something that one holds: content, a call, reasoning, a speaker's name.
             TypeError: a content has the wrong type.
         """
-        return self.encode_each(
-            chats,
-            [tools] * len(chats),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        options = {"continue_final_message": continue_final_message}
+        options["add_generation_prompt"] = add_generation_prompt
+        return self.encode_each(chats, [tools] * len(chats), **options)
 
     def encode_each(
         self, chats: Sequence[Sequence[Message]], tools: Sequence[Tools | None], **options: bool
@@ -599,8 +576,12 @@ class ConversationEncoder(TemplateRenderer):
             images, shown = self._images_apart(chat)
             chat_runs = self._chat_runs(shown, schemas, row=row, **options)
             runs.append(with_image_runs(chat_runs, images, self.images))
-        rows = encode_runs(runs, self.guard)
-        return [encoded_or_raise(row) for row in rows]
+        encoded: list[EncodedMessages] = []
+        for result in encode_runs(runs, self.guard):
+            if isinstance(result, Exception):
+                raise result
+            encoded.append(result)
+        return encoded
 
     def check_prompt(self, messages: Sequence[Message], *, row: int | None = None) -> None:
         """Check that a prompt would show all that its messages hold.
@@ -788,22 +769,15 @@ def encode_demonstrations(
                 f"encode_demonstrations: the assistant says nothing in row {row}, whose roles are "
                 f"{[message['role'] for message in chat]}. Leave the row out."
             )
-        record, position = _record(new, chat, tools[row])
+        ids, sources = new
+        end = len(sources) - sources[::-1].index(Source.MODEL)
+        if chat[-1]["role"] == "assistant":  # ends like a sampled turn, with its closing token
+            ids, sources = ids[:end], sources[:end]
+        record = ConversationRecord(tools[row])
+        record.extend_tokens(ids, sources, [nan if s == Source.MODEL else 0.0 for s in sources])
+        record.messages.extend(map(with_plain_images, chat))
+        start = len(record.sources[:end].rstrip(bytes([Source.MODEL])))
+        n, m = len(record.ids), len(record.messages)
         records.append(record)
-        positions.append(position)
+        positions.append(Position(n, m, m, response_start=start))
     return Conversations(records, positions)
-
-
-def _record(
-    encoded: EncodedMessages, chat: Sequence[Message], tools: Sequence[dict[str, Any]] | None
-) -> tuple[ConversationRecord, Position]:
-    ids, sources = encoded
-    end = len(sources) - sources[::-1].index(Source.MODEL)
-    if chat[-1]["role"] == "assistant":  # ends like a sampled turn, with its closing token
-        ids, sources = ids[:end], sources[:end]
-    record = ConversationRecord(tools)
-    record.extend_tokens(ids, sources, [nan if s == Source.MODEL else 0.0 for s in sources])
-    record.messages.extend(map(with_plain_images, chat))
-    start = len(record.sources[:end].rstrip(bytes([Source.MODEL])))
-    n, m = len(record.ids), len(record.messages)
-    return record, Position(n, m, m, response_start=start)

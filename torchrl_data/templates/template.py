@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from importlib.resources import files
-from itertools import takewhile
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import jinja2
@@ -142,10 +142,9 @@ def control_literals(template: str, *, of_turns: bool = False) -> list[str]:
         template: Jinja source.
         of_turns: leave out tags such as ``<think>``, which work as ordinary text, too.
     """
-    found = set(_CONTROL_LITERAL.findall(template))
     return sorted(
         token
-        for token in found
+        for token in set(_CONTROL_LITERAL.findall(template))
         if not of_turns or not _TAG.fullmatch(token) or token.endswith("_of_turn>")
     )
 
@@ -163,15 +162,10 @@ def family_of(
 ) -> str | None:
     """The template that the name of a tokenizer stands for, or ``None``."""
     name = str(getattr(tokenizer, "name_or_path", "") or "").lower()
-    for template, added in reversed(_added.items()):
-        if any(keyword in name for keyword in added.keywords):
-            return template
-    if added_only:
-        return None
-    for template, keywords in FAMILIES.items():
-        if any(keyword in name for keyword in keywords):
-            return template
-    return None
+    known = [(template, added.keywords) for template, added in reversed(_added.items())]
+    known += [] if added_only else FAMILIES.items()
+    named = (template for template, words in known if any(word in name for word in words))
+    return next(named, None)
 
 
 def resolve_template(
@@ -198,12 +192,9 @@ def resolve_template(
     if chat_template is not None:
         return chat_template
     name = chat_template_name or family_of(tokenizer, added_only=True)
-    if name is None:
-        own = own_template(tokenizer)
-        if own is not None:
-            return own
-        name = family_of(tokenizer) or DEFAULT_TEMPLATE
-    return builtin_template(name)
+    if name is None and (own := own_template(tokenizer)) is not None:
+        return own
+    return builtin_template(name or family_of(tokenizer) or DEFAULT_TEMPLATE)
 
 
 # What decides how messages become tokens, so that two encoders can be compared.
@@ -274,40 +265,33 @@ def check_same_rendering(env_encoder: Renders, policy_encoder: Renders) -> None:
     Raises:
         ValueError: templates, what they read, or tokenizers differ; the message says in what.
     """
-    if env_encoder is policy_encoder:
+    if env_encoder is policy_encoder or env_encoder.rendering == policy_encoder.rendering:
         return
     env, policy = env_encoder.rendering, policy_encoder.rendering
-    if env == policy:
-        return
-    differences = []
-    if env.template != policy.template:
-        differences.append(f"the chat template ({env.template!r:.80} / {policy.template!r:.80})")
     ours, theirs = json.loads(env.variables), json.loads(policy.variables)
-    differences += [
+    missing = object()
+    differences = [
         f"{name} ({ours.get(name, 'not given')!r} / {theirs.get(name, 'not given')!r})"
         for name in sorted({*ours, *theirs})
-        if ours.get(name, _ABSENT) != theirs.get(name, _ABSENT)
+        if ours.get(name, missing) != theirs.get(name, missing)
     ]
+    if env.template != policy.template:
+        shown = f"({env.template!r:.80} / {policy.template!r:.80})"
+        differences.insert(0, f"the chat template {shown}")
     if env.reasoning_in_content != policy.reasoning_in_content:
-        differences.append(
-            f"reasoning_in_content ({env.reasoning_in_content} / {policy.reasoning_in_content})"
-        )
+        shown = f"({env.reasoning_in_content} / {policy.reasoning_in_content})"
+        differences.append(f"reasoning_in_content {shown}")
     if env.vocabulary != policy.vocabulary:
-        differences.append(
-            f"the tokenizer ({_name(env_encoder.tokenizer)} / {_name(policy_encoder.tokenizer)})"
+        names = (
+            f"{type(own).__name__} {own.name_or_path!r} of {len(own)} tokens"
+            for own in (env_encoder.tokenizer, policy_encoder.tokenizer)
         )
+        differences.append(f"the tokenizer ({' / '.join(names)})")
     raise ValueError(
         "The environment shows other text than the policy samples from. They differ (environment / "
         f"policy) in {', '.join(differences)}. Give both the same tokenizer, chat template and "
         "template kwargs."
     )
-
-
-_ABSENT = object()
-
-
-def _name(tokenizer: Any) -> str:
-    return f"{type(tokenizer).__name__} {tokenizer.name_or_path!r} of {len(tokenizer)} tokens"
 
 
 # Rendering a chat template, and which part of the text its generation blocks gave.
@@ -319,7 +303,7 @@ def _name(tokenizer: Any) -> str:
 _SECRET: Final = secrets.token_hex(8)
 _BEGIN: Final = f"\ua789{_SECRET}<"
 _END: Final = f"\ua789{_SECRET}>"
-_MARKS = re.compile(f"{_BEGIN}|{_END}")
+_MARKS = re.compile(f"({_BEGIN}|{_END})")
 
 
 class Rendered(NamedTuple):
@@ -349,24 +333,8 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 @lru_cache(maxsize=64)
@@ -376,7 +344,7 @@ def _compile(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     return environment.from_string(source)
 
 
@@ -390,24 +358,29 @@ def render_template(
 ) -> Rendered:
     """Render messages."""
     shown = [_joined(message) for message in messages if message["role"] != PLACEHOLDER_ROLE]
-    values = {
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
-        **(variables or {}),
-    }
+    values = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+    values |= variables or {}
     rendered = _render(source, shown, values)
     for i, message in enumerate(shown):
         content = message.get("content")
         if isinstance(content, _Parts):
-            texts = {**message, "content": content.without_media()}
+            only_text = _Parts(part for part in content if part.get("type") == "text")
+            texts = {**message, "content": only_text}
             if _render(source, [*shown[:i], texts, *shown[i + 1 :]], values) == rendered:
                 raise ValueError(
                     f"The chat template leaves out what is no text in message {i} "
                     f"({message['role']}), which has parts of the types {content.types}. Take "
                     "them out, or use a template that shows them (chat_template_name)."
                 )
-    return _read_marks(rendered)
+    text, spans, begin = "", [], 0
+    for piece in _MARKS.split(rendered):
+        if piece == _BEGIN:
+            begin = len(text)
+        elif piece == _END:
+            spans.append((begin, len(text)))
+        else:
+            text += piece
+    return Rendered(text, spans)
 
 
 def _render(source: str, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
@@ -428,9 +401,6 @@ class _Parts(list[Any]):
     def types(self) -> list[Any]:
         return [part.get("type") for part in self]
 
-    def without_media(self) -> "_Parts":
-        return _Parts(part for part in self if part.get("type") == "text")
-
     def __radd__(self, text: Any) -> Any:
         return text + str(self)
 
@@ -448,62 +418,17 @@ def _joined(message: Message) -> Message:
     return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
 
 
-def _read_marks(marked: str) -> Rendered:
-    if _SECRET not in marked:
-        return Rendered(marked, [])
-    parts: list[str] = []
-    spans: list[tuple[int, int]] = []
-    length = last = begin = 0
-    for match in _MARKS.finditer(marked):
-        parts.append(marked[last : match.start()])
-        length += match.start() - last
-        last = match.end()
-        if match.group() == _BEGIN:
-            begin = length
-        else:
-            spans.append((begin, length))
-    parts.append(marked[last:])
-    return Rendered("".join(parts), spans)
-
-
 # Whether a chat template shows all that it is given: tools, and what messages hold.
 
-_TOOL: Final[dict[str, Any]] = {
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}}
+TOOL: Final[dict[str, Any]] = {
     "type": "function",
-    "function": {
-        "name": "Tool7",
-        "description": "D",
-        "parameters": {"type": "object", "properties": {}},
-    },
+    "function": {"name": "Tool7", "description": "D", "parameters": _NO_PARAMETERS},
 }
 
 
 class ToolsNotShownError(ValueError):
     """A chat template leaves tools out of the prompt, so the policy would not know of them."""
-
-
-def shows_tools(render: Callable[[Sequence[dict[str, Any]] | None], str]) -> bool:
-    """Whether what a template renders depends on the tools that it is given."""
-    without = render(None)
-    try:
-        return render([_TOOL]) != without
-    except ValueError:
-        return True  # it looks at them, and says what is wrong with one
-
-
-def check_tools_are_named(
-    tools: Sequence[dict[str, Any]], messages: Sequence[Message], template: str
-) -> None:
-    """Raise ``ToolsNotShownError`` unless messages name the tools that a template leaves out."""
-    text = "\n".join(str(message.get("content")) for message in messages)
-    names = [str((tool.get("function") or tool).get("name")) for tool in tools]
-    missing = [name for name in names if name not in text]
-    if missing:
-        raise ToolsNotShownError(
-            f"The chat template does not show tools, so the policy would not know of {missing}: "
-            f"{template!r:.120}. Use a template that does (chat_template_name='chatml', say), or "
-            "name the tools in a system prompt."
-        )
 
 
 # What messages hold -----------------------------------------------------------------------------
@@ -512,7 +437,7 @@ _MAX_SHAPES: Final = 512
 TOOL_ROLES: Final = ("tool", "function", "ipython")
 """Roles of what a tool answers; which one it was is told by the order, too."""
 # Nobody can guess it, so nothing else in a rendered text can spell it.
-_SECRET_TOOLS_SHOWN: Final = f"mark{secrets.token_hex(8)}"
+_ENTRY: Final = f"mark{secrets.token_hex(8)}"
 
 
 class Entry(NamedTuple):
@@ -524,17 +449,6 @@ class Entry(NamedTuple):
     call: int = 0
     part: str = ""
     """Of a call: ``name`` or ``arguments``."""
-
-    def told(self, message: Message) -> str:
-        """The entry in words.
-
-        Args:
-            message: that has it.
-        """
-        if not self.part:
-            return repr(self.key)
-        name = _function(message["tool_calls"][self.call]).get("name")
-        return f"a call of {name!r}" if self.part == "name" else f"the arguments for {name!r}"
 
 
 def entries_of(messages: Sequence[Message]) -> Iterator[Entry]:
@@ -587,58 +501,55 @@ def _replaced(message: Message, entry: Entry, mark: str) -> Message:
     return {**message, entry.key: value}
 
 
-def _with_marks(messages: Sequence[Message], entries: Sequence[Entry]) -> list[Message]:
-    marked = list(messages)
-    for n, entry in enumerate(entries):
-        marked[entry.message] = _replaced(
-            marked[entry.message], entry, f"{_SECRET_TOOLS_SHOWN}n{n}x"
-        )
-    return marked
+Suspects = dict[Any, tuple[Entry, ...]]
+"""Entries that a template may leave out, by the shape of messages that was looked at once."""
 
 
-class EntriesShown:
-    """Finds what a template leaves out of messages, by a look at each shape of messages once."""
+def dropped_entries(
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], str],
+    known: Suspects,
+    context: Any = None,
+) -> list[Entry]:
+    """What a template leaves out of messages: what the rendered text does not tell of.
 
-    def __init__(self) -> None:
-        self._suspects: dict[Any, tuple[Entry, ...]] = {}
+    What it leaves out because the conversation has gone on (the thoughts of earlier turns) is no
+    loss: it was shown when it was the last message.
 
-    def dropped(
-        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str], context: Any
-    ) -> list[Entry]:
-        """What the rendered text does not tell of.
-
-        What a template leaves out because the conversation has gone on (the thoughts of earlier
-        turns) is no loss: it was shown when it was the last message.
-
-        Args:
-            messages: escaped, as they are rendered.
-            render: of such messages.
-            context: what else decides what is rendered, to be told from other contexts.
-        """
-        entries = tuple(entries_of(messages))
-        shape = (context, tuple([(m["role"], tuple(m)) for m in messages]), entries)
-        suspects = self._suspects.get(shape)
-        if suspects is None:
-            suspects = _suspects(messages, entries, render)
-            if len(self._suspects) < _MAX_SHAPES:
-                self._suspects[shape] = suspects
-        return [entry for entry in suspects if _is_dropped(messages, entry, render)]
+    Args:
+        messages: escaped, as they are rendered.
+        render: of such messages.
+        known: what is kept from call to call for one template.
+        context: what else decides what is rendered, to be told from other contexts.
+    """
+    entries = tuple(entries_of(messages))
+    shape = (context, tuple([(m["role"], tuple(m)) for m in messages]), entries)
+    suspects = known.get(shape)
+    if suspects is None:
+        suspects = _suspects(messages, entries, render)
+        if len(known) < _MAX_SHAPES:
+            known[shape] = suspects
+    return [entry for entry in suspects if _is_dropped(messages, entry, render)]
 
 
 def _suspects(
     messages: Sequence[Message], entries: tuple[Entry, ...], render: Callable[..., str]
 ) -> tuple[Entry, ...]:
     """Entries whose marks are not found where all entries are marked; all, where none may be."""
-    marked = _with_marks(messages, entries)
+    marks = [f"{_ENTRY}n{n}x" for n, _ in enumerate(entries)]
+    marked = list(messages)
+    for entry, mark in zip(entries, marks, strict=True):
+        marked[entry.message] = _replaced(marked[entry.message], entry, mark)
     try:
         text = render(marked).casefold()
-        missing = [n for n, _ in enumerate(entries) if f"{_SECRET_TOOLS_SHOWN}n{n}x" not in text]
         return tuple(
-            entries[n]
-            for n in missing
-            if entries[n].key != "reasoning_content"
-            or f"{_SECRET_TOOLS_SHOWN}n{n}x"
-            not in render(marked[: entries[n].message + 1]).casefold()
+            entry
+            for entry, mark in zip(entries, marks, strict=True)
+            if mark not in text
+            and (
+                entry.key != "reasoning_content"
+                or mark not in render(marked[: entry.message + 1]).casefold()
+            )
         )
     except ValueError:  # the template looks at what it shows
         return entries
@@ -647,7 +558,7 @@ def _suspects(
 def _is_dropped(messages: Sequence[Message], entry: Entry, render: Callable[..., str]) -> bool:
     """Whether another value in the place of an entry leaves the text as it is."""
     others = list(messages)
-    others[entry.message] = _replaced(messages[entry.message], entry, _SECRET_TOOLS_SHOWN)
+    others[entry.message] = _replaced(messages[entry.message], entry, _ENTRY)
     rendered = render(messages)
     try:
         if render(others) != rendered:
@@ -678,14 +589,19 @@ def refusal(
         remedy: templates that show it, if some are known.
     """
     number = dropped[0].message
-    message = messages[number]
-    what = " and ".join(entry.told(message) for entry in dropped if entry.message == number)
+    message, what = messages[number], []
+    for entry in dropped:
+        if entry.message == number and entry.part:
+            name = _function(message["tool_calls"][entry.call]).get("name")
+            what.append(f"{'a call of' if entry.part == 'name' else 'the arguments for'} {name!r}")
+        elif entry.message == number:
+            what.append(repr(entry.key))
     where = f"Message {first + number} ({message['role']})"
     where += "" if row is None else f" of row {row}"
     return (
-        f"{where} has {what}, "
-        "which the chat template leaves out, so that nobody would read or learn it. "
-        f"{remedy or 'Use a chat template that shows it'}, or say it in the message's 'content'."
+        f"{where} has {' and '.join(what)}, which the chat template leaves out, so that nobody "
+        f"would read or learn it. {remedy or 'Use a chat template that shows it'}, or say it in "
+        "the message's 'content'."
     )
 
 
@@ -735,32 +651,22 @@ def turn_shape(
             f"{[QUESTION, ANSWER]} are rendered as {answered!r}. Use another template, or mark the "
             "assistant's part with {% generation %} ... {% endgeneration %}."
         )
-    header = opened[_common(asked, opened) : _common(opened, answered[:at])]
+    both = ((opened, asked), (opened, answered[:at]))
+    begin, end = (len(commonprefix(texts)) for texts in both)  # noqa: RUF071 (of texts, not paths)
+    header = opened[begin:end]
     after = answered[at + len(ANSWER["content"]) :]
     control = first_control(after)
     if control is None or after.split(control, 1)[0].strip():
         control = ""
-    tail = _static_tail(source)
+    # The text after the last tag of the source, as Jinja gives it.
+    tag, tail = _LAST_TAG.search(source), ""
+    if tag is not None and tag[1] != "-":
+        # Jinja drops one line end at the end of the source, and one after a block or a comment.
+        tail = tag[3].removesuffix("\n")
+        tail = tail if tag[2] == "}}" else tail.removeprefix("\n")
     if not all(text.endswith(tail) for text in (asked, opened, answered)):
         tail = ""
     return TurnShape(header, control, after, first_control(header) is not None, tail)
-
-
-def _static_tail(source: str) -> str:
-    """The text after the last tag of a template, as Jinja gives it."""
-    match = _LAST_TAG.search(source)
-    if match is None or match.group(1) == "-":
-        return ""
-    # Jinja drops one line end at the end of the source, and one after a block or a comment.
-    tail = match.group(3).removesuffix("\n")
-    return tail if match.group(2) == "}}" else tail.removeprefix("\n")
-
-
-def _common(left: str, right: str) -> int:
-    """Characters that two texts begin with alike."""
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
-    )
 
 
 def find_spans(
@@ -768,25 +674,19 @@ def find_spans(
 ) -> list[tuple[int, int]]:
     """Start and end, in characters, of each assistant's message, end-of-turn token included."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if shape.header_is_control and shape.end_of_turn:
-        spans = _scan(rendered, len(turns), shape)
-        if spans is not None:
-            return spans
-    return [_measure(rendered, messages, i, render, shape) for i in turns]
-
-
-def _scan(rendered: str, count: int, shape: TurnShape) -> list[tuple[int, int]] | None:
-    spans = []
+    spans: list[tuple[int, int]] = []
     position = 0
-    for _ in range(count):
+    for _ in turns if shape.header_is_control and shape.end_of_turn else ():
         header = rendered.find(shape.header, position)
         start = header + len(shape.header)
         end = rendered.find(shape.end_of_turn, start)
         if header < 0 or end < 0:
-            return None
+            break
         position = end + len(shape.end_of_turn)
         spans.append((start, position))
-    return spans
+    if len(spans) == len(turns):
+        return spans
+    return [_measure(rendered, messages, i, render, shape) for i in turns]
 
 
 def _measure(
