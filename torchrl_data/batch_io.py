@@ -45,11 +45,8 @@ from .layout import (
 from .messages import (
     PLACEHOLDER_ROLE,
     Message,
-    Source,
     Turn,
     check_messages,
-    extra_values,
-    images_of,
 )
 from .ragged import TokenEntries, entries_of, first_entries
 
@@ -207,27 +204,25 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         for prompt and response, which are its beginning and end. ``images`` of a row that has any.
     """
     rows, size = [], torch.Size([])
-    for record, position in zip(conversations._records, conversations._positions, strict=True):
-        n, start = position.num_tokens, position.response_start
-        ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
-        log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
-        is_sampled = np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
+    for row, position in enumerate(conversations._positions):
+        start = position.response_start
+        ids, log_probs = conversations.token_ids(row), conversations.log_probs(row)
         groups = {
             "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
             "masks": {
-                "all_attention_mask": torch.ones(n, dtype=torch.bool),
-                "all_assistant_mask": torch.from_numpy(is_sampled),
+                "all_attention_mask": torch.ones(len(ids), dtype=torch.bool),
+                "all_assistant_mask": conversations.assistant_mask(row),
             },
             "log_probs": {"response": log_probs[start:], "full": log_probs},
-            "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
+            "policy_versions": {"full": conversations.policy_versions(row)},
         }
-        for name, values in extra_values(record, n).items():
+        for name, values in conversations.extra(row).items():
             groups[name] = {"response": values[start:], "full": values}
         entries: dict[str, Any] = {}
         for name, group in groups.items():
             kind, values = TOKEN_GROUPS.get(name), TensorDict._new_unsafe(group, batch_size=size)
             entries[name] = values if kind is None else kind._from_tensordict(values, {})
-        if images := images_of(record.messages[: position.num_encoded]):
+        if images := conversations.images(row):
             entries[IMAGES] = NonTensorData({"data": images})
         rows.append(TensorDict._new_unsafe(entries, batch_size=size))
     return rows

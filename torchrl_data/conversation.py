@@ -16,7 +16,6 @@ from .messages import (
     Source,
     Turn,
     Waiting,
-    extra_values,
     images_of,
     with_plain_images,
 )
@@ -139,13 +138,11 @@ class Conversations:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __copy__(self) -> Self:
+    def __copy__(self, memo: object = None) -> Self:
         """The same object: nothing changes a snapshot."""
         return self
 
-    def __deepcopy__(self, memo: object) -> Self:
-        """The same object: nothing changes a snapshot."""
-        return self
+    __deepcopy__ = __copy__
 
     @staticmethod
     def cat(parts: Sequence["Conversations"]) -> "Conversations":
@@ -245,7 +242,12 @@ class Conversations:
 
     def extra(self, row: int) -> dict[str, Tensor]:
         """Further values of the sampled tokens by name, float32 ``[T]``; 0 elsewhere."""
-        return extra_values(self._records[row], self._positions[row].num_tokens)
+        num_tokens, values = self._positions[row].num_tokens, {}
+        for name, column in self._records[row].extra.items():
+            values[name] = torch.zeros(num_tokens)
+            known = np.array(column[:num_tokens], np.float32)
+            values[name][: len(known)] = torch.from_numpy(known)
+        return values
 
     def policy_versions(self, row: int) -> Tensor:
         """Policy version of each token, int64 ``[T]``; -1 where the policy did not sample."""

@@ -15,8 +15,6 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
-import torch
-from torch import Tensor
 
 # The record of one conversation: every token with who wrote it, and the messages that they spell.
 #
@@ -228,16 +226,6 @@ class Position(NamedTuple):
     """The generation header is open: the next token is the policy's."""
     response_start: int = 0
     """Where the last response starts, in tokens."""
-
-
-def extra_values(record: ConversationRecord, num_tokens: int) -> dict[str, Tensor]:
-    """Further values of the first tokens by name, float32 ``[T]``; 0 where none is known."""
-    values = {}
-    for name, column in record.extra.items():
-        values[name] = torch.zeros(num_tokens)
-        known = np.array(column[:num_tokens], np.float32)
-        values[name][: len(known)] = torch.from_numpy(known)
-    return values
 
 
 # Images in messages: read from whatever they come as, kept as plain values, shown as their size.
