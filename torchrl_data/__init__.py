@@ -2,7 +2,6 @@
 
 Every public name is imported when it is first used, so that importing this package costs nothing.
 """
-# ruff: noqa: F401 (``__all__`` is made of the table of rooms)
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -75,7 +74,55 @@ _ROOMS = {
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
-__all__ = sorted(["keys", *_HOME])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "ChatHistory",
+    "ContentBase",
+    "ControlTokenGuard",
+    "ConversationEncoder",
+    "ConversationRecord",
+    "Conversations",
+    "EncodedMessages",
+    "History",
+    "ImageProcessor",
+    "LogProbs",
+    "Masks",
+    "MissingEntryError",
+    "Position",
+    "Source",
+    "Text",
+    "TextHistory",
+    "TokenScorer",
+    "TokenScores",
+    "Tokens",
+    "ToolsNotShownError",
+    "Turn",
+    "add_chat_template",
+    "builtin_template",
+    "check_messages",
+    "check_same_rendering",
+    "conversation_html",
+    "conversation_tokens",
+    "cumulative_lengths",
+    "encode_demonstrations",
+    "history_view",
+    "keys",
+    "messages_html",
+    "pack",
+    "pad",
+    "parse_tool_calls",
+    "read_conversations",
+    "require_entries",
+    "resolve_template",
+    "row_from_state",
+    "row_state",
+    "row_tensordicts",
+    "sequence_index",
+    "show_conversation",
+    "show_messages",
+    "template_names",
+    "unpack",
+    "write_conversations",
+]
 
 
 def __getattr__(name: str) -> Any:
