@@ -123,21 +123,19 @@ class ControlTokenGuard:
             The same structure; mapping keys are escaped too.
         """
         if isinstance(value, str):
-            return self._escape_text(value)
+            escaped = self._needs_escape.sub(lambda found: self._codes[found.group()], value)
+            # Half of a control token at an edge could be completed by what the template writes
+            # there.
+            if any(escaped[:n] in self._tails for n in range(1, self._longest)):
+                escaped = _NOTHING + escaped
+            if any(escaped[-n:] in self._heads for n in range(1, self._longest)):
+                escaped += _NOTHING
+            return escaped
         if isinstance(value, Mapping):
             return {self.escape(key): self.escape(item) for key, item in value.items()}
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self.escape(item) for item in value]
         return value
-
-    def _escape_text(self, text: str) -> str:
-        escaped = self._needs_escape.sub(lambda found: self._codes[found.group()], text)
-        # Half of a control token at an edge could be completed by what the template writes there.
-        if any(escaped[:n] in self._tails for n in range(1, self._longest)):
-            escaped = _NOTHING + escaped
-        if any(escaped[-n:] in self._heads for n in range(1, self._longest)):
-            escaped += _NOTHING
-        return escaped
 
     def unescape(self, text: str) -> str:
         """Undo :meth:`escape` on rendered text.

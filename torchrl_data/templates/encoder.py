@@ -48,13 +48,13 @@ from .template import (
     TurnShape,
     builtin_template,
     control_literals,
+    digest_of,
     dropped_entries,
     family_of,
     find_spans,
     is_generation_marked,
     refusal,
     render_template,
-    rendering_identity,
     resolve_template,
     template_names,
     turn_shape,
@@ -289,9 +289,15 @@ class TemplateRenderer:
 
     @cached_property
     def _rendering(self) -> RenderingIdentity:
-        backend = self.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-        return rendering_identity(
-            self.template, self._variables, self._reasoning_in_content, backend
+        read = {name: value for name, value in self._variables.items() if name in self.template}
+        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        for stage in ("truncation", "padding", "post_processor"):  # encoders use none of them
+            backend.pop(stage, None)
+        return RenderingIdentity(
+            self.template,
+            json.dumps(read, sort_keys=True, default=repr),
+            self._reasoning_in_content,
+            digest_of(json.dumps(backend, sort_keys=True)),
         )
 
     # What ends a turn ---------------------------------------------------------------------------

@@ -218,29 +218,11 @@ class RenderingIdentity(NamedTuple):
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that stand for all of it."""
-        return _digest(json.dumps(self))
+        return digest_of(json.dumps(self))
 
 
-def rendering_identity(
-    template: str,
-    variables: Mapping[str, Any],
-    reasoning_in_content: bool,
-    backend: Any,
-) -> RenderingIdentity:
-    """The identity of what an encoder is made of; ``backend`` is a fast tokenizer's."""
-    read = {name: value for name, value in variables.items() if name in template}
-    tokenizer = json.loads(backend.to_str())
-    for stage in ("truncation", "padding", "post_processor"):  # encoders use none of them
-        tokenizer.pop(stage, None)
-    return RenderingIdentity(
-        template,
-        json.dumps(read, sort_keys=True, default=repr),
-        reasoning_in_content,
-        _digest(json.dumps(tokenizer, sort_keys=True)),
-    )
-
-
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
+    """16 hexadecimal digits that stand for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
