@@ -42,12 +42,7 @@ from .layout import (
     Text,
     Tokens,
 )
-from .messages import (
-    PLACEHOLDER_ROLE,
-    Message,
-    Turn,
-    check_messages,
-)
+from .messages import PLACEHOLDER_ROLE, Message, Source, Turn, check_messages, images_of
 from .ragged import TokenEntries, entries_of, first_entries
 
 if TYPE_CHECKING:
@@ -161,7 +156,9 @@ def read_conversations(batch: TensorDictBase, which: str, *, who: str) -> Conver
 def _group(batch: TensorDictBase, mode: str) -> Any:
     """The group of a mode; a value of the same name (a column ``text``, say) is none."""
     group = batch.get(mode, None)
-    return None if group is None or is_non_tensor(group) else entries_of(group)
+    if group is None or is_non_tensor(group):
+        return None
+    return group if isinstance(group, TensorDictBase) else group._tensordict
 
 
 class Stored(NamedTuple):
@@ -204,17 +201,20 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         for prompt and response, which are its beginning and end. ``images`` of a row that has any.
     """
     rows, size = [], torch.Size([])
-    for row, position in enumerate(conversations._positions):
-        start = position.response_start
-        ids, log_probs = conversations.token_ids(row), conversations.log_probs(row)
+    for row, record in enumerate(conversations._records):
+        position = conversations._positions[row]
+        n, start = position.num_tokens, position.response_start
+        ids = torch.from_numpy(np.array(record.ids[:n], np.int64))
+        log_probs = torch.from_numpy(np.array(record.log_probs[:n], np.float32))
+        is_sampled = np.frombuffer(record.sources, np.uint8, n) == Source.MODEL.value
         groups = {
             "tokens": {"prompt": ids[:start], "response": ids[start:], "full": ids},
             "masks": {
-                "all_attention_mask": torch.ones(len(ids), dtype=torch.bool),
-                "all_assistant_mask": conversations.assistant_mask(row),
+                "all_attention_mask": torch.ones(n, dtype=torch.bool),
+                "all_assistant_mask": torch.from_numpy(is_sampled),
             },
             "log_probs": {"response": log_probs[start:], "full": log_probs},
-            "policy_versions": {"full": conversations.policy_versions(row)},
+            "policy_versions": {"full": torch.from_numpy(np.array(record.versions[:n], np.int64))},
         }
         for name, values in conversations.extra(row).items():
             groups[name] = {"response": values[start:], "full": values}
@@ -222,7 +222,7 @@ def row_tensordicts(conversations: Conversations) -> list[TensorDict]:
         for name, group in groups.items():
             kind, values = TOKEN_GROUPS.get(name), TensorDict._new_unsafe(group, batch_size=size)
             entries[name] = values if kind is None else kind._from_tensordict(values, {})
-        if images := conversations.images(row):
+        if images := images_of(record.messages[: position.num_encoded]):
             entries[IMAGES] = NonTensorData({"data": images})
         rows.append(TensorDict._new_unsafe(entries, batch_size=size))
     return rows

@@ -152,6 +152,17 @@ def _plain_message(message: Any) -> Any:
     return with_plain_images(message)
 
 
+def _message(fields: dict[str, Any]) -> Message:
+    """The message in the chat format, without the fields that say nothing."""
+    if isinstance(fields["content"], ContentBase):
+        fields["content"] = _plain_parts(fields["content"])
+    if fields["is_complete"] is not False:
+        del fields["is_complete"]
+    more = plain(fields.pop("metadata") or {})
+    said = {k: plain(v) for k, v in fields.items() if v is not None or k == "content"}
+    return said | more
+
+
 # Chats as text or tokens, with a chat template.
 #
 # Shape legend: B rows, M messages of a row, T tokens of a row.
@@ -183,15 +194,26 @@ def _rendered(
 
 
 def _tensors(
-    encoded: Sequence[EncodedMessages],
+    rows: Sequence[Sequence[Message]],
     tokenizer: "PreTrainedTokenizerBase",
+    template: str,
+    variables: dict[str, Any],
+    options: dict[str, Any],
     *,
     single: bool,
     padding: bool,
+    truncation: bool,
     as_dict: bool,
     with_mask: bool,
 ) -> Any:
     """Ids, or a TensorDict of them with their masks: a list, one of padded rows, or of one row."""
+    max_length = variables.pop("max_length", None)
+    chats = [[m for m in row if m["role"] != PLACEHOLDER_ROLE] for row in rows]
+    encoded = encoder_for(tokenizer, template, variables).encode_chats(chats, **options)
+    if truncation:
+        if max_length is None:
+            raise ValueError("truncation needs max_length, the most tokens of a row.")
+        encoded = [EncodedMessages(r.ids[:max_length], r.sources[:max_length]) for r in encoded]
     columns = {"input_ids": [torch.tensor(row.ids, dtype=torch.int64) for row in encoded]}
     if as_dict:
         columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
@@ -332,41 +354,7 @@ class History(TensorClass["nocast"]):
             ValueError: there are no messages, or one has an unknown role or nothing in it.
             TypeError: a message, a role or a content has the wrong type.
         """
-        return cls._from_nested(chats, ())
-
-    @classmethod
-    def _from_nested(cls, chats: Sequence[Any], place: tuple[int, ...]) -> Self:
-        row = place[0] if len(place) == 1 else place or None
-        if not len(chats):
-            none = "got none" if row is None else f"row {row} has none"
-            raise ValueError(f"from_chats needs at least one message a row, {none}.")
-        if isinstance(chats[0], Sequence) and not isinstance(chats[0], str):
-            rows = [cls._from_nested(chat, (*place, i)) for i, chat in enumerate(chats)]
-            return lazy_stack(rows)  # type: ignore[return-value]
-        messages = [_plain_message(message) for message in chats]
-        check_messages(messages, row=row)
-        return cls._from_messages(messages)
-
-    @classmethod
-    def _from_messages(cls, messages: Sequence[Message]) -> Self:
-        columns: dict[str, list[Any]] = {field: [None] * len(messages) for field in FIELDS}
-        columns["is_complete"] = [True] * len(messages)
-        for i, message in enumerate(messages):
-            other = {}  # entries that are no field
-            for key, value in message.items():
-                if key in columns and key != "metadata":
-                    columns[key][i] = value
-                else:
-                    other[key] = value
-            columns["metadata"][i] = other or None
-        size = torch.Size([len(messages)])
-        entries = {
-            field: NonTensorData(None, batch_size=size)
-            if field in OPTIONAL and all(value is None for value in values)
-            else value_stack(values)
-            for field, values in columns.items()
-        }
-        return cls._from_tensordict(TensorDict._new_unsafe(entries, batch_size=size), {})
+        return _nested(chats, ())
 
     def to_chats(self) -> Message | list[Message] | list[list[Message]]:
         """The messages in the chat format, the inverse of :meth:`from_chats`.
@@ -376,16 +364,7 @@ class History(TensorClass["nocast"]):
         """
         if self.batch_dims:
             return [item.to_chats() for item in self.unbind(0)]  # type: ignore[misc]
-        content: Any = self.content
-        if isinstance(content, ContentBase):
-            content = _plain_parts(content)
-        message: Message = {"role": self.role, "content": plain(content)}
-        if self.is_complete is False:
-            message["is_complete"] = False
-        # Fields that say nothing are left out.
-        said = {field: getattr(self, field) for field in OPTIONAL[:-1]}
-        message |= {field: plain(value) for field, value in said.items() if value is not None}
-        return message | plain(self.metadata or {})
+        return _message({field: getattr(self, field) for field in FIELDS})
 
     @classmethod
     def from_text(
@@ -414,7 +393,7 @@ class History(TensorClass["nocast"]):
 
         parse = inverse_parser(chat_template_name, chat_template, tokenizer)
         results = [parse(row) for row in ([text] if isinstance(text, str) else text)]
-        rows = [row if isinstance(row, cls) else cls._from_messages(row) for row in results]
+        rows = [row if isinstance(row, cls) else history_of(row) for row in results]
         return rows[0] if isinstance(text, str) else lazy_stack(rows)  # type: ignore[return-value]
 
     def apply_chat_template(
@@ -489,23 +468,20 @@ class History(TensorClass["nocast"]):
             else add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        max_length = kwargs.pop("max_length", None)
         if not (needs_tokens if tokenize is None else tokenize):
             special = {} if tokenizer is None else tokenizer.special_tokens_map
+            kwargs.pop("max_length", None)
             texts = _rendered(rows, template, {**special, **kwargs}, **options)
             return texts[0] if single else texts
-        encoder = encoder_for(tokenizer or byte_tokenizer(template), template, kwargs)
-        chats = [[m for m in row if m["role"] != PLACEHOLDER_ROLE] for row in rows]
-        encoded = encoder.encode_chats(chats, **options)
-        if truncation:
-            if max_length is None:
-                raise ValueError("truncation needs max_length, the most tokens of a row.")
-            encoded = [EncodedMessages(r.ids[:max_length], r.sources[:max_length]) for r in encoded]
         return _tensors(
-            encoded,
-            encoder.tokenizer,
+            rows,
+            tokenizer or byte_tokenizer(template),
+            template,
+            kwargs,
+            options,
             single=single,
             padding=bool(padding),
+            truncation=bool(truncation),
             as_dict=return_assistant_tokens_mask if return_dict is None else return_dict,
             with_mask=return_assistant_tokens_mask,
         )
@@ -569,8 +545,6 @@ class History(TensorClass["nocast"]):
             return self
         return type(self)._from_tensordict(joined, {})
 
-    # For people ---------------------------------------------------------------------------------
-
     def show(
         self,
         *,
@@ -617,8 +591,6 @@ class History(TensorClass["nocast"]):
         chats: Any = self.to_chats()
         return chats if self.batch_dims > 1 else [chats if self.batch_dims else [chats]]
 
-    # Where TensorDict needs to know -------------------------------------------------------------
-
     def to_tensordict(self, *, retain_none: bool | None = None) -> TensorDictBase:
         """A TensorDict of the same entries; rows of unequal lengths stay rows.
 
@@ -649,3 +621,37 @@ def _joined(history: History, items: Sequence[History], dim: int) -> TensorDictB
     # A ragged batch is a stack of rows: each row grows by its share of every item.
     rows, others = history.unbind(0), [item.unbind(0) for item in items]
     return lazy_stack([_joined(r, [o[i] for o in others], dim - 1) for i, r in enumerate(rows)])
+
+
+def _nested(chats: Sequence[Any], place: tuple[int, ...]) -> Any:
+    row = place[0] if len(place) == 1 else place or None
+    if not len(chats):
+        none = "got none" if row is None else f"row {row} has none"
+        raise ValueError(f"from_chats needs at least one message a row, {none}.")
+    if isinstance(chats[0], Sequence) and not isinstance(chats[0], str):
+        return lazy_stack([_nested(chat, (*place, i)) for i, chat in enumerate(chats)])
+    messages = [_plain_message(message) for message in chats]
+    check_messages(messages, row=row)
+    return history_of(messages)
+
+
+def history_of(messages: Sequence[Message]) -> History:
+    """The history ``[M]`` of a conversation, unchecked."""
+    columns: dict[str, list[Any]] = {field: [None] * len(messages) for field in FIELDS}
+    columns["is_complete"] = [True] * len(messages)
+    for i, message in enumerate(messages):
+        other = {}  # entries that are no field
+        for key, value in message.items():
+            if key in columns and key != "metadata":
+                columns[key][i] = value
+            else:
+                other[key] = value
+        columns["metadata"][i] = other or None
+    size = torch.Size([len(messages)])
+    entries = {
+        field: NonTensorData(None, batch_size=size)
+        if field in OPTIONAL and all(value is None for value in values)
+        else value_stack(values)
+        for field, values in columns.items()
+    }
+    return History._from_tensordict(TensorDict._new_unsafe(entries, batch_size=size), {})

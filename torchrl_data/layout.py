@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch_objects import documented, in_shape, snapshot_of
 from .conversation import Conversations
-from .history import History, encoder_for
+from .history import History, encoder_for, history_of
 from .keys import FULL, LOG_PROBS, MASKS, PROMPT, RESPONSE, TEXT, TOKENS
 from .messages import PLACEHOLDER_ROLE, Message, Source
 from .ragged import TokenRows, entries_of, is_padded, pad, token_rows, value_stack
@@ -117,7 +117,7 @@ def history_view(
         if response_only:
             unanswered: Message = {"role": PLACEHOLDER_ROLE, "content": ""}
             messages = [unanswered if position.awaits_response else messages[-1]]
-        stacked.append(History._from_messages(messages))
+        stacked.append(history_of(messages))
     for size in reversed(batch_size):
         stacked = [lazy_stack(stacked[i : i + size]) for i in range(0, len(stacked), size)]
     return stacked[0]
@@ -363,7 +363,7 @@ class ChatHistory(TensorClass["nocast"]):
                 entries.set(name, value.unsqueeze(-1))
 
     def _read_attribute(self, name: str, read: Callable[[Any, str], Any]) -> Any:
-        leaf = entries_of(self).get(name, None) if name in PARTS else None
+        leaf = self._tensordict.get(name, None) if name in PARTS else None
         conversations = snapshot_of(leaf, Conversations)
         if conversations is None:
             return read(self, name)
