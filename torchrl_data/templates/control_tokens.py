@@ -203,20 +203,20 @@ class ControlTokenGuard:
         Returns:
             Token ids per text.
         """
-        if starts is None or self._variants[0] is self._variants[-1]:
-            starts = [RunStart.CONTROL] * len(texts)  # what is before a run changes nothing
+        if not texts:
+            return []
+        if starts is None or self._variants[0] is self._variants[-1] or len(set(starts)) < 2:
+            variant = self._variants[RunStart.CONTROL if not starts else starts[0]]
+            if len(texts) == 1:
+                return [variant.encode(texts[0], add_special_tokens=False).ids]
+            encodings = variant.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         results: list[list[int]] = [[] for _ in texts]
         for start in set(starts):
-            variant = self._variants[start]
             which = [i for i, s in enumerate(starts) if s == start]
-            if len(which) == 1:
-                ids = variant.encode(texts[which[0]], add_special_tokens=False).ids
-                results[which[0]] = ids
-                continue
-            runs = [texts[i] for i in which]
-            encodings = variant.encode_batch_fast(runs, add_special_tokens=False)
-            for i, encoding in zip(which, encodings, strict=True):
-                results[i] = encoding.ids
+            runs = self.encode_texts([texts[i] for i in which], [start] * len(which))
+            for i, ids in zip(which, runs, strict=True):
+                results[i] = ids
         return results
 
 
