@@ -363,7 +363,8 @@ class ChatHistory(TensorClass["nocast"]):
                 entries.set(name, value.unsqueeze(-1))
 
     def _read_attribute(self, name: str, read: Callable[[Any, str], Any]) -> Any:
-        leaf = self._tensordict.get(name, None) if name in PARTS else None
+        group: Any = self
+        leaf = group._tensordict.get(name, None) if name in PARTS else None
         conversations = snapshot_of(leaf, Conversations)
         if conversations is None:
             return read(self, name)
