@@ -523,8 +523,9 @@ class RunLog:
             if quiet and times[-1] - told < _TELL_EVERY_S:
                 return
             told = times[-1]
-            line = "%s step %d/%d  %s  (%.2g s a step, %s left)"
-            values = (name, step, total, text, seconds, _duration(seconds * (total - step)))
+            pace = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+            line = "%s step %d/%d  %s  (%s s a step, %s left)"
+            values = (name, step, total, text, pace, _duration(seconds * (total - step)))
             _LOG.info(line, *values, extra={"bar": True})
 
         return done

@@ -26,6 +26,7 @@ from collectors.composition_checks import check_fit
 from objectives import RankFailedError, Ranks
 from torchrl_data.templates.encoder import ConversationEncoder
 from torchrl_data.templates.template import render_template
+from torchrl_envs import TooManyRewardErrors
 from torchrl_envs.tasks.task import Task
 from torchrl_modules import LLMWrapperBase
 from torchrl_modules.engines.transformers import TransformersEngine
@@ -478,7 +479,7 @@ def run_recipe(recipe: Recipe, train: Train, build: Build = build_task) -> None:
             _run(recipe, train, build, typed, summary)
         except SettingsError as error:
             raise SystemExit(f"{recipe.name}.py: {error}") from error
-        except RankFailedError as error:
+        except (RankFailedError, TooManyRewardErrors) as error:
             raise SystemExit(str(error)) from error
         except (OSError, SafetensorError) as error:
             if isinstance(error, OSError) and error.errno not in _OF_THE_DISK:

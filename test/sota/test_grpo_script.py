@@ -90,10 +90,11 @@ def test_A18_no_secret_of_the_environment_is_written(run_script, tmp_path, monke
     own = (*TINY_OWN, "task.dataset=rows.jsonl")
     runs = [
         run_script(*own, "task.rewards=mine:scores", cwd=tmp_path),
-        run_script(*own, "task.rewards=mine:breaks", cwd=tmp_path),
+        run_script(*own, "task.rewards=mine:breaks", "evaluate.num_prompts=16", cwd=tmp_path),
         run_script(*own, "task.rewards=mine:scores", "train.num_steps=some", cwd=tmp_path),
     ]
-    assert [run.returncode for run in runs] == [0, 0, 1], [run.stderr[-800:] for run in runs]
+    assert [run.returncode for run in runs] == [0, 1, 1], [run.stderr[-800:] for run in runs]
+    assert runs[1].stderr.strip().endswith("RewardErrorLimit(max_error_fraction=...).")
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     found = [
         gzip.decompress(b) if f.suffix == ".gz" else b for f in files for b in [f.read_bytes()]
