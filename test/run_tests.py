@@ -1,9 +1,9 @@
-"""Runs all tests, in three parts: an engine inside a process changes its globals.
+"""Runs all tests, in parts: an engine inside a process changes its globals.
 
     python test/run_tests.py [arguments of pytest]
 
-The two parts without vLLM run at the same time, a core each; what the second one prints comes when
-both are over. Then the engines have the machine to themselves.
+Two of the parts without vLLM run at the same time, a core each, and the third when one of them is
+over; what the later ones print comes when all are. Then the engines have the machine to themselves.
 
 What talks to real servers, browsers and engines has deadlines, so tests that failed get a second
 try in a new process. That tells a flaky test from a broken one, and hides neither: a test that
@@ -36,11 +36,23 @@ class Part(NamedTuple):
     cache: str
 
 
-RUNS = ("test/ranks", "test/sota")
-"""What waits for processes, servers and whole runs of scripts."""
+NO_ENGINE = ("-m", "not vllm")
+OF_RUNS = "test/sota"
+"""What waits for whole runs of scripts."""
+OF_PROCESSES = (
+    "test/ranks",
+    *(f"{OF_RUNS}/{name}" for name in ("teachers", "together")),
+    *(f"{OF_RUNS}/test_{name}.py" for name in ("stop_at_any_point", "torchrun", "trackers")),
+)
+"""What waits for ranks, signals and servers."""
 AT_ONCE = (
-    Part("of units", ("-m", "not vllm", *(f"--ignore={r}" for r in RUNS)), ".pytest_cache"),
-    Part("of runs", ("-m", "not vllm", *RUNS), ".pytest_cache/runs"),
+    Part("of units", (*NO_ENGINE, f"--ignore={OF_RUNS}", "--ignore=test/ranks"), ".pytest_cache"),
+    Part(
+        "of runs",
+        (*NO_ENGINE, *(f"--ignore={path}" for path in OF_PROCESSES), OF_RUNS),
+        ".pytest_cache/runs",
+    ),
+    Part("of processes", (*NO_ENGINE, *OF_PROCESSES), ".pytest_cache/processes"),
 )
 WITH_VLLM = Part(
     "with vLLM",
@@ -82,8 +94,8 @@ def known_flaky(path: Path = KNOWN_FLAKY) -> dict[str, str]:
 def run_parts(
     parts: Sequence[Part], known: dict[str, str], root: Path = ROOT, more: Sequence[str] = ()
 ) -> list[Outcome]:
-    """Runs parts at the same time, and then what failed in each once more, one after the other."""
-    with ThreadPoolExecutor() as pool, tempfile.TemporaryFile() as kept:
+    """Runs two parts at a time, and then what failed in each once more, one after the other."""
+    with ThreadPoolExecutor(2) as pool, tempfile.TemporaryFile() as kept:
         shown = [None, *[kept] * (len(parts) - 1)]
         running = [
             pool.submit(_first_try, *one, root, more) for one in zip(parts, shown, strict=True)
