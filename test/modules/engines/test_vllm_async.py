@@ -181,9 +181,9 @@ def test_an_update_may_keep_the_old_cache_of_what_is_in_flight_only(run, model, 
 class SlowWeights(dict):
     """A state dict that takes its time."""
 
-    def items(self):
+    def __iter__(self):
         time.sleep(1.0)
-        return super().items()
+        return super().__iter__()
 
 
 def test_an_update_that_takes_its_time_is_no_stall(run, other_model):
