@@ -37,22 +37,20 @@ class Part(NamedTuple):
 
 
 NO_ENGINE = ("-m", "not vllm")
-OF_RUNS = "test/sota"
-"""What waits for whole runs of scripts."""
-OF_PROCESSES = (
-    "test/ranks",
-    *(f"{OF_RUNS}/{name}" for name in ("teachers", "together")),
-    *(f"{OF_RUNS}/test_{name}.py" for name in ("stop_at_any_point", "torchrun", "trackers")),
+OF_RUNS = ("test/sota", "test/ranks")
+"""What waits for processes, servers and whole runs of scripts."""
+OF_LEARNING = tuple(
+    f"test/sota/test_{name}.py" for name in ("agents_learn", "easy_questions_learn", "recipes")
 )
-"""What waits for ranks, signals and servers."""
+"""Runs that go on until something is learnt: nearly half of the time of all runs."""
 AT_ONCE = (
-    Part("of units", (*NO_ENGINE, f"--ignore={OF_RUNS}", "--ignore=test/ranks"), ".pytest_cache"),
+    Part("of learning", (*NO_ENGINE, *OF_LEARNING), ".pytest_cache/learning"),
+    Part("of units", (*NO_ENGINE, *(f"--ignore={r}" for r in OF_RUNS)), ".pytest_cache"),
     Part(
         "of runs",
-        (*NO_ENGINE, *(f"--ignore={path}" for path in OF_PROCESSES), OF_RUNS),
+        (*NO_ENGINE, *(f"--ignore={r}" for r in OF_LEARNING), *OF_RUNS),
         ".pytest_cache/runs",
     ),
-    Part("of processes", (*NO_ENGINE, *OF_PROCESSES), ".pytest_cache/processes"),
 )
 WITH_VLLM = Part(
     "with vLLM",

@@ -99,7 +99,7 @@ def test_parts_run_at_once_and_the_later_ones_when_the_first_fails(monkeypatch, 
 
     monkeypatch.setattr(run_tests, "run_parts", run_parts)
     assert run_tests.main(["-x"]) == 1
-    assert ran == [(["of units", "of runs", "of processes"], ["-x"]), (["with vLLM"], ["-x"])]
+    assert ran == [(["of learning", "of units", "of runs"], ["-x"]), (["with vLLM"], ["-x"])]
     told = capsys.readouterr().out
     assert "tests of units: FAILED" in told
     assert "tests with vLLM: passed" in told

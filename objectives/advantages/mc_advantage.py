@@ -416,10 +416,13 @@ def _ray() -> Any:
 
 
 def start_ray(config: Mapping[str, Any] | None) -> bool:
-    """Connect to the Ray that runs, or start one that listens on this machine's loopback alone.
+    """Connect to the Ray that ``ray start`` started, or start one, on this machine's loopback.
+
+    A Ray that another program started for itself, and that ends with it, is left alone.
 
     Args:
-        config: for ``ray.init``; with an ``address`` or a ``_node_ip_address``, as that says.
+        config: for ``ray.init``; with an ``address`` or a ``_node_ip_address``, or where the
+            variable ``RAY_ADDRESS`` is set, as that says.
 
     Returns:
         Whether this process had not been connected before.
@@ -427,12 +430,13 @@ def start_ray(config: Mapping[str, Any] | None) -> bool:
     ray, config = _ray(), {"include_dashboard": False, **(config or {})}
     if ray.is_initialized():
         return False
-    if {"address", "_node_ip_address"} & config.keys():
+    if {"address", "_node_ip_address"} & config.keys() or os.environ.get("RAY_ADDRESS"):
         ray.init(**config)
         return True
-    with suppress(ConnectionError):  # no Ray runs
-        ray.init(address="auto", **config)
-        return True
+    if address := import_module("ray._private.utils").read_ray_address():
+        with suppress(ConnectionError):  # it has ended
+            ray.init(address=address, **config)
+            return True
     # What Ray does on other systems than Linux: its servers, which read the variable, bind to it.
     constants: Any = import_module("ray._private.ray_constants")
     variable, held = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
@@ -443,8 +447,7 @@ def start_ray(config: Mapping[str, Any] | None) -> bool:
     finally:
         constants.ENABLE_RAY_CLUSTER = held
         del os.environ[variable]
-        if before is not None:
-            os.environ[variable] = before
+        os.environ |= {} if before is None else {variable: before}
     return True
 
 

@@ -120,12 +120,13 @@ def test_adapters_learn(run):
 @pytest.mark.slow
 @pytest.mark.usefixtures("half_trained")
 def test_grpo_learns_from_rollouts_of_older_weights(run):
-    more = ("collector=streaming", "collector.max_staleness=2", "train.num_steps=30")
+    more = ("collector=streaming", "collector.max_staleness=2", "train.num_steps=45")
     more += ("collector.num_prompts=12", "collector.group_size=8", "evaluate.num_prompts=128")
+    more += ("optim.schedule=linear",)
     learnt = run("grpo", *HALF_TRAINED, *more, "name=streams")
     assert metric(learnt, "ledger/staleness/mean")[-1] > 0
     assert abs(learnt["held_out_before"] - GUESSING) < 0.15
-    assert learnt["held_out_after"] > 0.6  # 0.73 to 0.90: the order of the groups is not fixed
+    assert learnt["held_out_after"] > 0.7  # 0.84 to 0.99: the order of the groups is not fixed
     control = run("grpo", "experiment=control", *HALF_TRAINED, *more)
     assert metric(control, "ledger/staleness/mean")[-1] > 0
     assert control["held_out_after"] < 0.55
