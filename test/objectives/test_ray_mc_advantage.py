@@ -1,6 +1,8 @@
 """Group advantages shared through a Ray actor; skipped where Ray is missing."""
 
 import os
+import subprocess
+import sys
 import warnings
 
 import psutil
@@ -64,6 +66,26 @@ def test_A16_a_ray_that_is_started_here_listens_on_loopback_alone(ray):
     ]
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     assert {address for _, address in listening} == {"127.0.0.1"}
+
+
+CONNECTS = """
+import ray
+from objectives.advantages.mc_advantage import start_ray
+start_ray({"num_cpus": 1, "log_to_driver": False})
+print(ray.get_runtime_context().gcs_address)
+"""
+
+
+@pytest.mark.slow
+def test_another_program_does_not_join_a_ray_that_ends_with_this_one(ray, pytestconfig):
+    environment = {**os.environ, "PYTHONPATH": str(pytestconfig.rootpath)}
+    command = [sys.executable, "-W", "ignore", "-c", CONNECTS]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.strip() != ray.get_runtime_context().gcs_address
+    environment["RAY_ADDRESS"] = "127.0.0.1:1"
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert refused.returncode != 0
 
 
 def test_bad_options_raise_before_ray_is_needed():
