@@ -316,7 +316,7 @@ class LedgerService:
         for ticket, prompt in prompts.items():
             (rows,), num_rows = waiting[ticket.ordinal]
             # Nobody's: the trainer has them.
-            self._queue.finished[ticket] = _Held(-1, prompt, Share(ticket, rows, num_rows))
+            self._queue.finished[ticket] = _Held(_NOBODY, prompt, Share(ticket, rows, num_rows))
         batches = self.ledger.batches
         return batches[0] if batches else []
 
