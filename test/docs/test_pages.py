@@ -35,7 +35,10 @@ from torchrl_envs import ChatEnv, DataLoadingPrimer, EpisodeEnv, RewardFunctions
 from torchrl_modules import TransformersWrapper
 
 ROOT = Path(__file__).parents[2]
-PAGES = {path.stem: path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+DOCS = ROOT / "docs"
+PAGES = {"README": ROOT / "README.md"} | {
+    path.relative_to(DOCS).with_suffix("").as_posix(): path for path in sorted(DOCS.rglob("*.md"))
+}
 FENCE = re.compile(r"(?:<!-- (not run: .*?|needs vLLM) -->\n)?```python\n(.*?)```", re.DOTALL)
 MODELS = ("Qwen/Qwen3-0.6B", "outputs/grpo/calculator/seed0/model")
 ROWS = [{"prompt": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(16)]

@@ -16,9 +16,10 @@ PAGE = ROOT / "docs/reference.md"
 INTRODUCTION = """\
 # Reference
 
-Every public name, with the first line of its docstring; `help(name)` shows the rest, with shapes,
-units and what raises. Each is imported from the package that it stands under. The guides are listed
-in the [README](../README.md#more), words in the [glossary](glossary.md).
+Every public name, with the first line of its docstring. `help(name)` shows the rest, with shapes,
+units and what raises, and so do the pages of the [packages](api/index.md) on the site. Each name is
+imported from the package that it stands under. The guides are listed on the [first page](index.md),
+words in the [glossary](glossary.md).
 
 Written by `python test/house/reference.py`.
 """

@@ -1,0 +1,332 @@
+"""The reference: every public name from its docstring, read from the source without importing it.
+
+``.. package:: torchrl_envs`` stands for all public names of a package, with signatures, members and
+links to the source. Names and members are those of ``test/house/public_api.txt``, which the same
+code writes.
+"""
+
+import ast
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+
+import public_api
+import reference
+from docutils import nodes
+from public_api import Function, Module, public_names
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
+from sphinx.util.docutils import SphinxDirective
+
+NAPOLEON = Config(napoleon_use_rtype=False, napoleon_use_ivar=True, napoleon_google_docstring=True)
+NAMES = public_names()
+HOMES: dict[str, str] = {}
+ALSO: dict[str, list[str]] = {}
+PLACES: dict[str, str] = {}
+for _name, _definitions in NAMES.items():
+    _place = _definitions[0].place
+    if HOMES.setdefault(_place, _name) != _name:
+        ALSO.setdefault(HOMES[_place], []).append(_name)
+    else:
+        PLACES[_name] = _place
+SHOWN = {(name.rpartition(".")[0], place.rpartition(".")[0]) for name, place in PLACES.items()}
+
+
+class Package(SphinxDirective):
+    """All public names of a package."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        package = self.arguments[0]
+        for name, definitions in NAMES.items():
+            if name.rpartition(".")[0] == package and definitions[0].module is not None:
+                module = definitions[0].module
+                self.env.note_dependency(str(public_api.ROOT / _file_of(module)))
+        text = "\n".join(_page(package))
+        made = self.parse_text_to_nodes(text, allow_section_headings=True)
+        for signature in itertools.chain(*(node.findall(addnodes.desc_signature) for node in made)):
+            # Links back from a source lead to the first package that shows some of it.
+            home = _home_module(None, package, signature.get("fullname", ""))
+            shared = {each for each, place in SHOWN if place == home and each != package}
+            signature["ids"] += [f"{each}.{signature['fullname']}" for each in sorted(shared)]
+        domain = self.env.domains.python_domain
+        for home, others in ALSO.items():
+            if home.rpartition(".")[0] == package and home in domain.objects:
+                entry = domain.objects[home]
+                for other in others:
+                    domain.note_object(other, entry.objtype, entry.node_id, aliased=True)
+        return made
+
+
+def _file_of(module: Module) -> str:
+    base = module.name.replace(".", "/")
+    init = f"{base}/__init__.py"
+    return init if (public_api.ROOT / init).is_file() else f"{base}.py"
+
+
+def _page(package: str) -> Iterator[str]:
+    module = public_api.load(package, public_api.ROOT)
+    assert module is not None
+    yield from [_doc(module.tree), "", f".. py:currentmodule:: {package}", ""]
+    mine = [name for name in NAMES if name.rpartition(".")[0] == package]
+    groups: dict[str, list[str]] = {"Classes": [], "Functions": [], "Constants and types": []}
+    elsewhere = []
+    for name in mine:
+        definition = NAMES[name][0]
+        if HOMES[definition.place] != name:
+            elsewhere.append(name)
+        elif isinstance(definition.node, ast.ClassDef) or definition.node is None:
+            groups["Classes"].append(name)
+        elif isinstance(definition.node, Function):
+            groups["Functions"].append(name)
+        else:
+            groups["Constants and types"].append(name)
+    for title, names in groups.items():
+        if names:
+            yield from [title, "-" * len(title), ""]
+            yield from itertools.chain.from_iterable(_entry(name) for name in names)
+    if elsewhere:
+        title = "Also here"
+        yield from [title, "-" * len(title), ""]
+        for name in elsewhere:
+            home = HOMES[NAMES[name][0].place]
+            package, _, short = home.rpartition(".")
+            yield f"- :py:obj:`{short} <{home}>`, of ``{package}``"
+        yield ""
+
+
+def _entry(name: str) -> Iterator[str]:
+    definitions = NAMES[name]
+    node, module = definitions[0].node, definitions[0].module
+    also = ""
+    if name in ALSO:
+        packages = ", ".join(f"``{other.rpartition('.')[0]}``" for other in ALSO[name])
+        also = f"Also in {packages}."
+    if node is None or module is None:
+        told = reference.OF_TORCHRL[definitions[0].place]
+        yield from _described(
+            "class", name, [""], f"{told} It is ``{definitions[0].place}``.\n\n{also}"
+        )
+    elif isinstance(node, ast.ClassDef):
+        yield from _class(name, node, module, also)
+    elif isinstance(node, Function):
+        yield from _function(name, [d.node for d in definitions], "function", also)
+    elif isinstance(node, ast.Module):
+        yield from _module(name, module)
+    else:
+        told = _below(module.tree.body, node) or _first(node)
+        yield from _described("data", name, [""], f"{told}\n\n{also}", _value(node))
+
+
+def _first(node: ast.AST) -> str:
+    assert isinstance(node, ast.Assign | ast.AnnAssign)
+    assert node.value is not None
+    return f"``{ast.unparse(node.value)}``"
+
+
+def _described(
+    kind: str, name: str, signatures: list[str], text: str, options: list[str] = ()
+) -> Iterator[str]:
+    short = name.rpartition(".")[2]
+    start = f".. py:{kind}:: "
+    yield start + f"{short}{signatures[0]}"
+    yield from (" " * len(start) + f"{short}{each}" for each in signatures[1:])
+    yield from (f"   {option}" for option in options)
+    yield ""
+    yield textwrap.indent(text.strip("\n"), "   ")
+    yield ""
+
+
+def _function(name: str, found: list, kind: str, also: str = "", *, bound: bool = False):
+    last = found[-1]
+    marks = [ast.unparse(d) for d in last.decorator_list]
+    overloads = [
+        f for f in found if any(ast.unparse(d).endswith("overload") for d in f.decorator_list)
+    ]
+    options = [":async:"] * isinstance(last, ast.AsyncFunctionDef)
+    if kind == "method":
+        options += [f":{mark}:" for mark in ("classmethod", "staticmethod") if mark in marks]
+        options += [":abstractmethod:"] * any(mark.endswith("abstractmethod") for mark in marks)
+    bound = bound and "staticmethod" not in marks
+    if any(mark.endswith("property") for mark in marks):
+        kind, options = "property", []
+        returned = [f":type: {_annotation(last.returns)}"] if last.returns else []
+        yield from _described(kind, name, [""], _doc(last), returned)
+        return
+    signatures = [_signature(f, bound=bound) for f in overloads or [last]]
+    yield from _described(kind, name, signatures, f"{_doc(last)}\n\n{also}", options)
+
+
+def _signature(node: ast.AST, *, bound: bool) -> str:
+    assert isinstance(node, Function)
+    node = _Unquoted().visit(ast.parse(ast.unparse(node)).body[0])
+    return public_api._signature("", node, bound=bound)
+
+
+class _Unquoted(ast.NodeTransformer):
+    """Annotations without the quotes of forward references; the shapes of jaxtyping keep theirs."""
+
+    SHAPED = frozenset({"Float", "Bool", "Int", "Integer", "Shaped", "Num", "Literal", "Real"})
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = self._plain(node.annotation)
+        return node
+
+    def visit_FunctionDef(self, node):
+        self.generic_visit(node)
+        node.returns = self._plain(node.returns)
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def _plain(self, node: ast.expr | None) -> ast.expr | None:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return self._plain(ast.parse(node.value, mode="eval").body)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) not in self.SHAPED:
+            node.slice = self._plain(node.slice)
+        elif isinstance(node, ast.Tuple | ast.List):
+            node.elts = [self._plain(each) for each in node.elts]
+        elif isinstance(node, ast.BinOp):
+            node.left, node.right = self._plain(node.left), self._plain(node.right)
+        return node
+
+
+def _annotation(node: ast.expr) -> str:
+    plain = _Unquoted()._plain(ast.parse(ast.unparse(node), mode="eval").body)
+    assert plain is not None
+    return ast.unparse(plain)
+
+
+def _class(name: str, node: ast.ClassDef, module: Module, also: str) -> Iterator[str]:
+    members: dict[str, list[ast.AST]] = {}
+    told: dict[str, str] = {}
+    outside: list[str] = []
+    for owner, foreign in public_api._lineage(node, module, HOMES):
+        outside += foreign
+        own = public_api._members(owner)
+        told = {key: _below(owner.body, own[key][-1]) for key in own} | told
+        members = own | members
+    constructor = [f for f in members.pop("__init__", []) if isinstance(f, Function)]
+    signatures = [_signature(f, bound=True).removesuffix(" -> None") for f in constructor]
+    signatures = signatures or [_fields_as_arguments(node, members, outside)]
+    bases = [f":py:obj:`~{base}`" for base in dict.fromkeys(outside) if base not in ("object",)]
+    parts = [_doc(node), also]
+    parts += [f"Bases: {', '.join(bases)}"] if bases else []
+    text = "\n\n".join(part for part in parts if part)
+    yield from _described("class", name, signatures, text)
+    for key in sorted(members, key=lambda k: (isinstance(members[k][-1], Function), k)):
+        if key.startswith("_") and key not in public_api.SPECIAL:
+            continue
+        found = members[key]
+        if isinstance(found[-1], Function):
+            made = _function(f"{name}.{key}", found, "method", bound=True)
+        else:
+            made = _described("attribute", f"{name}.{key}", [""], told[key], _value(found[-1]))
+        yield textwrap.indent("\n".join(made), "   ")
+    yield ""
+
+
+def _fields_as_arguments(node: ast.ClassDef, members: dict, bases: list[str]) -> str:
+    """What a data class or a named tuple is made with."""
+    marks = " ".join(ast.unparse(d) for d in node.decorator_list)
+    if "dataclass" not in marks and not any(base.endswith("NamedTuple") for base in bases):
+        return ""
+    fields = [
+        f"{key}: {_annotation(field.annotation)}"
+        + (f" = {ast.unparse(field.value)}" if field.value else "")
+        for key, (*_, field) in members.items()
+        if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation)
+    ]
+    star = "*, " if "kw_only=True" in marks else ""
+    return f"({star}{', '.join(fields)})" if fields else ""
+
+
+def _module(name: str, module: Module) -> Iterator[str]:
+    yield from _described("data", name, [""], _doc(module.tree))
+    for key in sorted(n for n in module.names if not n.startswith("_")):
+        for found in module.find(key):
+            if found.module is module and isinstance(found.node, ast.Assign | ast.AnnAssign):
+                told = _below(module.tree.body, found.node)
+                options = _value(found.node)
+                made = _described("data", f"{name}.{key}", [""], told, options)
+                first, *rest = made
+                short = name.rpartition(".")[2]
+                yield "\n".join([first.replace(f":: {key}", f":: {short}.{key}"), *rest])
+
+
+def _value(node: ast.AST) -> list[str]:
+    assert isinstance(node, ast.Assign | ast.AnnAssign)
+    options = []
+    if isinstance(node, ast.AnnAssign):
+        options.append(f":type: {_annotation(node.annotation)}")
+    if node.value is not None and len(value := " ".join(ast.unparse(node.value).split())) < 100:
+        options.append(f":value: {value}")
+    return options
+
+
+def _below(body: list[ast.stmt], node: ast.AST) -> str:
+    """The string below an assignment."""
+    for first, second in itertools.pairwise(body):
+        match second:
+            case ast.Expr(value=ast.Constant(value=str(text))) if first is node:
+                return _told(inspect.cleandoc(text))
+    return ""
+
+
+def _doc(node: ast.AST) -> str:
+    return _told(ast.get_docstring(node) or "")  # type: ignore[arg-type]
+
+
+def _told(docstring: str) -> str:
+    # Bars that are no substitution: |pi - mu|.
+    plain = "".join(
+        part if part.startswith("`") else part.replace("|", "\\|")
+        for part in re.split(r"(``[^`]+``)", docstring)
+    )
+    return "\n".join(GoogleDocstring(plain, NAPOLEON).lines())
+
+
+def _home_module(app: Sphinx | None, module: str, name: str) -> str:
+    """Where viewcode finds a name."""
+    del app
+    place = PLACES.get(f"{module}.{name.partition('.')[0]}")
+    return place.rpartition(".")[0] if place else module
+
+
+def _source(app: Sphinx, module: str) -> tuple[str, dict] | None:
+    del app
+    return _text_and_tags(module)
+
+
+@cache
+def _text_and_tags(module: str) -> tuple[str, dict] | None:
+    """What viewcode asks for: a module's text, and where each name of it begins and ends."""
+    found = public_api.load(module, public_api.ROOT)
+    if found is None:
+        return None
+    code = (public_api.ROOT / _file_of(found)).read_text("utf-8")
+    return code, dict(_tags(found.tree.body, ""))
+
+
+def _tags(body: list[ast.stmt], above: str) -> Iterator[tuple[str, tuple[str, int, int]]]:
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            kind = "class" if isinstance(node, ast.ClassDef) else "def"
+            start = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
+            assert node.end_lineno is not None
+            yield above + node.name, (kind, start, node.end_lineno)
+            if isinstance(node, ast.ClassDef):
+                yield from _tags(node.body, f"{above}{node.name}.")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Add the directive, and tell viewcode where names are defined."""
+    app.add_directive("package", Package)
+    app.connect("viewcode-follow-imported", _home_module)
+    app.connect("viewcode-find-source", _source)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
