@@ -278,6 +278,15 @@ def _below(body: list[ast.stmt], node: ast.AST) -> str:
     return ""
 
 
+class _Docstring(GoogleDocstring):
+    """Here ``Returns:`` has sentences, and a colon in one of them is no type."""
+
+    def _consume_returns_section(self, preprocess_types: bool = False) -> list:
+        del preprocess_types
+        lines = self._dedent(self._consume_to_next_section())
+        return [("", "", lines)] if lines else []
+
+
 def _doc(node: ast.AST) -> str:
     return _told(ast.get_docstring(node) or "")  # type: ignore[arg-type]
 
@@ -288,7 +297,7 @@ def _told(docstring: str) -> str:
         part if part.startswith("`") else part.replace("|", "\\|")
         for part in re.split(r"(``[^`]+``)", docstring)
     )
-    return "\n".join(GoogleDocstring(plain, NAPOLEON).lines())
+    return "\n".join(_Docstring(plain, NAPOLEON).lines())
 
 
 def _home_module(app: Sphinx | None, module: str, name: str) -> str:
