@@ -1,7 +1,7 @@
 """Pages that stand elsewhere in the repository, links that lead there, and drawings.
 
-A page of the site whose text is a file outside ``docs/`` is an empty file here, with the path of
-that file in a comment. Links of all pages are those of a checkout; on the site a link to such a
+A page of the site whose text is a file outside ``docs/`` is a file here with the path of that file
+in a comment, and what the site has below it. Links of all pages are those of a checkout; on the site a link to such a
 file leads to its page, and a link to other files of the repository to their text. An SVG drawing
 becomes part of the page, so that its colours follow the page's light or dark.
 """
@@ -39,7 +39,7 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
         return
     folder = path.parent
     if said := STUB.match(source[0]):
-        source[0] = (ROOT / said[1]).read_text("utf-8")
+        source[0] = (ROOT / said[1]).read_text("utf-8") + source[0][said.end() :]
         folder = (ROOT / said[1]).parent
         app.env.note_dependency(str(ROOT / said[1]))
     pages = stubs(Path(app.srcdir))
