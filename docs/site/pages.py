@@ -1,9 +1,9 @@
 """Pages that stand elsewhere in the repository, links that lead there, and drawings.
 
 A page of the site whose text is a file outside ``docs/`` is a file here with the path of that file
-in a comment, and what the site has below it. Links of all pages are those of a checkout; on the site a link to such a
-file leads to its page, and a link to other files of the repository to their text. An SVG drawing
-becomes part of the page, so that its colours follow the page's light or dark.
+in a comment, and what the site has below it. Links of all pages are those of a checkout; on the
+site a link to such a file leads to its page, and a link to other files of the repository to their
+text. An SVG drawing becomes part of the page, so that its colours follow the page's light or dark.
 """
 
 import os
