@@ -2,8 +2,8 @@
 
     python test/run_tests.py [arguments of pytest]
 
-Two of the parts without vLLM run at the same time, a core each, and the third when one of them is
-over; what the later ones print comes when all are. Then the engines have the machine to themselves.
+Two parts run at a time, a core each, those first that take longest, so that both cores are busy to
+the end. What a part prints comes when it is over.
 
 What talks to real servers, browsers and engines has deadlines, so tests that failed get a second
 try in a new process. That tells a flaky test from a broken one, and hides neither: a test that
@@ -33,30 +33,36 @@ class Part(NamedTuple):
 
     name: str
     arguments: tuple[str, ...]
-    cache: str
+
+    @property
+    def cache(self) -> str:
+        return f".pytest_cache/{self.name.replace(' ', '-')}"
 
 
-NO_ENGINE = ("-m", "not vllm")
-OF_RUNS = ("test/sota", "test/ranks")
-"""What waits for processes, servers and whole runs of scripts."""
-OF_LEARNING = tuple(
-    f"test/sota/test_{name}.py" for name in ("agents_learn", "easy_questions_learn", "recipes")
-)
-"""Runs that go on until something is learnt: nearly half of the time of all runs."""
-AT_ONCE = (
-    Part("of learning", (*NO_ENGINE, *OF_LEARNING), ".pytest_cache/learning"),
-    Part("of units", (*NO_ENGINE, *(f"--ignore={r}" for r in OF_RUNS)), ".pytest_cache"),
-    Part(
-        "of runs",
-        (*NO_ENGINE, *(f"--ignore={r}" for r in OF_LEARNING), *OF_RUNS),
-        ".pytest_cache/runs",
-    ),
-)
-WITH_VLLM = Part(
-    "with vLLM",
-    ("-m", "vllm", "test/docs", "test/modules", "test/sota"),
-    ".pytest_cache/vllm",
-)
+LEARNING = ("agents_learn", "easy_questions_learn", "recipes")
+"""Runs that go on until something is learnt."""
+FOLDERS = {
+    "of runs": ("not vllm", "test/sota", "test/ranks"),
+    "of learning": ("not vllm", *(f"test/sota/test_{name}.py" for name in LEARNING)),
+    "of engines in recipes": ("vllm", "test/sota", "test/docs"),
+    "of collectors": ("not vllm", "test/collectors"),
+    "of engines": ("vllm", "test/modules"),
+    "of the outside": ("not vllm", *(f"test/{name}" for name in ("envs", "faults", "browser"))),
+    "of data": ("not vllm", "test/data"),
+    "of units": ("not vllm", "test"),
+}
+"""Marks and folders of each part, those first that take longest; what is in another is left out."""
+
+
+def _part(name: str) -> Part:
+    marks, *paths = FOLDERS[name]
+    others = [path for own, *all_of_it in FOLDERS.values() if own == marks for path in all_of_it]
+    inside = [path for path in others if any(path.startswith(f"{own}/") for own in paths)]
+    left_out = [f"--ignore={path}" for path in inside if path not in paths]
+    return Part(name, ("-m", marks, *paths, *left_out))
+
+
+PARTS = tuple(map(_part, FOLDERS))
 
 
 class Outcome(NamedTuple):
@@ -93,26 +99,23 @@ def run_parts(
     parts: Sequence[Part], known: dict[str, str], root: Path = ROOT, more: Sequence[str] = ()
 ) -> list[Outcome]:
     """Runs two parts at a time, and then what failed in each once more, one after the other."""
-    with ThreadPoolExecutor(2) as pool, tempfile.TemporaryFile() as kept:
-        shown = [None, *[kept] * (len(parts) - 1)]
-        running = [
-            pool.submit(_first_try, *one, root, more) for one in zip(parts, shown, strict=True)
-        ]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(_first_try, part, root, more) for part in parts]
         first = [one.result() for one in running]
-        kept.seek(0)
-        sys.stdout.write(kept.read().decode(errors="replace"))
-        sys.stdout.flush()
     return [
         _outcome(part, *tried, known, root, more) for part, tried in zip(parts, first, strict=True)
     ]
 
 
-def _first_try(
-    part: Part, shown: IO[bytes] | None, root: Path, more: Sequence[str]
-) -> tuple[int, list[str]]:
+def _first_try(part: Part, root: Path, more: Sequence[str]) -> tuple[int, list[str]]:
     last_failed = root / part.cache / "v/cache/lastfailed"
     last_failed.unlink(missing_ok=True)
-    return _pytest(part, root, more, shown), _ids(last_failed)
+    with tempfile.TemporaryFile() as told:
+        status = _pytest(part, root, more, told)
+        told.seek(0)
+        sys.stdout.write(f"tests {part.name}\n{told.read().decode(errors='replace')}")
+        sys.stdout.flush()
+    return status, _ids(last_failed)
 
 
 def _outcome(
@@ -175,10 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     # What a shell starts in the background ignores it, and so would the runs that are interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     known = known_flaky()
-    outcomes = [
-        *run_parts(AT_ONCE, known, more=arguments),
-        *run_parts([WITH_VLLM], known, more=arguments),
-    ]
+    outcomes = run_parts(PARTS, known, more=arguments)
     sys.stdout.write(summary(outcomes, known) + "\n")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 

@@ -44,7 +44,7 @@ def outcome_of(tmp_path, monkeypatch):
 
     def run(source):
         (tmp_path / "test_it.py").write_text(source)
-        part = run_tests.Part("it", ("test_it.py",), ".cache")
+        part = run_tests.Part("it", ("test_it.py",))
         (outcome,) = run_tests.run_parts([part], KNOWN, tmp_path)
         return outcome
 
@@ -90,19 +90,35 @@ def test_no_failure_is_lost(source, failed, broken, outcome_of):
     assert not outcome.passed
 
 
-def test_parts_run_at_once_and_the_later_ones_when_the_first_fails(monkeypatch, capsys):
-    ran = []
-
+def test_main_fails_with_any_part(monkeypatch, capsys):
     def run_parts(parts, known, more):
-        ran.append(([part.name for part in parts], more))
+        assert more == ["-x"]
         return [run_tests.Outcome(part.name, ["x"] * (part.name == "of units")) for part in parts]
 
     monkeypatch.setattr(run_tests, "run_parts", run_parts)
     assert run_tests.main(["-x"]) == 1
-    assert ran == [(["of learning", "of units", "of runs"], ["-x"]), (["with vLLM"], ["-x"])]
     told = capsys.readouterr().out
     assert "tests of units: FAILED" in told
-    assert "tests with vLLM: passed" in told
+    assert "tests of engines: passed" in told
+
+
+def test_each_file_is_in_one_part():
+    """And what needs vLLM in one of those besides."""
+    for path in (run_tests.ROOT / "test").rglob("test_*.py"):
+        name = str(path.relative_to(run_tests.ROOT))
+        for marks in ("not vllm", *["vllm"] * ("mark.vllm" in path.read_text(encoding="utf-8"))):
+            parts = [part.name for part in run_tests.PARTS if is_in(name, marks, part.arguments)]
+            assert path == Path(__file__) or len(parts) == 1, (name, marks, parts)
+
+
+def is_in(name, marks, arguments):
+    _, own, *paths = arguments
+    left_out = [path.removeprefix("--ignore=") for path in paths if path.startswith("--")]
+    return own == marks and is_below(name, set(paths)) and not is_below(name, left_out)
+
+
+def is_below(name, paths):
+    return any(name == path or name.startswith(f"{path}/") for path in paths)
 
 
 def test_of_two_parts_each_has_its_own_failures_and_second_try(tmp_path, monkeypatch, capfd):
@@ -116,7 +132,7 @@ def test_of_two_parts_each_has_its_own_failures_and_second_try(tmp_path, monkeyp
     for own, other in (("a", "b"), ("b", "a")):
         source = waits.format(own=str(tmp_path / own), other=str(tmp_path / other))
         (tmp_path / f"test_{own}.py").write_text(source + (BROKEN if own == "b" else ""))
-    parts = [run_tests.Part(x, (f"test_{x}.py",), f".cache/{x}") for x in "ab"]
+    parts = [run_tests.Part(x, (f"test_{x}.py",)) for x in "ab"]
     first, second = run_tests.run_parts(parts, {}, tmp_path)
     assert first.passed
     assert second.failed == ["test_b.py::test_broken"]
