@@ -1,6 +1,7 @@
 """Group advantages shared through a Ray actor; skipped where Ray is missing."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -85,7 +86,9 @@ def test_another_program_does_not_join_a_ray_that_ends_with_this_one(ray, pytest
     assert found.stdout.strip() != ray.get_runtime_context().gcs_address
     environment["RAY_ADDRESS"] = "127.0.0.1:1"
     refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert refused.returncode != 0
+    assert refused.returncode == 1
+    assert re.search(r"Connecting to existing Ray cluster at address: \S+:1\.\.\.", refused.stderr)
+    assert "num_cpus and num_gpus must not be provided" in refused.stderr
 
 
 def test_bad_options_raise_before_ray_is_needed():
