@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: install train control train-smollm2 control-smollm2 check test lint tests mutants benchmarks \
+.PHONY: install train control train-smollm2 control-smollm2 check test lint tests fast-tests mutants benchmarks \
 	docs docs-serve clean
 
 install: .venv/.installed-train
@@ -62,7 +62,9 @@ control-smollm2: .venv/.installed-smollm2
 	$(BIN)/python sota-implementations/grpo/grpo.py experiment=smollm2 \
 		train.shuffle_rewards=true name=smollm2-control $(ARGS)
 
-test: lint tests
+# At once, on two cores.
+test: .venv/.installed-test
+	$(MAKE) --jobs=2 lint tests
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .
@@ -70,9 +72,12 @@ lint: .venv/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 
-# While one works: lint, types, import contracts and the fast tests.
-check: lint
-	$(BIN)/pytest -q -x -m "not slow and not vllm" test/data test/test_house.py
+# While one works: lint, types, import contracts and the fast tests, of properties with few examples.
+check: .venv/.installed-test
+	$(MAKE) --jobs=2 lint fast-tests
+
+fast-tests: .venv/.installed-test
+	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q -x -m "not slow and not vllm" test/data test/test_house.py
 
 # A flaky test fails here too, unless test/house/known_flaky.txt names it with a reason.
 tests: .venv/.installed-test
