@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_agents.models import warm_start
+
 THINGS = ("lamp", "key", "ball", "book", "coin", "ring", "drum", "kite")
 PLACES = ("hall", "barn", "cave", "port", "yard", "shop", "lake", "tower")
 WHERE = dict(zip(THINGS, PLACES, strict=True))
@@ -166,7 +168,22 @@ def test_self_play(run):
     assert control["held_out_after"] < 0.35
 
 
+@pytest.fixture
+def warm_once(monkeypatch):
+    """Of several runs the first trains the warm start; the others begin with its weights."""
+    weights = {}
+
+    def warm(policy, *arguments, **settings):
+        if not weights:
+            warm_start(policy, *arguments, **settings)
+            weights.update({name: w.clone() for name, w in policy.state_dict().items()})
+        policy.load_state_dict(weights)
+
+    monkeypatch.setattr("torchrl_agents.tasks.warm_start", warm)
+
+
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("warm_once")
 def test_a_real_pretrained_model_learns_tools_and_its_control_does_not(
     run_recipe, monkeypatch, tmp_path
 ):
@@ -174,9 +191,10 @@ def test_a_real_pretrained_model_learns_tools_and_its_control_does_not(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHRL_AGENTS_CACHE", str(tmp_path))
     few = ("experiment=smollm2", "evaluate.every=null", "train.stop_at=null", *FAST)
-    learnt = run_recipe("grpo", *few, "evaluate.num_prompts=64", "train.num_steps=6")
+    few += ("task.num_demonstrations=256",)
+    learnt = run_recipe("grpo", *few, "evaluate.num_prompts=32", "train.num_steps=6")
     control = ("train.shuffle_rewards=true", "train.num_steps=3", "name=control")
-    flat = run_recipe("grpo", *few, *control, "evaluate.num_prompts=32")
+    flat = run_recipe("grpo", *few, *control, "evaluate.num_prompts=16")
     assert learnt["held_out_before"] <= 0.2
     assert learnt["held_out_after"] >= 0.6
     assert flat["held_out_after"] <= 0.3
