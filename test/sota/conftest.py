@@ -1,6 +1,7 @@
-"""Recipes in this process: their modules, and a run as on the command line."""
+"""Recipes in this process and in forks of one: their modules, and a run as on the command line."""
 
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -41,5 +42,21 @@ def run_recipe(script, monkeypatch, capsys):
         build = {"build": module.build} if hasattr(module, "build") else {}
         run_recipe(module.RECIPE, getattr(module, "main", None) or module.evaluate, **build)
         return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def forks(start_forks):
+    return start_forks(sys.executable, {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)})
+
+
+@pytest.fixture
+def run_script(forks):
+    """Runs a recipe in a folder, in a process of its own; gives what came of it."""
+
+    def run(*arguments, cwd, name="grpo", **environment):
+        argv = [SCRIPTS / name / f"{name.replace('-', '_')}.py", *arguments]
+        return forks(argv, cwd, {**os.environ, "PYTHONPATH": str(SCRIPTS.parent)} | environment)
 
     return run

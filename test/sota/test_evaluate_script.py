@@ -1,10 +1,7 @@
 """The evaluation as a user runs it: a server on a data set, with every number by hand."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +12,6 @@ import yaml
 
 from collectors.record import RunRecord
 
-ROOT = Path(__file__).parents[2]
 NUM_ROWS = 12
 
 
@@ -62,22 +58,11 @@ def server():
 
 
 @pytest.fixture
-def evaluate(tmp_path):
+def evaluate(run_script, tmp_path):
     rows = [{"question": f"What is {i} plus 1?", "answer": f"#### {i + 1}"} for i in range(24)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "torchrl_agents", "evaluate", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
-
-    return run
+    return lambda *arguments: run_script(*arguments, name="evaluate", cwd=tmp_path)
 
 
 @pytest.mark.slow

@@ -33,34 +33,23 @@ def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture
-def run_script():
-    """Runs it in a folder; gives what came of it."""
-
-    def run(*overrides, cwd, timeout=280):
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), *overrides],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            cwd=cwd,
-            env=environment(),
-        )
-
-    return run
+def result_in(done):
+    """The JSON object at the end of its output."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.fixture
 def result_of(run_script):
-    """Runs it; gives the JSON object at the end of its output."""
+    """Runs it; gives its result."""
+    return lambda *overrides, cwd: result_in(run_script(*overrides, cwd=cwd))
 
-    def run(*overrides, cwd):
-        done = run_script(*overrides, cwd=cwd)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.strip().splitlines()[-1])
 
-    return run
+def result_of_command(*overrides, cwd):
+    """As in a terminal, and not in a fork: Ray and vLLM have threads and processes of their own."""
+    command, own = [sys.executable, str(SCRIPT), *overrides], environment()
+    told = {"capture_output": True, "text": True, "timeout": 280, "check": False}
+    return result_in(subprocess.run(command, cwd=cwd, env=own, **told))
 
 
 WORDS = [{"question": f"What is {i} plus 1?", "answer": f"so\n#### {i + 1}"} for i in range(40)]
@@ -191,13 +180,13 @@ def test_a_run_that_streams_tells_of_every_group(result_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_tells_of_every_group_and_goes_on(result_of, tmp_path):
+def test_a_run_on_ray_tells_of_every_group_and_goes_on(tmp_path):
     pytest.importorskip("ray")
     settings = ("collector=ray", "collector.num_collectors=2", "collector.max_staleness=2")
     config = "+collector.remote_config.num_cpus=0"
-    result = result_of(*SMALL, *settings, config, "train.num_steps=2", cwd=tmp_path)
+    result = result_of_command(*SMALL, *settings, config, "train.num_steps=2", cwd=tmp_path)
     out = Path(result["output_dir"])
-    again = result_of(f"resume={out}", "train.num_steps=3", cwd=tmp_path)
+    again = result_of_command(f"resume={out}", "train.num_steps=3", cwd=tmp_path)
     assert again["held_out_before"] == result["held_out_before"]
     points = lines_of(out / "evaluations.jsonl")
     assert [point["step"] for point in points] == [0, 2, 3]
@@ -287,12 +276,12 @@ def test_a_signal_before_the_first_step_leaves_no_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_vllm_engine_trains_too(result_of, tmp_path):
+def test_the_vllm_engine_trains_too(tmp_path):
     """And what it leaves serves in vLLM as it is."""
-    assert result_of(*SMALL, "engine=vllm", cwd=tmp_path)["steps"] == 2
+    assert result_of_command(*SMALL, "engine=vllm", cwd=tmp_path)["steps"] == 2
     streams = ("engine=vllm", "collector=streaming", "name=streams")
     adapters = ("policy.lora_rank=4", "+engine.engine_kwargs.enable_lora=true")
-    assert result_of(*SMALL, *streams, *adapters, cwd=tmp_path)["steps"] == 2
+    assert result_of_command(*SMALL, *streams, *adapters, cwd=tmp_path)["steps"] == 2
     model = tmp_path / "outputs/grpo/calculator/tiny/model"
     code = (
         "import vllm, sys; m = vllm.LLM(sys.argv[1], enforce_eager=True, max_model_len=256); "

@@ -1,8 +1,6 @@
 """Runs in real trackers: each is one of its own, goes on, and ends with the recipe's run."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -140,17 +138,17 @@ def test_trackio(opened, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("debug", ["tiny", "dry_run"])
-def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(debug, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k not in ("WANDB_MODE", "WANDB_API_KEY")}
-    environment |= {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "torchrl_agents", "grpo", f"debug={debug}", "logger=wandb"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True
-    )
-    told = done.stderr.decode()
+def test_a_tracker_that_wants_a_key_is_told_of_before_the_model_is_loaded(
+    debug, run_script, tmp_path, monkeypatch
+):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    own = {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    done = run_script(f"debug={debug}", "logger=wandb", cwd=tmp_path, **own)
     assert done.returncode == 1
-    assert "grpo.py: logger.backends: wandb can't be opened: UsageError: No API key" in told
-    assert "loading the model" not in told
+    words = "grpo.py: logger.backends: wandb can't be opened: UsageError: No API key"
+    assert words in done.stderr
+    assert "loading the model" not in done.stderr
 
 
 def test_what_a_run_tells_mlflow(run_recipe, tracked, tmp_path, monkeypatch):
