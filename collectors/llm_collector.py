@@ -93,10 +93,7 @@ def trajectory_rows(
 
 
 def _columns(
-    batch: TensorDictBase,
-    rows: Sequence[int],
-    episodes: Sequence[Episode],
-    further: Sequence[str],
+    batch: TensorDictBase, rows: Sequence[int], episodes: Sequence[Episode], further: Sequence[str]
 ) -> dict[str, Sequence[Any]]:
     """Values of all episodes by entry, each read or made at once."""
     index = torch.tensor(rows, dtype=torch.int64)

@@ -14,12 +14,7 @@ from collectors.llm_collector import PostProcessing
 from torchrl_data.checks import check_counts, check_numbers
 from torchrl_envs.datasets.primer import DataLoadingPrimer
 from torchrl_modules import LLMWrapperBase
-from torchrl_modules.engines.engine import (
-    EngineDied,
-    EngineLoad,
-    can_keep_caches,
-    tells_load,
-)
+from torchrl_modules.engines.engine import EngineDied, EngineLoad, can_keep_caches, tells_load
 
 from .group_runner import GroupRunner
 

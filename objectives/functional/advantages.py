@@ -79,9 +79,7 @@ def group_advantage(
 
 
 def rloo_advantage(
-    reward: Float[Tensor, " B"],
-    group: Int[Tensor, " B"],
-    valid: Bool[Tensor, " B"] | None = None,
+    reward: Float[Tensor, " B"], group: Int[Tensor, " B"], valid: Bool[Tensor, " B"] | None = None
 ) -> Float[Tensor, " B"]:
     """RLOO: the reward less the mean of the **other** rollouts of the group.
 
@@ -105,9 +103,7 @@ def rloo_advantage(
 
 
 def maxrl_advantage(
-    reward: Float[Tensor, " B"],
-    group: Int[Tensor, " B"],
-    valid: Bool[Tensor, " B"] | None = None,
+    reward: Float[Tensor, " B"], group: Int[Tensor, " B"], valid: Bool[Tensor, " B"] | None = None
 ) -> Float[Tensor, " B"]:
     """MaxRL: ``(R - mean of the group) / mean of the group``.
 

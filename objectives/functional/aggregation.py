@@ -148,9 +148,7 @@ def sequence_mean(
 
 
 def spread(
-    per_sequence: Float[Tensor, " B"],
-    like: Tensor,
-    lengths: Int[Tensor, " B"] | None = None,
+    per_sequence: Float[Tensor, " B"], like: Tensor, lengths: Int[Tensor, " B"] | None = None
 ) -> Float[Tensor, "*shape"]:
     """Give each token the value of its sequence.
 

@@ -324,8 +324,7 @@ def kl_estimate(
 
 
 def kl_between(
-    logits: Float[Tensor, "*shape V"],
-    other_logits: Float[Tensor, "*shape V"],
+    logits: Float[Tensor, "*shape V"], other_logits: Float[Tensor, "*shape V"]
 ) -> Float[Tensor, "*shape"]:
     """Exact ``KL(p || q)`` of two categorical distributions over the vocabulary.
 

@@ -314,10 +314,7 @@ def overlong_mask(
 
 
 def overlong_penalty(
-    num_tokens: Int[Tensor, " B"],
-    *,
-    max_tokens: int,
-    buffer_tokens: int,
+    num_tokens: Int[Tensor, " B"], *, max_tokens: int, buffer_tokens: int
 ) -> Float[Tensor, " B"]:
     """What a long response loses of its reward (soft overlong punishment).
 

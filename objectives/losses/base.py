@@ -323,12 +323,7 @@ class TokenLoss(TensorDictModuleBase, Generic[Keys]):
     """
 
     def __init__(
-        self,
-        actor_network: TokenScorer,
-        options: TokenOptions,
-        *,
-        read: Keys,
-        allow_empty: bool,
+        self, actor_network: TokenScorer, options: TokenOptions, *, read: Keys, allow_empty: bool
     ) -> None:
         super().__init__()
         if not isinstance(actor_network, TokenScorer):

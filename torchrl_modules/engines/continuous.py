@@ -17,14 +17,7 @@ from transformers import PreTrainedModel
 from torchrl_modules.sampling import SamplingParameters, TokenHistory
 from torchrl_modules.scoring.models import evaluation_mode
 
-from .decoding import (
-    KeptCaches,
-    PromptReader,
-    RowStream,
-    SlotReader,
-    TokenDraw,
-    start_history,
-)
+from .decoding import KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw, start_history
 from .engine import Generation, VersionSpan
 from .readers import group_rows
 

@@ -25,11 +25,7 @@ from torchrl_data.checks import TokenScores
 from torchrl_data.keys import ENTROPY, FULL, LOG_PROBS_FULL, UNTEMPERED_LOG_PROBS
 from torchrl_data.templates.encoder import ImageProcessor
 from torchrl_modules.engines.transformers import TransformersEngine
-from torchrl_modules.sampling import (
-    SamplingParameters,
-    TargetHistory,
-    warped_log_softmax,
-)
+from torchrl_modules.sampling import SamplingParameters, TargetHistory, warped_log_softmax
 from torchrl_modules.scoring.packed_attention import PACKED_SDPA
 from torchrl_modules.scoring.scorer import PackedScorer, TokenDistribution
 
@@ -44,10 +40,7 @@ _SHOWN_KEYS: Final = 5
 
 
 def _load(
-    path: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    processor: Any,
-    options: Mapping[str, Any],
+    path: str, tokenizer: PreTrainedTokenizerBase | None, processor: Any, options: Mapping[str, Any]
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, Any]:
     """A model in evaluation mode, its tokenizer, and its processor where it reads images."""
     # options: device, dtype, attn_implementation and model_kwargs, each perhaps `None`.
