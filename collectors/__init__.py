@@ -1,7 +1,8 @@
 """Collectors: a policy in an environment fills a replay buffer."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from .checkpoint.files import CheckpointError, CheckpointWarning
@@ -30,29 +31,6 @@ if TYPE_CHECKING:
     from .text_environment import TextEnvironment
     from .weight_update.updaters import InProcessUpdater, WeightUpdater, vLLMUpdater
     from .weight_update.weights import contribute_weights
-
-_NAMES = {
-    ".checkpoint.files": "CheckpointError CheckpointWarning",
-    ".checkpoint.reading": "Checkpoint",
-    ".checkpoint.store": "CheckpointStore",
-    ".cluster.collector": "RayLLMCollector",
-    ".cluster.ledger_service": "CollectorDied",
-    ".evaluation": "Estimate bootstrap_interval evaluation_estimates majority_at_n mean_at_n "
-    "pass_at_k pass_hat_k",
-    ".ledger.ledger": "GroupLedger",
-    ".ledger.policies": "Drop OnPolicy Replay Wait",
-    ".llm_collector": "LLMCollector",
-    ".metrics": "PhaseTimer StepMetrics rollout_metrics update_metrics",
-    ".resume": "CheckpointMismatch RunState ShardedModel ShardedOptimizer identity_of",
-    ".rollout_func": "RolloutFunctionCollector generate_rollout_completions",
-    ".streaming.collector": "StreamingCollector",
-    ".streaming.load": "LoadCap",
-    ".streaming.producer": "EvaluationPoint",
-    ".text_environment": "TextEnvironment",
-    ".weight_update.updaters": "InProcessUpdater WeightUpdater vLLMUpdater",
-    ".weight_update.weights": "contribute_weights",
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "Checkpoint",
@@ -95,11 +73,4 @@ __all__ = [
     "vLLMUpdater",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return import_module("torchrl_data").__version__
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name], __name__), name)
-    return import_module("torchrl_data.checks").knows_torchrl(value)
+__getattr__ = lazy_names(__name__, __file__)

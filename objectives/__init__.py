@@ -4,8 +4,9 @@ The arithmetic is in :mod:`objectives.functional`, which needs nothing but torch
 read a batch, score its tokens, and call it. Names are imported when they are first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from objectives.losses.base import Window
@@ -65,32 +66,6 @@ if TYPE_CHECKING:
         VespoSurrogate,
     )
     from .losses.supervised import DistillationLoss, SFTLoss
-
-_NAMES = {
-    "advantages.estimators": (
-        "AdvantageEstimator DecoupledSources GroupMean LeaveOneOut LengthPenalty MaxRL "
-        "PassAtK RoleBaseline"
-    ),
-    "advantages.group_queue": "GroupQueue",
-    "advantages.mc_advantage": "MCAdvantage RayMCAdvantage TopKRewardSelector",
-    "batching.non_finite_gate": "NonFiniteGate NonFiniteStepError StepOutcome",
-    "batching.packed_batch": (
-        "DistillationLossKeys GRPOLossKeys MaskingStrategy PackedBatch SFTLossKeys write_streams"
-    ),
-    "batching.ranks": "RankFailedError Ranks",
-    "losses.base": "DistillationLossOutput GRPOLossOutput SFTLossOutput Window",
-    "losses.grpo": (
-        "BNPO CISPO CISPOLoss DAPO DPPO DrGRPO GMPO GRPO GRPOLoss GSPO IPO KPop LUSPO "
-        "OriginalGRPO PolicyDistillation SAPO VESPO"
-    ),
-    "losses.mixed": "MixedLoss MixedLossOutput",
-    "losses.options": (
-        "CispoSurrogate ClippedSurrogate DivergenceSurrogate GRPOOptions GmpoSurrogate "
-        "SamplerCorrection SapoSurrogate TokenFilters VespoSurrogate"
-    ),
-    "losses.supervised": "DistillationLoss SFTLoss",
-}
-_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BNPO",
@@ -152,14 +127,7 @@ __all__ = [
     "write_streams",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        return import_module("torchrl_data").__version__
-    if name not in _HOME:
-        raise AttributeError(f"module 'objectives' has no attribute {name!r}; it has {__all__}.")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    return import_module("torchrl_data.checks").knows_torchrl(value)
+__getattr__ = lazy_names(__name__, __file__)
 
 
 def __dir__() -> list[str]:

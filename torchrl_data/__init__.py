@@ -3,7 +3,11 @@
 Every public name is imported when it is first used, so that importing this package costs nothing.
 """
 
+import ast
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -57,23 +61,6 @@ if TYPE_CHECKING:
     )
     from .tool_calls import parse_tool_calls
 
-_ROOMS = {
-    "batch_io": "read_conversations row_from_state row_state row_tensordicts write_conversations",
-    "checks": "MissingEntryError TokenScorer TokenScores require_entries",
-    "conversation": "Conversations",
-    "display": "TextHistory conversation_html messages_html show_conversation show_messages",
-    "history": "ContentBase History",
-    "layout": "ChatHistory LogProbs Masks Text Tokens conversation_tokens history_view",
-    "messages": "ConversationRecord EncodedMessages Position Source Turn check_messages",
-    "ragged": "cumulative_lengths pack pad sequence_index unpack",
-    "templates.control_tokens": "ControlTokenGuard",
-    "templates.encoder": "ConversationEncoder ImageProcessor encode_demonstrations",
-    "templates.template": "ToolsNotShownError add_chat_template builtin_template "
-    "check_same_rendering resolve_template template_names",
-    "tool_calls": "parse_tool_calls",
-}
-_HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
-
 __all__ = [
     "ChatHistory",
     "ContentBase",
@@ -125,19 +112,48 @@ __all__ = [
 ]
 
 
+def lazy_names(package: str, file: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package that imports each public name when it is first used.
+
+    Args:
+        package: its ``__name__``.
+        file: its ``__file__``. What is imported there ``if TYPE_CHECKING`` says where names are.
+    """
+
+    @cache
+    def homes() -> dict[str, str]:
+        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+        lines = [line for block in body if isinstance(block, ast.If) for line in block.body]
+        return {
+            name.name: "." * line.level + (line.module or name.name)
+            for line in lines
+            if isinstance(line, ast.ImportFrom)
+            for name in line.names
+        }
+
+    def find(name: str) -> Any:
+        if name == "__version__":
+            return __version__
+        if name not in homes():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(homes()[name], package)
+        if homes()[name] == f".{name}":
+            return module
+        return import_module(".checks", __name__).knows_torchrl(getattr(module, name))
+
+    return find
+
+
+_find = lazy_names(__name__, __file__)
+
+
 def __getattr__(name: str) -> Any:
-    if name == "keys":
-        return import_module(".keys", __name__)
     if name == "TopKRewardSelector":  # where TorchRL has it
         raise AttributeError(
             f"module {__name__!r} has no {name}: it is made of advantages, so it is in "
             "'objectives' (from objectives import TopKRewardSelector)."
         )
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
+    return _find(name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """Environments: conversations, and transforms that add data, tools, rewards and limits."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter
@@ -44,43 +45,6 @@ if TYPE_CHECKING:
     from .transforms.policy_version import PolicyVersion
     from .transforms.thinking_prompt import AddThinkingPrompt
     from .transforms.tokenizer import TemplateTransform, Tokenizer
-
-_HOMES = {
-    "torchrl.envs.transforms": "StepCounter",
-    "torchrl_envs.agents.agent_program": "AgentProgram",
-    "torchrl_envs.agents.programs": "AgentCommand AgentEndpoint",
-    "torchrl_envs.compat": "DatasetChatEnv LLMEnv LLMHashingEnv",
-    "torchrl_envs.concurrency": "EpisodeLostError",
-    "torchrl_envs.datasets.primer": "DataExhaustedError DataLoadingPrimer DifficultyPools",
-    "torchrl_envs.datasets.rows": "DataOptions PromptLimit load_rows",
-    "torchrl_envs.entries": "as_nested_tensor as_padded_tensor",
-    "torchrl_envs.episode.chat_env": "ChatEnv",
-    "torchrl_envs.episode.episode": "Episode",
-    "torchrl_envs.episode.episode_env": "EpisodeEnv RewardErrorLimit TooManyRewardErrors",
-    "torchrl_envs.episode.tool_source": "Answer Job ToolSource",
-    "torchrl_envs.episode.transform": "EpisodeStartError EpisodeTransform",
-    "torchrl_envs.graders.answers": "MathVerifyReward RepetitionPenalty",
-    "torchrl_envs.graders.judges": "ChatCompletions LLMJudge PolicyAnswers RewardModel",
-    "torchrl_envs.rewards.answer": "AnswerReward reward_metrics",
-    "torchrl_envs.rewards.functions": "RewardFunctions row_reward",
-    "torchrl_envs.rewards.kl": "KLComputation KLRewardTransform RetrieveKL RetrieveLogProb",
-    "torchrl_envs.sandbox": "Sandbox SandboxLimits SandboxResult SandboxSession",
-    "torchrl_envs.tasks.ifeval": "IFEvalEnv IFEvalScoreData IfEvalScorer",
-    "torchrl_envs.tasks.mlgym": "MLGymWrapper make_mlgym",
-    "torchrl_envs.tasks.questions": "CountdownEnv CountdownRewardParser GSM8KEnv "
-    "GSM8KPrepareQuestion GSM8KRewardParser MATHEnv make_gsm8k_env",
-    "torchrl_envs.testing": "EnvironmentRuleError check_env",
-    "torchrl_envs.tools.browser": "BrowserTransform",
-    "torchrl_envs.tools.environments": "EnvironmentTools StepEnvironments",
-    "torchrl_envs.tools.functions": "FunctionTools PythonInterpreter",
-    "torchrl_envs.tools.mcp": "MCPToolTransform",
-    "torchrl_envs.transforms.context": "DropReasoning FoldContext TokenBudget",
-    "torchrl_envs.transforms.policy_version": "PolicyVersion",
-    "torchrl_envs.transforms.thinking_prompt": "AddThinkingPrompt",
-    "torchrl_envs.transforms.tokenizer": "TemplateTransform Tokenizer",
-}
-"""Each module with its public names."""
-_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "AddThinkingPrompt",
@@ -156,11 +120,4 @@ __all__ = [
     "row_reward",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return import_module("torchrl_data").__version__
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    return import_module("torchrl_data.checks").knows_torchrl(value)
+__getattr__ = lazy_names(__name__, __file__)

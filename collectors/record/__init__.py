@@ -1,7 +1,8 @@
 """The record of a run: rollouts, groups and metrics of each step, and what shows them."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from .recorder import RolloutRecorder
@@ -16,18 +17,6 @@ if TYPE_CHECKING:
     )
     from .view import write_html
 
-_HOMES = {
-    "GroupSummary": ".samples",
-    "RecordedToolCall": ".samples",
-    "RolloutRecorder": ".recorder",
-    "RolloutSample": ".samples",
-    "RunRecord": ".samples",
-    "SampleTokens": ".samples",
-    "StepSummary": ".samples",
-    "TokenSpan": ".samples",
-    "write_html": ".view",
-}
-
 __all__ = [
     "GroupSummary",
     "RecordedToolCall",
@@ -40,8 +29,4 @@ __all__ = [
     "write_html",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+__getattr__ = lazy_names(__name__, __file__)

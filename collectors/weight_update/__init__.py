@@ -1,19 +1,12 @@
 """Ways in which a trainer's weights reach a policy; one a file."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from .updaters import InProcessUpdater, WeightUpdater, vLLMUpdater
     from .weights import contribute_weights, gathered_state_dict
-
-_HOMES = {
-    "InProcessUpdater": ".updaters",
-    "WeightUpdater": ".updaters",
-    "contribute_weights": ".weights",
-    "gathered_state_dict": ".weights",
-    "vLLMUpdater": ".updaters",
-}
 
 __all__ = [
     "InProcessUpdater",
@@ -23,8 +16,4 @@ __all__ = [
     "vLLMUpdater",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+__getattr__ = lazy_names(__name__, __file__)

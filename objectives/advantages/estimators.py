@@ -308,10 +308,9 @@ def trajectory_return(reward: Tensor, scorable: Tensor | None, how: TrajectoryRe
     """One number for a row; NaN where it could not be scored, or is not finite."""
     if scorable is not None and not bool(scorable.all()):
         return math.nan
-    if reward.numel() == 1:
-        value = float(reward)
-    else:
-        value = float({"sum": Tensor.sum, "mean": Tensor.mean, "max": Tensor.amax}[how](reward))
+    one = reward.numel() == 1
+    reduce = {"sum": Tensor.sum, "mean": Tensor.mean, "max": Tensor.amax}[how]
+    value = float(reward if one else reduce(reward))
     return value if math.isfinite(value) else math.nan
 
 
@@ -430,7 +429,7 @@ class RoleBaseline(AdvantageEstimator):
         found = []
         for group in groups:
             for row, value in zip(group.rows, group.returns, strict=True):
-                role, gain = self._role(row), 0.0
+                role, gain = tuple(self._value(row, key) for key in self.by), 0.0
                 if not math.isnan(value):
                     baseline = self.baselines.get(role, 0.0)
                     self.baselines[role] = self.decay * baseline + (1 - self.decay) * value
@@ -438,19 +437,16 @@ class RoleBaseline(AdvantageEstimator):
                 found.append(torch.full((1, 1), gain))
         return found
 
-    def _role(self, row: TensorDictBase) -> Role:
-        values: list[int | str] = []
-        for key in self.by:
-            value = row.get(key, None)
-            if value is None:
-                found = sorted(map(str, row.keys()))
-                raise MissingEntryError(
-                    f"{WHO}: RoleBaseline reads {key!r}, which a row lacks. The row holds {found}. "
-                    "Write who played it, or name the entries with by=."
-                )
-            value = getattr(value, "data", value) if not isinstance(value, Tensor) else value
-            values.append(value if isinstance(value, str) else int(value))
-        return tuple(values)
+    def _value(self, row: TensorDictBase, key: NestedKey) -> int | str:
+        value = row.get(key, None)
+        if value is None:
+            found = sorted(map(str, row.keys()))
+            raise MissingEntryError(
+                f"{WHO}: RoleBaseline reads {key!r}, which a row lacks. The row holds {found}. "
+                "Write who played it, or name the entries with by=."
+            )
+        value = getattr(value, "data", value) if not isinstance(value, Tensor) else value
+        return value if isinstance(value, str) else int(value)
 
     def is_flat(self, group: RewardedGroup) -> bool:
         """See the base class; no row needs another one here."""

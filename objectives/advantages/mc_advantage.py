@@ -223,15 +223,12 @@ class MCAdvantage(_ByGroups):
         self.estimator = self._build_estimator(estimator, scale)
         self.zero_variance = one_of("zero_variance", zero_variance, NO_SIGNAL)
         self.unscorable = one_of("unscorable", unscorable, NO_SIGNAL)
-        self.keep_return_bounds = (
-            None if keep_return_bounds is None else pair("keep_return_bounds", keep_return_bounds)
-        )
+        self.keep_return_bounds = keep_return_bounds
+        if keep_return_bounds is not None:
+            self.keep_return_bounds = pair("keep_return_bounds", keep_return_bounds)
         self.on_expiry = one_of("on_expiry", on_expiry, ON_EXPIRY)
-        self._check_together()
         self._refills: Counter[Hashable] = Counter()
         self._segments = SegmentQueue()
-
-    def _check_together(self) -> None:
         if self.group_size == 1 and self.zero_variance != "keep":
             raise ValueError(
                 f"A group of one never has a signal: zero_variance={self.zero_variance!r} would "
@@ -410,11 +407,6 @@ class MCAdvantage(_ByGroups):
 # The group advantages of several writers, kept in one Ray actor.
 
 
-def _ray() -> Any:
-    """The one door to Ray: imported when it is used."""
-    return import_module("ray")
-
-
 def start_ray(config: Mapping[str, Any] | None) -> bool:
     """Connect to the Ray that ``ray start`` started, or start one, on this machine's loopback.
 
@@ -427,7 +419,7 @@ def start_ray(config: Mapping[str, Any] | None) -> bool:
     Returns:
         Whether this process had not been connected before.
     """
-    ray, config = _ray(), {"include_dashboard": False, **(config or {})}
+    ray, config = import_module("ray"), {"include_dashboard": False, **(config or {})}
     if ray.is_initialized():
         return False
     if {"address", "_node_ip_address"} & config.keys() or os.environ.get("RAY_ADDRESS"):
@@ -483,18 +475,18 @@ class RayMCAdvantage(Transform):
     ) -> None:
         super().__init__()
         MCAdvantage(group_size, **options)
-
         start_ray(ray_init_config)
         self.timeout_s = timeout_s
         self._owns_actor = actor_name is None
         config: dict[str, Any] = {"num_cpus": 0, **(remote_config or {})}
         if actor_name is not None:
             config |= {"name": actor_name, "get_if_exists": True}
-        self._actor = _ray().remote(MCAdvantage).options(**config).remote(group_size, **options)
+        actor = import_module("ray").remote(MCAdvantage).options(**config)
+        self._actor = actor.remote(group_size, **options)
 
     def _call_actor(self, method: str, *args: Any) -> Any:
-
-        return _ray().get(getattr(self._actor, method).remote(*args), timeout=self.timeout_s)
+        answer = getattr(self._actor, method).remote(*args)
+        return import_module("ray").get(answer, timeout=self.timeout_s)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Leave sampled rows as they are."""
@@ -524,7 +516,7 @@ class RayMCAdvantage(Transform):
     def close(self) -> None:
         """End the actor, if it is this transform's own."""
         if self._owns_actor:
-            _ray().kill(self._actor)
+            import_module("ray").kill(self._actor)
 
 
 # Keep the best rows of each group, as they go into a replay buffer.
@@ -618,23 +610,20 @@ class TopKRewardSelector(_ByGroups):
         released: list[TensorDictBase] = []
         for row in rows:
             group_id = int(read_entry(row, self.group_key, "TopKRewardSelector"))
-            members = self.queue.add(group_id, row)
-            if members is not None:
-                released += self._best(members)
+            if (members := self.queue.add(group_id, row)) is None:
+                continue
+            scored = [(self._return(member), member) for member in members]
+            falling = [pair for pair in scored if not math.isnan(pair[0])]
+            falling.sort(key=lambda pair: -pair[0])
+            if self.above != "any" and falling:
+                bound = self._bound([value for value, _ in falling])
+                falling = [pair for pair in falling if pair[0] > bound]
+            best = [member for _, member in falling[: self.topk_size]]
+            self.stats.rows_dropped_unselected += len(members) - len(best)
+            released += best
         for _, late in self.queue.expire():
             self.stats.rows_expired += len(late)
         return released
-
-    def _best(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
-        returns = [self._return(row) for row in rows]
-        order = [index for index, value in enumerate(returns) if not math.isnan(value)]
-        order.sort(key=lambda index: -returns[index])
-        if self.above != "any" and order:
-            bound = self._bound([returns[index] for index in order])
-            order = [index for index in order if returns[index] > bound]
-        best = order[: self.topk_size]
-        self.stats.rows_dropped_unselected += len(rows) - len(best)
-        return [rows[index] for index in best]
 
     def _bound(self, falling: Sequence[float]) -> float:
         if not isinstance(self.above, str):

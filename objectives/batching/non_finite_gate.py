@@ -121,7 +121,13 @@ class NonFiniteGate:
             self._batches.append(batch)
         is_finite = bool(total.isfinite().all())
         if not is_finite:
-            terms = _terms(output)
+            items = getattr(output, "items", dict)()
+            bad = [
+                f"{name} {value.detach().tolist()}"
+                for name, value in items
+                if isinstance(value, Tensor) and not bool(value.isfinite().all())
+            ]
+            terms = ", ".join(bad) or "no term by name"
             self._bad_loss = self._bad_loss or f"the loss is {total.detach().tolist()} ({terms})"
         together = self._ranks.size > 1  # the others wait for this backward pass
         if together and not total.requires_grad:
@@ -218,17 +224,5 @@ def _tensors(batch: PackedBatch) -> Iterable[tuple[str, Tensor]]:
         value = getattr(batch, field.name)
         items = value.items() if isinstance(value, Mapping) else [("", value)]
         for name, tensor in items:
-            if tensor is None:
-                continue
-            yield f"{field.name}.{name}".rstrip("."), tensor.detach().cpu().clone()
-
-
-def _terms(output: LossOutput) -> str:
-    """The terms of a loss that are not finite, by name."""
-    items = getattr(output, "items", dict)()
-    bad = [
-        f"{name} {value.detach().tolist()}"
-        for name, value in items
-        if isinstance(value, Tensor) and not bool(value.isfinite().all())
-    ]
-    return ", ".join(bad) or "no term by name"
+            if tensor is not None:
+                yield f"{field.name}.{name}".rstrip("."), tensor.detach().cpu().clone()

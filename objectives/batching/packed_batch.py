@@ -73,16 +73,12 @@ class DistillationLossKeys(TokenKeys):
 
 MaskingStrategy = Literal["assistant", "response", "all"]
 MASKING_STRATEGIES: Final[tuple[MaskingStrategy, ...]] = ("assistant", "response", "all")
-_TORCHRL_NAMES: Final[Mapping[str, MaskingStrategy]] = {
-    "rlhf": "assistant",
-    "sft": "response",
-    "generic": "all",
-}
 
 
 def resolve_masking_strategy(name: str) -> MaskingStrategy:
-    """Resolve the name of a masking strategy."""
-    return one_of("masking_strategy", name, MASKING_STRATEGIES, _TORCHRL_NAMES)
+    """Resolve the name of a masking strategy, or TorchRL's for it."""
+    theirs: dict[str, MaskingStrategy] = {"rlhf": "assistant", "sft": "response", "generic": "all"}
+    return one_of("masking_strategy", name, MASKING_STRATEGIES, theirs)
 
 
 @dataclass(frozen=True)

@@ -368,9 +368,7 @@ _TORCHRUN: Final = {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def _own_device(device: torch.device | str | None, local_rank: int) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type != "cuda" or device.index is not None:
         return device
     if local_rank >= torch.cuda.device_count():
@@ -409,7 +407,15 @@ def norm_over(ranks: Ranks, grads: Sequence[Tensor]) -> Tensor:
     of_shards: Any = torch.nn.utils.get_total_norm(shards)
     of_shards = of_shards.full_tensor() if shards else of_shards
     of_copies = torch.nn.utils.get_total_norm(copies)
-    _check_same(ranks.gather(float(of_copies)))
+    norms: list[float] = ranks.gather(float(of_copies))
+    low, high = min(norms), max(norms)
+    if math.isfinite(high - low) and high - low > 1e-4 * high:
+        # Gradients of whole parameters have been reduced, or every rank trains another model.
+        raise RuntimeError(
+            "NonFiniteGate: the gradients of parameters that every rank holds have different norms "
+            f"({', '.join(f'{norm:.6g}' for norm in norms)} by rank), so they were not reduced. "
+            "Give the policy DistributedDataParallel(model), or the model after fully_shard(model)."
+        )
     return torch.hypot(of_shards.double().cpu(), of_copies.double().cpu())
 
 
@@ -442,14 +448,3 @@ def _local(value: Any) -> Tensor:
     """What this process has of a tensor, in the same memory."""
     to_local = getattr(value, "to_local", None)
     return value if to_local is None else to_local()
-
-
-def _check_same(norms: Sequence[float]) -> None:
-    """Gradients of whole parameters have been reduced, or every rank trains another model."""
-    low, high = min(norms), max(norms)
-    if math.isfinite(high - low) and high - low > 1e-4 * high:
-        raise RuntimeError(
-            "NonFiniteGate: the gradients of parameters that every rank holds have different norms "
-            f"({', '.join(f'{norm:.6g}' for norm in norms)} by rank), so they were not reduced. "
-            "Give the policy DistributedDataParallel(model), or the model after fully_shard(model)."
-        )

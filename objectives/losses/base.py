@@ -33,12 +33,6 @@ from .options import TokenOptions, aggregation_name
 Output = TypeVar("Output")
 
 
-def sum_of_losses(output: Any) -> Tensor:
-    """Add up the entries whose name begins with ``loss_``."""
-    terms = [value for key, value in output.items() if str(key).startswith("loss_")]
-    return torch.stack([term for term in terms if term is not None]).sum(0)
-
-
 def make_output(kind: type[Output], terms: Mapping[str, Tensor]) -> Output:
     """Make an output from its entries by name."""
     made: Any = kind
@@ -50,7 +44,9 @@ class LossTerms:
 
     def total(self) -> Tensor:
         """The objective: the sum of the ``loss_*`` entries."""
-        return sum_of_losses(self)
+        output: Any = self
+        terms = [value for key, value in output.items() if str(key).startswith("loss_")]
+        return torch.stack([term for term in terms if term is not None]).sum(0)
 
     @classmethod
     def combine(
@@ -72,10 +68,10 @@ class LossTerms:
             raise ValueError("combine needs at least one output.")
         terms = combined_terms(outputs)
         if ranks is not None and ranks.size > 1:
-            own = {name: value.cpu() for name, value in terms.items()}
-            for name in own:  # its losses were divided by its share of the counts of all
-                if name.startswith("loss_"):
-                    own[name] = own[name] / ranks.size
+            own = {  # its losses were divided by its share of the counts of all
+                name: value.cpu() / (ranks.size if name.startswith("loss_") else 1)
+                for name, value in terms.items()
+            }
             terms = combined_terms(ranks.gather(own))
         return make_output(cls, terms)
 
@@ -120,7 +116,7 @@ def loss_output(kind: type[Output]) -> type[Output]:
 def _reduction(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def reduction(output: Any, *args: Any, reduce: bool | None = None, **options: Any) -> Any:
         if reduce:
-            return getattr(sum_of_losses(output), name)(*args, **options)
+            return getattr(output.total(), name)(*args, **options)
         return plain(output, *args, reduce=reduce, **options)
 
     reduction.__name__ = name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, NamedTuple, Unpack
 
@@ -110,37 +110,6 @@ def filter_tokens(
     return keep
 
 
-def separating_threshold(entropy: Tensor, *, top_fraction: float) -> float:
-    """The entropy threshold of a window, in nats; -inf where all tokens are kept."""
-    # Midway between the last token that is kept and the next one that is not, so that the rounding
-    # of a differently split batch pushes none to the other side.
-    keep = F.high_entropy_mask(entropy, top_fraction=top_fraction)
-    dropped = entropy[~keep]
-    if not len(dropped):
-        return -math.inf
-    return float(entropy[keep].min().double() + dropped.max().double()) / 2
-
-
-def signal(batch: PackedBatch) -> Tensor:
-    """The tokens that can move the policy: bool ``[K]``, True where the advantage is not 0."""
-    return batch.entries["advantage"] != 0
-
-
-def measured_weights(
-    options: GRPOOptions, batch: PackedBatch, scores: PolicyScores, window: Window
-) -> F.SamplerWeights | None:
-    """The sampler correction of each token, ``[K]``; None for none."""
-    correction = options.sampler_correction
-    if correction is None:
-        return None
-    weights = correction.weights(scores.old, scores.sampler, batch.sampled, batch.target_lengths)
-    if not correction.normalize:
-        return weights
-    mean = window.sampler_weight_mean
-    divisor = weights.weight.mean() if mean is None else weights.weight.new_tensor(mean)
-    return weights._replace(weight=weights.weight / divisor.masked_fill(divisor == 0, 1.0))
-
-
 def penalty_terms(
     options: GRPOOptions,
     batch: PackedBatch,
@@ -195,6 +164,11 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         window = loss.measure_window(packed)
         for part in packed.micro_batches(max_tokens=8192):
             loss(part, window=window).total().backward()
+
+    With ``TokenFilters(top_entropy_fraction=...)`` ``measure_window`` also scores the window,
+    without gradient, for the entropy that this fraction of its tokens reaches: a forward pass more.
+    Then give it in parts that fit, ``loss.measure_window(packed.micro_batches(max_tokens=8192))``;
+    the result does not depend on them, of which all ranks give equally many.
 
     A row whose log-probs no policy can have sampled (NaN, infinite, positive) is left out, logged
     and counted in ``num_rows_left_out``.
@@ -300,33 +274,8 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             True where a trained token has an advantage other than 0, or a KL or entropy term is on
             and a token is trained.
         """
-        trained = packed.num_targets > 0
-        return trained and (self.options.has_penalty or bool(signal(packed).any()))
-
-    def measure_window(
-        self,
-        batches: TensorDictBase | PackedBatch | Iterable[TensorDictBase | PackedBatch],
-        *,
-        ranks: Ranks | None = None,
-    ) -> Window:
-        """Count what an accumulation window will train, before any of it is trained.
-
-        With ``TokenFilters(top_entropy_fraction=...)`` the window is also scored, without gradient,
-        for the entropy that this fraction of its tokens reaches: a forward pass more. Then give it
-        in parts that fit, ``loss.measure_window(packed.micro_batches(max_tokens=8192))``; the
-        result does not depend on them.
-
-        Args:
-            batches: all rows of the window that this process trains, as one batch or several.
-            ranks: train the window together; each of them calls it, with equally many batches.
-
-        Returns:
-            The counts, and the threshold, for ``window=``; see :meth:`TokenLoss.measure_window`.
-
-        Raises:
-            MissingEntryError: an entry is missing.
-        """
-        return super().measure_window(batches, ranks=ranks)
+        has_signal = self.options.has_penalty or bool((packed.entries["advantage"] != 0).any())
+        return packed.num_targets > 0 and has_signal
 
     def forward(
         self, tensordict: TensorDictBase | PackedBatch, *, window: Window | None = None
@@ -351,7 +300,7 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         batch, window = self._pack_window(tensordict, window)
         scored = batch
         if self.options.skip_rows_without_signal:  # advantage 0 on every trained token
-            scored = batch.take_rows(rows_with(signal(batch), batch))
+            scored = batch.take_rows(rows_with(batch.entries["advantage"] != 0, batch))
         scores = self._score(scored, entropy=self.wants_entropy)
         output = self.of_scores(scored, scores, window)
         if scored is not batch:
@@ -429,26 +378,26 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
             scores = [self._score(batch, entropy=True).entropy for batch in batches]
             entropy = torch.cat([torch.zeros(0)] + [p.cpu() for p in scores if p is not None])
             entropy = gathered_rows(ranks, entropy)
-            found["entropy_threshold"] = separating_threshold(entropy, top_fraction=fraction)
+            keep = F.high_entropy_mask(entropy, top_fraction=fraction)
+            found["entropy_threshold"] = -math.inf
+            if len(dropped := entropy[~keep]):
+                # Midway between the last token that is kept and the next one that is not, so that
+                # the rounding of a differently split batch pushes none to the other side.
+                bounds = entropy[keep].min().double() + dropped.max().double()
+                found["entropy_threshold"] = float(bounds) / 2
         correction = self.options.sampler_correction
         if correction is not None and correction.normalize:
-            each = torch.cat([torch.zeros(0), *map(self._weights_of, batches)])
-            each = gathered_rows(ranks, each)
+            weights = [torch.zeros(0)]
+            for batch in batches:
+                # The trainer's scores from before the update are there, or have to be made.
+                known = batch.entries.get("old_log_probs")
+                scored = self._score(batch) if known is None else TokenScores(known)
+                old, sampler = policy_scores(batch, scored, self.options)[1:3]
+                own = correction.weights(old, sampler, batch.sampled, batch.target_lengths)
+                weights.append(own.weight.cpu())
+            each = gathered_rows(ranks, torch.cat(weights))
             found["sampler_weight_mean"] = float(each.double().mean()) if len(each) else 1.0
         return found
-
-    def _weights_of(self, batch: PackedBatch) -> Tensor:
-        """The sampler's weights before they are normalised, ``[K]`` on the CPU."""
-        correction = self.options.sampler_correction
-        assert correction is not None
-        # The trainer's scores from before the update are there; those of now have to be made.
-        known = batch.entries.get("old_log_probs")
-        scores = self._score(batch) if known is None else TokenScores(known)
-        policy = policy_scores(batch, scores, self.options)
-        weights = correction.weights(
-            policy.old, policy.sampler, batch.sampled, batch.target_lengths
-        )
-        return weights.weight.cpu()
 
     def _policy_term(
         self, batch: PackedBatch, scores: PolicyScores, window: Window
@@ -457,7 +406,16 @@ class GRPOLoss(TokenLoss[GRPOLossKeys]):
         log_ratio = F.leveled_log_ratio(
             token_log_ratio, lengths=batch.target_lengths, level=self.options.ratio_level
         )
-        weights = measured_weights(self.options, batch, scores, window)
+        weights, correction = None, self.options.sampler_correction
+        if correction is not None:
+            weights = correction.weights(
+                scores.old, scores.sampler, batch.sampled, batch.target_lengths
+            )
+        if weights is not None and correction is not None and correction.normalize:
+            mean = window.sampler_weight_mean
+            divisor = weights.weight.mean() if mean is None else weights.weight.new_tensor(mean)
+            normal = weights.weight / divisor.masked_fill(divisor == 0, 1.0)
+            weights = weights._replace(weight=normal)
         tokens = PolicyTokens(
             log_ratio=log_ratio,
             log_prob=scores.current,

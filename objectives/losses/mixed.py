@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from objectives.losses.base import Window
 from torchrl_data.checks import TokenScores, check_type
 
 from .base import TokenLoss, scorer_device
+
+_READ = ("read.tokens", "read.attention_mask", "read.assistant_mask")
+_SAME = {what: attrgetter(what) for what in ("actor_network", "temperature", *_READ)}
+"""What all streams have in common."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,14 @@ class MixedLoss(TensorDictModuleBase):
             check_type(f"stream {name!r}", loss, TokenLoss, who="MixedLoss")
             _check_weighable(name, loss)
         self.streams = torch.nn.ModuleDict(streams)
-        _check_alike(streams)
+        (first, one), *others = streams.items()
+        for name, loss in others:
+            other = [what for what, of in _SAME.items() if of(loss) != of(one)]
+            if other:
+                raise ValueError(
+                    f"MixedLoss: streams {first!r} and {name!r} differ in {', '.join(other)}. One "
+                    "pass scores the tokens of all streams: give them the same."
+                )
         keys = [key for loss in streams.values() for key in loss.in_keys]
         weights: list[NestedKey] = [(STREAMS, name) for name in streams]
         self.in_keys: list[NestedKey] = list(dict.fromkeys([*keys, *weights]))  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -158,8 +170,7 @@ class MixedLoss(TensorDictModuleBase):
             device=scorer_device(self._first.actor_network),
         )
         for name, loss in self._losses():
-            part = stream_part(packed, name).batch
-            unfit = loss.fit(part).left_out
+            unfit = loss.fit(stream_part(packed, name).batch).left_out
             if bool(unfit.any()):
                 packed = leave_out_of_stream(packed, name, unfit)
         return packed
@@ -184,12 +195,10 @@ class MixedLoss(TensorDictModuleBase):
         """
         parts = [batches] if isinstance(batches, TensorDictBase | PackedBatch) else batches
         packed = [self.pack(rows) for rows in parts]
-        return {
-            name: loss.measure_window(
-                [stream_part(rows, name).batch for rows in packed], ranks=ranks
-            )
-            for name, loss in self._losses()
+        streams = {
+            name: [stream_part(rows, name).batch for rows in packed] for name in self.streams
         }
+        return {n: loss.measure_window(streams[n], ranks=ranks) for n, loss in self._losses()}
 
     def has_signal(self, packed: PackedBatch) -> bool:
         """Whether an optimizer step on a batch can follow from any of its streams.
@@ -236,9 +245,7 @@ class MixedLoss(TensorDictModuleBase):
         outputs = {}
         for name, loss in self._losses():
             part, index = stream_part(packed, name)
-            counts = None if window is None else window[name]
-            if counts is None:
-                counts = Window(part.num_targets, part.num_rows)
+            counts = Window(part.num_targets, part.num_rows) if window is None else window[name]
             counts = counts.check(part.num_targets, part.num_rows, f"MixedLoss, stream {name!r}")
             entropy = scores.entropy if loss.wants_entropy else None
             own = TokenScores(scores.log_prob[index], None if entropy is None else entropy[index])
@@ -264,21 +271,3 @@ def _check_weighable(name: str, loss: TokenLoss[Any]) -> None:
     ):
         if bad:
             raise ValueError(f"MixedLoss: stream {name!r}: {what}.")
-
-
-def _check_alike(streams: Mapping[str, TokenLoss[Any]]) -> None:
-    (first, one), *others = streams.items()
-    for name, loss in others:
-        same = {
-            "actor_network": loss.actor_network is one.actor_network,
-            "temperature": loss.temperature == one.temperature,
-            "read.tokens": loss.read.tokens == one.read.tokens,
-            "read.attention_mask": loss.read.attention_mask == one.read.attention_mask,
-            "read.assistant_mask": loss.read.assistant_mask == one.read.assistant_mask,
-        }
-        other = [what for what, equal in same.items() if not equal]
-        if other:
-            raise ValueError(
-                f"MixedLoss: streams {first!r} and {name!r} differ in {', '.join(other)}. One pass "
-                "scores the tokens of all streams: give them the same."
-            )

@@ -27,12 +27,11 @@ from torchrl_data.checks import (
 
 # What all losses over tokens can be told.
 
-_TORCHRL_AGGREGATIONS: Final[Mapping[str, F.Aggregation]] = {"prompt_mean": "sequence_mean"}
-
 
 def aggregation_name(aggregation: str) -> F.Aggregation:
     """The name of an aggregation, from it or from TorchRL's name."""
-    return one_of("aggregation", aggregation, F.AGGREGATIONS, _TORCHRL_AGGREGATIONS)
+    theirs: dict[str, F.Aggregation] = {"prompt_mean": "sequence_mean"}
+    return one_of("aggregation", aggregation, F.AGGREGATIONS, theirs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,10 +451,19 @@ class GRPOOptions(TokenOptions):
                 f"kl_mask_threshold={self.kl_mask_threshold} and filters.trust_region={region} are "
                 "one option: give one."
             )
-        self.all_filters()
         self._check_ratio()
         self._check_penalties()
-        self._check_skipping()
+        filters = self.all_filters()
+        if self.skip_rows_without_signal and self.has_penalty:
+            raise ValueError(
+                "skip_rows_without_signal drops rows that a KL, entropy or teacher term would "
+                "still move: switch one of them off."
+            )
+        if self.skip_rows_without_signal and filters.top_entropy_fraction is not None:
+            raise ValueError(
+                "skip_rows_without_signal does not score rows that top_entropy_fraction counts: "
+                "switch one of them off."
+            )
 
     def all_filters(self) -> TokenFilters:
         """The filters, with TorchRL's name for one of them."""
@@ -482,8 +490,7 @@ class GRPOOptions(TokenOptions):
                 f"clip_epsilon={self.clip_epsilon} and {settings} both give the clip bounds: give "
                 "them once."
             )
-        both = (clip, clip) if isinstance(clip, Real) else clip
-        low, high = pair("clip_epsilon", both)
+        low, high = pair("clip_epsilon", (clip, clip) if isinstance(clip, Real) else clip)
         return replace(settings, clip_low=low, clip_high=high).bind()
 
     def _check_ratio(self) -> None:
@@ -505,8 +512,7 @@ class GRPOOptions(TokenOptions):
             )
 
     def _check_penalties(self) -> None:
-        estimator = "k3" if self.kl_estimator is None else self.kl_estimator
-        one_of("kl_estimator", estimator, F.KL_ESTIMATORS)
+        one_of("kl_estimator", self.kl_estimator or "k3", F.KL_ESTIMATORS)
         if self.kl_estimator and not (self.kl_to_ref_coeff or self.kl_to_inference_coeff):
             raise ValueError(
                 f"kl_estimator={self.kl_estimator!r} has no effect without kl_to_ref_coeff or "
@@ -519,29 +525,11 @@ class GRPOOptions(TokenOptions):
                 f"entropy_coeff={self.entropy_coeff} has no effect without entropy_bonus=True."
             )
 
-    def _check_skipping(self) -> None:
-        if not self.skip_rows_without_signal:
-            return
-        if self.has_penalty:
-            raise ValueError(
-                "skip_rows_without_signal drops rows that a KL, entropy or teacher term would "
-                "still move: switch one of them off."
-            )
-        if self.all_filters().top_entropy_fraction is not None:
-            raise ValueError(
-                "skip_rows_without_signal does not score rows that top_entropy_fraction counts: "
-                "switch one of them off."
-            )
-
     @property
     def has_penalty(self) -> bool:
         """Whether a term moves the policy also where the batch's advantage is 0."""
-        return bool(
-            self.kl_to_ref_coeff
-            or self.kl_to_inference_coeff
-            or self.entropy_bonus
-            or self.teacher_coeff
-        )
+        kl = self.kl_to_ref_coeff or self.kl_to_inference_coeff
+        return bool(kl or self.entropy_bonus or self.teacher_coeff)
 
 
 def options_of(

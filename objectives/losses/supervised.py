@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from objectives import functional as F
 from objectives.batching.packed_batch import DistillationLossKeys, PackedBatch, SFTLossKeys
@@ -123,9 +122,17 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
 
     def of_scores(self, batch: PackedBatch, scores: TokenScores, window: Window) -> SFTLossOutput:
         """See the base class."""
-        log_prob = scores.log_prob
+        log_prob, lengths = scores.log_prob, batch.target_lengths
+        if self.loss_function == "sft":
+            objective = self._reduce(F.negative_log_likelihood(log_prob), batch, window)
+        else:
+            answer = F.sequence_mean if self.aggregation == "sequence_mean" else F.sequence_sum
+            reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
+            answers = (answer(each, lengths=lengths) for each in (log_prob, reference))
+            per_row = F.minor_sft(*answers, beta=self.beta)
+            objective = per_row.masked_fill(lengths == 0, 0.0).sum() / window.num_sequences
         terms = {
-            "loss_sft": self._objective(log_prob, batch, window),
+            "loss_sft": objective,
             "nll": F.token_mean(-log_prob.detach()),
             "num_active_tokens": log_prob.new_tensor(batch.num_targets).detach(),
             "num_sequences": log_prob.new_tensor(batch.num_rows).detach(),
@@ -134,22 +141,8 @@ class SFTLoss(TokenLoss[SFTLossKeys]):
             reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
             kl = F.kl_estimate(log_prob, reference)
             terms["kl_to_ref"] = F.token_mean(kl.detach())
-            reduced = self._reduce(kl, batch, window)
-            terms["loss_kl_to_ref"] = self.kl_to_ref_coeff * reduced
+            terms["loss_kl_to_ref"] = self.kl_to_ref_coeff * self._reduce(kl, batch, window)
         return make_output(SFTLossOutput, terms)
-
-    def _objective(self, log_prob: Tensor, batch: PackedBatch, window: Window) -> Tensor:
-        if self.loss_function == "sft":
-            return self._reduce(F.negative_log_likelihood(log_prob), batch, window)
-        answer = F.sequence_mean if self.aggregation == "sequence_mean" else F.sequence_sum
-        reference = batch.entries["ref_log_probs"].to(log_prob.dtype)
-        per_row = F.minor_sft(
-            answer(log_prob, lengths=batch.target_lengths),
-            answer(reference, lengths=batch.target_lengths),
-            beta=self.beta,
-        )
-        trained = batch.target_lengths > 0
-        return per_row.masked_fill(~trained, 0.0).sum() / window.num_sequences
 
 
 # Distillation of a teacher from the log-probs of single tokens.

@@ -1,7 +1,8 @@
 """Environments on OpenEnv servers, over a thin client of their WebSocket protocol."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from .session import (
@@ -17,19 +18,6 @@ if TYPE_CHECKING:
     )
     from .tools import OpenEnvTools
 
-_HOMES = {
-    "EnvResult": ".session",
-    "OpenEnvCapacityError": ".session",
-    "OpenEnvConnectionError": ".session",
-    "OpenEnvError": ".session",
-    "OpenEnvProtocolError": ".session",
-    "OpenEnvServerError": ".session",
-    "OpenEnvSession": ".session",
-    "OpenEnvTimeoutError": ".session",
-    "OpenEnvTools": ".tools",
-    "SessionNotResetError": ".session",
-}
-
 __all__ = [
     "EnvResult",
     "OpenEnvCapacityError",
@@ -43,8 +31,4 @@ __all__ = [
     "SessionNotResetError",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+__getattr__ = lazy_names(__name__, __file__)

@@ -3,8 +3,9 @@
 The transforms of the other folders have their names here too, where TorchRL's users look for them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from torchrl.envs.transforms import StepCounter
@@ -63,8 +64,4 @@ __all__ = [
     "as_padded_tensor",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("torchrl_envs"), name)
+__getattr__ = lazy_names(__name__, __file__)

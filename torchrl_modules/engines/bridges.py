@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -16,7 +17,15 @@ from torch import Tensor
 
 from torchrl_modules.sampling import SamplingParameters
 
-from .engine import AsyncEngine, Engine, EngineDied, Generation, VersionSpan
+from .engine import (
+    AsyncEngine,
+    ClosedAsynchronously,
+    Engine,
+    EngineDied,
+    EngineOver,
+    Generation,
+    VersionSpan,
+)
 
 # Rows that are drawn together.
 
@@ -312,26 +321,35 @@ class EngineThread:
         return died
 
 
-class _EngineOver:
-    """Has the version and the limits of the engine inside."""
+class SteppedEngine(EngineOver, ClosedAsynchronously):
+    """An engine that an `EngineThread` steps."""
 
-    inside: Any
-    """The engine that draws."""
+    _thread: EngineThread
 
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self.inside.version
+    async def pause(self) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.pause`."""
+        await self._thread.set_paused(True)
 
-    @property
-    def vocab_size(self) -> int | None:
-        """Token ids are below it, where the engine knows it."""
-        return getattr(self.inside, "vocab_size", None)
+    async def resume(self) -> None:
+        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.resume`."""
+        await self._thread.set_paused(False)
 
-    @property
-    def max_model_len(self) -> int | None:
-        """Most tokens of a prompt and its response, where the engine knows it."""
-        return getattr(self.inside, "max_model_len", None)
+    async def check_health(self) -> None:
+        """Say whether it is there.
+
+        Raises:
+            EngineDied: it died.
+            RuntimeError: it is closed.
+        """
+        self._thread.check_alive()
+
+    def close(self) -> None:
+        """Abort what is in flight and end the thread. May be called twice.
+
+        Raises:
+            EngineDied: a step, or a command between two, does not end.
+        """
+        self._thread.close()
 
 
 # A synchronous engine served to asyncio: requests become batches.
@@ -345,7 +363,7 @@ class _Request(NamedTuple):
     future: "asyncio.Future[Generation]"
 
 
-class BatchingEngine(_EngineOver):
+class BatchingEngine(EngineOver):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over one that draws batches.
 
     A batch holds whoever asked while the last one was drawn, and is drawn in a thread; updates come
@@ -360,7 +378,7 @@ class BatchingEngine(_EngineOver):
     """
 
     def __init__(self, engine: Engine, *, num_expected: Callable[[], float] | None = None) -> None:
-        self.inside = engine
+        self._inside = engine
         self._num_expected = num_expected
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batching-engine")
         self._waiting: list[_Request] = []
@@ -372,7 +390,7 @@ class BatchingEngine(_EngineOver):
     @property
     def model(self) -> Any:
         """What it draws from, where that is in this process."""
-        return getattr(self.inside, "model", None)
+        return getattr(self._inside, "model", None)
 
     async def respond(
         self,
@@ -422,20 +440,22 @@ class BatchingEngine(_EngineOver):
 
     async def _answer(self, batch: list[_Request]) -> None:
         loop = asyncio.get_running_loop()
+        outcomes: Sequence[Generation | Exception]
         try:
-            generations = await loop.run_in_executor(self._thread, self._generate, batch)
+            outcomes = await loop.run_in_executor(self._thread, self._generate, batch)
         except Exception as error:
-            for request in batch:
-                if not request.future.done():
-                    request.future.set_exception(error)
-            return
-        for request, generation in zip(batch, generations, strict=True):
-            if not request.future.done():
-                request.future.set_result(generation)
+            outcomes = [error] * len(batch)
+        for request, outcome in zip(batch, outcomes, strict=True):
+            if request.future.done():
+                continue
+            if isinstance(outcome, Exception):
+                request.future.set_exception(outcome)
+            else:
+                request.future.set_result(outcome)
 
     def _generate(self, batch: list[_Request]) -> list[Generation]:
-        version = self.inside.version
-        generations = self.inside.generate(
+        version = self._inside.version
+        generations = self._inside.generate(
             [request.prompt for request in batch],
             batch[0].params,
             max_new_tokens=[request.budget for request in batch],
@@ -452,10 +472,8 @@ class BatchingEngine(_EngineOver):
     ) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.update_weights`."""
         self._check_open()
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(
-            self._thread, lambda: self.inside.update_weights(state_dict, version=version)
-        )
+        update = partial(self._inside.update_weights, state_dict, version=version)
+        await asyncio.get_running_loop().run_in_executor(self._thread, update)
 
     async def pause(self) -> None:
         """Begin no further batch; one that is drawn is drawn to its end."""
@@ -483,7 +501,7 @@ class BatchingEngine(_EngineOver):
 _MAX_DEATHS: Final = 3
 
 
-class BlockingEngine(_EngineOver):
+class BlockingEngine(EngineOver):
     """An :class:`~torchrl_modules.Engine` over an asynchronous one, for policies and batches.
 
     Rows whose engine dies are drawn again, as long as another one serves.
@@ -493,7 +511,7 @@ class BlockingEngine(_EngineOver):
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self.inside = engine
+        self._inside = self.inside = engine
         self._loop = LoopThread("BlockingEngine")
 
     def check_sampling(self, params: SamplingParameters) -> None:
@@ -525,8 +543,7 @@ class BlockingEngine(_EngineOver):
                     return await self.inside.respond(prompt, own, max_new_tokens=budget)
             return await self.inside.respond(prompt, own, max_new_tokens=budget)
 
-        rows = map(draw_row, prompts, budgets, seeds)
-        return self._loop.run(gather_rows(rows))
+        return self._loop.run(gather_rows(map(draw_row, prompts, budgets, seeds)))
 
     def update_weights(
         self, state_dict: Mapping[str, Tensor], *, version: int | None = None

@@ -1,7 +1,8 @@
 """What an engine is, blocking or asynchronous, and how loaded it is."""
 
+import asyncio
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -205,6 +206,40 @@ class AsyncEngine(Protocol):
         ...
 
 
+class EngineOver:
+    """Has the version and the limits of the engine inside; one that this lacks it lacks as well."""
+
+    _inside: Any
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve; 0 before the first update."""
+        return self._inside.version
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._inside.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self._inside.max_model_len
+
+
+class ClosedAsynchronously:
+    """``async with`` closes it in the end, in a thread."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.close)
+
+
 def can_keep_caches(engine: Any) -> bool:
     """Whether responses in flight can go on with what the old weights have read."""
     return bool(getattr(engine, "can_keep_caches", False))
@@ -233,26 +268,16 @@ _PREEMPTIONS: Final = "vllm:num_preemptions_total"
 
 
 class EngineLoad(NamedTuple):
-    """How full an engine is, as its ``measure_load()`` tells, where ``tells_load`` is true."""
+    """How full an engine is, as its ``measure_load()`` tells, where ``tells_load`` is true.
+
+    That raises :class:`EngineDied` if the engine is gone or stuck, ``ConnectionError`` if it did
+    not answer, and ``RuntimeError`` if it is closed.
+    """
 
     cache_use: float
     """Fraction of its cache of keys and values that requests in flight hold, from 0 to 1."""
     num_preemptions: int
     """How often, ever, a request was put off because the cache was full, to be read again."""
-
-
-class TellsLoad(Protocol):
-    """An engine that can tell how full it is."""
-
-    async def measure_load(self) -> EngineLoad:
-        """How full it is now.
-
-        Raises:
-            EngineDied: the engine is gone or stuck.
-            ConnectionError: it did not answer.
-            RuntimeError: it is closed.
-        """
-        ...
 
 
 def tells_load(engine: Any) -> bool:

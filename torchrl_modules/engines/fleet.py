@@ -6,10 +6,10 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, cast
 
 from torch import Tensor
 
@@ -19,10 +19,10 @@ from torchrl_modules.weights import UpdateRefused, next_version
 from .bridges import LoopThread, open_async
 from .engine import (
     AsyncEngine,
+    ClosedAsynchronously,
     EngineDied,
     EngineLoad,
     Generation,
-    TellsLoad,
     can_keep_caches,
     push_weights,
     tells_load,
@@ -69,7 +69,6 @@ class SessionRouter:
 
 # One engine of a fleet: what it has to do, and what becomes of it when it dies.
 
-T = TypeVar("T")
 Opener = Callable[[], AsyncEngine]
 _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S: Final = 5.0
@@ -102,21 +101,8 @@ class Member:
         """The version that it does not take."""
         self._check_now = asyncio.Event()
         """Set when it is to be looked at."""
-        self._requests: set[asyncio.Task[Generation]] = set()
+        self.requests: set[asyncio.Task[Generation]] = set()
         self._answered_s = time.monotonic()
-
-    @property
-    def health(self) -> EngineHealth:
-        """For people."""
-        return EngineHealth(
-            self.name,
-            self.known.state,
-            self.known.served,
-            len(self._requests),
-            self.outstanding,
-            self.num_restarts,
-            self.reason,
-        )
 
     @property
     def may_return(self) -> bool:
@@ -143,7 +129,7 @@ class Member:
             return
         self.num_failures += 1
         self.become(self.known.died(self.known.incarnation), reason)
-        for request in self._requests:
+        for request in self.requests:
             request.cancel()
 
     async def respond(
@@ -158,7 +144,7 @@ class Member:
         request = asyncio.ensure_future(call)
         # Nobody may be left who asks what it raised.
         request.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        self._requests.add(request)
+        self.requests.add(request)
         num_tokens = len(prompt) + budget
         self.outstanding += num_tokens
         try:
@@ -166,7 +152,7 @@ class Member:
         finally:
             request.cancel()  # The caller was cancelled, if it is not done.
             self.outstanding -= num_tokens
-            self._requests.discard(request)
+            self.requests.discard(request)
         if request.cancelled():
             raise EngineDied(f"EngineFleet: {self.name} died: {self.reason}")
         error = request.exception()
@@ -185,7 +171,7 @@ class Member:
 
     async def measure_cache_use(self) -> float:
         """How full its cache is; raises as `measure_load` of an engine."""
-        load = await cast("TellsLoad", self.engine).measure_load()
+        load: EngineLoad = await cast("Any", self.engine).measure_load()
         # One that was replaced counts from 0 again.
         self.num_preemptions += int(max(0, load.num_preemptions - self._preemptions_told))
         self._preemptions_told = load.num_preemptions
@@ -333,7 +319,7 @@ def close_engine(engine: AsyncEngine) -> None:
 # Several engines that are one to whoever asks: :class:`EngineFleet`.
 
 
-class EngineFleet:
+class EngineFleet(ClosedAsynchronously):
     """Several engines behind one :class:`~torchrl_modules.AsyncEngine`.
 
     A conversation stays with its engine, which keeps what it has read of it; a new one goes to the
@@ -397,11 +383,10 @@ class EngineFleet:
         self._changed = asyncio.Event()
         self._members = self._opened(engines)
         self._version = max(member.engine.version for member in self._members)
-        for member in self._members:
-            member.known = member.known.wants(self._version).acknowledged(
-                member.known.incarnation, member.engine.version
-            )
         self._loop = LoopThread("EngineFleet")
+        for member in self._members:
+            known = member.known.wants(self._version)
+            member.known = known.acknowledged(known.incarnation, member.engine.version)
         for member in self._members:
             self._loop.submit(member.run())
 
@@ -416,12 +401,8 @@ class EngineFleet:
         opened = [call.result() for call in calls if call.exception() is None]
         sizes = {size for each in opened if (size := getattr(each, "vocab_size", None)) is not None}
         if not errors and len(sizes) > 1:
-            errors = [
-                ValueError(
-                    "EngineFleet: all engines serve the same model, but these have vocabularies "
-                    f"of {sorted(sizes)} tokens."
-                )
-            ]
+            what = f"but these have vocabularies of {sorted(sizes)} tokens"
+            errors.append(ValueError(f"EngineFleet: all engines serve the same model, {what}."))
         if errors:
             for engine in opened:
                 close_engine(engine)
@@ -480,7 +461,18 @@ class EngineFleet:
 
     def health(self) -> list[EngineHealth]:
         """What is known of each engine, in the order in which they were given."""
-        return [member.health for member in self._members]
+        return [
+            EngineHealth(
+                one.name,
+                one.known.state,
+                one.known.served,
+                len(one.requests),
+                one.outstanding,
+                one.num_restarts,
+                one.reason,
+            )
+            for one in self._members
+        ]
 
     # For callers, in any event loop -------------------------------------------------------------
 
@@ -554,12 +546,6 @@ class EngineFleet:
         with ThreadPoolExecutor(len(self._members), thread_name_prefix="close-engine") as pool:
             list(pool.map(lambda member: close_engine(member.engine), self._members))
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.to_thread(self.close)
-
     # In the fleet's event loop ------------------------------------------------------------------
 
     def _notify(self) -> None:
@@ -595,28 +581,25 @@ class EngineFleet:
     async def _update(
         self, state_dict: Mapping[str, Tensor], version: int | None, recompute: bool
     ) -> None:
+        def copied() -> dict[str, Tensor]:
+            return {name: v.detach().to("cpu", copy=True) for name, v in state_dict.items()}
+
         async with self._updating:
             number = next_version(version, self._version, who="EngineFleet.update_weights")
-            copying = asyncio.create_task(asyncio.to_thread(_copied, state_dict))
+            copying = asyncio.create_task(asyncio.to_thread(copied))
+            serving: Collection[Member] = ()
             try:
-                await self._push(state_dict, number, recompute)
+                while not any(member.known.served == number for member in serving):
+                    serving = (await self._serving()).values()
+                    pushes = (one.push(state_dict, number, recompute=recompute) for one in serving)
+                    for refusal in await asyncio.gather(*pushes):
+                        if refusal is not None and all(m.known.served != number for m in serving):
+                            raise UpdateRefused(str(refusal)) from refusal
             finally:
                 weights = await copying
             self.weights, self._version = weights, number
             for member in self._members:
                 member.become(member.known.wants(number))
-
-    async def _push(self, state_dict: Mapping[str, Tensor], version: int, recompute: bool) -> None:
-        """Give all engines that serve new weights, and go on once one has them."""
-        while True:
-            serving = (await self._serving()).values()
-            pushes = (one.push(state_dict, version, recompute=recompute) for one in serving)
-            refusals = await asyncio.gather(*pushes)
-            if any(member.known.served == version for member in serving):
-                return
-            for refusal in refusals:
-                if refusal is not None:
-                    raise UpdateRefused(str(refusal)) from refusal
 
     async def _set_paused(self, paused: bool) -> None:
         self.is_paused, running = paused, (EngineState.HEALTHY, EngineState.SUSPECT)
@@ -635,7 +618,3 @@ def as_opener(engine: object) -> Opener | None:
     if callable(engine) and not isinstance(engine, AsyncEngine):
         return cast("Opener", engine)
     return None
-
-
-def _copied(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in state_dict.items()}

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property, partial
-from typing import Any, Final, Self
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,7 +34,7 @@ from torchrl_modules.weights import (
     weights_fingerprint,
 )
 
-from .bridges import EngineThread
+from .bridges import EngineThread, SteppedEngine
 from .continuous import ContinuousDecoding, Request, distribution_of
 from .decoding import KeptCaches, PromptReader, RowStream, SlotReader, TokenDraw, decode
 from .engine import Generation
@@ -216,7 +216,6 @@ class TransformersEngine:
             return results
         self._give_back_memory()
         with evaluation_mode(self._inside), self.precision():
-            self._forget_other_weights()
             for group, reader in self._batches(prompts, good, media):
                 own_seeds: Any = [rows_seeds[i] for i in group] if num_seeds else None
                 generations = decode(
@@ -244,6 +243,11 @@ class TransformersEngine:
         self, prompts: Sequence[Sequence[int]], good: list[int], images: list[list[str]]
     ) -> Iterator[tuple[list[int], PromptReader]]:
         """Rows that are drawn together, and what reads them."""
+        if self._kept is not None and issubclass(self.reader, SlotReader):
+            now = (weights_fingerprint(self._inside), acting_adapters(self._inside))
+            if now != self._kept_for:  # What other weights have read is not what these would have.
+                self._kept.clear()
+                self._kept_for = now
         text = [i for i in good if not images[i]]
         if text:
             for group in group_rows(prompts, text, by_length=self.reader.needs_one_length):
@@ -264,15 +268,6 @@ class TransformersEngine:
         if self._kept is not None and issubclass(self.reader, SlotReader):
             return self.reader(self._inside, self._kept)
         return self.reader(self._inside)
-
-    def _forget_other_weights(self) -> None:
-        """What other weights have read is not what these would have."""
-        if self._kept is None or not issubclass(self.reader, SlotReader):
-            return
-        now = (weights_fingerprint(self._inside), acting_adapters(self._inside))
-        if now != self._kept_for:
-            self._kept.clear()
-            self._kept_for = now
 
     def forget(self) -> None:
         """Let go of what is kept of earlier rows: no row goes on from it."""
@@ -337,7 +332,7 @@ class TransformersEngine:
 # A Transformers model served to asyncio: rows join and leave between two tokens.
 
 
-class AsyncTransformersEngine:
+class AsyncTransformersEngine(SteppedEngine):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a Transformers model.
 
     A thread draws one token of every running row at a time. Rows join and leave between two tokens,
@@ -382,7 +377,7 @@ class AsyncTransformersEngine:
                 f"{who}: max_running must be at least 1 and max_cached_tokens at least 0 or None, "
                 f"got {max_running} and {max_cached_tokens}."
             )
-        self._engine = engine.copied() if copy_model else engine
+        self._inside = self._engine = engine.copied() if copy_model else engine
         self._decoding = ContinuousDecoding(
             self._engine.inside,
             self._engine.reader,
@@ -405,21 +400,6 @@ class AsyncTransformersEngine:
     def model(self) -> nn.Module:
         """What it draws from: a copy, unless that was declined."""
         return self._engine.model
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve."""
-        return self._engine.version
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._engine.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its response together."""
-        return self._engine.max_model_len
 
     @property
     def num_prompt_tokens_read(self) -> int:
@@ -502,38 +482,7 @@ class AsyncTransformersEngine:
             spares=lambda error: isinstance(error, UpdateRefused),
         )
 
-    async def pause(self) -> None:
-        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.pause`."""
-        await self._thread.set_paused(True)
-
-    async def resume(self) -> None:
-        """See :meth:`torchrl_modules.engines.engine.AsyncEngine.resume`."""
-        await self._thread.set_paused(False)
-
-    async def check_health(self) -> None:
-        """Say whether it is there.
-
-        Raises:
-            EngineDied: it died.
-            RuntimeError: it is closed.
-        """
-        self._thread.check_alive()
-
     def end_session(self, session: Hashable) -> None:
         """See :meth:`torchrl_modules.engines.engine.AsyncEngine.end_session`."""
         with suppress(RuntimeError):  # It has ended, and keeps nothing.
             self._thread.put(lambda: self._decoding.end_session(session), lambda _: None)
-
-    def close(self) -> None:
-        """Abort what is in flight and end the thread. May be called twice.
-
-        Raises:
-            EngineDied: a step, or an update, does not end.
-        """
-        self._thread.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.to_thread(self.close)

@@ -1,7 +1,8 @@
 """Policies: modules that write a turn into a batch, or score it."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchrl_data import lazy_names
 
 if TYPE_CHECKING:
     from torchrl_data import ChatHistory, LogProbs, Masks, Text, Tokens
@@ -21,8 +22,4 @@ __all__ = [
     "vLLMWrapper",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("torchrl_modules"), name)
+__getattr__ = lazy_names(__name__, __file__)

@@ -146,13 +146,8 @@ class JSONClient:
         self._sockets.close()
 
 
-class _Asking(threading.local):
-    """What this thread's request is interrupted by."""
-
-    interrupt: Interrupt | None = None
-
-
-_asking = _Asking()
+_asking = threading.local()
+"""``interrupt``: what this thread's request is interrupted by."""
 
 
 class _Sockets(httpcore2.NetworkBackend):
@@ -220,7 +215,7 @@ class _Stream(httpcore2.NetworkStream):
             return self._socket.recv(max_bytes)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self.interrupt = _asking.interrupt
+        self.interrupt = getattr(_asking, "interrupt", None)
         if self.interrupt is not None:
             self.interrupt.attach(self)
         with _as_error(httpcore2.WriteTimeout, httpcore2.WriteError):

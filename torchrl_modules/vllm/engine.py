@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from torchrl_modules.engines.bridges import EngineThread
+from torchrl_modules.engines.bridges import EngineThread, SteppedEngine
 from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation
 from torchrl_modules.sampling import SamplingParameters
 from torchrl_modules.weight_transfer import C10dWeightTransfer, TransferControl
@@ -352,7 +352,7 @@ class VLLMEngine(WholeBatchEngine):
 # weight updates) between two steps. So the version of each token is exact.
 
 
-class AsyncVLLMEngine(RespondingEngine):
+class AsyncVLLMEngine(SteppedEngine, RespondingEngine):
     """Draws many responses at once, each with its own stream; none waits for another.
 
     It has the engine to itself until it is closed; the engine can be used again after that.
@@ -463,23 +463,6 @@ class AsyncVLLMEngine(RespondingEngine):
 
         await self._thread.call(update, spares=lambda _: not self._engine.mixed)
 
-    async def pause(self) -> None:
-        """Stop making steps; requests wait, and new ones are taken on. Raises as `submit`."""
-        await self._thread.set_paused(True)
-
-    async def resume(self) -> None:
-        """Go on after `pause`. Raises as `submit`."""
-        await self._thread.set_paused(False)
-
-    async def check_health(self) -> None:
-        """Say whether it is there.
-
-        Raises:
-            EngineDied: it died.
-            RuntimeError: it is closed.
-        """
-        self._thread.check_alive()
-
     tells_load = can_keep_caches = True
     """`measure_load` may be called, and `update_weights` takes ``recompute=False``."""
 
@@ -495,12 +478,6 @@ class AsyncVLLMEngine(RespondingEngine):
         """
         self._thread.close()
         self._lease.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.to_thread(self.close)
 
 
 class _Steps:
@@ -534,8 +511,7 @@ class _Steps:
     def step(self) -> None:
         """One step; its tokens are sent to those who wait for them."""
         now = self._engine.version
-        sent: dict[asyncio.AbstractEventLoop, list[tuple[GenerationStream, Any]]]
-        sent = defaultdict(list)
+        sent: dict[asyncio.AbstractEventLoop, list[Any]] = defaultdict(list)
         outputs = self._llm_engine.step()
         self._num_preemptions += self._newly_preempted()
         for output in outputs:
@@ -552,8 +528,7 @@ class _Steps:
             if completed or output.finished:
                 del self._streams[output.request_id]
                 reason = "stop" if completed else new.finish_reason
-                end = Generation([], [], reason, new.error)
-                sent[stream.loop].append((stream, end))
+                sent[stream.loop].append((stream, Generation([], [], reason, new.error)))
         for loop, items in sent.items():
             self._post(loop, items)
 
@@ -609,15 +584,15 @@ class _Steps:
     def _post(
         self, loop: asyncio.AbstractEventLoop, items: list[tuple[GenerationStream, Any]]
     ) -> None:
+
+        def deliver() -> None:
+            for stream, item in items:
+                stream.deliver(item)
+
         try:
-            loop.call_soon_threadsafe(_deliver, items)
+            loop.call_soon_threadsafe(deliver)
         except RuntimeError:  # The loop is closed, and nobody waits for these.
             for stream, _ in items:
                 if stream.request_id in self._streams:
                     del self._streams[stream.request_id]
                     self._llm_engine.abort_request([stream.request_id])
-
-
-def _deliver(items: list[tuple[GenerationStream, Any]]) -> None:
-    for stream, item in items:
-        stream.deliver(item)

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
-from torchrl_modules.engines.engine import EngineDied, Generation, VersionSpan
+from torchrl_modules.engines.engine import EngineDied, EngineOver, Generation, VersionSpan
 from torchrl_modules.sampling import SamplingParameters, StopStrings
 
 # One request to vLLM, here or by HTTP: checked token ids in, tokens and log-probs out.
@@ -159,25 +159,8 @@ class Row(NamedTuple):
     seed: int | None
 
 
-class EngineOver:
-    """Knows of its limits and its version what the engine inside knows."""
-
-    _inside: Any
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve; 0 before the first update."""
-        return self._inside.version
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._inside.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its response together."""
-        return self._inside.max_model_len
+class VLLMEngineOver(EngineOver):
+    """Can do, too, what the vLLM engine inside can."""
 
     @property
     def max_adapters(self) -> int:
@@ -312,7 +295,7 @@ class VersionedGeneration(NamedTuple):
     """In order, without gaps, from 0 to the number of tokens."""
 
 
-class RespondingEngine(EngineOver, ABC):
+class RespondingEngine(VLLMEngineOver, ABC):
     """Gives whole responses, by whatever draws one."""
 
     async def generate(

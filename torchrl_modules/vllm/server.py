@@ -19,19 +19,25 @@ from contextlib import (
 )
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrl_modules.engines.bridges import LoopThread, gather_rows
-from torchrl_modules.engines.engine import EngineDied, EngineLoad, Generation, VersionSpan
+from torchrl_modules.engines.engine import (
+    ClosedAsynchronously,
+    EngineDied,
+    EngineLoad,
+    Generation,
+    VersionSpan,
+)
 from torchrl_modules.engines.supervision import EngineState, Supervision
 from torchrl_modules.sampling import SamplingParameters
 
 from .client import TOKEN_VARIABLE, Interrupt, JSONClient, VLLMServerEngine
 from .engine import AsyncVLLMEngine, VLLMEngine
-from .requests import EngineOver, RespondingEngine, Row, VersionedGeneration, WholeBatchEngine
+from .requests import RespondingEngine, Row, VersionedGeneration, VLLMEngineOver, WholeBatchEngine
 from .runtime import CPU_DEFAULTS, FIXED, PARENT_VARIABLE, WORKER, as_options, import_vllm, serve
 
 # A vLLM server of token ids that ends with its parent: ``python -m torchrl_modules.vllm.server``.
@@ -220,7 +226,7 @@ def start_server(
 # An engine in another process that is replaced when it dies, and loses no request.
 
 
-class SupervisedEngine(EngineOver, WholeBatchEngine):
+class SupervisedEngine(VLLMEngineOver, WholeBatchEngine):
     """An :class:`~torchrl_modules.engines.engine.Engine` that outlives its processes.
 
     When the engine is killed, or draws no token for ``stall_timeout_s``, it is ended and another
@@ -523,7 +529,7 @@ def make_vllm_worker(
 T = TypeVar("T")
 
 
-class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
+class BlockingVLLMEngine(VLLMEngineOver, WholeBatchEngine):
     """An :class:`~torchrl_modules.engines.engine.Engine` over an `AsyncVLLMEngine`."""
 
     # Calls of several threads share the engine's steps, and weights can be updated while they wait:
@@ -552,7 +558,7 @@ class BlockingVLLMEngine(EngineOver, WholeBatchEngine):
         self._loop.close()
 
 
-class AsyncServerEngine(RespondingEngine):
+class AsyncServerEngine(RespondingEngine, ClosedAsynchronously):
     """An :class:`~torchrl_modules.engines.engine.AsyncEngine` over a vLLM server.
 
     A thread waits for each response; more callers than the client has connections stand in line.
@@ -646,12 +652,6 @@ class AsyncServerEngine(RespondingEngine):
             interrupt()
         for pool in (self._pool, self._control, self._prober):
             pool.shutdown(cancel_futures=True)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.to_thread(self.close)
 
 
 class OwnServerEngine(AsyncServerEngine):
